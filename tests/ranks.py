@@ -226,6 +226,20 @@ def free_port() -> int:
 
 
 @contextmanager
+def comes_last() -> Iterator[None]:
+    """Let this rank come to each stage of an agreement when all others have."""
+    come_to = Agreement._come_to
+
+    def wait_and_come(self: Agreement, stage: str, store: LimitedStore, check: Any = None) -> str:
+        while store.add(f"{self._attempt}/{stage}/count", 0) < len(self.ranks) - 1:
+            time.sleep(0.01)
+        return come_to(self, stage, store, check)
+
+    with mock.patch.object(Agreement, "_come_to", wait_and_come):
+        yield
+
+
+@contextmanager
 def limits_begin_with(count: int) -> Iterator[None]:
     """Let the limit of every agreement begin when so many of its ranks have come, however long that takes.
 
@@ -234,7 +248,10 @@ def limits_begin_with(count: int) -> Iterator[None]:
     wait, open_store = Agreement._wait, launch.open_store
 
     def wait_from_then(self: Agreement, store: LimitedStore, stage: str) -> str:
-        while not store.has(self._key(stage)) and store.add(self._key(f"{stage}/count"), 0) < count:
+        while (
+            not store.has(f"{self._attempt}/{stage}")
+            and store.add(f"{self._attempt}/{stage}/count", 0) < count
+        ):
             time.sleep(0.01)
         return wait(self, store, stage)
 

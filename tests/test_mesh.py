@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, N
 from namedmesh.compat import ezpz
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -376,6 +377,25 @@ class _Asking(torch.autograd.Function):
 
 
 _asked: list[Any] = []
+
+
+def test_a_suspended_generator_selects_for_its_caller_as_a_context_manager_must() -> None:
+    """Whether somebody iterates a generator or enters it, Python does not say; torch's ``no_grad`` does the same."""
+
+    @contextmanager
+    def selected(mesh: NamedMesh) -> Iterator[None]:
+        with mesh:
+            yield
+
+    with fake_world(4):
+        first, second = (namedmesh.init_mesh({axis: 4}, device="cpu") for axis in ("dp", "tp"))
+        with selected(first):
+            assert namedmesh.current_mesh() is first
+            with selected(second), first:
+                assert namedmesh.current_mesh() is first
+            assert namedmesh.current_mesh() is first
+        with pytest.raises(MeshError, match="none is selected"):
+            namedmesh.current_mesh()
 
 
 def _selections_of_threads() -> list[bool]:
@@ -760,6 +780,8 @@ def test_mistakes_that_torch_would_report_in_its_own_words() -> None:
             ),
             "'tp' is a str, which is no": lambda: NamedMesh.from_groups({"tp": "x"}, device="cpu"),  # type: ignore[dict-item]
             "rank 5 is not in the DeviceMesh over ranks 0, 1, 2, 3": lambda: NamedMesh.from_device_mesh(part),
+            "this is a NoneType; give a DeviceMesh": lambda: mesh.adopt_view("x", None),  # type: ignore[arg-type]
+            "this is a int; give a DeviceMesh": lambda: NamedMesh.from_device_mesh(3),  # type: ignore[arg-type]
             "a group that was destroyed": lambda: mesh.explain(lost),
             "a group that is a int": lambda: mesh.explain(elsewhere),
             "options are a GroupOptions": lambda: namedmesh.init_mesh(a=8, options=wrong),

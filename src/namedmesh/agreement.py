@@ -20,7 +20,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections import defaultdict
 from contextlib import suppress
 from datetime import timedelta
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from namedmesh._torch import new_connection
 from namedmesh.errors import AgreementError, NamedMeshError, ranks_in_words
 from namedmesh.hosts import host_identity, loopback_problem
-from namedmesh.store import ANSWER_LIMIT, LOOK_EVERY, StoreLostError, ask, in_thread
+from namedmesh.store import ANSWER_LIMIT, LOOK_EVERY, StoreLostError, ask, in_thread, open_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,16 +46,14 @@ __all__ = ["Agreement", "Agreements"]
 
 _GO, _REPLACED, _FAILED = "go", "replaced", "failed "
 """How a stage ended: the ranks go on, or another attempt takes its place, or (this begins the text) the attempt failed."""
-_ARRIVED, _ALIVE, _MADE = _STAGES = ("arrived", "alive", "made")
-"""The stages. Where processes may be restarted, each confirms, after all have arrived, that it is still alive."""
+_STAGES = _ARRIVED, _ALIVE, _MADE = "arrived", "alive", "made"
+"""Where processes may be restarted, each confirms, after all have arrived, that it is still alive."""
 
 # How long a rank waits for the one that words a failure, and the host of the store for those that are there to read it.
 _READING_LIMIT = timedelta(seconds=10)
 # How long the host waits for all ranks of a job, some of which may not have started; and how long a rank that cannot go
-# on looks for the store, to tell the others why.
-_COMING_LIMIT = timedelta(seconds=60)
-# A rank that is interrupted has this many seconds to tell the others.
-_TELLING_LIMIT = timedelta(seconds=10)
+# on looks for the store, to tell the others why. One that is interrupted has less.
+_COMING_LIMIT, _TELLING_LIMIT = timedelta(seconds=60), timedelta(seconds=10)
 # While a call blocks that waits for other ranks, every this many seconds this one asks whether they have given up.
 _LOOK_EVERY = 2.0
 # Of problems with hosts, so many are shown.
@@ -67,16 +64,15 @@ class Agreements:
     """What this process knows of the agreements in one store; each default group has its own.
 
     Args:
-        open_store: opens the store within a time, or returns one that is open.
+        open_store: opens the store within a time.
         generation: which life of the job this is, without a colon: a failure in an earlier one is none of a later
             one's. By default over how many default groups this process has agreed before.
 
     Attributes:
         lock: held during an agreement, so that those of several threads follow one another.
-        opened: the store, once it was asked: a connection that waits serves nobody else meanwhile.
-        process: names this process.
+        opened: the store, once it was asked.
         places: where this process said last that it is, over each range of ranks: attempt, process and stage.
-        heard: attempts of other ranks that failed for a reason that this process was told in its own.
+        heard: attempts that failed for a reason that this process was told, also where it was in another one.
         alone: how often there was nobody to agree with.
     """
 
@@ -136,10 +132,9 @@ class Agreement:
         self._timeout, self._of, self._hosts_store = timeout, of, hosts_store
         self._alone = alone or len(ranks) == 1
         self._limit = min(ANSWER_LIMIT, max(5.0, timeout.total_seconds()))
-        self._scope, self._number = _scope(ranks), -1
-        self._entering = threading.Lock()
-        # What this rank tells under a name, whose texts it takes, and what with.
-        self._exchanges: list[tuple[str, str, Sequence[int], Callable[[int, str], object]]] = []
+        self._scope, self._number, self._entering = f"{ranks.start}-{ranks.stop}", -1, threading.Lock()
+        # By name: what this rank tells, together with which ranks, and what takes their texts.
+        self._exchanges: dict[str, tuple[str, Sequence[int], Callable[[int, str], object] | None]] = {}
         self._failed = self._terminated = False
 
     def __enter__(self) -> Self:
@@ -162,7 +157,7 @@ class Agreement:
             if error is not None and not self._failed and not self._alone:
                 self._tell(error)
             self.known.lock.release()
-            if signal.getsignal(signal.SIGTERM) == self._terminate:
+            if not self._alone and signal.getsignal(signal.SIGTERM) == self._terminate:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 if self._terminated:
                     signal.raise_signal(signal.SIGTERM)
@@ -197,38 +192,39 @@ class Agreement:
             self.known.alone += 1  # there is nobody to ask
             self.token = f"alone/{self.rank}/{self.known.alone}"
             return
-        host = (host_identity(), loopback_problem()) if uses_gloo else None
-        text = json.dumps({"_call": self.call, **request})
+        fields = {"_call": self.call, **request}
+        if uses_gloo:
+            fields |= {"_host": host_identity(), "_unreachable": loopback_problem() or ""}
+        text = json.dumps(fields)
 
         def questions(store: LimitedStore) -> str:
             verdict = _REPLACED
             while verdict == _REPLACED:
                 self._enter(store, self._number)
-                if host is not None:
-                    self._note_host(store, *host)
-                if store.first(self._key("request"), text) != text:
-                    self._append(store, "other requests", json.dumps([self.rank, json.loads(text)]))
-                verdict = self._come_to(_ARRIVED, store, compare)
+                if store.first(f"{self._attempt}/request", text) != text:
+                    others = f"{self._attempt}/other requests"
+                    store.set(f"{others}/{store.add(others)}", json.dumps([self.rank, fields]))
+                verdict = self._come_to(_ARRIVED, store, lambda: self._problems(store, compare))
                 if verdict == _GO and may_restart:
                     self._say(store, _ALIVE, {})
                     verdict = self._come_to(_ALIVE, store)
             return verdict
 
         self._settle(self._ask(questions))
-        self.token = f"{self._scope}/{self._number}"
+        self.token = self._attempt
 
     def exchange(
-        self, name: str, text: str, others: Sequence[int], take: Callable[[int, str], object]
+        self, name: str, text: str, among: Sequence[int], take: Callable[[int, str], object] | None
     ) -> None:
-        """Tell the other ranks a text when all have come to the end, and take those of some of them.
+        """Tell some ranks a text when all have come to the end; all ranks fail unless each of these does so.
 
         Args:
-            name: what the text is, the same on all ranks that tell it.
+            name: what the text is, the same on these ranks.
             text: that of this rank.
-            others: the ranks whose texts this one takes.
-            take: called with each of them, and its text.
+            among: the ranks that tell theirs, this one included.
+            take: called with each of the others, and its text; None where this rank has no use for them.
         """
-        self._exchanges.append((name, text, others, take))
+        self._exchanges[name] = text, among, take
 
     def new_store(self) -> dist.Store:
         """Return a part of the store that nothing has written to, the same on every rank; after :meth:`compare`."""
@@ -251,60 +247,43 @@ class Agreement:
             nonlocal looks
             looks += 1
             if looks % int(_LOOK_EVERY / LOOK_EVERY) == 0:
-                self._settle(self._ask(lambda store: _verdict(store, self.token) or _GO, connection))
+                self._settle(self._ask(lambda store: _verdict(store, self._attempt) or _GO, connection))
 
         in_thread(function, look)
 
     def _finish(self) -> None:
         """Come to the end with all ranks, and take what they have to tell."""
-        told = {"": self.token} | {name: text for name, text, _, _ in self._exchanges}
-        asked = sorted({rank for _, _, others, _ in self._exchanges for rank in others})
+        told = {name: [len(among), text] for name, (text, among, _) in self._exchanges.items()}
+        takers = [
+            (name, among, take) for name, (_, among, take) in self._exchanges.items() if take is not None
+        ]
+        asked = sorted({rank for _, among, _ in takers for rank in among if rank != self.rank})
         heard: list[str] = []
 
         def questions(store: LimitedStore) -> str:
             # What was told before has been read: all ranks have arrived in this attempt.
-            self._say(store, _MADE, {self._told(self.rank): json.dumps(told)})
-            verdict = self._come_to(_MADE, store)
+            self._say(store, _MADE, {f"{self._scope}/told/{self.rank}": json.dumps(told)})
+            verdict = self._come_to(_MADE, store, lambda: self._unmatched(store))
             if verdict == _GO:
-                heard[:] = store.get_all([self._told(rank) for rank in asked])
+                heard[:] = store.get_all([f"{self._scope}/told/{rank}" for rank in asked])
             return verdict
 
         self._settle(self._ask(questions))
         texts = dict(zip(asked, map(json.loads, heard), strict=True))
-        for name, _, others, take in self._exchanges:
-            for rank in others:
-                if texts[rank][""] != self.token or name not in texts[rank]:
-                    self._failed = True  # the others have gone on
-                    raise AgreementError(
-                        f"rank {rank} did not create what rank {self.rank} did in {self.call}"
-                    )
-                take(rank, texts[rank][name])
+        for name, among, take in takers:
+            for rank in among:
+                if rank != self.rank:
+                    take(rank, texts[rank][name][1])
 
-    # Keys of the store.
+    # The stages, in the thread that asks the store.
 
     @property
     def _attempt(self) -> str:
         return f"{self._scope}/{self._number}"
 
-    def _key(self, key: str) -> str:
-        return f"{self._attempt}/{key}"
-
-    def _told(self, rank: int) -> str:
-        return f"{self._scope}/told/{rank}"
-
-    def _append(self, store: LimitedStore, key: str, text: str) -> None:
-        whole = self._key(key)
-        store.set(f"{whole}/{store.add(whole)}", text)
-
-    def _list(self, store: LimitedStore, key: str) -> list[str]:
-        whole = self._key(key)
-        return [store.get(f"{whole}/{place + 1}") for place in range(store.add(whole, 0))]
-
-    # The stages, in the thread that asks the store.
-
     def _enter(self, store: LimitedStore, left: int) -> None:
-        """Leave an attempt for the next one: one after that in which this rank was last, in this process or before it."""
-        known = self.known
+        """Leave an attempt for the one after that in which this rank was last, in this process or before it."""
+        known, place = self.known, f"{self._scope}/rank/{self.rank}"
         # A rank that is interrupted here enters in another thread, to tell why.
         if not self._entering.acquire(timeout=_TELLING_LIMIT.total_seconds()):
             raise StoreLostError("its host did not answer, so it hangs, or this host is cut off")
@@ -312,7 +291,7 @@ class Agreement:
             if self._number != left:
                 return  # the other thread has entered
             own = known.places.get(self.ranks)
-            before = own or store.first(_place(self.ranks, self.rank), "-1")
+            before = own or store.first(place, "-1")
             number = _number(before) + 1
             if own is None:
                 if number > 0:  # others may still wait for a process before this one
@@ -322,84 +301,91 @@ class Agreement:
             while f"{self._scope}/{number}" in known.heard:
                 number += 1
             mark = f"{number} {known.process} {_ARRIVED}"
-            now = store.swap(_place(self.ranks, self.rank), before, mark)
+            now = store.swap(place, before, mark)
+            self._number = _number(now)
             if now != mark:
-                self._number, self._failed = _number(now), True
+                self._failed = True
                 problem = (
                     f"two processes call {self.call} as rank {self.rank}; give each its own RANK, and each job on a machine "
                     "its own MASTER_PORT"
                 )
                 self._fail(store, problem)
                 raise AgreementError(problem)
-            self._number, known.places[self.ranks] = number, mark
+            known.places[self.ranks] = mark
         finally:
             self._entering.release()
 
     def _say(self, store: LimitedStore, stage: str, texts: Mapping[str, str]) -> None:
         """Put into the store at which stage this rank is, and what it tells the others."""
         mark = f"{self._number} {self.known.process} {stage}"
-        store.set_all({_place(self.ranks, self.rank): mark, **texts})
+        store.set_all({f"{self._scope}/rank/{self.rank}": mark, **texts})
         self.known.places[self.ranks] = mark
 
-    def _come_to(self, stage: str, store: LimitedStore, compare: Compare | None = None) -> str:
-        """Come to a stage, and return how it ended once all ranks have; the last one compares their requests."""
-        count = store.add(self._key(f"{stage}/count"))
+    def _come_to(self, stage: str, store: LimitedStore, check: Callable[[], list[str]] | None = None) -> str:
+        """Come to a stage, and return how it ended once all ranks have; the last one checks what they brought."""
+        count = store.add(f"{self._attempt}/{stage}/count")
         if count == len(self.ranks):
-            problems = self._problems(store, compare) if compare else []
-            return self._fail(store, *problems) if problems else store.first(self._key(stage), _GO)
-        if count == 1 and stage == _MADE and self._number > 0:
-            # All ranks have arrived here, so they have left the attempt before.
-            keys = ("request", "host", *_STAGES, *(f"{stage}/count" for stage in _STAGES))
-            store.delete(*(f"{self._scope}/{self._number - 1}/{key}" for key in keys))
+            problems = check() if check else []
+            return self._fail(store, *problems) if problems else store.first(f"{self._attempt}/{stage}", _GO)
         if stage == _ARRIVED:
             self._look_elsewhere(store)
+        elif (
+            stage == _MADE and count == 1
+        ):  # all ranks have arrived here, so they have left the attempt before
+            keys = ("request", *_STAGES, *(f"{each}/count" for each in _STAGES))
+            store.delete(*(f"{self._scope}/{self._number - 1}/{key}" for key in keys))
         return self._wait(store, stage)
 
     def _wait(self, store: LimitedStore, stage: str) -> str:
         """Wait until all have come to a stage, or the attempt ends; returns how. Names those that are absent."""
-        key = self._key(stage)
+        key = f"{self._attempt}/{stage}"
         if store.appears(key, self._timeout):
             return store.get(key)
-        span = _span(self.ranks).removeprefix("ranks ")
-        if store.add(self._key("late")) > 1:  # another rank looks for the absent ones
+        span = f"{self.ranks.start} to {self.ranks.stop - 1}"
+        if store.add(f"{self._attempt}/late") > 1:  # another rank looks for the absent ones
             store.appears(key, _READING_LIMIT)
             return self._fail(store, f"some ranks of {span} did not call {self.call} in time")
         absent = []
         for rank in self.ranks:
-            place = store.first(_place(self.ranks, rank), "-1")
-            here = _number(place) == self._number and place.endswith(_STAGES[_STAGES.index(stage) :])
-            if not here:
+            place = store.first(f"{self._scope}/rank/{rank}", "-1")
+            if _number(place) != self._number or not place.endswith(_STAGES[_STAGES.index(stage) :]):
                 absent.append(rank)
-        limit = f"within {self._timeout.total_seconds():g} s"
+        who, limit = ranks_in_words(absent), f"within {self._timeout.total_seconds():g} s"
+        problem = f"{who} of {span} agreed to {self.call}, and did not end it {limit}; see the output of those ranks"
         if stage == _ARRIVED:
-            return self._fail(
-                store,
-                f"{ranks_in_words(absent)} of {span} did not call {self.call} {limit}; every rank of the {self._of} must call "
-                "it, so look at what those ranks did instead",
+            problem = (
+                f"{who} of {span} did not call {self.call} {limit}; every rank of the {self._of} must call it, so look at what "
+                "those ranks did instead"
             )
-        return self._fail(
-            store,
-            f"{ranks_in_words(absent)} of {span} agreed to {self.call}, and did not end it {limit}; see the output of those "
-            "ranks",
-        )
+        return self._fail(store, problem)
 
-    def _note_host(self, store: LimitedStore, host: str, problem: str | None) -> None:
-        """Say on which host this rank is, and what is wrong where there are several; before it arrives."""
-        if store.first(self._key("host"), host) != host:
-            store.set(self._key("several hosts"), "")
-        if problem is not None:
-            self._append(store, "unreachable", f"{ranks_in_words([self.rank])}: {problem}")
+    def _unmatched(self, store: LimitedStore) -> list[str]:
+        """Return what some ranks told, and others did not who should have: they have a group that these lacked."""
+        told = store.get_all([f"{self._scope}/told/{rank}" for rank in self.ranks])
+        tellers: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for rank, text in zip(self.ranks, told, strict=True):
+            for name, (size, _) in json.loads(text).items():
+                tellers[name, size].append(rank)
+        return [
+            f"{self.call} makes a group of {size} ranks on {ranks_in_words(ranks)} only; the others have it still, from an "
+            "earlier mesh: close() that mesh on every rank"
+            for (_, size), ranks in tellers.items()
+            if len(ranks) != size
+        ][:_SHOWN]
 
     def _problems(self, store: LimitedStore, compare: Compare) -> list[str]:
         """Return what is wrong with the requests of all ranks, of which one stands for those that are the same."""
-        others = [json.loads(other) for other in self._list(store, "other requests")]
-        problems: list[str] = []
-        if others:
-            first = json.loads(store.get(self._key("request")))
-            given = [*(dict.fromkeys(self.ranks, first) | dict(others)).values()]
-            problems = differences(given, self.ranks) or compare(given)
-        if not problems and store.has(self._key("several hosts")):
-            problems = self._list(store, "unreachable")[:_SHOWN]
+        key = f"{self._attempt}/other requests"
+        others = store.get_all([f"{key}/{place + 1}" for place in range(store.add(key, 0))])
+        if not others:
+            return []
+        first = json.loads(store.get(f"{self._attempt}/request"))
+        requests: dict[int, dict[str, str]] = dict.fromkeys(self.ranks, first) | dict(map(json.loads, others))
+        given = [*requests.values()]
+        problems = differences(given, self.ranks) or compare(given)
+        if not problems and len({request.get("_host") for request in given}) > 1:
+            told = ((rank, request.get("_unreachable")) for rank, request in requests.items())
+            problems = [f"{ranks_in_words([rank])}: {problem}" for rank, problem in told if problem][:_SHOWN]
         return problems
 
     def _look_elsewhere(self, store: LimitedStore) -> None:
@@ -409,46 +395,43 @@ class Agreement:
         """
         listed = store.first("scopes", self._scope)
         while self._scope not in listed.split():
-            longer = f"{listed} {self._scope}"
-            listed = store.swap("scopes", listed, longer)
+            listed = store.swap("scopes", listed, f"{listed} {self._scope}")
         for scope in listed.split():
             there = range(*map(int, scope.split("-")))
-            if there != self.ranks and self.rank in there:
-                self._look_at(store, there)
-
-    def _look_at(self, store: LimitedStore, there: range) -> None:
-        """Let this attempt and the next one of other ranks fail, if one that this rank waits for has come there."""
-        number = _number(self.known.places.get(there) or store.first(_place(there, self.rank), "-1")) + 1
-        while store.has(f"{_scope(there)}/{number}/{_ARRIVED}"):  # one that failed
-            number += 1
-        attempt = f"{_scope(there)}/{number}"
-        if not store.has(f"{attempt}/request"):
-            return
-        for rank in self.ranks:
-            if rank not in there or _number(store.first(_place(there, rank), "-1")) != number:
+            if there == self.ranks or self.rank not in there:
                 continue
-            call = json.loads(store.get(f"{attempt}/request"))["_call"]
-            sides = [(self.ranks, self.call, self.rank), (there, call, rank)]
-            sides.sort(key=lambda side: (side[0].start, side[0].stop))
-            places = [f"rank {one} is in {name} of {_span(ranks)}" for ranks, name, one in sides]
-            problem = (
-                f"{' and '.join(places)}, and each waits for the other; give these ranks the same sizes, and let them make "
-                "their meshes in the same order"
+            number = (
+                _number(self.known.places.get(there) or store.first(f"{scope}/rank/{self.rank}", "-1")) + 1
             )
-            verdict = self._failure([problem], attempt, self._attempt)
-            _end(store, attempt, verdict)
-            _end(store, self._attempt, verdict)
-            return
+            while store.has(f"{scope}/{number}/{_ARRIVED}"):  # it failed
+                number += 1
+            if store.has(f"{scope}/{number}/request"):
+                for rank in range(max(self.ranks.start, there.start), min(self.ranks.stop, there.stop)):
+                    if _number(store.first(f"{scope}/rank/{rank}", "-1")) == number:
+                        self._fail_both(store, there, f"{scope}/{number}", rank)
+                        return
+
+    def _fail_both(self, store: LimitedStore, there: range, attempt: str, rank: int) -> None:
+        """Let this attempt fail, and one of other ranks, in which a rank waits for this one."""
+        call = json.loads(store.get(f"{attempt}/request"))["_call"]
+        sides = [(self.ranks, self.call, self.rank), (there, call, rank)]
+        sides.sort(key=lambda side: (side[0].start, side[0].stop))
+        places = [f"rank {one} is in {name} of ranks {of.start} to {of.stop - 1}" for of, name, one in sides]
+        problem = (
+            f"{' and '.join(places)}, and each waits for the other; give these ranks the same sizes, and let them make their "
+            "meshes in the same order"
+        )
+        self._fail(store, problem, also=attempt)
 
     # How an attempt ends.
 
-    def _fail(self, store: LimitedStore, *problems: str) -> str:
-        """Let the attempt fail, unless it has ended; returns how it did."""
-        return _end(store, self._attempt, self._failure(problems))
-
-    def _failure(self, problems: Sequence[str], *attempts: str) -> str:
-        """Return how an attempt ends that fails, or several, of which no rank hears twice."""
-        return f"{_FAILED}{self.known.generation}:{json.dumps([problems, *attempts])}"
+    def _fail(self, store: LimitedStore, *problems: str, also: str = "") -> str:
+        """Let the attempt fail unless it has ended, and also one of other ranks; returns how it did."""
+        reason = json.dumps([problems, self._attempt, also])
+        verdict = f"{_FAILED}{self.known.generation}:{reason}"
+        if also:
+            _end(store, also, verdict)
+        return _end(store, self._attempt, verdict)
 
     def _is_of_earlier_life(self, verdict: str) -> bool:
         """Return whether an attempt ended before the job was started again."""
@@ -471,38 +454,41 @@ class Agreement:
 
     def _leave(self, *, gave_up: bool = False) -> None:
         """Leave a failed attempt. The host of the store waits for those that have arrived, or that will where it gave up."""
+        key = f"{self._attempt}/read"
 
         def questions(store: LimitedStore) -> None:
             if not gave_up:
-                store.set(self._key(f"read/{store.add(self._key('read'))}"), "")
+                store.set(f"{key}/{store.add(key)}", "")
             if self._hosts_store:
-                readers = len(self.ranks) - 1 if gave_up else store.add(self._key(f"{_ARRIVED}/count"), 0)
-                store.appears(self._key(f"read/{readers}"), _COMING_LIMIT if gave_up else _READING_LIMIT)
+                arrived = store.add(f"{self._attempt}/{_ARRIVED}/count", 0)
+                readers, limit = (
+                    (len(self.ranks) - 1, _COMING_LIMIT) if gave_up else (arrived, _READING_LIMIT)
+                )
+                store.appears(f"{key}/{readers}", limit)
 
         with suppress(StoreLostError):
             ask(self._store(), questions, limit=self._limit)
 
     def _tell(self, error: BaseException) -> None:
         """Let the other ranks know why this one gives up."""
-        interrupted = not isinstance(error, Exception)
         reason = str(error)
         if not isinstance(error, NamedMeshError):
             reason = f"{type(error).__name__}: {reason}".partition("\n")[0].removesuffix(": ")
+        problem = f"rank {self.rank} gave up on {self.call}: {reason}"
 
         def questions(store: LimitedStore) -> None:
             self._enter(store, -1)
-            reason_here = f"rank {self.rank} gave up on {self.call}: {reason}"
-            while self._is_of_earlier_life(self._fail(store, reason_here)):
+            while self._is_of_earlier_life(self._fail(store, problem)):
                 self._enter(store, self._number)
 
         with suppress(StoreLostError, NamedMeshError, dist.DistError):  # there may be nobody to tell
-            if interrupted:
-                store = self._store(_TELLING_LIMIT)
-                # The connection may still wait for the other ranks, in a thread that nobody waits for any more.
-                ask(new_connection(store), questions, limit=_TELLING_LIMIT.total_seconds())
-            else:
+            if isinstance(error, Exception):
                 ask(self._store(_COMING_LIMIT), questions, limit=self._limit)
                 self._leave(gave_up=True)
+            else:
+                # The connection may still wait for the other ranks, in a thread that nobody waits for any more.
+                connection = new_connection(self._store(_TELLING_LIMIT))
+                ask(connection, questions, limit=_TELLING_LIMIT.total_seconds())
 
     # The store.
 
@@ -514,46 +500,16 @@ class Agreement:
             raise AgreementError(f"the store of the job is lost during {self.call}: {error}") from None
 
     def _store(self, limit: timedelta | None = None) -> dist.Store:
-        """Return the store, opened within the limit the first time.
-
-        Raises:
-            StoreLostError: its host cannot be reached.
-        """
+        """Return the store, opened within the limit the first time."""
         if self.known.opened is None:
             within = limit or self._timeout
-            # torch tries again after a pause, which may be as long as its limit.
-            pause = min(within.total_seconds(), ANSWER_LIMIT)
-            overdue = time.monotonic() + within.total_seconds() + pause + self._limit
-
-            def look() -> None:
-                if time.monotonic() > overdue:
-                    raise StoreLostError("its host did not answer, so it hangs, or this host is cut off")
-
             try:
-                opened = in_thread(lambda: self.known.open_store(within), look)
-            except dist.DistError as error:
-                reason = str(error).partition("\n")[0]
-                raise StoreLostError(
-                    f"its host cannot be reached ({reason}), so this host or the link between them is cut off"
-                ) from None
+                opened = open_in_thread(self.known.open_store, within, self._limit)
             except NamedMeshError:
                 self._failed = True  # there is nobody to tell
                 raise
             self.known.opened = dist.PrefixStore("namedmesh/agreements", opened)
         return self.known.opened
-
-
-def _scope(ranks: range) -> str:
-    return f"{ranks.start}-{ranks.stop}"
-
-
-def _span(ranks: range) -> str:
-    return f"ranks {ranks.start} to {ranks.stop - 1}"
-
-
-def _place(ranks: range, rank: int) -> str:
-    """Return the key under which a rank says where it is: in which attempt of some ranks, and at which stage."""
-    return f"{_scope(ranks)}/rank/{rank}"
 
 
 def _number(place: str) -> int:

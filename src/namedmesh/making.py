@@ -225,7 +225,7 @@ class GroupMaker:
             self._exchange_addresses(name, key.ranks, store)
         return group
 
-    def _exchange_addresses(self, name: str, ranks: tuple[int, ...], store: dist.Store) -> None:
+    def _exchange_addresses(self, name: str, ranks: tuple[int, ...], store: Any) -> None:
         """Let gloo find the addresses of the other members where this rank's are, once all have created the group.
 
         gloo connects at the first collective, and would ask the store of the job then, without a limit.
@@ -237,9 +237,7 @@ class GroupMaker:
             for card, address in enumerate(text.split()):
                 store.set(f"{card}/{ranks.index(rank)}", bytes.fromhex(address))
 
-        self.agreement.exchange(
-            name, " ".join(cards), [rank for rank in ranks if rank != self.pool.rank], take
-        )
+        self.agreement.exchange(name, " ".join(cards), ranks, take)
 
     def _arguments(self, key: GroupKey, label: str, options: GroupOptions) -> dict[str, Any]:
         """Return the keywords with which torch creates a group."""

@@ -151,8 +151,7 @@ def _measured(
         report = RankReport(socket.gethostname(), host_identity(), gloo_address(), local, axes)
         links = measure_links(hosts_of_ranks(report.place, device), rank, device, megabytes)
         texts = {rank: json.dumps(report)}
-        others = [other for other in ranks if other != rank] if rank == 0 else []
-        maker.agreement.exchange("report", texts[rank], others, texts.__setitem__)
+        maker.agreement.exchange("report", texts[rank], ranks, texts.__setitem__ if rank == 0 else None)
     return [RankReport.from_data(json.loads(text)) for _, text in sorted(texts.items())], links
 
 
