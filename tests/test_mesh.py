@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import namedmesh
-from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, making
+from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, groups
 from namedmesh.compat import ezpz
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def _bound() -> list[object]:
         return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(making, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(groups, "bound_device", lambda: torch.device("cuda:0"))
     patch.setattr(dist, "split_group", split_group)
     before = live_groups()
     mesh = namedmesh.init_mesh(pp=2, dp=2, tp=1)
@@ -316,9 +316,9 @@ def test_with_a_bound_device_all_ranks_make_all_groups() -> None:
 
 def _made_by_torch() -> list[object]:
     patch, torchs = pytest.MonkeyPatch(), mock.Mock(wraps=init_device_mesh)
-    patch.setattr(making, "bound_device", lambda: torch.device("cuda:0"))
-    patch.setattr(making, "default_timeout_is_torchs", lambda: True)
-    patch.setattr(making, "init_device_mesh", torchs)
+    patch.setattr(groups, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(groups, "default_timeout_is_torchs", lambda: True)
+    patch.setattr(groups, "init_device_mesh", torchs)
     before = live_groups()
     mesh = namedmesh.init_mesh(pp=2, dp=2)
     same = namedmesh.init_mesh(stages=2, copies=2)

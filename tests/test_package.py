@@ -41,7 +41,6 @@ ROOMS = (
     "launch",
     "views",
     "groups",
-    "making",
     "current",
     "adopt",
     "explain",

@@ -10,10 +10,9 @@ from namedmesh._torch import constant_under_compile, make_flat_mesh
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.groups import Communicator, GroupPool
+from namedmesh.groups import Communicator, GroupPool, agreed
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
-from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.views import ROOT_VIEW, View, Views, join_names, product_axes, quoted
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
-    from namedmesh.making import GroupMaker
+    from namedmesh.groups import GroupMaker
 
 __all__ = ["NamedMesh"]
 
@@ -355,13 +354,12 @@ class NamedMesh:
                 name = name or "_".join(ordered)
                 self._views.check_product(name, ordered)
                 options = options or self.options_of(ordered)
-                known = {name: self.pool.find(view.layout, ordered, options, in_process=True)}
-                current.refuse_ambiguous_mesh(view.layout, self.device.type, known, ordered)
                 request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
                 maker.compare(request, [(view.layout, ordered, options)])
                 group = maker.make(view.layout, ordered, options)
                 if options.gloo_twin:
                     maker.make(view.layout, ordered, self.pool.gloo_options(options))
+                current.refuse_ambiguous_mesh(view.layout, self.device.type, {name: group}, ordered)
             self._options[ordered] = options
             self._meshes[name,] = make_flat_mesh(view.root, ordered, name, group)
             self._views.products[name] = ordered
@@ -397,6 +395,7 @@ class NamedMesh:
                     request, [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
                 )
                 view = self.create_view(layout, maker, options)
+                current.refuse_ambiguous_mesh(layout, self.device.type, view.groups)
             self.take_view(name, view, options)
             return view.root
 
@@ -650,11 +649,6 @@ class NamedMesh:
                 )
         if problems:
             raise AxisError(*problems)
-        existing = {
-            axis: self.pool.find(layout, (axis,), self._axis_options(axis, options), in_process=True)
-            for axis in new
-        }
-        current.refuse_ambiguous_mesh(layout, self.device.type, existing)
         return layout
 
     def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:

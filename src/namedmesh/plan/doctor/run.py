@@ -16,9 +16,9 @@ import torch.distributed as dist
 from namedmesh import launch
 from namedmesh.dialects import EXPERT
 from namedmesh.errors import AgreementError, LayoutError, NamedMeshError, count_of, listing, ranks_in_words
+from namedmesh.groups import agreed
 from namedmesh.hosts import gloo_address, host_identity
 from namedmesh.init import init_mesh
-from namedmesh.making import agreed
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import (
