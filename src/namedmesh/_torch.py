@@ -251,7 +251,7 @@ def new_group_among_members(
     pg_options: object = None,
     group_desc: str,
     addresses: dist.Store | None = None,
-    gloo_devices: dict[tuple[str, str], list[Any]] | None = None,
+    devices: dict[str, list[Any]] | None = None,
 ) -> dist.ProcessGroup:
     """Create a group under a given name; only the members call it.
 
@@ -270,7 +270,7 @@ def new_group_among_members(
         addresses: a store of this process alone, into which gloo writes this rank's addresses, and where it looks for
             those of the others at the first collective; so this call does not block on other ranks, nor does it
             with NCCL. Without it gloo connects the members now.
-        gloo_devices: those over which earlier groups connect, by interface and transport; one that is missing is added.
+        devices: those of gloo over which earlier groups connect, by network interface; one that is missing is added.
 
     Raises:
         MeshError: torch created the group under another name.
@@ -305,9 +305,7 @@ def new_group_among_members(
         group = dist.ProcessGroup(addresses, rank, len(members))  # type: ignore[arg-type]
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     if late:
-        gloo = _unconnected_gloo(
-            members, rank, addresses, name, timeout, gloo_devices if gloo_devices is not None else {}
-        )
+        gloo = _unconnected_gloo(members, rank, addresses, name, timeout, {} if devices is None else devices)
         for device in late:
             group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
         world.pg_map[group] = full, dist.PrefixStore(f"{name}/", store)
@@ -336,7 +334,7 @@ def _unconnected_gloo(  # noqa: PLR0917  one call
     addresses: Any,
     name: str,
     timeout: timedelta,
-    devices: dict[tuple[str, str], list[Any]],
+    devices: dict[str, list[Any]],
 ) -> Any:
     """Return a backend that connects at its first collective, constructed as torch's own is without options.
 
@@ -345,14 +343,13 @@ def _unconnected_gloo(  # noqa: PLR0917  one call
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    network = interfaces, os.environ.get("GLOO_DEVICE_TRANSPORT", "")
-    if network not in devices:
+    if interfaces not in devices:
         if len(interfaces) > 1:  # a single letter torch takes for nothing
             made = [gloo.create_device(interface=each, lazy_init=True) for each in interfaces.split(",")]
         else:
             made = [gloo.create_default_device(lazy_init=True)]
-        devices[network] = made
-    options._devices = devices[network]
+        devices[interfaces] = made
+    options._devices = devices[interfaces]
     options._threads = 2 * len(options._devices)
     options._timeout = timeout
     options.global_ranks_in_group = members
