@@ -251,7 +251,6 @@ def new_group_among_members(
     pg_options: object = None,
     group_desc: str,
     addresses: dist.Store | None = None,
-    devices: dict[str, list[Any]] | None = None,
 ) -> dist.ProcessGroup:
     """Create a group under a given name; only the members call it.
 
@@ -270,7 +269,6 @@ def new_group_among_members(
         addresses: a store of this process alone, into which gloo writes this rank's addresses, and where it looks for
             those of the others at the first collective; so this call does not block on other ranks, nor does it
             with NCCL. Without it gloo connects the members now.
-        devices: those of gloo over which earlier groups connect, by network interface; one that is missing is added.
 
     Raises:
         MeshError: torch created the group under another name.
@@ -305,7 +303,7 @@ def new_group_among_members(
         group = dist.ProcessGroup(addresses, rank, len(members))  # type: ignore[arg-type]
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     if late:
-        gloo = _unconnected_gloo(members, rank, addresses, name, timeout, {} if devices is None else devices)
+        gloo = _unconnected_gloo(members, rank, addresses, name, timeout)
         for device in late:
             group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
         world.pg_map[group] = full, dist.PrefixStore(f"{name}/", store)
@@ -328,28 +326,17 @@ def new_group_among_members(
     return made
 
 
-def _unconnected_gloo(  # noqa: PLR0917  one call
-    members: list[int],
-    rank: int,
-    addresses: Any,
-    name: str,
-    timeout: timedelta,
-    devices: dict[str, list[Any]],
-) -> Any:
-    """Return a backend that connects at its first collective, constructed as torch's own is without options.
-
-    But for its device, a socket and a thread that all groups have together: most of the time that a group takes.
-    """
+def _unconnected_gloo(members: list[int], rank: int, addresses: Any, name: str, timeout: timedelta) -> Any:
+    """Return a backend that connects at its first collective, constructed as torch's own is without options."""
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interfaces not in devices:
-        if len(interfaces) > 1:  # a single letter torch takes for nothing
-            made = [gloo.create_device(interface=each, lazy_init=True) for each in interfaces.split(",")]
-        else:
-            made = [gloo.create_default_device(lazy_init=True)]
-        devices[interfaces] = made
-    options._devices = devices[interfaces]
+    if len(interfaces) > 1:  # a single letter torch takes for nothing
+        options._devices = [
+            gloo.create_device(interface=each, lazy_init=True) for each in interfaces.split(",")
+        ]
+    else:
+        options._devices = [gloo.create_default_device(lazy_init=True)]
     options._threads = 2 * len(options._devices)
     options._timeout = timeout
     options.global_ranks_in_group = members

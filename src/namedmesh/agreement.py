@@ -132,8 +132,7 @@ class Agreement:
         self._timeout, self._of, self._hosts_store = timeout, of, hosts_store
         self._alone = alone or len(ranks) == 1
         self._limit = min(ANSWER_LIMIT, max(5.0, timeout.total_seconds()))
-        self._scope, self._number, self._attempt = f"{ranks.start}-{ranks.stop}", -1, ""
-        self._entering = threading.Lock()
+        self._scope, self._number, self._entering = f"{ranks.start}-{ranks.stop}", -1, threading.Lock()
         # By name: what this rank tells, together with which ranks, and what takes their texts.
         self._exchanges: dict[str, tuple[str, Sequence[int], Callable[[int, str], object] | None]] = {}
         self._failed = self._terminated = False
@@ -211,7 +210,7 @@ class Agreement:
                     verdict = self._come_to(_ALIVE, store)
             return verdict
 
-        self._ask(questions)
+        self._settle(self._ask(questions))
         self.token = self._attempt
 
     def exchange(
@@ -248,7 +247,7 @@ class Agreement:
             nonlocal looks
             looks += 1
             if looks % int(_LOOK_EVERY / LOOK_EVERY) == 0:
-                self._ask(lambda store: _verdict(store, self._attempt) or _GO, connection)
+                self._settle(self._ask(lambda store: _verdict(store, self._attempt) or _GO, connection))
 
         in_thread(function, look)
 
@@ -269,7 +268,7 @@ class Agreement:
                 heard[:] = store.get_all([f"{self._scope}/told/{rank}" for rank in asked])
             return verdict
 
-        self._ask(questions)
+        self._settle(self._ask(questions))
         texts = dict(zip(asked, map(json.loads, heard), strict=True))
         for name, among, take in takers:
             for rank in among:
@@ -277,6 +276,10 @@ class Agreement:
                     take(rank, texts[rank][name][1])
 
     # The stages, in the thread that asks the store.
+
+    @property
+    def _attempt(self) -> str:
+        return f"{self._scope}/{self._number}"
 
     def _enter(self, store: LimitedStore, left: int) -> None:
         """Leave an attempt for the one after that in which this rank was last, in this process or before it."""
@@ -300,7 +303,6 @@ class Agreement:
             mark = f"{number} {known.process} {_ARRIVED}"
             now = store.swap(place, before, mark)
             self._number = _number(now)
-            self._attempt = f"{self._scope}/{self._number}"
             if now != mark:
                 self._failed = True
                 problem = (
@@ -327,8 +329,9 @@ class Agreement:
             return self._fail(store, *problems) if problems else store.first(f"{self._attempt}/{stage}", _GO)
         if stage == _ARRIVED:
             self._look_elsewhere(store)
-        elif stage == _MADE and count == 1:
-            # All ranks have arrived in this attempt, so they have left the one before.
+        elif (
+            stage == _MADE and count == 1
+        ):  # all ranks have arrived here, so they have left the attempt before
             keys = ("request", *_STAGES, *(f"{each}/count" for each in _STAGES))
             store.delete(*(f"{self._scope}/{self._number - 1}/{key}" for key in keys))
         return self._wait(store, stage)
@@ -397,8 +400,9 @@ class Agreement:
             there = range(*map(int, scope.split("-")))
             if there == self.ranks or self.rank not in there:
                 continue
-            left = self.known.places.get(there) or store.first(f"{scope}/rank/{self.rank}", "-1")
-            number = _number(left) + 1
+            number = (
+                _number(self.known.places.get(there) or store.first(f"{scope}/rank/{self.rank}", "-1")) + 1
+            )
             while store.has(f"{scope}/{number}/{_ARRIVED}"):  # it failed
                 number += 1
             if store.has(f"{scope}/{number}/request"):
@@ -433,6 +437,20 @@ class Agreement:
         """Return whether an attempt ended before the job was started again."""
         of_this_one = verdict.startswith(f"{_FAILED}{self.known.generation}:")
         return verdict == _REPLACED or (verdict.startswith(_FAILED) and not of_this_one)
+
+    def _settle(self, verdict: str) -> None:
+        """Raise the error of an attempt that failed."""
+        if verdict == _GO:
+            return
+        self._failed = True
+        self._leave()
+        if verdict == _REPLACED:
+            raise AgreementError(
+                f"another process calls {self.call} as rank {self.rank}, and takes its place"
+            )
+        problems, *attempts = json.loads(verdict.partition(":")[2])
+        self.known.heard.update(attempts)
+        raise AgreementError(*problems)
 
     def _leave(self, *, gave_up: bool = False) -> None:
         """Leave a failed attempt. The host of the store waits for those that have arrived, or that will where it gave up."""
@@ -474,24 +492,12 @@ class Agreement:
 
     # The store.
 
-    def _ask(self, questions: Callable[[LimitedStore], str], connection: dist.Store | None = None) -> None:
-        """Ask the store how an attempt ended, and raise the error of one that failed."""
+    def _ask(self, questions: Callable[[LimitedStore], str], connection: dist.Store | None = None) -> str:
         try:
-            verdict = ask(connection or self._store(), questions, limit=self._limit)
+            return ask(connection or self._store(), questions, limit=self._limit)
         except StoreLostError as error:
             self._failed = True  # there is nobody to tell
             raise AgreementError(f"the store of the job is lost during {self.call}: {error}") from None
-        if verdict == _GO:
-            return
-        self._failed = True
-        self._leave()
-        if verdict == _REPLACED:
-            raise AgreementError(
-                f"another process calls {self.call} as rank {self.rank}, and takes its place"
-            )
-        problems, *attempts = json.loads(verdict.partition(":")[2])
-        self.known.heard.update(attempts)
-        raise AgreementError(*problems)
 
     def _store(self, limit: timedelta | None = None) -> dist.Store:
         """Return the store, opened within the limit the first time."""

@@ -111,7 +111,6 @@ class GroupRegistry:
         agreements: what this process knows of the agreements of the default group; its lock is held during one.
         groups: the groups in the order they were created, by key; one that is not shared also by its agreement.
         pools: those that are open.
-        gloo_devices: over which the gloo groups connect, by network interface.
         ended: whether the default group was destroyed.
     """
 
@@ -124,7 +123,6 @@ class GroupRegistry:
         self.agreements = Agreements(lambda _: new_connection(default_store()))
         self.groups: dict[GroupKey, Communicator] = {}
         self.pools: list[GroupPool] = []
-        self.gloo_devices: dict[str, list[Any]] = {}
         self.ended = False
 
     def release(self, groups: Iterable[Communicator]) -> None:
@@ -155,7 +153,6 @@ class GroupRegistry:
         for pool in list(self.pools):
             pool.end("ended with the default process group, which was destroyed")
         self.groups.clear()
-        self.gloo_devices.clear()
         self.agreements.end()
         forget_group_caches()
 
@@ -444,7 +441,6 @@ class GroupMaker:
             name=name,
             store_prefix=f"namedmesh/groups/{self.agreement.token}",
             addresses=store,
-            devices=self.pool.registry.gloo_devices,
             **arguments,
         )
 
