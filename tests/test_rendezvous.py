@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ranks import free_port, limits_begin_with, run_ranks
 
 from namedmesh import AgreementError, launch
 from namedmesh.agreement import Agreement, Agreements
+from namedmesh.store import LimitedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -256,3 +258,23 @@ def _launched() -> dict[int, float]:
 
 def test_torchrun_restarts_a_job_in_which_one_rank_never_came() -> None:
     assert run_ranks(1, _launched, init=False) == [{0: 3.0, 1: 3.0}]
+
+
+def test_a_rank_that_is_interrupted_while_it_enters_an_attempt_gives_up_that_one() -> None:
+    """What tells the others asks in a thread of its own, while the one that enters may still be under way."""
+
+    class Store(dist.HashStore):
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            if key.endswith("/rank/0") and telling.ident is None:
+                telling.start()
+                telling.join(0.2)  # it enters here, unless it waits for the other thread
+            found: bytes = super().compare_set(key, expected, desired)
+            return found
+
+    store = LimitedStore(Store(), 60)
+    known = Agreements(lambda _: dist.HashStore(), "")
+    agreement = Agreement("call", ranks=range(2), rank=0, known=known, timeout=SOON)
+    telling = threading.Thread(target=agreement._enter, args=(store, -1))
+    agreement._enter(store, -1)
+    telling.join()
+    assert (agreement._attempt, known.places[range(2)]) == ("0-2/0", f"0 {known.process} arrived")
