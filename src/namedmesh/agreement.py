@@ -21,7 +21,7 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from namedmesh.hosts import host_identity, loopback_problem
 from namedmesh.store import ANSWER_LIMIT, LOOK_EVERY, StoreLostError, ask, in_thread, open_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType, TracebackType
 
     from typing_extensions import Self
@@ -132,16 +132,14 @@ class Agreement:
         self._timeout, self._of, self._hosts_store = timeout, of, hosts_store
         self._alone = alone or len(ranks) == 1
         self._limit = min(ANSWER_LIMIT, max(5.0, timeout.total_seconds()))
-        self._scope, self._number, self._entering = f"{ranks.start}-{ranks.stop}", -1, threading.Lock()
+        self._scope, self._number, self._attempt = f"{ranks.start}-{ranks.stop}", -1, ""
+        self._entering = threading.Lock()
         # By name: what this rank tells, together with which ranks, and what takes their texts.
         self._exchanges: dict[str, tuple[str, Sequence[int], Callable[[int, str], object] | None]] = {}
         self._failed = self._terminated = False
 
     def __enter__(self) -> Self:
         self.known.lock.acquire()
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not self._alone and in_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._terminate)
         return self
 
     def __exit__(
@@ -157,15 +155,8 @@ class Agreement:
             if error is not None and not self._failed and not self._alone:
                 self._tell(error)
             self.known.lock.release()
-            if not self._alone and signal.getsignal(signal.SIGTERM) == self._terminate:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                if self._terminated:
-                    signal.raise_signal(signal.SIGTERM)
-
-    def _terminate(self, _number: int, _frame: FrameType | None) -> None:
-        """Leave the context because of SIGTERM, which the program does not handle and which then takes its effect."""
-        self._terminated = True
-        raise SystemExit("SIGTERM")
+            if self._terminated:
+                signal.raise_signal(signal.SIGTERM)
 
     def compare(
         self,
@@ -210,7 +201,7 @@ class Agreement:
                     verdict = self._come_to(_ALIVE, store)
             return verdict
 
-        self._settle(self._ask(questions))
+        self._ask(questions)
         self.token = self._attempt
 
     def exchange(
@@ -247,9 +238,10 @@ class Agreement:
             nonlocal looks
             looks += 1
             if looks % int(_LOOK_EVERY / LOOK_EVERY) == 0:
-                self._settle(self._ask(lambda store: _verdict(store, self._attempt) or _GO, connection))
+                self._ask(lambda store: _verdict(store, self._attempt) or _GO, connection)
 
-        in_thread(function, look)
+        with self._sigterm_raises():
+            in_thread(function, look)
 
     def _finish(self) -> None:
         """Come to the end with all ranks, and take what they have to tell."""
@@ -268,7 +260,7 @@ class Agreement:
                 heard[:] = store.get_all([f"{self._scope}/told/{rank}" for rank in asked])
             return verdict
 
-        self._settle(self._ask(questions))
+        self._ask(questions)
         texts = dict(zip(asked, map(json.loads, heard), strict=True))
         for name, among, take in takers:
             for rank in among:
@@ -276,10 +268,6 @@ class Agreement:
                     take(rank, texts[rank][name][1])
 
     # The stages, in the thread that asks the store.
-
-    @property
-    def _attempt(self) -> str:
-        return f"{self._scope}/{self._number}"
 
     def _enter(self, store: LimitedStore, left: int) -> None:
         """Leave an attempt for the one after that in which this rank was last, in this process or before it."""
@@ -303,6 +291,7 @@ class Agreement:
             mark = f"{number} {known.process} {_ARRIVED}"
             now = store.swap(place, before, mark)
             self._number = _number(now)
+            self._attempt = f"{self._scope}/{self._number}"
             if now != mark:
                 self._failed = True
                 problem = (
@@ -329,9 +318,8 @@ class Agreement:
             return self._fail(store, *problems) if problems else store.first(f"{self._attempt}/{stage}", _GO)
         if stage == _ARRIVED:
             self._look_elsewhere(store)
-        elif (
-            stage == _MADE and count == 1
-        ):  # all ranks have arrived here, so they have left the attempt before
+        elif stage == _MADE and count == 1:
+            # All ranks have arrived in this attempt, so they have left the one before.
             keys = ("request", *_STAGES, *(f"{each}/count" for each in _STAGES))
             store.delete(*(f"{self._scope}/{self._number - 1}/{key}" for key in keys))
         return self._wait(store, stage)
@@ -400,9 +388,8 @@ class Agreement:
             there = range(*map(int, scope.split("-")))
             if there == self.ranks or self.rank not in there:
                 continue
-            number = (
-                _number(self.known.places.get(there) or store.first(f"{scope}/rank/{self.rank}", "-1")) + 1
-            )
+            left = self.known.places.get(there) or store.first(f"{scope}/rank/{self.rank}", "-1")
+            number = _number(left) + 1
             while store.has(f"{scope}/{number}/{_ARRIVED}"):  # it failed
                 number += 1
             if store.has(f"{scope}/{number}/request"):
@@ -437,20 +424,6 @@ class Agreement:
         """Return whether an attempt ended before the job was started again."""
         of_this_one = verdict.startswith(f"{_FAILED}{self.known.generation}:")
         return verdict == _REPLACED or (verdict.startswith(_FAILED) and not of_this_one)
-
-    def _settle(self, verdict: str) -> None:
-        """Raise the error of an attempt that failed."""
-        if verdict == _GO:
-            return
-        self._failed = True
-        self._leave()
-        if verdict == _REPLACED:
-            raise AgreementError(
-                f"another process calls {self.call} as rank {self.rank}, and takes its place"
-            )
-        problems, *attempts = json.loads(verdict.partition(":")[2])
-        self.known.heard.update(attempts)
-        raise AgreementError(*problems)
 
     def _leave(self, *, gave_up: bool = False) -> None:
         """Leave a failed attempt. The host of the store waits for those that have arrived, or that will where it gave up."""
@@ -492,12 +465,43 @@ class Agreement:
 
     # The store.
 
-    def _ask(self, questions: Callable[[LimitedStore], str], connection: dist.Store | None = None) -> str:
+    def _ask(self, questions: Callable[[LimitedStore], str], connection: dist.Store | None = None) -> None:
+        """Ask the store how an attempt ended, and raise the error of one that failed."""
         try:
-            return ask(connection or self._store(), questions, limit=self._limit)
+            with self._sigterm_raises():
+                verdict = ask(connection or self._store(), questions, limit=self._limit)
         except StoreLostError as error:
             self._failed = True  # there is nobody to tell
             raise AgreementError(f"the store of the job is lost during {self.call}: {error}") from None
+        if verdict == _GO:
+            return
+        self._failed = True
+        self._leave()
+        if verdict == _REPLACED:
+            raise AgreementError(
+                f"another process calls {self.call} as rank {self.rank}, and takes its place"
+            )
+        problems, *attempts = json.loads(verdict.partition(":")[2])
+        self.known.heard.update(attempts)
+        raise AgreementError(*problems)
+
+    @contextmanager
+    def _sigterm_raises(self) -> Iterator[None]:
+        """Let SIGTERM, unless the program handles it, leave the context first: the others are told, and it takes effect."""
+
+        def leave(_number: int, _frame: FrameType | None) -> None:
+            self._terminated = True
+            raise SystemExit("SIGTERM")
+
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            yield
+            return
+        signal.signal(signal.SIGTERM, leave)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _store(self, limit: timedelta | None = None) -> dist.Store:
         """Return the store, opened within the limit the first time."""

@@ -79,6 +79,7 @@ class NamedMesh:
         self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
         self._answers: dict[tuple[object, ...], object] = {}
         self._before_close: list[Callable[[], None]] = []
+        self._lock = pool.registry.agreements.lock
         self._prepare_answers()
         current.register(self)
         pool.end_mesh = self._end
@@ -342,9 +343,7 @@ class NamedMesh:
         """
         if options is not None and not isinstance(options, GroupOptions):
             raise LayoutError(f"options are {options!r}; give GroupOptions(...)")
-        with (
-            self.pool.registry.agreements.lock
-        ):  # a thread that asks for the same as another one finds it made
+        with self._lock:  # a thread that asks for the same as another one finds it made
             with self.agreed("mesh.flatten") as maker:
                 expanded = self._views.expand(axes)
                 view = self._views.of(expanded)
@@ -385,9 +384,7 @@ class NamedMesh:
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
         options = options or {}
-        with (
-            self.pool.registry.agreements.lock
-        ):  # a thread that asks for the same as another one finds it made
+        with self._lock:  # a thread that asks for the same as another one finds it made
             with self.agreed(f"mesh.add_view({name!r})") as maker:
                 layout = self._checked_view(name, options, sizes)
                 request = {"layout": repr(layout), "options": repr(dict(options))}
