@@ -318,7 +318,7 @@ class Agreement:
             return self._fail(store, *problems) if problems else store.first(f"{self._attempt}/{stage}", _GO)
         if stage == _ARRIVED:
             self._look_elsewhere(store)
-        elif stage == _MADE and count == 1:
+        elif stage == _MADE and count == 1 and self._number > 0:
             # All ranks have arrived in this attempt, so they have left the one before.
             keys = ("request", *_STAGES, *(f"{each}/count" for each in _STAGES))
             store.delete(*(f"{self._scope}/{self._number - 1}/{key}" for key in keys))
@@ -430,13 +430,11 @@ class Agreement:
         key = f"{self._attempt}/read"
 
         def questions(store: LimitedStore) -> None:
+            readers, limit = len(self.ranks) - 1, _COMING_LIMIT
             if not gave_up:
                 store.set(f"{key}/{store.add(key)}", "")
+                readers, limit = store.add(f"{self._attempt}/{_ARRIVED}/count", 0), _READING_LIMIT
             if self._hosts_store:
-                arrived = store.add(f"{self._attempt}/{_ARRIVED}/count", 0)
-                readers, limit = (
-                    (len(self.ranks) - 1, _COMING_LIMIT) if gave_up else (arrived, _READING_LIMIT)
-                )
                 store.appears(f"{key}/{readers}", limit)
 
         with suppress(StoreLostError):
