@@ -52,8 +52,8 @@ _STAGES = _ARRIVED, _ALIVE, _MADE = "arrived", "alive", "made"
 # How long a rank waits for the one that words a failure, and the host of the store for those that are there to read it.
 _READING_LIMIT = timedelta(seconds=10)
 # How long the host waits for all ranks of a job, some of which may not have started; and how long a rank that cannot go
-# on looks for the store, to tell the others why. One that is interrupted has less.
-_COMING_LIMIT, _TELLING_LIMIT = timedelta(seconds=60), timedelta(seconds=10)
+# on looks for the store, to tell the others why. One that is interrupted looks for less, and has then so long to tell.
+_COMING_LIMIT, _OPENING_LIMIT, _TELLING_LIMIT = (timedelta(seconds=seconds) for seconds in (60, 3, 10))
 # While a call blocks that waits for other ranks, every this many seconds this one asks whether they have given up.
 _LOOK_EVERY = 2.0
 # Of problems with hosts, so many are shown.
@@ -458,7 +458,7 @@ class Agreement:
                 self._leave(gave_up=True)
             else:
                 # The connection may still wait for the other ranks, in a thread that nobody waits for any more.
-                connection = new_connection(self._store(_TELLING_LIMIT))
+                connection = new_connection(self._store(_OPENING_LIMIT))
                 ask(connection, questions, limit=_TELLING_LIMIT.total_seconds())
 
     # The store.
