@@ -230,10 +230,10 @@ def comes_last() -> Iterator[None]:
     """Let this rank come to each stage of an agreement when all others have."""
     come_to = Agreement._come_to
 
-    def wait_and_come(self: Agreement, stage: str, store: LimitedStore, check: Any = None) -> str:
+    def wait_and_come(self: Agreement, stage: str, store: LimitedStore, *arguments: Any) -> str:
         while store.add(f"{self._attempt}/{stage}/count", 0) < len(self.ranks) - 1:
             time.sleep(0.01)
-        return come_to(self, stage, store, check)
+        return come_to(self, stage, store, *arguments)
 
     with mock.patch.object(Agreement, "_come_to", wait_and_come):
         yield

@@ -72,6 +72,7 @@ class Agreements:
         lock: held during an agreement, so that those of several threads follow one another.
         opened: the store, once it was asked.
         places: where this process said last that it is, over each range of ranks: attempt, process and stage.
+        told: the keys of what this process told last, over each range of ranks.
         heard: attempts that failed for a reason that this process was told, also where it was in another one.
         alone: how often there was nobody to agree with.
     """
@@ -85,6 +86,7 @@ class Agreements:
         self.opened: dist.Store | None = None
         self.process = os.urandom(6).hex()
         self.places: dict[range, str] = {}
+        self.told: dict[range, tuple[str, ...]] = {}
         self.heard: set[str] = set()
         self.alone = 0
 
@@ -245,27 +247,28 @@ class Agreement:
 
     def _finish(self) -> None:
         """Come to the end with all ranks, and take what they have to tell."""
-        told = {name: [len(among), text] for name, (text, among, _) in self._exchanges.items()}
-        takers = [
-            (name, among, take) for name, (_, among, take) in self._exchanges.items() if take is not None
-        ]
-        asked = sorted({rank for _, among, _ in takers for rank in among if rank != self.rank})
-        heard: list[str] = []
+        sizes = {name: len(among) for name, (_, among, _) in self._exchanges.items()}
+        told = {f"{self._attempt}/{name}/{self.rank}": text for name, (text, _, _) in self._exchanges.items()}
+        heard: list[tuple[Callable[[int, str], object], int, str]] = []
+        for name, (_, among, take) in self._exchanges.items():
+            if take is not None:
+                heard += [
+                    (take, rank, f"{self._attempt}/{name}/{rank}") for rank in among if rank != self.rank
+                ]
+        texts: list[str] = []
 
         def questions(store: LimitedStore) -> str:
+            self._say(store, _MADE, {f"{self._scope}/told/{self.rank}": json.dumps(sizes), **told})
             # What was told before has been read: all ranks have arrived in this attempt.
-            self._say(store, _MADE, {f"{self._scope}/told/{self.rank}": json.dumps(told)})
-            verdict = self._come_to(_MADE, store, lambda: self._unmatched(store))
+            before, self.known.told[self.ranks] = self.known.told.get(self.ranks, ()), tuple(told)
+            verdict = self._come_to(_MADE, store, lambda: self._unmatched(store), before)
             if verdict == _GO:
-                heard[:] = store.get_all([f"{self._scope}/told/{rank}" for rank in asked])
+                texts[:] = store.get_all([key for _, _, key in heard])
             return verdict
 
         self._ask(questions)
-        texts = dict(zip(asked, map(json.loads, heard), strict=True))
-        for name, among, take in takers:
-            for rank in among:
-                if rank != self.rank:
-                    take(rank, texts[rank][name][1])
+        for (take, rank, _), text in zip(heard, texts, strict=True):
+            take(rank, text)
 
     # The stages, in the thread that asks the store.
 
@@ -310,12 +313,26 @@ class Agreement:
         store.set_all({f"{self._scope}/rank/{self.rank}": mark, **texts})
         self.known.places[self.ranks] = mark
 
-    def _come_to(self, stage: str, store: LimitedStore, check: Callable[[], list[str]] | None = None) -> str:
-        """Come to a stage, and return how it ended once all ranks have; the last one checks what they brought."""
+    def _come_to(
+        self,
+        stage: str,
+        store: LimitedStore,
+        check: Callable[[], list[str]] | None = None,
+        left: Sequence[str] = (),
+    ) -> str:
+        """Come to a stage, and return how it ended once all ranks have; the last one checks what they brought.
+
+        Meanwhile this rank deletes what it ``left`` in the store.
+        """
         count = store.add(f"{self._attempt}/{stage}/count")
         if count == len(self.ranks):
             problems = check() if check else []
-            return self._fail(store, *problems) if problems else store.first(f"{self._attempt}/{stage}", _GO)
+            verdict = (
+                self._fail(store, *problems) if problems else store.first(f"{self._attempt}/{stage}", _GO)
+            )
+            store.delete(*left)
+            return verdict
+        store.delete(*left)
         if stage == _ARRIVED:
             self._look_elsewhere(store)
         elif stage == _MADE and count == 1 and self._number > 0:
@@ -352,7 +369,7 @@ class Agreement:
         told = store.get_all([f"{self._scope}/told/{rank}" for rank in self.ranks])
         tellers: dict[tuple[str, int], list[int]] = defaultdict(list)
         for rank, text in zip(self.ranks, told, strict=True):
-            for name, (size, _) in json.loads(text).items():
+            for name, size in json.loads(text).items():
                 tellers[name, size].append(rank)
         return [
             f"{self.call} makes a group of {size} ranks on {ranks_in_words(ranks)} only; the others have it still, from an "
