@@ -180,7 +180,6 @@ class GroupPool:
         self.defaults = defaults or GroupOptions()
         self.closed = False
         self.end_mesh: Callable[[str], None] | None = None
-        self._keys: dict[tuple[Layout, tuple[str, ...], GroupOptions], GroupKey] = {}
         # Those of this mesh and those that it borrows, in the order they came.
         self.groups: dict[GroupKey, Communicator] = {}
         # What every rank knows to exist, also where it is no member: whole partitions, and irregular sets. They are
@@ -202,12 +201,8 @@ class GroupPool:
         return GroupKey(ranks, backends, timeout, options.nccl, options.high_priority, use)
 
     def key_over(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> GroupKey:
-        """Return the key of this rank's group over some axes; it is worked out once."""
-        which = layout, tuple(axes), options
-        key = self._keys.get(which)
-        if key is None:
-            key = self._keys[which] = self.key(layout.group(self.rank, *axes), options, "_".join(axes))
-        return key
+        """Return the key of this rank's group over some axes."""
+        return self.key(layout.group(self.rank, *axes), options, "_".join(axes))
 
     def backend(self, options: GroupOptions) -> str:
         """Return the backend of a group with these options, as torch takes it."""
