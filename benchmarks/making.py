@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import fake_world, run_ranks
 from torch.distributed import distributed_c10d as c10d
 
-from namedmesh import launch, making
+from namedmesh import groups, launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +82,7 @@ def _counted() -> Iterator[list[str]]:
 
         return counted
 
-    places = ((c10d, "_new_group_with_tag"), (c10d, "split_group"), (making, "new_group_among_members"))
+    places = ((c10d, "_new_group_with_tag"), (c10d, "split_group"), (groups, "new_group_among_members"))
     originals = [(module, name, getattr(module, name)) for module, name in places]
     for module, name, function in originals:
         setattr(module, name, counting(function))

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from namedmesh import launch
 from namedmesh._torch import forget_group_caches
-from namedmesh.attempts import Participant
+from namedmesh.agreement import Agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,17 +226,31 @@ def free_port() -> int:
 
 
 @contextmanager
+def comes_last() -> Iterator[None]:
+    """Let this rank come to each stage of an agreement when all others have."""
+    come_to = Agreement._come_to
+
+    def wait_and_come(self: Agreement, stage: str, store: LimitedStore, *arguments: Any) -> str:
+        while store.add(f"{self._attempt}/{stage}/count", 0) < len(self.ranks) - 1:
+            time.sleep(0.01)
+        return come_to(self, stage, store, *arguments)
+
+    with mock.patch.object(Agreement, "_come_to", wait_and_come):
+        yield
+
+
+@contextmanager
 def limits_begin_with(count: int) -> Iterator[None]:
     """Let the limit of every agreement begin when so many of its ranks have come, however long that takes.
 
     Then a short limit names the ranks that a test keeps away, and none that a busy machine delays.
     """
-    wait, open_store = Participant._wait, launch.open_store
+    wait, open_store = Agreement._wait, launch.open_store
 
-    def wait_from_then(self: Participant, store: LimitedStore, stage: str) -> str:
+    def wait_from_then(self: Agreement, store: LimitedStore, stage: str) -> str:
         while (
-            not store.has(self.attempt.key(stage))
-            and store.add(self.attempt.key(f"{stage}/count"), 0) < count
+            not store.has(f"{self._attempt}/{stage}")
+            and store.add(f"{self._attempt}/{stage}/count", 0) < count
         ):
             time.sleep(0.01)
         return wait(self, store, stage)
@@ -247,7 +261,7 @@ def limits_begin_with(count: int) -> Iterator[None]:
         return store
 
     with (
-        mock.patch.object(Participant, "_wait", wait_from_then),
+        mock.patch.object(Agreement, "_wait", wait_from_then),
         mock.patch.object(launch, "open_store", open_within_a_minute),
     ):
         yield

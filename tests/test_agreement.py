@@ -6,18 +6,20 @@ import os
 import signal
 import sys
 import threading
-import time
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from messages import error_of
-from ranks import limits_begin_with, live_groups, run_ranks, summed
+from ranks import comes_last, limits_begin_with, live_groups, run_ranks, summed
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions, Layout, attempts, launch
+from namedmesh import AgreementError, GroupOptions, Layout, launch
 from namedmesh.compat.deepspeed import mpu
+from namedmesh.store import LimitedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,10 +186,13 @@ def test_flatten_and_add_view_agree_too() -> None:
 
 
 def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("the details were exchanged although the hashes agree")
+    add = LimitedStore.add
 
-    monkeypatch.setattr(attempts.Participant, "_append", never)
+    def add_no_request(self: LimitedStore, key: str, amount: int = 1) -> int:
+        assert amount == 0 or not key.endswith("/other requests")
+        return add(self, key, amount)
+
+    monkeypatch.setattr(LimitedStore, "add", add_no_request)
     assert run_ranks(4, lambda: repr(_right())) == [
         f"<NamedMesh dp=2 x tp=2 (4 ranks), rank {rank} on cpu>" for rank in range(4)
     ]
@@ -212,7 +217,7 @@ def test_agreement_errors_are_runtime_errors() -> None:
 def _send_once_it_waits(process: int, number: int) -> None:
     """Send a signal as soon as some thread waits for the other ranks, the store being open."""
     names: set[str] = set()
-    while "arrive" not in names:
+    while "_wait" not in names:
         for top in sys._current_frames().values():
             frame: FrameType | None = top
             while frame is not None:
@@ -239,6 +244,29 @@ def test_ctrl_c_takes_effect_at_once_and_is_told_to_the_others() -> None:
     told = run_ranks(3, _interrupted, signal.SIGINT)
     assert told[1] == ("interrupted", "")
     assert told[0] == ("", "AgreementError: rank 1 gave up on init_mesh: KeyboardInterrupt")
+
+
+def _interrupted_while_opening() -> str:
+    """Ctrl-C comes while rank 1 opens the store, which does not answer it; the second time it does."""
+    opened, calls = launch.open_store, count()
+
+    def open_store(*arguments: Any) -> dist.Store:
+        if next(calls) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait()
+        return opened(*arguments)
+
+    if os.environ["RANK"] == "1":
+        setattr(launch, "open_store", open_store)  # noqa: B010  of other types
+    try:
+        return error_of(lambda: launch.init("cpu"))
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+def test_a_rank_that_is_interrupted_while_it_opens_the_store_tells_the_others() -> None:
+    told = run_ranks(2, _interrupted_while_opening, init=False)
+    assert told == ["AgreementError: rank 1 gave up on launch.init: KeyboardInterrupt", "interrupted"]
 
 
 def _terminated() -> str:
@@ -304,12 +332,44 @@ def _made_again() -> list[float]:
     for late in (0, 2):
         dist.destroy_process_group(mpu(mesh).get_model_parallel_group())
         summed(None)
-        if dist.get_rank() == late:
-            time.sleep(0.5)
-        sums.append(summed(mpu(mesh).get_model_parallel_group()))
+        with comes_last() if dist.get_rank() == late else nullcontext():
+            unit = mpu(mesh)
+        sums.append(summed(unit.get_model_parallel_group()))
     mesh.close()
     return sums
 
 
 def test_a_group_destroyed_by_hand_is_made_again_under_new_addresses() -> None:
     assert run_ranks(4, _made_again) == [[2.0] * 3] * 4
+
+
+def _destroyed_on_one() -> tuple[str, int, float | None]:
+    """A group over an irregular set of ranks, destroyed by hand on one of them; and then on the other one too."""
+    rank = dist.get_rank()
+    mesh = namedmesh.init_mesh(pp=4)
+
+    def make() -> dist.ProcessGroup | None:
+        with mesh.agreed("sets") as maker:
+            maker.compare({})
+            return maker.make_sets([(0, 3)], "ends").get((0, 3))
+
+    group = make()
+    if rank == 0:
+        dist.destroy_process_group(group)
+    before = live_groups()
+    told, left = error_of(make), live_groups() - before
+    if rank == 3:
+        dist.destroy_process_group(group)
+    group = make()
+    total = None if group is None else summed(group, rank)
+    mesh.close()
+    return told, left, total
+
+
+def test_a_group_that_only_some_ranks_make_fails_on_all() -> None:
+    text = (
+        "AgreementError: sets makes a group of 2 ranks on rank 0 only; the others have it still, from an earlier mesh: close() that "
+        "mesh on every rank"
+    )
+    told = run_ranks(4, _destroyed_on_one)
+    assert told == [(text, 0, total) for total in (3.0, None, None, 3.0)]

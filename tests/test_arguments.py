@@ -20,7 +20,7 @@ from namedmesh import (
     NamedMesh,
     _torch,
     agreement,
-    making,
+    groups,
 )
 from namedmesh.compat.fairscale import initialize
 from namedmesh.compat.megatron import parallel_state
@@ -161,7 +161,7 @@ def test_no_group_is_left_when_a_later_one_fails(monkeypatch: pytest.MonkeyPatch
         return create(ranks, **arguments)
 
     with fake_world(8):
-        monkeypatch.setattr(making, "new_group_among_members", fails_at_tp)
+        monkeypatch.setattr(groups, "new_group_among_members", fails_at_tp)
         for make in (
             lambda: namedmesh.init_mesh(dp=4, tp=2),
             lambda: parallel_state.initialize_model_parallel(2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import namedmesh
-from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, making
+from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, groups
 from namedmesh.compat import ezpz
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -288,7 +289,7 @@ def _bound() -> list[object]:
         return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(making, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(groups, "bound_device", lambda: torch.device("cuda:0"))
     patch.setattr(dist, "split_group", split_group)
     before = live_groups()
     mesh = namedmesh.init_mesh(pp=2, dp=2, tp=1)
@@ -315,9 +316,9 @@ def test_with_a_bound_device_all_ranks_make_all_groups() -> None:
 
 def _made_by_torch() -> list[object]:
     patch, torchs = pytest.MonkeyPatch(), mock.Mock(wraps=init_device_mesh)
-    patch.setattr(making, "bound_device", lambda: torch.device("cuda:0"))
-    patch.setattr(making, "default_timeout_is_torchs", lambda: True)
-    patch.setattr(making, "init_device_mesh", torchs)
+    patch.setattr(groups, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(groups, "default_timeout_is_torchs", lambda: True)
+    patch.setattr(groups, "init_device_mesh", torchs)
     before = live_groups()
     mesh = namedmesh.init_mesh(pp=2, dp=2)
     same = namedmesh.init_mesh(stages=2, copies=2)
@@ -376,6 +377,25 @@ class _Asking(torch.autograd.Function):
 
 
 _asked: list[Any] = []
+
+
+def test_a_suspended_generator_selects_for_its_caller_as_a_context_manager_must() -> None:
+    """Whether somebody iterates a generator or enters it, Python does not say; torch's ``no_grad`` does the same."""
+
+    @contextmanager
+    def selected(mesh: NamedMesh) -> Iterator[None]:
+        with mesh:
+            yield
+
+    with fake_world(4):
+        first, second = (namedmesh.init_mesh({axis: 4}, device="cpu") for axis in ("dp", "tp"))
+        with selected(first):
+            assert namedmesh.current_mesh() is first
+            with selected(second), first:
+                assert namedmesh.current_mesh() is first
+            assert namedmesh.current_mesh() is first
+        with pytest.raises(MeshError, match="none is selected"):
+            namedmesh.current_mesh()
 
 
 def _selections_of_threads() -> list[bool]:
@@ -760,6 +780,8 @@ def test_mistakes_that_torch_would_report_in_its_own_words() -> None:
             ),
             "'tp' is a str, which is no": lambda: NamedMesh.from_groups({"tp": "x"}, device="cpu"),  # type: ignore[dict-item]
             "rank 5 is not in the DeviceMesh over ranks 0, 1, 2, 3": lambda: NamedMesh.from_device_mesh(part),
+            "this is a NoneType; give a DeviceMesh": lambda: mesh.adopt_view("x", None),  # type: ignore[arg-type]
+            "this is a int; give a DeviceMesh": lambda: NamedMesh.from_device_mesh(3),  # type: ignore[arg-type]
             "a group that was destroyed": lambda: mesh.explain(lost),
             "a group that is a int": lambda: mesh.explain(elsewhere),
             "options are a GroupOptions": lambda: namedmesh.init_mesh(a=8, options=wrong),

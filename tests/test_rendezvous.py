@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-from collections import defaultdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +16,14 @@ from agents import end_at_first, run_agent
 from messages import error_of
 from ranks import free_port, limits_begin_with, run_ranks
 
-from namedmesh import AgreementError, attempts, launch
-from namedmesh.agreement import Agreement
-from namedmesh.attempts import Agreements, Participant, Progress
+from namedmesh import AgreementError, launch
+from namedmesh.agreement import Agreement, Agreements
 from namedmesh.store import LimitedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SOON = timedelta(seconds=1)
-MINUTE = timedelta(seconds=60)
 ABSENT = (
     "rank {} of 0 to {} did not call {} within {:g} s; every rank of the job must call it, so look at what those ranks "
     "did instead"
@@ -186,8 +183,7 @@ def _meet_in_a_file(path: str, absent: int | None) -> str | float | None:
         of="job",
         ranks=range(3),
         rank=rank,
-        store=dist.FileStore(path, 3),
-        known=Agreements(),
+        known=Agreements(lambda _: dist.FileStore(path, 3)),
         timeout=SOON if absent else timedelta(seconds=60),
     )
     try:
@@ -264,52 +260,21 @@ def test_torchrun_restarts_a_job_in_which_one_rank_never_came() -> None:
     assert run_ranks(1, _launched, init=False) == [{0: 3.0, 1: 3.0}]
 
 
-def _after_one_that_ended_too_early() -> list[float]:
-    """Ranks that come to a store in which a rank began to list them, and ended."""
-    from namedmesh.launch import open_store
-
-    rank = int(os.environ["RANK"])
-    store = open_store(os.environ, rank, timedelta(seconds=30))
-    if rank == 0:
-        dist.PrefixStore("namedmesh/agreements", store).add("0-2/listed/count", 1)
-        store.set("begun", "")
-    store.get("begun")
-    launch.init("cpu", timeout=timedelta(seconds=60))
-    return [reduced()]
-
-
-def test_a_rank_that_ended_while_it_listed_its_scope_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_LISTING_LIMIT", SOON)
-    assert run_ranks(2, _after_one_that_ended_too_early, init=False) == [[3.0]] * 2
-
-
 def test_a_rank_that_is_interrupted_while_it_enters_an_attempt_gives_up_that_one() -> None:
-    """The thread that enters goes on while the handler of a signal tells the others, who wait in the first attempt."""
-    started, entered = threading.Event(), threading.Event()
+    """What tells the others asks in a thread of its own, while the one that enters may still be under way."""
 
     class Store(dist.HashStore):
         def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-            if key.endswith("/attempt") and telling.ident is None:
+            if key.endswith("/rank/0") and telling.ident is None:
                 telling.start()
-                started.wait(0.5)  # it cannot start where the other thread is waited for
+                telling.join(0.2)  # it enters here, unless it waits for the other thread
             found: bytes = super().compare_set(key, expected, desired)
             return found
 
-    class Progresses(defaultdict[range, Progress]):
-        def __getitem__(self, ranks: range) -> Progress:
-            if threading.current_thread() is telling:
-                started.set()
-                entered.wait(60)
-            return super().__getitem__(ranks)
-
     store = LimitedStore(Store(), 60)
-    known = Agreements()
-    known.progress = Progresses(Progress)
-    participant = Participant("call", "job", range(2), 0, MINUTE, known)
-    telling = threading.Thread(target=participant.give_up, args=(store, "SIGTERM"))
-    participant.enter(store)
-    entered.set()
+    known = Agreements(lambda _: dist.HashStore(), "")
+    agreement = Agreement("call", ranks=range(2), rank=0, known=known, timeout=SOON)
+    telling = threading.Thread(target=agreement._enter, args=(store, -1))
+    agreement._enter(store, -1)
     telling.join()
-    other = Participant("call", "job", range(2), 1, MINUTE, Agreements(known.generation))
-    verdict = other.enter(store)
-    assert (other.attempt.number, other.read(verdict)) == (0, ["rank 0 gave up on call: SIGTERM"])
+    assert (agreement._attempt, known.places[range(2)]) == ("0-2/0", f"0 {known.process} arrived")

@@ -272,6 +272,13 @@ def test_the_mesh_must_be_one_axis() -> None:
     )
 
 
+def test_what_is_no_module_is_refused() -> None:
+    no_model: Any = 3
+    assert problem_of(no_model, UP_DOWN, 2) == (
+        "model is a int; give the module whose submodules the plan names"
+    )
+
+
 def test_a_plan_that_does_not_fit_changes_nothing() -> None:
     with fake_world(2):
         mesh = tp_mesh()

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 import namedmesh
 from namedmesh import launch, training
 from namedmesh.__main__ import main
-from namedmesh.attempts import Participant
+from namedmesh.agreement import Agreement
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 from namedmesh.training import checkpoint_files
 
@@ -140,13 +140,13 @@ class Phases:
     def launching(self) -> str:
         """A third rank never comes, so that both wait when the link is cut."""
         os.environ["WORLD_SIZE"] = "3"
-        wait = Participant._wait
+        wait = Agreement._wait
 
         def ready_and_wait(*arguments: Any) -> str:
             threading.Thread(target=self.cut.ready).start()
             return wait(*arguments)
 
-        with mock.patch.object(Participant, "_wait", ready_and_wait), limits_begin_with(2):
+        with mock.patch.object(Agreement, "_wait", ready_and_wait), limits_begin_with(2):
             return error_of(lambda: launch.init("cpu", timeout=SOON * 2))
 
     def starting(self) -> str:

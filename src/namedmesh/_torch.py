@@ -327,7 +327,11 @@ def new_group_among_members(
 
 
 def _unconnected_gloo(members: list[int], rank: int, addresses: Any, name: str, timeout: timedelta) -> Any:
-    """Return a backend that connects at its first collective, constructed as torch's own is without options."""
+    """Return a backend that connects at its first collective, constructed as torch's own is without options.
+
+    Groups cannot share a device, which takes most of the time: on one that connects late, gloo numbers the connections of each
+    group by rank, takes those of one group for another's, and hangs now and then.
+    """
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")

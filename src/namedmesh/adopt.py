@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh.errors import LayoutError, listing
 from namedmesh.layout import Layout
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> Layout:
@@ -23,6 +23,11 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
     Raises:
         LayoutError: the mesh has no names, or its ranks follow no row-major order of its axes.
     """
+    given: object = mesh
+    if not isinstance(given, DeviceMesh):
+        raise LayoutError(
+            f"a mesh of torch's is adopted, and this is a {type(given).__name__}; give a DeviceMesh"
+        )
     if mesh.get_coordinate() is None:
         raise LayoutError(
             f"rank {dist.get_rank()} is not in the DeviceMesh over ranks {listing(mesh.mesh.flatten().tolist())}; adopt it "

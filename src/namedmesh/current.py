@@ -107,7 +107,7 @@ def process_selection() -> NamedMesh | None:
 def refuse_ambiguous_mesh(
     layout: Layout,
     device_type: str,
-    groups: Mapping[str, dist.ProcessGroup | None],
+    groups: Mapping[str, dist.ProcessGroup],
     ordered: Sequence[str] | None = None,
 ) -> None:
     """Refuse a mesh that torch would take for another one that is alive, but that has other groups.
@@ -118,7 +118,7 @@ def refuse_ambiguous_mesh(
     Args:
         layout: the layout of the new mesh.
         device_type: its kind of device.
-        groups: for each name, the group that it will have, or None for a new one.
+        groups: the group of each name.
         ordered: the axes of the name, where it is a product.
 
     Raises:

@@ -14,9 +14,8 @@ from namedmesh import launch
 from namedmesh._version import __version__
 from namedmesh.current import close_all, refuse_ambiguous_mesh
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
-from namedmesh.groups import GroupPool
+from namedmesh.groups import GroupPool, agreed
 from namedmesh.layout import Layout
-from namedmesh.making import agreed
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.sizes import USUAL_AXES
@@ -25,7 +24,7 @@ from namedmesh.views import product_axes
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from namedmesh.making import GroupMaker
+    from namedmesh.groups import GroupMaker
 
 _NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a world of its own; start 8 of them with: "
@@ -103,10 +102,6 @@ def init_mesh(
             chosen = launch.default_group_device(device)
             fitted = request.resolve(world, rank)
             _check_options(options, share_groups, fitted)
-            known = {}
-            for axis in fitted.axes:
-                known[axis] = pool.find(fitted, (axis,), options.get(axis, pool.defaults), in_process=True)
-            refuse_ambiguous_mesh(fitted, chosen.type, known)
             fields = {
                 "layout": repr(fitted),
                 "options": repr(dict(sorted(options.items(), key=lambda item: str(item[0])))),
@@ -114,7 +109,9 @@ def init_mesh(
                 "share_groups": repr(share_groups),
                 "device": chosen.type,
             }
-            return make_mesh(maker, fitted, fields, options, device=chosen)
+            mesh = make_mesh(maker, fitted, fields, options, device=chosen)
+            refuse_ambiguous_mesh(fitted, chosen.type, {axis: mesh.group(axis) for axis in fitted.axes})
+            return mesh
     except BaseException as error:
         if not launched:
             raise

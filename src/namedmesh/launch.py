@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import bound_device
-from namedmesh.agreement import Agreement
-from namedmesh.attempts import Agreements
+from namedmesh.agreement import Agreement, Agreements
 from namedmesh.errors import LaunchError, count_of, listing
 from namedmesh.launchers import int_variable, torchrun_variables
 from namedmesh.options import GroupOptions, normalized_backend
@@ -92,13 +91,15 @@ def init(
         check_environment(os.environ)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wait = timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else default_pg_timeout
+    known = Agreements(
+        lambda within: open_store(os.environ, rank, within), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    )
     agreement = Agreement(
         call,
         of="job",
         ranks=range(world_size),
         rank=rank,
-        store=lambda within: open_store(os.environ, rank, within),
-        known=Agreements(os.environ.get("TORCHELASTIC_RESTART_COUNT", "")),
+        known=known,
         timeout=wait,
         hosts_store=hosts_store(os.environ, rank),
     )
@@ -126,7 +127,7 @@ def init(
     except BaseException:
         # Ranks that call late, and the next try, use the store that this process hosts.
         if hosts_store(os.environ, rank):
-            _store_of_failure[:] = [agreement.opened]
+            _store_of_failure[:] = [known.opened]
         if dist.is_initialized():
             dist.destroy_process_group()
         raise

@@ -10,10 +10,9 @@ from namedmesh._torch import constant_under_compile, make_flat_mesh
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.groups import Communicator, GroupPool
+from namedmesh.groups import Communicator, GroupPool, agreed
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
-from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.views import ROOT_VIEW, View, Views, join_names, product_axes, quoted
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
-    from namedmesh.making import GroupMaker
+    from namedmesh.groups import GroupMaker
 
 __all__ = ["NamedMesh"]
 
@@ -80,6 +79,7 @@ class NamedMesh:
         self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
         self._answers: dict[tuple[object, ...], object] = {}
         self._before_close: list[Callable[[], None]] = []
+        self._lock = pool.registry.agreements.lock
         self._prepare_answers()
         current.register(self)
         pool.end_mesh = self._end
@@ -343,9 +343,7 @@ class NamedMesh:
         """
         if options is not None and not isinstance(options, GroupOptions):
             raise LayoutError(f"options are {options!r}; give GroupOptions(...)")
-        with (
-            self.pool.registry.agreements.lock
-        ):  # a thread that asks for the same as another one finds it made
+        with self._lock:  # a thread that asks for the same as another one finds it made
             with self.agreed("mesh.flatten") as maker:
                 expanded = self._views.expand(axes)
                 view = self._views.of(expanded)
@@ -355,13 +353,12 @@ class NamedMesh:
                 name = name or "_".join(ordered)
                 self._views.check_product(name, ordered)
                 options = options or self.options_of(ordered)
-                known = {name: self.pool.find(view.layout, ordered, options, in_process=True)}
-                current.refuse_ambiguous_mesh(view.layout, self.device.type, known, ordered)
                 request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
                 maker.compare(request, [(view.layout, ordered, options)])
                 group = maker.make(view.layout, ordered, options)
                 if options.gloo_twin:
                     maker.make(view.layout, ordered, self.pool.gloo_options(options))
+                current.refuse_ambiguous_mesh(view.layout, self.device.type, {name: group}, ordered)
             self._options[ordered] = options
             self._meshes[name,] = make_flat_mesh(view.root, ordered, name, group)
             self._views.products[name] = ordered
@@ -387,9 +384,7 @@ class NamedMesh:
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
         options = options or {}
-        with (
-            self.pool.registry.agreements.lock
-        ):  # a thread that asks for the same as another one finds it made
+        with self._lock:  # a thread that asks for the same as another one finds it made
             with self.agreed(f"mesh.add_view({name!r})") as maker:
                 layout = self._checked_view(name, options, sizes)
                 request = {"layout": repr(layout), "options": repr(dict(options))}
@@ -397,6 +392,7 @@ class NamedMesh:
                     request, [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
                 )
                 view = self.create_view(layout, maker, options)
+                current.refuse_ambiguous_mesh(layout, self.device.type, view.groups)
             self.take_view(name, view, options)
             return view.root
 
@@ -650,11 +646,6 @@ class NamedMesh:
                 )
         if problems:
             raise AxisError(*problems)
-        existing = {
-            axis: self.pool.find(layout, (axis,), self._axis_options(axis, options), in_process=True)
-            for axis in new
-        }
-        current.refuse_ambiguous_mesh(layout, self.device.type, existing)
         return layout
 
     def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:

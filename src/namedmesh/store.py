@@ -48,6 +48,8 @@ class LimitedStore:
 
     def __init__(self, store: dist.Store, limit: float) -> None:
         self._store, self._limit = store, limit
+        extended: Any = store
+        self._extended = extended if extended.has_extended_api() else None
         self.abandoned = False
         self.deadline = math.inf
 
@@ -61,9 +63,8 @@ class LimitedStore:
 
     def set_all(self, values: Mapping[str, str]) -> None:
         """Set keys, in one question where the store can take it."""
-        store: Any = self._store
-        if values and store.has_extended_api():
-            self._answer(store.multi_set, list(values), list(values.values()))
+        if self._extended is not None:
+            self._answer(self._extended.multi_set, [*values], [*values.values()])
         else:
             for key, value in values.items():
                 self.set(key, value)
@@ -74,16 +75,13 @@ class LimitedStore:
 
     def get_all(self, keys: list[str]) -> list[str]:
         """Return the values of keys that are set, in one question where the store can take it."""
-        if not keys:
-            return []
-        store: Any = self._store
-        if store.has_extended_api():
-            return [value.decode() for value in self._answer(store.multi_get, keys)]
+        if keys and self._extended is not None:
+            return [value.decode() for value in self._answer(self._extended.multi_get, keys)]
         return [self.get(key) for key in keys]
 
-    def has(self, *keys: str) -> bool:
-        """Return whether keys are set, all of them."""
-        return self._answer(self._store.check, list(keys))
+    def has(self, key: str) -> bool:
+        """Return whether a key is set."""
+        return self._answer(self._store.check, [key])
 
     def first(self, key: str, value: str) -> str:
         """Set a key unless it is set; returns the value that it has then."""
@@ -146,6 +144,31 @@ def ask(store: dist.Store, questions: Callable[[LimitedStore], T], *, limit: flo
         ) from None
     finally:
         limited.abandoned = True
+
+
+def open_in_thread(
+    open_store: Callable[[timedelta], dist.Store], within: timedelta, limit: float
+) -> dist.Store:
+    """Return a store that a function opens within a time, in a thread of its own.
+
+    Raises:
+        StoreLostError: its host cannot be reached, or does not answer ``limit`` seconds after that time.
+    """
+    # torch tries again after a pause, which may be as long as its limit.
+    pause = min(within.total_seconds(), ANSWER_LIMIT)
+    overdue = time.monotonic() + within.total_seconds() + pause + limit
+
+    def look() -> None:
+        if time.monotonic() > overdue:
+            raise StoreLostError("its host did not answer, so it hangs, or this host is cut off")
+
+    try:
+        return in_thread(lambda: open_store(within), look)
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
+        raise StoreLostError(
+            f"its host cannot be reached ({reason}), so this host or the link between them is cut off"
+        ) from None
 
 
 def in_thread(function: Callable[[], T], look: Callable[[], None]) -> T:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from namedmesh.groups import GroupMaker
     from namedmesh.layout import Layout
-    from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
     from namedmesh.options import GroupOptions
 

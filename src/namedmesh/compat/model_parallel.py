@@ -20,10 +20,9 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
-from namedmesh.groups import GroupPool
+from namedmesh.groups import GroupPool, agreed
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
-from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from namedmesh.making import GroupMaker
+    from namedmesh.groups import GroupMaker
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["ModelParallel", "first_rank"]

@@ -55,6 +55,9 @@ def resolve(
     Raises:
         PlanError: with every problem there is.
     """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise PlanError(f"model is a {type(given).__name__}; give the module whose submodules the plan names")
     problems, tp_size = mesh_problems(mesh_or_tp_size)
     entries, matching_problems = _match(model, plan)
     problems += matching_problems

@@ -17,16 +17,15 @@ from namedmesh.compat.deepspeed.topology import (
     validate_topology,
 )
 from namedmesh.errors import LayoutError, listing
-from namedmesh.groups import GroupPool
+from namedmesh.groups import GroupPool, agreed
 from namedmesh.init import make_mesh
-from namedmesh.making import agreed
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from namedmesh.groups import GroupMaker
     from namedmesh.layout import Layout
-    from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["PipelineParallelGrid"]

@@ -13,7 +13,7 @@ from namedmesh.compat.binding import Binding, Bound
 from namedmesh.compat.deepspeed.model_parallel_unit import mpu as make_mpu
 from namedmesh.compat.errors import ContractRuntimeError
 from namedmesh.errors import PlanError, listing
-from namedmesh.making import group_of_one
+from namedmesh.groups import group_of_one
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from namedmesh.groups import GroupMaker
     from namedmesh.layout import Layout
-    from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["Answers", "Getters", "ModelParallelUnit", "SequenceParallelUnit", "answers", "axis_map", "mpu"]

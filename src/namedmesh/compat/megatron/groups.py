@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from namedmesh.compat.megatron.config import Factorings, ParallelConfig
     from namedmesh.dialects import GroupSpec
+    from namedmesh.groups import GroupMaker
     from namedmesh.layout import Layout
-    from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
 OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]

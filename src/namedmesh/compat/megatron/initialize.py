@@ -18,10 +18,9 @@ from namedmesh.compat.megatron.groups import OVER_AXES, build_groups, group_opti
 from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
-from namedmesh.groups import GroupPool
+from namedmesh.groups import GroupPool, agreed
 from namedmesh.init import make_mesh
 from namedmesh.launch import default_group_device
-from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import statistics
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from namedmesh import launch
 from namedmesh.dialects import EXPERT
 from namedmesh.errors import AgreementError, LayoutError, NamedMeshError, count_of, listing, ranks_in_words
+from namedmesh.groups import agreed
 from namedmesh.hosts import gloo_address, host_identity
 from namedmesh.init import init_mesh
-from namedmesh.making import agreed
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import (
@@ -151,12 +150,9 @@ def _measured(
         axes = {group.axis: _speed(group, rank, device, megabytes) for group in groups}
         report = RankReport(socket.gethostname(), host_identity(), gloo_address(), local, axes)
         links = measure_links(hosts_of_ranks(report.place, device), rank, device, megabytes)
-        texts = {str(rank): json.dumps(report)}
-        heard = {**texts}
-        maker.agreement.exchange = SimpleNamespace(
-            texts=lambda: texts, keys=lambda: [*map(str, ranks)] if rank == 0 else [], take=heard.update
-        )
-    return [RankReport.from_data(json.loads(text)) for text in heard.values()], links
+        texts = {rank: json.dumps(report)}
+        maker.agreement.exchange("report", texts[rank], ranks, texts.__setitem__ if rank == 0 else None)
+    return [RankReport.from_data(json.loads(text)) for _, text in sorted(texts.items())], links
 
 
 def _speed(group: Group, rank: int, device: torch.device, megabytes: float) -> Speed:
