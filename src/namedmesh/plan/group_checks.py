@@ -176,7 +176,7 @@ def _measured(
         for group in groups:
             try:
                 axes[group.axis] = measure_group(group, device, megabytes)
-            except RuntimeError as error:
+            except RuntimeError as error:  # noqa: PERF203  the problem names its axis
                 raise AgreementError(*problems_of({rank: (group.axis, _first_line(error))})) from None
         report = RankReport(socket.gethostname(), host_identity(), gloo_address(), local, axes)
         links = _measure_links(_hosts_of_ranks(report.place, device), rank, device, megabytes)
@@ -274,7 +274,9 @@ def _small_and_large(device: torch.device, megabytes: float) -> tuple[torch.Tens
 
 def _timed(action: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Return the seconds that something takes on the device, the median of some rounds after the first ones."""
-    synchronize = torch.cpu.synchronize if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
+    synchronize = (
+        torch.cpu.synchronize if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
+    )
     times = []
     for _ in range(_WARM + rounds):
         synchronize()
@@ -365,9 +367,7 @@ def doctor_document(
         rows.append(
             (axis, len(speeds[0].ranks), *_summary([(listing(speed.ranks), speed) for speed in speeds]))
         )
-    table = Table(
-        ("axis", "size", "groups", "latency us", "GB/s", "slowest group", "its GB/s"), tuple(rows)
-    )
+    table = Table(("axis", "size", "groups", "latency us", "GB/s", "slowest group", "its GB/s"), tuple(rows))
     named = [(" - ".join(dict.fromkeys(hosts[rank] for rank in link.ranks)), link) for link in links]
     between = [(name, link) for name, link in named if name not in hosts]
     kinds = {"inside a host": [each for each in named if each not in between], "between hosts": between}

@@ -44,7 +44,9 @@ class Document:
     parts: tuple[str | Table, ...]
     data: Callable[[], dict[str, Any]]  # JSON values
     table: Callable[[], Table]  # the rows that a spreadsheet wants
-    picture: Callable[[], Sequence[Sequence[tuple[str, str, str]]]] | None = None  # texts, backgrounds and colors
+    picture: Callable[[], Sequence[Sequence[tuple[str, str, str]]]] | None = (
+        None  # texts, backgrounds and colors
+    )
 
 
 def show(document: Document, how: str) -> None:
