@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.migrate.apis import APIS
 
@@ -58,16 +58,14 @@ API = {api.name: api for api in APIS}
 """The legacy APIs by name."""
 
 
-@dataclass(frozen=True, order=True)
-class Problem:
+class Problem(NamedTuple):
     """A file that could not be read or rewritten, and why."""
 
     path: str
     message: str
 
 
-@dataclass(frozen=True, order=True)
-class Missing:
+class Missing(NamedTuple):
     """An import that finds nothing where megatron-core is not installed, and that namedmesh does not replace."""
 
     path: str

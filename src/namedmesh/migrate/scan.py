@@ -14,7 +14,7 @@ from namedmesh.migrate.uses import findings_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None) -> Scan:
@@ -54,25 +54,20 @@ def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None
     )
 
 
-def _doubted(findings: list[Finding]) -> list[Finding]:
-    """Mark the uses whose answers the code changes elsewhere, by ``set_...`` or by an assignment."""
+def _doubted(findings: list[Finding]) -> Iterator[Finding]:
+    """Yield the uses, in doubt where the code changes their answers elsewhere, by ``set_...`` or by an assignment."""
     changes = [(one, _changed_axes(one)) for one in findings if one.changes]
-    return [_doubted_by(changes, one) if one.certain else one for one in findings]
-
-
-def _doubted_by(changes: list[tuple[Finding, set[str] | None]], one: Finding) -> Finding:
-    for by, axes in changes:
-        if _touches(by, axes, one):
-            note = f"{by.legacy} in {by.path}:{by.line} can change the answer"
-            return replace(one, certain=False, notes=(*one.notes, note))
-    return one
-
-
-def _touches(change: Finding, axes: set[str] | None, one: Finding) -> bool:
-    """Return whether a change of the answers over some axes concerns a use; None stands for all axes."""
-    if API[change.origin].table is not API[one.origin].table or one.name == INITIALIZE_NAME or one.changes:
-        return False
-    return axes is None or bool(axes & axes_of(one.replacement))
+    for one in findings:
+        own = axes_of(one.replacement)
+        may_change = one.certain and not one.changes and one.name != INITIALIZE_NAME
+        for by, axes in changes if may_change else ():
+            same_table = API[by.origin].table is API[one.origin].table
+            if same_table and (axes is None or axes & own):
+                note = f"{by.legacy} in {by.path}:{by.line} can change the answer"
+                yield replace(one, certain=False, notes=(*one.notes, note))
+                break
+        else:
+            yield one
 
 
 def _changed_axes(one: Finding) -> set[str] | None:
