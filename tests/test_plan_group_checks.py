@@ -295,7 +295,7 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", range(2, 9))
 def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int) -> None:
-    hosts = {rank: f"host-{rank // 2}" for rank in range(2 * count)}
+    hosts = [f"host-{rank // 2}" for rank in range(2 * count)]
     inside, *rounds = group_checks.pairs_to_measure(hosts)
     assert inside == [(2 * host, 2 * host + 1) for host in range(count)]
     met = [frozenset(hosts[rank] for rank in pair) for pairs in rounds for pair in pairs]
