@@ -11,7 +11,7 @@ import pytest
 from installing import interpreter
 from migrate_cases import cases, reported, write_files
 
-from namedmesh.__main__ import COMMANDS, main
+from namedmesh.__main__ import main
 from namedmesh.compat.migration import scan
 from namedmesh.migrate.rewrite import is_certain
 
@@ -327,33 +327,6 @@ def test_the_report_as_json(code: Path, capsys: pytest.CaptureFixture[str]) -> N
         "not_certain": 2,
         "unreadable": 1,
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: COMMAND"),
-        (["migrat"], "invalid choice: 'migrat'"),
-        (["migrate"], "the following arguments are required: PATH"),
-        (["migrate", "--format", "xml", "."], "invalid choice: 'xml'"),
-        (["migrate", "nowhere"], "argument PATH: there is no file or folder 'nowhere'"),
-    ],
-)
-def test_wrong_usage_exits_2_and_says_why(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["--help"])
-    assert exit_.value.code == 0
-    captured = capsys.readouterr().out
-    assert [name for name in COMMANDS if name not in captured] == []
 
 
 def test_the_command_runs_as_a_module_without_torch_or_megatron(code: Path) -> None:
