@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
-from namedmesh.migrate.findings import API, INITIALIZE_NAME
+from namedmesh.migrate.apis import API, INITIALIZE_NAME
 from namedmesh.migrate.table import SECTIONS, TABLE
 
 if TYPE_CHECKING:
@@ -89,11 +89,7 @@ def as_json(scan: Scan) -> str:
 
 
 def merge_setup(findings: Iterable[Finding]) -> list[str]:
-    """Merge the statements that every rank runs once for all of the findings: views first, then products of axes.
-
-    A view that several findings need is added once: with the sizes of the code's own initialization, or with the
-    options that one of them needs.
-    """
+    """Merge the statements to run once: each view with the sizes or options that one of the findings needs, then products."""
     products: dict[str, None] = {}
     views: dict[str, str] = {}
     priorities: dict[str, int] = {}

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import NamedMeshError, count_of
+from namedmesh.migrate.apis import API, INITIALIZE_NAME
 from namedmesh.migrate.files import Source, UnreadableError, parse
-from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Problem
+from namedmesh.migrate.findings import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from namedmesh.migrate.findings import Scan
+    from namedmesh.migrate.findings import Finding, Scan
 
 _MESH = "namedmesh.current_mesh()"
 
@@ -50,10 +51,7 @@ class Rewritten:
 
 
 def is_certain(finding: Finding) -> bool:
-    """Return whether a use can be replaced in place: a call that is certain, without statements or remarks.
-
-    What it needs besides, a mesh, is the one that ``namedmesh.current_mesh()`` returns.
-    """
+    """Return whether a use can be replaced in place: a call that is certain and needs nothing but the current mesh."""
     return (
         finding.certain
         and finding.end is not None
@@ -65,12 +63,8 @@ def is_certain(finding: Finding) -> bool:
 
 
 def rewrite(scan: Scan) -> tuple[list[Rewritten], Scan]:
-    """Replace every certain use, install our dialect where the groups are made, and return the files and what is left.
-
-    The mesh that the replaced calls ask is the one that ``initialize_model_parallel`` makes once the dialect is installed;
-    the calls that are left answer from it, too. Where the groups are made in a way that is not certain, no call of that
-    API is replaced.
-    """
+    """Replace every certain use, install our dialect where the groups are made, and return the files and what is left."""
+    # The replaced calls, and those that are left, ask the mesh that the installed dialect's initialization makes.
     remarks = [*scan.remarks]
     uses: list[Finding] = []
     installs: dict[str, set[str]] = {}
@@ -110,11 +104,7 @@ def rewrite(scan: Scan) -> tuple[list[Rewritten], Scan]:
 
 
 def write(file: Rewritten) -> str:
-    """Write a file at once, and keep what it was beside it; return the path of that.
-
-    Raises:
-        RewriteError: one of them cannot be written, or the file is not what was read; it is as it was.
-    """
+    """Write a file at once, and keep what it was beside it; return the path of that, or raise a RewriteError and change nothing."""
     given = file.before.path
     path = Path(os.path.realpath(given))
     made: list[str] = []
@@ -149,11 +139,7 @@ def _copy_beside(file: Source) -> str:
 
 
 def _rewritten(source: Source, findings: Sequence[Finding], installs: set[str]) -> Rewritten:
-    """Return one file with some uses replaced, and some dialects installed.
-
-    Raises:
-        UnreadableError: it binds our name, or is no Python afterwards.
-    """
+    """Return one file with some uses replaced, and some dialects installed; an UnreadableError if that is no Python."""
     tree = parse(source)
     if any(map(_binds_namedmesh, ast.walk(tree))):
         raise UnreadableError("binds the name 'namedmesh' to something of its own")
