@@ -61,12 +61,9 @@ GPT_NEOX: dict[str, Row] = {
         ),
         Row("get_topology()", note="namedmesh.compat.deepspeed has the topology of a mesh"),
         *(
-            Row(f"set_{axis}_rank(rank)", note=OVERRIDE)
+            Row(f"set_{axis}_{what}", note=OVERRIDE)
             for axis in ("model_parallel", "tensor_model_parallel")
-        ),
-        *(
-            Row(f"set_{axis}_world_size(size)", note=OVERRIDE)
-            for axis in ("model_parallel", "tensor_model_parallel")
+            for what in ("rank(rank)", "world_size(size)")
         ),
         Row("get_fp32_allreduce()", note=OWN_VARIABLE),
         Row("is_unitialized()", "mesh.closed", SEVERAL_MESHES),
@@ -84,11 +81,6 @@ class Api:
     modules: tuple[str, ...]  # where its names can be imported from
     packages: tuple[str, ...] = ()  # those that have its names among others
     dialect: str = ""  # our module with the same names, if there is one
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this is the dialect itself."""
-        return self.name == self.dialect
 
 
 _DIALECT = "namedmesh.compat.megatron"

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from namedmesh.migrate.files import Source, UnreadableError, parse
 from namedmesh.migrate.findings import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from namedmesh.migrate.findings import Finding, Scan
 
@@ -81,7 +81,7 @@ def rewrite(scan: Scan) -> tuple[list[Rewritten], Scan]:
             )
             continue
         uses += certain
-        for one in () if api.is_ours else makers:
+        for one in () if api.name == api.dialect else makers:
             installs.setdefault(one.path, set()).add(api.dialect.rpartition(".")[0])
         if not makers:
             remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")
@@ -182,7 +182,8 @@ def _insertion(
     tree: ast.Module, source: Source, starts: Sequence[int], statements: Sequence[str]
 ) -> tuple[int, int, str]:
     """Return where statements are inserted before the first one that may need them, and their text."""
-    kept = [*_leading(tree.body)]
+    kept = [*_docstring(tree)]
+    kept += takewhile(_is_future, tree.body[len(kept) :])
     first = tree.body[len(kept)]
     line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))])
     if kept:
@@ -197,25 +198,23 @@ def _insertion(
     return place, place, text
 
 
-def _leading(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that must stay first: a docstring and imports from ``__future__``."""
-    for number, one in enumerate(body):
-        value = one.value if isinstance(one, ast.Expr) and number == 0 else None
-        is_docstring = isinstance(value, ast.Constant) and isinstance(value.value, str)
-        if not is_docstring and not (isinstance(one, ast.ImportFrom) and one.module == "__future__"):
-            return
-        yield one
+def _docstring(tree: ast.Module) -> list[ast.stmt]:
+    return tree.body[:1] if ast.get_docstring(tree, clean=False) is not None else []
+
+
+def _is_future(one: ast.stmt) -> bool:
+    return isinstance(one, ast.ImportFrom) and one.module == "__future__"
 
 
 def _imports_namedmesh(tree: ast.Module) -> bool:
     """Return whether one of the first statements, up to the first that is no import, imports namedmesh."""
-    for number, one in enumerate(tree.body):
-        if isinstance(one, ast.Import) and ("namedmesh", None) in [
-            (each.name, each.asname) for each in one.names
-        ]:
-            return True
-        if not isinstance(one, (ast.Import, ast.ImportFrom)) and (number or not isinstance(one, ast.Expr)):
+    for one in tree.body[len(_docstring(tree)) :]:
+        if not isinstance(one, (ast.Import, ast.ImportFrom)):
             return False
+        if isinstance(one, ast.Import) and any(
+            each.name == "namedmesh" and not each.asname for each in one.names
+        ):
+            return True
     return False
 
 

@@ -263,11 +263,12 @@ class Row:
         notes = [note for leaf in leaves for note in _notes(leaf)]
         if self.note:
             notes.append(self.note)
-        open_ones = [name for leaf in leaves for name in _names_in(leaf) if name in self.signature.names]
+        nodes = [node for leaf in leaves for node in ast.walk(_parsed(leaf))]
+        open_ones = {node.id: None for node in nodes if isinstance(node, ast.Name) and node.id not in values}
         notes += [
             f"the call gives no {name}: put in a value of your own"
             for name in open_ones
-            if name not in values
+            if name in self.signature.names
         ]
         if arguments.rest and " if " in self.replacement:
             notes.append(f"the flags in {arguments.rest} decide: {self.replacement}")
@@ -284,10 +285,6 @@ class Row:
                     yield _GATHERED
             elif name not in self.signature.names:
                 yield f"the table knows no argument {name!r} of {self.name}"
-
-
-def _names_in(source: str) -> list[str]:
-    return [node.id for node in ast.walk(_parsed(source)) if isinstance(node, ast.Name)]
 
 
 def _parsed(source: str) -> ast.AST:

@@ -218,14 +218,11 @@ class _Uses:
         if row.name == INITIALIZE_NAME and own and not {*own.names} <= known:
             doubt = doubt or _OWN_PARAMETERS
         notes = (*advice.notes, *_elsewhere(legacy, advice, call)) if doubt == _BY_NAME else advice.notes
-        if self._has_comment(call):
+        if call.lineno != call.end_lineno and "#" in self._source.between(*self._source.span(call)):
             notes = (*notes, _COMMENT)
         changes = row.name.startswith("set_") and given != "None"
         advice = replace(advice, notes=notes)
         return self._finding(use, legacy, f"{row.name}({given})", advice, doubt, changes=changes)
-
-    def _has_comment(self, call: ast.Call) -> bool:
-        return call.lineno != call.end_lineno and "#" in self._source.between(*self._source.span(call))
 
     def _remarked(
         self, use: Use, legacy: Legacy, written: str, note: str, doubt: str, *, changes: bool = False
