@@ -78,23 +78,7 @@ class RankReport(NamedTuple):
 
 
 def run_doctor(spec: str, keywords: Mapping[str, Any], arguments: Namespace) -> int:
-    """Check a layout on the ranks of this job, and print one report; communicates.
-
-    Args:
-        spec: a spec string, or nothing.
-        keywords: what :func:`namedmesh.plan.make_plan` takes instead.
-        arguments: the other arguments of the command.
-
-    Returns:
-        On every rank 0 if all is well, or 1 if the groups could not be made.
-
-    Raises:
-        UsageError: all that is wrong with the numbers and the backend.
-        LayoutError: the layout does not fit the world.
-        LaunchError: the environment does not describe a job, its store cannot be reached, or the device is not
-            there.
-        AgreementError: ranks that did not come, or the problems that the checks found; the same on every rank.
-    """
+    """Check a layout, a spec or the keywords of :func:`namedmesh.plan.make_plan`, on the ranks of this job; return the status."""
     _check_settings(arguments)
     timeout = timedelta(seconds=arguments.timeout)
     try:

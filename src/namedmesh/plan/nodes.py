@@ -106,10 +106,7 @@ def placements(
 
 
 def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
-    """Return the axes that should stay inside the fast links, and do not.
-
-    These exchange activations inside every layer: tp, etp and ep.
-    """
+    """Return the axes that exchange activations inside every layer, and do not stay inside the fast links."""
     return [
         placement
         for placement in placed
