@@ -117,9 +117,8 @@ def test_every_name_of_megatron_has_an_entry(which: str) -> None:
             and not name.startswith("HAVE_")
         }
         assert own - set(TABLE) == set()
-        assert NAMES - own <= (
-            {"logger"} if which == "installed" else NAMES
-        )  # it is no function of the module
+        # It is no function of the module
+        assert NAMES - own <= ({"logger"} if which == "installed" else NAMES)
         assert {"initialize_model_parallel", "_PIPELINE_GLOBAL_RANKS"} <= own
         assert bool(own & NEWER) == (which == "newest")
 

@@ -76,9 +76,8 @@ def test_all_partitions_work_on_one_global_batch() -> None:
 
 def test_layouts_that_were_run_are_not_struck() -> None:
     found = {(one.tp, one.pp): one.reasons for one in list_partitions(128, Job(LLAMA_405B), memory=1e15)}
-    assert (
-        found[8, 16] == found[16, 8] == found[1, 64] == ()
-    )  # 126 layers on 16 stages; 16 ranks share 8 kv heads
+    # 126 layers on 16 stages; 16 ranks share 8 kv heads
+    assert found[8, 16] == found[16, 8] == found[1, 64] == ()
     assert found[1, 128] == ("126 layers cannot fill pp=128",)
     deepseek = Model(layers=61, heads=128, hidden=7168)
     assert next(one.reasons for one in list_partitions(16, Job(deepseek)) if one.pp == 16) == ()

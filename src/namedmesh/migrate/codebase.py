@@ -47,9 +47,8 @@ class CodeBase:
         self._paths: dict[str, list[Path]] = {}
         self._apis: dict[Path, Api] = {}
         self._meanings: dict[frozenset[str | None], set[Legacy | None]] = {}
-        self._searched: set[tuple[Path, str]] = (
-            set()
-        )  # by way of star imports, for the name that is asked for
+        # By way of star imports, for the name that is asked for
+        self._searched: set[tuple[Path, str]] = set()
         modules = {module: api for api in APIS for module in api.modules}
         for path in self.files:
             for name in {key_of(path), *module_names(path, paths)}:

@@ -64,15 +64,13 @@ class Module:
 
     source: Source
     names: dict[str, Dotted] = field(default_factory=dict)  # what its global names can stand for
-    aliases: list[str] = field(
-        default_factory=list
-    )  # its global names that may be further names of legacy ones
+    # Its global names that may be further names of legacy ones
+    aliases: list[str] = field(default_factory=list)
     stars: list[str] = field(default_factory=list)  # the modules that it imports everything from
     functions: dict[str, ast.arguments] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
-    imports: list[tuple[int, list[str]]] = field(
-        default_factory=list
-    )  # the line of each import, and the modules that it needs
+    # The line of each import, and the modules that it needs
+    imports: list[tuple[int, list[str]]] = field(default_factory=list)
 
 
 @cache

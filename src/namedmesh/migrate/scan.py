@@ -270,9 +270,8 @@ class _Uses:
             start, end = self._source.span(node)
             found = _expression(self._source.between(start, end))
             marked = f"{self._source.between(first, start)}{_MARK}{self._source.between(end, last)}"
-            marks = ast.dump(_expression(marked)).count(
-                _MARK
-            )  # two where the f-string shows the expression itself
+            # Two where the f-string shows the expression itself
+            marks = ast.dump(_expression(marked)).count(_MARK)
         except (SyntaxError, ValueError, IndexError):
             return first, None
         if ast.dump(found) != ast.dump(node) or marks != 1 or start in self._taken:

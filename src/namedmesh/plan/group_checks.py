@@ -73,8 +73,9 @@ class RankReport(NamedTuple):
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> RankReport:
         """Make a report of the JSON values that were made of one."""
-        *own, axes = data
-        return cls(*own, {axis: Speed(tuple(ranks), *speed) for axis, (ranks, *speed) in axes.items()})
+        host, place, card, local, axes = data
+        speeds = {axis: Speed(tuple(ranks), *speed) for axis, (ranks, *speed) in axes.items()}
+        return cls(host, place, card, local, speeds)
 
 
 def run_doctor(spec: str, keywords: Mapping[str, Any], arguments: Namespace) -> int:
