@@ -317,3 +317,5 @@ def test_a_slow_pair_of_hosts_is_named() -> None:
     assert "network of the gloo groups: a eth0, b eth0, c eth0" in lines
     between = next(line for line in lines if line.startswith("between hosts"))
     assert between.split()[2:5] == ["3", "10", "10"]
+    twice = [group_checks.RankReport("same", place, place, 1.0, {}) for place in "ab"]
+    assert group_checks.doctor_document("a job", twice).data()["cards"] == {"same (0)": "a", "same (1)": "b"}

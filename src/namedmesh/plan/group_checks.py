@@ -10,6 +10,7 @@ import socket
 import statistics
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -379,8 +380,9 @@ def doctor_document(
 def _host_names(reports: Sequence[RankReport]) -> list[str]:
     """Return the name of each rank's host, with a number where two hosts have the same one."""
     names = {report.place: report.host for report in reports}
+    alike = [name for name, count in Counter(names.values()).items() if count > 1]
     for number, (place, name) in enumerate(names.items()):
-        if list(names.values()).count(name) > 1:
+        if name in alike:
             names[place] = f"{name} ({number})"
     return [names[report.place] for report in reports]
 
