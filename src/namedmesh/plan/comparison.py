@@ -99,8 +99,8 @@ def _difference(axes: tuple[str, ...], *layouts: Layout) -> Difference:
             sides.append((layout.partition(*own)[2], groups.size, groups.count, first))
         else:  # an axis that a layout does not have is one of size 1
             sides.append(((), None, None, ()))
-    (ranks, *one), (other_ranks, *other) = sides
-    return Difference(axes, ranks == other_ranks, *zip(one, other, strict=True))
+    one, other = sides
+    return Difference(axes, one[0] == other[0], (one[1], other[1]), (one[2], other[2]), (one[3], other[3]))
 
 
 def diff_document(comparison: Comparison) -> Document:
