@@ -237,47 +237,8 @@ def test_form_feeds_and_line_ends_are_kept(tmp_path: Path) -> None:
     assert path.read_bytes().decode() == f"import namedmesh\r\n{replaced}"
 
 
-def test_the_modules_of_the_code_base_are_followed(tmp_path: Path) -> None:
-    files = {
-        "pkg/__init__.py": "from .state import mpu as grid\n",
-        "pkg/state.py": "from megatron.core import mpu\nfrom megatron.core.parallel_state import get_data_parallel_rank as rank\n",
-        "pkg/sub/__init__.py": "from pkg.state import *\n",
-        "pkg/sub/a.py": "from ..state import rank as mine\nfrom .. import grid\nmine()\ngrid.get_data_parallel_rank()\n",
-        "pkg/sub/b.py": "from . import mpu as m\nimport pkg.state\nm.get_data_parallel_rank()\npkg.state.rank()\n",
-        "other.py": "import pkg\nfrom pkg.sub import rank\npkg.grid.get_data_parallel_rank()\nrank()\npkg.state.other()\n",
-        "stranger.py": "from elsewhere import rank, grid\nrank()\ngrid.get_data_parallel_rank()\n",
-    }
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    found = [(Path(one.path).relative_to(tmp_path).as_posix(), one.line) for one in scan([tmp_path]).findings]
-    assert found == [
-        *(("other.py", 3), ("other.py", 4)),
-        *(("pkg/sub/a.py", 3), ("pkg/sub/a.py", 4), ("pkg/sub/b.py", 3), ("pkg/sub/b.py", 4)),
-    ]
-    assert all(one.certain for one in scan([tmp_path]).findings)
-
-
-def test_imports_without_a_replacement_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.py"
-    path.write_text(
-        "from megatron.core import mpu, tensor_parallel\nimport megatron.core.model_parallel_config\n"
-        "from megatron.core.tensor_parallel import random, ColumnParallelLinear\n"
-        "from megatron.core.tensor_parallel.random import checkpoint\nfrom megatron.core import ModelParallelConfig\n",
-        encoding="utf-8",
-    )
-    main(["migrate", str(path)])
-    assert capsys.readouterr().out.rpartition("\n\n")[0] == (
-        "These imports need megatron-core, and have no replacement without it:\n"
-        f"    megatron.core.ModelParallelConfig: {path}:5\n"
-        f"    megatron.core.model_parallel_config: {path}:2\n"
-        f"    megatron.core.tensor_parallel.random: {path}:3 and 1 other place"
-    )
+def test_what_install_provides_is_not_missing() -> None:
     assert {"megatron", "megatron.core", *ORIGINAL.stand_ins} == PROVIDED
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    (tmp_path / "megatron" / "core" / "__init__.py").touch()
-    assert scan([tmp_path]).missing == ()
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:

@@ -9,45 +9,11 @@ from pathlib import Path
 
 import pytest
 from installing import interpreter
+from migrate_cases import cases, reported, write_files
 
-from namedmesh.__main__ import COMMANDS, main
-from namedmesh.compat.migration import Finding, scan
-from namedmesh.migrate.report import merge_setup
+from namedmesh.__main__ import main
+from namedmesh.compat.migration import scan
 from namedmesh.migrate.rewrite import is_certain
-from namedmesh.migrate.rules import _UNCHECKED
-from namedmesh.migrate.uses import _BY_NAME
-
-FORMS = """
-import megatron.core
-import megatron.core as mc
-import megatron.core.parallel_state as ps
-from megatron import core
-from megatron.core import mpu
-from megatron.core import parallel_state
-from megatron.core import parallel_state as state
-from megatron.core.parallel_state import get_data_parallel_group as dp_group, _PIPELINE_GLOBAL_RANKS
-from namedmesh.compat.megatron import parallel_state as ours
-
-megatron.core.parallel_state.get_data_parallel_rank()
-mc.parallel_state.get_data_parallel_rank()
-ps.get_data_parallel_rank()
-core.mpu.get_data_parallel_rank()
-mpu.get_data_parallel_rank()
-parallel_state.get_data_parallel_rank()
-state.get_data_parallel_rank(with_context_parallel=True).bit_length()
-dp_group(with_context_parallel=flag)
-_PIPELINE_GLOBAL_RANKS[0]
-ours.get_data_parallel_rank()
-alias = ps
-alias.get_data_parallel_rank()
-run(callback=mpu.get_data_parallel_world_size)
-getattr(mpu, "get_data_parallel_rank")()
-getattr(mpu, "get_data_parallel_rank")
-getattr(mpu, name)
-hasattr(mpu, "get_data_parallel_rank")
-mpu.get_data_paralel_rank()
-get_data_parallel_rank()
-""".lstrip()
 
 
 def _write(folder: Path, **files: str) -> None:
@@ -55,91 +21,6 @@ def _write(folder: Path, **files: str) -> None:
         path = folder / name.replace("__", "/").replace("_py", ".py").replace("_nb", ".ipynb")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-
-
-def _brief(findings: tuple[Finding, ...]) -> list[tuple[int, str, str]]:
-    return [(one.line, one.legacy, one.replacement) for one in findings]
-
-
-def test_every_form_of_import_and_use_is_found(tmp_path: Path) -> None:
-    _write(tmp_path, forms_py=FORMS)
-    rank = ("get_data_parallel_rank()", 'mesh.rank("dp")')
-    found = scan([tmp_path]).findings
-    assert _brief(found) == [
-        *((line, *rank) for line in range(11, 17)),
-        (17, "get_data_parallel_rank(with_context_parallel=True)", 'mesh.rank("dp", "cp")'),
-        (
-            18,
-            "get_data_parallel_group(with_context_parallel=flag)",
-            'mesh.group("dp", "cp") if flag else mesh.group("dp")',
-        ),
-        (19, "_PIPELINE_GLOBAL_RANKS", 'list(mesh.ranks("pp"))'),
-        (20, *rank),
-        (22, *rank),
-        (23, "get_data_parallel_world_size", 'lambda: mesh.size("dp")'),
-        (24, *rank),
-        (25, "get_data_parallel_rank", 'lambda: mesh.rank("dp")'),
-        (26, "getattr(mpu, name)", ""),
-        (28, "get_data_paralel_rank", ""),
-    ]
-    assert all(one.certain for one in found)
-    assert [one.line for one in found if not one.known] == [26, 28]
-    assert found[-1].notes == ("the table has no such name; did you mean 'get_data_parallel_rank'?",)
-
-
-def test_scopes_are_distinguished(tmp_path: Path) -> None:
-    _write(
-        tmp_path,
-        scopes_py="""
-def late():
-    return mpu.get_data_parallel_rank()
-
-def shadowed(ps, grid):
-    return ps.get_data_parallel_rank(), grid.get_data_parallel_rank()
-
-def by_name(mpu):
-    return mpu.get_data_parallel_rank(), mpu.barrier()
-
-class Layer:
-    from megatron.core import mpu as inside
-    rank = inside.get_data_parallel_rank()
-    def __init__(self, mpu=None):
-        self.mpu = mpu
-        self.rank = self.mpu.get_data_parallel_rank()
-        inside.get_data_parallel_rank()
-
-try:
-    from megatron.core import mpu
-    import megatron.core.parallel_state as ps
-except ImportError:
-    mpu = None
-use = lambda x=ps.get_data_parallel_rank(): mpu.get_data_parallel_rank
-""".lstrip(),
-    )
-    found = scan([tmp_path]).findings
-    assert [(one.line, one.column, one.certain) for one in found] == [
-        (2, 12, True),
-        (8, 12, False),
-        (12, 12, True),
-        (15, 21, False),
-        (23, 16, True),
-        (23, 45, True),
-    ]
-
-
-def test_a_star_import_is_followed_for_public_names(tmp_path: Path) -> None:
-    _write(
-        tmp_path,
-        star_py="from megatron.core.parallel_state import *\n"
-        "f(get_data_parallel_rank, _PIPELINE_GLOBAL_RANKS)\n"
-        "def is_initialized(): ...\n"
-        "is_initialized(), get_context_parallel_rank()\n",
-    )
-    found = scan([tmp_path]).findings
-    assert _brief(found) == [
-        (2, "get_data_parallel_rank", 'lambda: mesh.rank("dp")'),
-        (4, "get_context_parallel_rank()", 'mesh.rank("cp")'),
-    ]
 
 
 def test_modules_that_import_everything_of_each_other_end(tmp_path: Path) -> None:
@@ -150,15 +31,6 @@ def test_modules_that_import_everything_of_each_other_end(tmp_path: Path) -> Non
     assert scan([tmp_path]).findings == ()
     _write(tmp_path, m3_py="from m4 import *\nfrom megatron.core.parallel_state import *\nmpu = None\n")
     assert [(one.line, one.certain) for one in scan([tmp_path]).findings] == [(12, True)] * 11
-
-
-def test_relative_imports_are_by_name_only(tmp_path: Path) -> None:
-    _write(
-        tmp_path,
-        inside_py="from .parallel_state import get_data_parallel_rank\nfrom . import parallel_state\n"
-        "get_data_parallel_rank()\nparallel_state.get_data_parallel_rank()\n",
-    )
-    assert [(one.line, one.certain) for one in scan([tmp_path]).findings] == [(3, False), (4, False)]
 
 
 def test_notebooks_are_read_cell_by_cell(tmp_path: Path) -> None:
@@ -335,28 +207,6 @@ def test_every_binding_of_a_name_counts(binding: str, certain: bool, tmp_path: P
     assert bool(found.notes) is not certain
 
 
-def test_a_name_that_several_files_claim_is_uncertain(tmp_path: Path) -> None:
-    _write(
-        tmp_path,
-        a__train_py="from megatron.core import mpu as state\nfrom train import other\n",
-        b__train_py="from megatron.core import mpu as state\nfrom train import other\n",
-        job_py="from train import state\nfrom a.train import state as mine\nstate.get_data_parallel_rank()\n"
-        "mine.get_data_parallel_rank()\n",
-    )
-    assert [(one.line, one.certain) for one in scan([tmp_path]).findings] == [(3, False), (4, True)]
-
-
-def test_names_that_the_code_base_gives_itself_are_found(tmp_path: Path) -> None:
-    _write(
-        tmp_path, pkg__state_py="from megatron.core.parallel_state import get_data_parallel_rank as rank\n"
-    )
-    _write(tmp_path, pkg__broken_py="(mpu", job_py="from pkg.state import rank\nrank(  f'{rank()}')\n")
-    _write(tmp_path, other_py="import megatron.training\n")
-    result = scan([tmp_path])
-    assert [(one.line, one.column) for one in result.findings] == [(2, 1), (2, 11)]
-    assert (len(result.problems), len(result.missing), result.files) == (1, 1, 4)
-
-
 STAGE = "from megatron.core import mpu\nmpu.is_pipeline_first_stage()\n"
 DEFINITION = "def is_pipeline_first_stage(ignore_virtual={}, vp_stage=None): ...\n"
 
@@ -423,16 +273,6 @@ def test_the_import_says_whose_name_it_is(
     assert found == ([(replacement, certain)] if replacement else [])
 
 
-def test_a_name_without_an_import_is_shown_for_each_api(tmp_path: Path) -> None:
-    _write(
-        tmp_path, a_py="def f(mpu):\n    mpu.get_model_parallel_group()\n    mpu.get_io_parallel_group()\n"
-    )
-    found, only = scan([tmp_path]).findings
-    assert (found.replacement, found.certain) == ('mesh.group("pp", "tp")', False)
-    assert 'in megatron.mpu it is mesh.group("tp")' in found.notes
-    assert only.origin == "megatron.mpu"
-
-
 @pytest.mark.oracle("megatron.core")
 def test_megatron_itself_is_scanned() -> None:
     (core,) = import_module("megatron").__path__
@@ -446,66 +286,20 @@ def test_megatron_itself_is_scanned() -> None:
 
 # The report, the page and the command.
 
-CODE = """
-from megatron.core import parallel_state, mpu
-parallel_state.initialize_model_parallel(2, 4, expert_model_parallel_size=2)
-group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-experts = mpu.get_expert_model_parallel_group()
-mpu.set_data_parallel_rank(0)
-""".lstrip()
-MORE = "def f(mpu):\n    mpu.get_context_parallel_group(check_initialized=False)\n    mpu.get_nothing()\n"
-REPORT = f"""\
-train.py:2: initialize_model_parallel(2, 4, expert_model_parallel_size=2) -> namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2)
-train.py:3: get_data_parallel_group(with_context_parallel=True) (not certain) -> mesh.group("dp", "cp") [1]
-train.py:4: get_expert_model_parallel_group() -> mesh.group("ep")
-train.py:5: set_data_parallel_rank(0) -> stays in namedmesh.compat.megatron.parallel_state [2]
+CASES = cases()
 
-utils.py:2: get_context_parallel_group(check_initialized=False) (not certain) -> mesh.group("cp") [3] [4]
 
-Once, on every rank, after init_mesh:
-    mesh.add_view("expert", pp=4, edp=-1, ep=2, etp=2)
-    mesh.flatten("dp", "cp")
-
-[1] set_data_parallel_rank(0) in train.py:5 can change the answer
-[2] it overrides an answer and makes no group: make a second mesh of the sizes wanted (over part of the world with \
-part=True) and select it with 'with mesh:'
-[3] {_UNCHECKED}
-[4] {_BY_NAME}
-
-5 uses of 5 names in 2 files (of 2): 4 with a replacement, 1 without one.
-2 not certain: their remarks say why; check them.
-Until all have moved, the code runs unchanged on a mesh with: import namedmesh.compat.megatron; \
-namedmesh.compat.megatron.install()
-"""
+@pytest.mark.parametrize("name", CASES)
+def test_a_code_base_has_the_report_that_is_known(name: str) -> None:
+    """``python tests/migrate_cases.py`` writes the reports anew, to be read before they are kept."""
+    assert reported(CASES[name]) == CASES[name]
 
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _write(tmp_path, train_py=CODE, utils_py=MORE)
+    write_files(CASES["the report in full"], tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_a_view_that_several_calls_need_is_made_once(tmp_path: Path) -> None:
-    _write(
-        tmp_path,
-        many_py="from megatron.core import mpu\nmpu.get_expert_data_parallel_group(partial_expert_data_parallel=True)\n"
-        "mpu.get_expert_data_parallel_group_gloo(True)\nmpu.get_expert_model_parallel_group()\n"
-        "mpu.initialize_model_parallel(2, expert_model_parallel_size=4, num_distributed_optimizer_instances=2)\n",
-    )
-    assert merge_setup(scan([tmp_path]).findings) == [
-        'mesh.add_view("expert", pp=1, edp=-1, ep=4, etp=2)',
-        'mesh.add_view("expert_optimizer", options={"edp_shard": namedmesh.GroupOptions(gloo_twin=True)}, '
-        'pp=mesh.size("pp"), edp_replicate=num_distributed_optimizer_instances, edp_shard=-1, ep=mesh.size("ep"), '
-        'etp=mesh.size("etp"))',
-        'mesh.add_view("optimizer", pp=1, dp_replicate=2, dp_shard=-1, tp=2)',
-    ]
-
-
-@pytest.mark.usefixtures("code")
-def test_the_report_in_full(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", "train.py", "utils.py"]) == 0
-    assert capsys.readouterr().out == REPORT
 
 
 def test_the_report_as_json(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -535,52 +329,12 @@ def test_the_report_as_json(code: Path, capsys: pytest.CaptureFixture[str]) -> N
     }
 
 
-def test_broken_files_are_at_the_top_of_the_text(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (code / "broken.py").write_text("(mpu", encoding="utf-8")
-    assert main(["migrate", "broken.py"]) == 1
-    captured = capsys.readouterr().out
-    assert captured.startswith("broken.py: is not Python: line 1: ")
-    assert captured.endswith(" in 1 file.\n")
-
-
-def test_nothing_found_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(tmp_path, a_py="x = 1")
-    assert main(["migrate", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "No use of megatron.core.parallel_state in 1 file.\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: COMMAND"),
-        (["migrat"], "invalid choice: 'migrat'"),
-        (["migrate"], "the following arguments are required: PATH"),
-        (["migrate", "--format", "xml", "."], "invalid choice: 'xml'"),
-        (["migrate", "nowhere"], "argument PATH: there is no file or folder 'nowhere'"),
-    ],
-)
-def test_wrong_usage_exits_2_and_says_why(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["--help"])
-    assert exit_.value.code == 0
-    captured = capsys.readouterr().out
-    assert [name for name in COMMANDS if name not in captured] == []
-
-
 def test_the_command_runs_as_a_module_without_torch_or_megatron(code: Path) -> None:
+    report = CASES["the report in full"].partition("train.py utils.py\n")[2].removesuffix("\n")
     program = (
         "import sys; from namedmesh.__main__ import main; status = main(sys.argv[1:]); "
         "sys.exit(status or 3 * any(name in sys.modules for name in ('torch', 'megatron')))"
     )
     for command in (["-m", "namedmesh"], ["-c", program]):
         done = interpreter(*command, "migrate", "train.py", "utils.py", cwd=code)
-        assert (done.returncode, done.stdout, done.stderr) == (0, REPORT, "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, report, "")

@@ -56,9 +56,8 @@ def test_the_sizes_amount_to_the_published_parameters(model: Model, published: i
 
 def test_latent_attention_shared_experts_and_dense_layers() -> None:
     model = DEEPSEEK
-    assert model.total == pytest.approx(
-        671_026_419_200, rel=1e-6
-    )  # DeepSeek-V3's weights, without a second prediction
+    # DeepSeek-V3's weights, without a second prediction
+    assert model.total == pytest.approx(671_026_419_200, rel=1e-6)
     dense, expert, routed = model.layer
     active = dense * 3 + (expert + routed * 8 / 256) * 58 + model.ends
     assert active / 1e9 == pytest.approx(37, abs=1)  # "37B activated for each token"
@@ -131,13 +130,11 @@ def test_torch_keeps_what_it_gathers_and_copies() -> None:
     megatron = saved(replace(job, trainer="megatron"), Axes(tp=2, etp=2), experts=False)
     assert megatron.kept == 2 * (2 * stream + (16 + 8 + 8 + 16) / 2 + 3 * 24 / 2)
     op = saved(replace(job, checkpointing="op"), Axes(), experts=False)
-    assert op.kept == 2 * (
-        16 + 16 + 8 + 16 + 24 + 16
-    )  # input, queries, values, attention; gate and last product
+    # Input, queries, values, attention; gate and last product
+    assert op.kept == 2 * (16 + 16 + 8 + 16 + 24 + 16)
     shared = saved(replace(job, model=replace(model, kv_heads=1)), Axes(tp=2, etp=2), experts=False)
-    assert shared.kept == 2 * (
-        stream + gathered + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2
-    )  # each rank has the head
+    # Each rank has the head
+    assert shared.kept == 2 * (stream + gathered + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2)
 
 
 def test_experts_keep_their_inputs_and_outputs() -> None:
@@ -192,9 +189,8 @@ def test_micro_batches_in_flight() -> None:
     assert [in_flight(job, 4, rank, 2) for rank in range(4)] == [2, 2, 2, 1]
     interleaved = replace(job, stages_per_rank=3)
     p, m = 8, 3
-    assert in_flight(interleaved, p, 0, 64) == pytest.approx(
-        p * (1 + (p - 1) / (p * m))
-    )  # Korthikanti, section 4.2.3
+    # Korthikanti, section 4.2.3
+    assert in_flight(interleaved, p, 0, 64) == pytest.approx(p * (1 + (p - 1) / (p * m)))
     assert in_flight(replace(job, schedule="gpipe"), 4, 3, 16) == 16
     assert (bubble(job, 8), bubble(replace(job, stages_per_rank=2), 8)) == (7, 3.5)
     assert bubble(replace(job, schedule="zero-bubble"), 7) == 2  # (p-1)(F+B-2W) of F+B=3
@@ -429,9 +425,8 @@ def test_the_experts_of_a_token_travel_by_the_nic() -> None:
     model = Model(layers=2, hidden=64, heads=4, vocab=100, ffn=32, experts=16, top_k=2)
     job = Job(model, PLAIN, seq=32, global_batch=16)
     step = estimate_step(job, {"dp": 16, "ep": 8})
-    one = (
-        32 * 64 * 2
-    )  # bytes of a micro-batch; half of the experts are in another node, 1/8 on the rank itself
+    # Bytes of a micro-batch; half of the experts are in another node, 1/8 on the rank itself
+    one = 32 * 64 * 2
     assert step.sent["ep"] == pytest.approx(2 * 4 * one * 2 * 7 / 8)
     assert step.seconds["ep"] == pytest.approx(2 * 4 * (one * 2 * 4 / 8) / 1e8)
     limited = replace(job, model=replace(model, expert_groups=1))

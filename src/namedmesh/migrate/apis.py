@@ -61,12 +61,9 @@ GPT_NEOX: dict[str, Row] = {
         ),
         Row("get_topology()", note="namedmesh.compat.deepspeed has the topology of a mesh"),
         *(
-            Row(f"set_{axis}_rank(rank)", note=OVERRIDE)
+            Row(f"set_{axis}_{what}", note=OVERRIDE)
             for axis in ("model_parallel", "tensor_model_parallel")
-        ),
-        *(
-            Row(f"set_{axis}_world_size(size)", note=OVERRIDE)
-            for axis in ("model_parallel", "tensor_model_parallel")
+            for what in ("rank(rank)", "world_size(size)")
         ),
         Row("get_fp32_allreduce()", note=OWN_VARIABLE),
         Row("is_unitialized()", "mesh.closed", SEVERAL_MESHES),
@@ -77,26 +74,13 @@ GPT_NEOX: dict[str, Row] = {
 
 @dataclass(frozen=True, eq=False)
 class Api:
-    """One legacy API.
+    """One legacy API."""
 
-    Args:
-        name: its module, as the report shows it.
-        table: its rows.
-        modules: where its names can be imported from.
-        packages: packages that have its names among others.
-        dialect: our module with the same names; empty if there is none.
-    """
-
-    name: str
+    name: str  # its module, as the report shows it
     table: dict[str, Row]
-    modules: tuple[str, ...]
-    packages: tuple[str, ...] = ()
-    dialect: str = ""
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this is the dialect itself."""
-        return self.name == self.dialect
+    modules: tuple[str, ...]  # where its names can be imported from
+    packages: tuple[str, ...] = ()  # those that have its names among others
+    dialect: str = ""  # our module with the same names, if there is one
 
 
 _DIALECT = "namedmesh.compat.megatron"
@@ -122,6 +106,10 @@ APIS = (
     GPT_NEOX_MPU,
 )
 """The legacy APIs, Megatron first."""
+API = {api.name: api for api in APIS}
+"""The same by name."""
+INITIALIZE_NAME = "initialize_model_parallel"
+"""The name of the function that makes the groups, in each of them."""
 API_PATHS = frozenset(path for api in APIS for path in (*api.modules, *api.packages))
 """What their names are imported from."""
 
@@ -139,12 +127,7 @@ _ABSENT = frozenset(f"{_LAYERS}.{part}" for part in ("data", "random", "inferenc
 def needed_by(
     node: ast.Import | ast.ImportFrom, targets: Mapping[str, str]
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line of an import, and the modules of Megatron that it needs and that namedmesh does not have.
-
-    Args:
-        node: the import.
-        targets: what stands for each name that it binds.
-    """
+    """Yield the line of an import, and the modules of Megatron that it needs and that namedmesh does not have."""
     if isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]
     elif node.level:

@@ -38,11 +38,7 @@ class Legacy(NamedTuple):
 
 
 class CodeBase:
-    """The modules of a code base, by every name that they may be imported by.
-
-    Args:
-        paths: modules, notebooks, and folders of them.
-    """
+    """The modules of a code base, by every name that they may be imported by."""
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         self.files = list(python_files(paths))
@@ -51,9 +47,8 @@ class CodeBase:
         self._paths: dict[str, list[Path]] = {}
         self._apis: dict[Path, Api] = {}
         self._meanings: dict[frozenset[str | None], set[Legacy | None]] = {}
-        self._searched: set[tuple[Path, str]] = (
-            set()
-        )  # by way of star imports, for the name that is asked for
+        # By way of star imports, for the name that is asked for
+        self._searched: set[tuple[Path, str]] = set()
         modules = {module: api for api in APIS for module in api.modules}
         for path in self.files:
             for name in {key_of(path), *module_names(path, paths)}:
@@ -116,11 +111,7 @@ class CodeBase:
         return any(".".join(parts[:n]) in self._paths for n in range(1, len(parts) + 1))
 
     def meanings(self, names: frozenset[str | None]) -> set[Legacy | None]:
-        """Return what some dotted names stand for: the legacy names, and None if one is or may be anything else.
-
-        Args:
-            names: the dotted names. None is anything else; those with a ``*`` before them count if a table has them.
-        """
+        """Return the legacy names that some dotted names stand for, and None if one is or may be anything else."""
         if names not in self._meanings:
             self._searched.clear()
             try:

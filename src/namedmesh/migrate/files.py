@@ -31,25 +31,17 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """The code of a file.
+    """The code of a file."""
 
-    Args:
-        path: the path of the file, as it is shown.
-        code: its bytes; of a notebook, those of all code cells one after the other.
-        cells: the first line of each code cell in the code, and its number in the notebook.
-    """
-
-    path: str
-    code: bytes
-    cells: tuple[tuple[int, int], ...] = ()
+    path: str  # as it is shown
+    code: bytes  # of a notebook, all code cells one after the other
+    cells: tuple[
+        tuple[int, int], ...
+    ] = ()  # each code cell's first line in the code, and its number in the notebook
 
     @cached_property
     def text(self) -> str:
-        """The code as text, without a byte order mark.
-
-        Raises:
-            UnreadableError: it cannot be decoded.
-        """
+        """The code as text, without a byte order mark; an UnreadableError if it cannot be decoded."""
         try:
             return self.code.decode(self.encoding)
         except (SyntaxError, UnicodeDecodeError, LookupError) as error:
@@ -92,11 +84,7 @@ class Source:
 
 
 def python_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
-    """Yield the files of paths: a file itself, a folder's modules and notebooks; each once, sorted.
-
-    Hidden folders are left out, and ``__pycache__``, ``build``, ``node_modules``, ``site-packages`` and virtual
-    environments, unless they are given themselves.
-    """
+    """Yield the files of paths, each once, sorted: of a folder its modules and notebooks, but not those in hidden or skipped folders."""
     seen: set[str] = set()
     for given in map(Path, paths):
         for path in _walk(given) if given.is_dir() else (given,):
@@ -142,11 +130,7 @@ def module_names(path: Path, roots: Iterable[str | os.PathLike[str]]) -> list[st
 
 
 def read(path: Path) -> Source:
-    """Read a file; of a notebook its code cells.
-
-    Raises:
-        UnreadableError: it cannot be opened, or is no notebook.
-    """
+    """Read a file, of a notebook its code cells; an UnreadableError if it cannot be opened, or is no notebook."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe can take for ever
             raise UnreadableError("is not a file")
@@ -159,11 +143,7 @@ def read(path: Path) -> Source:
 
 
 def parse(source: Source) -> ast.Module:
-    """Parse some code.
-
-    Raises:
-        UnreadableError: it cannot be decoded, or is not Python.
-    """
+    """Parse some code; an UnreadableError if it cannot be decoded, or is not Python."""
     _ = source.text  # of what cannot be decoded, Python reads some
     try:
         with warnings.catch_warnings():

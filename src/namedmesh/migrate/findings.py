@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from namedmesh.migrate.apis import APIS
+from namedmesh.migrate.apis import API, APIS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from namedmesh.migrate.files import Source
-
-INITIALIZE_NAME = "initialize_model_parallel"
-"""The name of the function that makes the groups, in each of the APIs."""
 
 
 @dataclass(frozen=True, order=True)
@@ -54,20 +51,7 @@ class Finding:
         return self.name in API[self.origin].table
 
 
-API = {api.name: api for api in APIS}
-"""The legacy APIs by name."""
-
-
-@dataclass(frozen=True, order=True)
-class Problem:
-    """A file that could not be read or rewritten, and why."""
-
-    path: str
-    message: str
-
-
-@dataclass(frozen=True, order=True)
-class Missing:
+class Missing(NamedTuple):
     """An import that finds nothing where megatron-core is not installed, and that namedmesh does not replace."""
 
     path: str
@@ -94,3 +78,10 @@ class Scan:
     missing: tuple[Missing, ...] = ()
     remarks: tuple[str, ...] = ()
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
+
+
+class Problem(NamedTuple):
+    """A file that could not be read or rewritten, and why."""
+
+    path: str
+    message: str

@@ -45,8 +45,12 @@ def _layout_advice(arguments: Arguments) -> Advice:
 
 def _mesh_advice(arguments: Arguments) -> Advice:
     """Return the mesh, and the views, that replace ``initialize_model_parallel``."""
-    order = _literal_order(arguments)
-    arrangement = _arrangement(order)
+    given_order = arguments.named.get("order", ast.Constant(_MEGATRON.order))
+    order = given_order.value if isinstance(given_order, ast.Constant) else None
+    try:
+        arrangement = layouts_for(_MEGATRON, {}, order=order.lower() if isinstance(order, str) else None)
+    except NamedMeshError:  # of an order that is invalid the mesh says so
+        arrangement = layouts_for(_MEGATRON, {})
     sizes = {axis: arguments.size(name) for axis, name in _DENSE_SIZES.items()} | {"dp": "-1"}
     axes = list(arrangement.dense)
     if not arguments.is_one("gtp_remat_size"):
@@ -56,7 +60,7 @@ def _mesh_advice(arguments: Arguments) -> Advice:
     unknown = [name for name in arguments.named if name not in _KNOWN]
     if unknown:
         notes.append(f"what the arguments {listing(unknown)} ask for is missing here")
-    if order is None:
+    if not isinstance(order, str):
         named = ", ".join(f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "pp"))
         order_source = arguments.source("order")
         world = "world_size=torch.distributed.get_world_size()"
@@ -140,22 +144,6 @@ def _split(axes: list[str], axis: str) -> list[str]:
 
 def _view(name: str, axes: list[str], sizes: dict[str, str]) -> str:
     return f'mesh.add_view("{name}", {", ".join(f"{axis}={sizes[axis]}" for axis in axes)})'
-
-
-def _literal_order(arguments: Arguments) -> str | None:
-    """Return the order string; None where it is not a literal."""
-    value = arguments.named.get("order")
-    if value is None:
-        return _MEGATRON.order
-    return value.value.lower() if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
-
-
-def _arrangement(order: str | None) -> DialectLayout:
-    """Return the axes, slowest first; in Megatron's default order if this one is unknown or invalid."""
-    try:
-        return layouts_for(_MEGATRON, {}, order=order)
-    except NamedMeshError:
-        return layouts_for(_MEGATRON, {})
 
 
 INITIALIZE = Row(

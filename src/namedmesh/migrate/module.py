@@ -25,10 +25,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class _Scope:
-    """A module, class, function or comprehension, and what is bound to each name in it.
-
-    That is a dotted name, an expression with its scope, or None for anything else.
-    """
+    """A module, class, function or comprehension, and the values that are bound to each name in it."""
 
     def __init__(self, parent: _Scope | None = None, node: ast.AST | None = None) -> None:
         self.parent, self.node = parent, node
@@ -50,48 +47,29 @@ if TYPE_CHECKING:
 
 
 class Use(NamedTuple):
-    """An expression that may be a legacy name.
+    """An expression that may be a legacy name."""
 
-    Args:
-        node: the expression; a name, attributes, or a string that is a dotted path.
-        parts: the names that it consists of; after a call, those behind it.
-        dotted: the dotted names that it can stand for. None is anything else; a ``*`` before a name marks one that only
-            a star import can have bound.
-        fstring: the outermost f-string around it.
-        argument_of: the call of ``getattr`` and its like whose first argument it is.
-        call: the call of it, or of what that returns.
-        change: how the report shows that it is assigned or deleted; empty if it is not.
-    """
-
-    node: ast.expr
-    parts: tuple[str, ...]
-    dotted: Dotted
-    fstring: ast.JoinedStr | None
-    argument_of: ast.Call | None
-    call: ast.Call | None
-    change: str
+    node: ast.expr  # a name, attributes, or a string that is a dotted path
+    parts: tuple[str, ...]  # the names that it consists of; after a call, those behind it
+    dotted: Dotted  # what it can stand for; a ``*`` before a name marks one that only a star import can have bound
+    fstring: ast.JoinedStr | None  # the outermost one around it
+    argument_of: ast.Call | None  # the call of ``getattr`` and its like whose first argument it is
+    call: ast.Call | None  # of it, or of what that returns
+    change: str  # how the report shows that it is assigned or deleted; empty if it is not
 
 
 @dataclass
 class Module:
-    """One module.
-
-    Args:
-        source: where it is.
-        names: the dotted names that each of its global names is bound to; None stands for anything else.
-        aliases: its global names that may be further names of legacy ones.
-        stars: the modules that it imports everything from.
-        functions: the parameters of its functions.
-        uses: its expressions that may be legacy names.
-        imports: the line of each import, and the modules that it needs.
-    """
+    """One module."""
 
     source: Source
-    names: dict[str, Dotted] = field(default_factory=dict)
+    names: dict[str, Dotted] = field(default_factory=dict)  # what its global names can stand for
+    # Its global names that may be further names of legacy ones
     aliases: list[str] = field(default_factory=list)
-    stars: list[str] = field(default_factory=list)
+    stars: list[str] = field(default_factory=list)  # the modules that it imports everything from
     functions: dict[str, ast.arguments] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
+    # The line of each import, and the modules that it needs
     imports: list[tuple[int, list[str]]] = field(default_factory=list)
 
 
@@ -115,16 +93,7 @@ def first_arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def read_module(source: Source, path: Path, words: frozenset[str]) -> Module:
-    """Read one module.
-
-    Args:
-        source: its code.
-        path: its file.
-        words: the legacy names, and those under which the code base is known to hand them out.
-
-    Raises:
-        UnreadableError: it cannot be decoded, or is not Python.
-    """
+    """Read one module, by the legacy names and those under which the code base hands them out."""
     try:
         return _Reader(source, path, words).read()
     except RecursionError:

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
-from namedmesh.migrate.findings import API, INITIALIZE_NAME
+from namedmesh.migrate.apis import API, INITIALIZE_NAME
 from namedmesh.migrate.table import SECTIONS, TABLE
 
 if TYPE_CHECKING:
@@ -43,9 +43,16 @@ def as_text(scan: Scan) -> str:
     """
     blocks = []
     if scan.problems:
-        blocks.append("\n".join(f"{problem.path}: {problem.message}" for problem in scan.problems))
+        blocks.append("\n".join(f"{path}: {message}" for path, message in scan.problems))
     if scan.missing:
-        blocks.append("\n    ".join([_MISSING, *_missing(scan.missing)]))
+        places: dict[str, list[Missing]] = {}
+        for one in scan.missing:
+            places.setdefault(one.module, []).append(one)
+        lines = [_MISSING]
+        for module, (first, *others) in sorted(places.items()):
+            more = f" and {count_of(len(others), 'other place')}" if others else ""
+            lines.append(f"{module}: {first.path}:{first.line}{more}")
+        blocks.append("\n    ".join(lines))
     blocks += scan.remarks
     if not scan.findings:
         blocks.append(f"No use of megatron.core.parallel_state in {count_of(scan.files, 'file')}.")
@@ -61,16 +68,6 @@ def as_text(scan: Scan) -> str:
     return "\n\n".join([*blocks, _summary(scan)]) + "\n"
 
 
-def _missing(imports: Iterable[Missing]) -> Iterator[str]:
-    """Yield a line for each module: where it is imported first, and how often else."""
-    places: dict[str, list[Missing]] = {}
-    for one in imports:
-        places.setdefault(one.module, []).append(one)
-    for module, found in sorted(places.items()):
-        more = f" and {count_of(len(found) - 1, 'other place')}" if len(found) > 1 else ""
-        yield f"{module}: {found[0].path}:{found[0].line}{more}"
-
-
 def as_json(scan: Scan) -> str:
     """Write the same as an object: ``findings``, ``once``, ``problems``, ``summary`` and ``meanwhile``.
 
@@ -82,8 +79,8 @@ def as_json(scan: Scan) -> str:
     report = {
         "findings": [asdict(one) for one in scan.findings],
         "once": merge_setup(scan.findings),
-        "problems": [asdict(one) for one in scan.problems],
-        "missing": [asdict(one) for one in scan.missing],
+        "problems": [one._asdict() for one in scan.problems],
+        "missing": [one._asdict() for one in scan.missing],
         "remarks": scan.remarks,
         "summary": _counts(scan),
         "meanwhile": _INSTALL,
@@ -92,11 +89,7 @@ def as_json(scan: Scan) -> str:
 
 
 def merge_setup(findings: Iterable[Finding]) -> list[str]:
-    """Merge the statements that every rank runs once for all of the findings: views first, then products of axes.
-
-    A view that several findings need is added once: with the sizes of the code's own initialization, or with the
-    options that one of them needs.
-    """
+    """Merge the statements to run once: each view with the sizes or options that one of the findings needs, then products."""
     products: dict[str, None] = {}
     views: dict[str, str] = {}
     priorities: dict[str, int] = {}
@@ -191,20 +184,17 @@ def page() -> str:
         True
     """
     remarks: dict[str, int] = {}
-    blocks = [
-        "\n".join([section, "-" * len(section), "", *_page_lines(section, remarks)]) for section in SECTIONS
-    ]
-    elsewhere = [f"    {slot:<{_WIDTH}}  {code}" for slot, code in _ELSEWHERE.items()]
-    blocks.append("\n".join(["Other libraries", "---------------", "", *elsewhere]))
-    blocks.append("\n".join(["Remarks", "-------", "", _numbered(remarks)]))
-    return "\n\n".join(blocks) + "\n"
-
-
-def _page_lines(section: str, remarks: dict[str, int]) -> Iterator[str]:
-    for legacy, advice in rows(section):
-        notes = [f"once: {statement}" for statement in advice.once] + list(advice.notes)
-        call = f"    {legacy:<{_WIDTH}}"
-        if len(legacy) > _WIDTH:
-            yield call
-            call = " " * (_WIDTH + 4)
-        yield f"{call}  {advice.replacement or 'stays'}{_marks(notes, remarks)}"
+    lines: list[str] = []
+    for section in SECTIONS:
+        lines += [section, "-" * len(section), ""]
+        for legacy, advice in rows(section):
+            notes = [*(f"once: {statement}" for statement in advice.once), *advice.notes]
+            call = f"    {legacy:<{_WIDTH}}"
+            if len(legacy) > _WIDTH:
+                lines.append(call)
+                call = " " * (_WIDTH + 4)
+            lines.append(f"{call}  {advice.replacement or 'stays'}{_marks(notes, remarks)}")
+        lines.append("")
+    lines += ["Other libraries", "---------------", ""]
+    lines += [f"    {slot:<{_WIDTH}}  {code}" for slot, code in _ELSEWHERE.items()]
+    return "\n".join([*lines, "", "Remarks", "-------", "", _numbered(remarks), ""])

@@ -9,18 +9,19 @@ import re
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import NamedMeshError, count_of
+from namedmesh.migrate.apis import API, INITIALIZE_NAME
 from namedmesh.migrate.files import Source, UnreadableError, parse
-from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Problem
+from namedmesh.migrate.findings import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from namedmesh.migrate.findings import Scan
+    from namedmesh.migrate.findings import Finding, Scan
 
 _MESH = "namedmesh.current_mesh()"
 
@@ -50,10 +51,7 @@ class Rewritten:
 
 
 def is_certain(finding: Finding) -> bool:
-    """Return whether a use can be replaced in place: a call that is certain, without statements or remarks.
-
-    What it needs besides, a mesh, is the one that ``namedmesh.current_mesh()`` returns.
-    """
+    """Return whether a use can be replaced in place: a call that is certain and needs nothing but the current mesh."""
     return (
         finding.certain
         and finding.end is not None
@@ -65,12 +63,8 @@ def is_certain(finding: Finding) -> bool:
 
 
 def rewrite(scan: Scan) -> tuple[list[Rewritten], Scan]:
-    """Replace every certain use, install our dialect where the groups are made, and return the files and what is left.
-
-    The mesh that the replaced calls ask is the one that ``initialize_model_parallel`` makes once the dialect is installed;
-    the calls that are left answer from it, too. Where the groups are made in a way that is not certain, no call of that
-    API is replaced.
-    """
+    """Replace every certain use, install our dialect where the groups are made, and return the files and what is left."""
+    # The replaced calls, and those that are left, ask the mesh that the installed dialect's initialization makes.
     remarks = [*scan.remarks]
     uses: list[Finding] = []
     installs: dict[str, set[str]] = {}
@@ -87,7 +81,7 @@ def rewrite(scan: Scan) -> tuple[list[Rewritten], Scan]:
             )
             continue
         uses += certain
-        for one in () if api.is_ours else makers:
+        for one in () if api.name == api.dialect else makers:
             installs.setdefault(one.path, set()).add(api.dialect.rpartition(".")[0])
         if not makers:
             remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")
@@ -110,11 +104,7 @@ def rewrite(scan: Scan) -> tuple[list[Rewritten], Scan]:
 
 
 def write(file: Rewritten) -> str:
-    """Write a file at once, and keep what it was beside it; return the path of that.
-
-    Raises:
-        RewriteError: one of them cannot be written, or the file is not what was read; it is as it was.
-    """
+    """Write a file at once, and keep what it was beside it; return the path of that, or raise a RewriteError and change nothing."""
     given = file.before.path
     path = Path(os.path.realpath(given))
     made: list[str] = []
@@ -149,11 +139,7 @@ def _copy_beside(file: Source) -> str:
 
 
 def _rewritten(source: Source, findings: Sequence[Finding], installs: set[str]) -> Rewritten:
-    """Return one file with some uses replaced, and some dialects installed.
-
-    Raises:
-        UnreadableError: it binds our name, or is no Python afterwards.
-    """
+    """Return one file with some uses replaced, and some dialects installed; an UnreadableError if that is no Python."""
     tree = parse(source)
     if any(map(_binds_namedmesh, ast.walk(tree))):
         raise UnreadableError("binds the name 'namedmesh' to something of its own")
@@ -196,7 +182,8 @@ def _insertion(
     tree: ast.Module, source: Source, starts: Sequence[int], statements: Sequence[str]
 ) -> tuple[int, int, str]:
     """Return where statements are inserted before the first one that may need them, and their text."""
-    kept = [*_leading(tree.body)]
+    kept = [*_docstring(tree)]
+    kept += takewhile(_is_future, tree.body[len(kept) :])
     first = tree.body[len(kept)]
     line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))])
     if kept:
@@ -211,25 +198,23 @@ def _insertion(
     return place, place, text
 
 
-def _leading(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that must stay first: a docstring and imports from ``__future__``."""
-    for number, one in enumerate(body):
-        value = one.value if isinstance(one, ast.Expr) and number == 0 else None
-        is_docstring = isinstance(value, ast.Constant) and isinstance(value.value, str)
-        if not is_docstring and not (isinstance(one, ast.ImportFrom) and one.module == "__future__"):
-            return
-        yield one
+def _docstring(tree: ast.Module) -> list[ast.stmt]:
+    return tree.body[:1] if ast.get_docstring(tree, clean=False) is not None else []
+
+
+def _is_future(one: ast.stmt) -> bool:
+    return isinstance(one, ast.ImportFrom) and one.module == "__future__"
 
 
 def _imports_namedmesh(tree: ast.Module) -> bool:
     """Return whether one of the first statements, up to the first that is no import, imports namedmesh."""
-    for number, one in enumerate(tree.body):
-        if isinstance(one, ast.Import) and ("namedmesh", None) in [
-            (each.name, each.asname) for each in one.names
-        ]:
-            return True
-        if not isinstance(one, (ast.Import, ast.ImportFrom)) and (number or not isinstance(one, ast.Expr)):
+    for one in tree.body[len(_docstring(tree)) :]:
+        if not isinstance(one, (ast.Import, ast.ImportFrom)):
             return False
+        if isinstance(one, ast.Import) and any(
+            each.name == "namedmesh" and not each.asname for each in one.names
+        ):
+            return True
     return False
 
 

@@ -78,11 +78,7 @@ def axes_of(expression: str) -> set[str]:
 
 
 def setup_statements(expression: str) -> list[str]:
-    """Return the statements that every rank runs once, after the mesh is made, before it evaluates an expression.
-
-    Returns:
-        The views of the axes that the mesh itself does not have, then the groups over several axes.
-    """
+    """Return the statements that every rank runs once before an expression: views of axes that the mesh lacks, then groups."""
     axes = axes_of(expression)
     statements = [view_statement(view, expression) for view, (own, _) in _VIEWS.items() if axes & {*own}]
     for name, ranks in _IRREGULAR.items():
@@ -104,15 +100,10 @@ def _notes(expression: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a function.
-
-    Args:
-        names: their names, in order.
-        defaults: the source of the default of each that has one.
-    """
+    """The parameters of a function."""
 
     names: tuple[str, ...]
-    defaults: Mapping[str, str]
+    defaults: Mapping[str, str]  # the source of the default of each that has one
 
     @classmethod
     def read(cls, source: str) -> Signature:
@@ -139,15 +130,10 @@ class Signature:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call, by the names of the parameters.
-
-    Args:
-        named: the expression given for each parameter.
-        rest: the source of ``*args`` and ``**kwargs``, whose content is not known; empty without them.
-    """
+    """The arguments of one call, by the names of the parameters."""
 
     named: Mapping[str, ast.expr] = field(default_factory=dict)
-    rest: str = ""
+    rest: str = ""  # the source of ``*args`` and ``**kwargs``, whose content is not known
 
     @classmethod
     def of(cls, call: ast.Call, parameters: Sequence[str]) -> Arguments:
@@ -264,12 +250,7 @@ class Row:
         return [f"{self.name}({given})" for given in flags]
 
     def advise(self, call: ast.expr | None = None, signature: Signature | None = None) -> Advice:
-        """Return the replacement of one call, or of the name by itself.
-
-        Args:
-            call: the call.
-            signature: the parameters that the function has where the code defines it itself.
-        """
+        """Return the replacement of one call, or of the name by itself; with the parameters that the code itself gives the function."""
         signature = signature or self.signature
         arguments = Arguments.of(call, signature.names) if isinstance(call, ast.Call) else Arguments()
         if self.advice is not None:
@@ -282,11 +263,12 @@ class Row:
         notes = [note for leaf in leaves for note in _notes(leaf)]
         if self.note:
             notes.append(self.note)
-        open_ones = [name for leaf in leaves for name in _names_in(leaf) if name in self.signature.names]
+        nodes = [node for leaf in leaves for node in ast.walk(_parsed(leaf))]
+        open_ones = {node.id: None for node in nodes if isinstance(node, ast.Name) and node.id not in values}
         notes += [
             f"the call gives no {name}: put in a value of your own"
             for name in open_ones
-            if name not in values
+            if name in self.signature.names
         ]
         if arguments.rest and " if " in self.replacement:
             notes.append(f"the flags in {arguments.rest} decide: {self.replacement}")
@@ -303,10 +285,6 @@ class Row:
                     yield _GATHERED
             elif name not in self.signature.names:
                 yield f"the table knows no argument {name!r} of {self.name}"
-
-
-def _names_in(source: str) -> list[str]:
-    return [node.id for node in ast.walk(_parsed(source)) if isinstance(node, ast.Name)]
 
 
 def _parsed(source: str) -> ast.AST:

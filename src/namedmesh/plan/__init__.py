@@ -1,7 +1,7 @@
 """The offline planner: describe a layout in numbers, tables and pictures, without torch or a GPU.
 
 Every function computes and returns frozen dataclasses; text and pictures are made from those. Names are loaded
-when they are first used. What needs torch and real ranks lives apart, in :mod:`namedmesh.plan.doctor`.
+when they are first used. What needs torch and real ranks lives apart, in :mod:`namedmesh.plan.group_checks`.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _configure_doctor(parser: ArgumentParser) -> None:
 
 
 def _doctor(arguments: Namespace) -> int:
-    from namedmesh.plan.doctor.run import run_doctor
+    from namedmesh.plan.group_checks import run_doctor
 
     return run_doctor(*_layout_arguments(arguments), arguments)
 

@@ -79,32 +79,28 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
         axes = [axis for axis in axes if axis not in _PARTS]
     kinds_of_groups: list[tuple[str, ...]] = [(axis,) for axis in axes]
     kinds_of_groups += [("pp", "tp")] if {"pp", "tp"} <= {*one.dense, *other.dense} else []
-    kinds = [_difference(one.dense, other.dense, axes) for axes in kinds_of_groups]
+    kinds = [_difference(axes, one.dense, other.dense) for axes in kinds_of_groups]
     if one.expert is not None and other.expert is not None:
         expert_axes = dict.fromkeys((*one.expert, *other.expert))
-        kinds += [
-            _difference(one.expert, other.expert, (axis,))
-            for axis in expert_axes
-            if (axis,) not in kinds_of_groups
-        ]
+        own = [(axis,) for axis in expert_axes if (axis,) not in kinds_of_groups]
+        kinds += [_difference(axes, one.expert, other.expert) for axes in own]
     return Comparison(one, other, tuple(kinds))
 
 
-def _difference(first: Layout, second: Layout, axes: tuple[str, ...]) -> Difference:
+def _difference(axes: tuple[str, ...], *layouts: Layout) -> Difference:
+    """Return whether two layouts have the same groups over some axes, and the size, count and first ones of each."""
     names = {*axes, *(_PARTS if "dp" in axes else ())}
-    ranks, sizes, counts, examples = zip(
-        *(_groups_over(each, names) for each in (first, second)), strict=True
-    )
-    return Difference(axes, ranks[0] == ranks[1], sizes, counts, examples)
-
-
-def _groups_over(layout: Layout, names: set[str]) -> tuple[Any, int | None, int | None, tuple[Members, ...]]:
-    """Return which ranks the groups over some axes have, their size and count, and the first of them."""
-    axes = tuple(axis for axis in layout if axis in names)
-    if not axes:  # an axis that a layout does not have is one of size 1
-        return (), None, None, ()
-    groups = Groups(GroupSpec("", axes), layout)
-    return layout.partition(*axes)[2], groups.size, groups.count, tuple(groups.first(_EXAMPLES))
+    sides: list[tuple[Any, int | None, int | None, tuple[Members, ...]]] = []
+    for layout in layouts:
+        own = tuple(axis for axis in layout if axis in names)
+        groups = Groups(GroupSpec("", own), layout)
+        if own:
+            first = tuple(groups.first(_EXAMPLES))
+            sides.append((layout.partition(*own)[2], groups.size, groups.count, first))
+        else:  # an axis that a layout does not have is one of size 1
+            sides.append(((), None, None, ()))
+    one, other = sides
+    return Difference(axes, one[0] == other[0], (one[1], other[1]), (one[2], other[2]), (one[3], other[3]))
 
 
 def diff_document(comparison: Comparison) -> Document:

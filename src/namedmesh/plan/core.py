@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.dialects import DIALECTS, PLAIN, DialectLayout, GroupSpec, groups_of, layouts_for
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
@@ -15,7 +15,7 @@ from namedmesh.plan.nodes import Placement, node_warnings, placements
 from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec, size_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
 
 _EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts; over the others they are replicated
 _DATA = ("dp", "dp_replicate", "dp_shard")
@@ -164,35 +164,33 @@ def resolve(
     """Resolve a spec, or sizes, to layouts; arguments and errors are those of :func:`make_plan`."""
     if isinstance(spec, str) and spec.strip():
         spec = parse_spec(spec)
-    _check_arguments(spec, world_size, like, order, sizes)
+    named = spec.dialect if isinstance(spec, Spec) else None
+    problems = _argument_problems(not isinstance(spec, str), named, like, order, sizes)
+    if isinstance(spec, str) and not sizes and world_size is None:
+        problems.append(
+            "neither sizes nor the number of ranks were given; name sizes, such as tp=2, or the number, or both"
+        )
+    if problems:
+        raise UsageError(*problems)
     if isinstance(spec, Layout):
         return DialectLayout(PLAIN, spec)
-    name = like
+    name = named or like
     if isinstance(spec, Spec):
-        sizes, name = spec.sizes, spec.dialect or like
-    if name is None and isinstance(spec, Spec):
-        arrangement = DialectLayout(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
+        sizes = spec.sizes
+    if isinstance(spec, Spec) and name is None:
+        made = DialectLayout(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
     else:
-        arrangement = layouts_for(
-            DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order
-        )
-    if arrangement.dense.world_size > sys.maxsize:
-        raise LayoutError(
-            f"the world has {arrangement.dense.world_size} ranks; it may have {sys.maxsize} at most"
-        )
-    return arrangement
+        made = layouts_for(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
+    if made.dense.world_size > sys.maxsize:
+        raise LayoutError(f"the world has {made.dense.world_size} ranks; it may have {sys.maxsize} at most")
+    return made
 
 
-def _check_arguments(
-    spec: str | Spec | Layout,
-    world_size: int | None,
-    like: str | None,
-    order: str | None,
-    sizes: Mapping[str, int],
-) -> None:
+def _argument_problems(
+    given: bool, named: str | None, like: str | None, order: str | None, sizes: Iterable[str]
+) -> list[str]:
+    """Return a sentence for each argument that does not go with a given layout, or with the dialect named in it."""
     problems = []
-    given = not isinstance(spec, str)
-    named = spec.dialect if isinstance(spec, Spec) else None
     if given and sizes:
         problems.append(
             f"both a layout and sizes for {', '.join(sizes)} were given; give a spec, or sizes by name"
@@ -205,12 +203,7 @@ def _check_arguments(
         )
     if like is not None and like not in DIALECTS:
         problems.append(f"{like!r} is not one of {', '.join(DIALECTS)}{did_you_mean(like, DIALECTS)}")
-    if not given and not sizes and world_size is None:
-        problems.append(
-            "neither sizes nor the number of ranks were given; name sizes, such as tp=2, or the number, or both"
-        )
-    if problems:
-        raise UsageError(*problems)
+    return problems
 
 
 def _shared(arrangement: DialectLayout) -> tuple[Groups, ...]:
@@ -231,8 +224,7 @@ def _shared(arrangement: DialectLayout) -> tuple[Groups, ...]:
     return tuple(shared)
 
 
-@dataclass(frozen=True)
-class OnAxis:
+class OnAxis(NamedTuple):
     """A rank on one axis: its coordinate, the size of the axis, and the ranks of its group over the axis."""
 
     axis: str
@@ -298,42 +290,37 @@ def plan_rank(plan: Plan, rank: int) -> RankPlan:
         (1, 9, (0, 1, 4, 5, 8, 9, 12, 13), (5, 7), 8)
     """
     dense, expert = plan.layout, plan.expert
-    axes = _on_axes(dense, rank)
-    experts = _on_axes(expert, rank) if expert is not None else ()
+    axes, shards, copies = _shards(dense, rank, plan.replica_axes)
+    expert_axes, expert_shards, expert_copies = _shards(expert, rank, _EXPERT_SHARDS)
     data = tuple(axis for axis in dense if axis in _DATA)
+    stage, stages = (dense.coords(rank)["pp"], dense["pp"]) if "pp" in dense else (0, 1)
     groups = {kind.name: kind.of_rank(rank) for kind in plan.kinds}
     return RankPlan(
         rank,
-        axes + tuple(own for own in experts if own.axis not in dense),
+        axes + tuple(own for own in expert_axes if own.axis not in dense),
         rank // plan.gpus_per_node if plan.gpus_per_node else None,
-        _stage(dense, rank, -1),
-        _stage(dense, rank, 1),
-        batch=_over_others(dense, rank, data),
+        previous=dense.neighbour(rank, "pp", -1) if stage > 0 else None,
+        next=dense.neighbour(rank, "pp") if stage < stages - 1 else None,
+        batch=_shards(dense, rank, data)[2],
         data_rank=dense.group_rank(rank, *data) if data else 0,
         data_size=dense.size(*data) if data else 1,
-        slice=_shards(axes, plan.replica_axes),
-        copies=_over_others(dense, rank, plan.replica_axes),
-        expert_slice=_shards(experts, _EXPERT_SHARDS),
-        expert_copies=Members(rank, ()) if expert is None else _over_others(expert, rank, _EXPERT_SHARDS),
+        slice=shards,
+        copies=copies,
+        expert_slice=expert_shards,
+        expert_copies=expert_copies,
         groups={name: group for name, group in groups.items() if group is not None},
     )
 
 
-def _on_axes(layout: Layout, rank: int) -> tuple[OnAxis, ...]:
-    coords = layout.coords(rank)
-    return tuple(OnAxis(axis, coords[axis], layout[axis], group_of(layout, rank, axis)) for axis in layout)
-
-
-def _shards(axes: tuple[OnAxis, ...], sharding: tuple[str, ...]) -> tuple[OnAxis, ...]:
-    return tuple(own for own in axes if own.axis in sharding and own.size > 1)
-
-
-def _over_others(layout: Layout, rank: int, axes: tuple[str, ...]) -> Members:
-    return group_of(layout, rank, *(axis for axis in layout if axis not in axes))
-
-
-def _stage(layout: Layout, rank: int, step: int) -> int | None:
-    """Return the rank of the pipeline stage before or after that of a rank."""
-    if "pp" not in layout or not 0 <= layout.coords(rank)["pp"] + step < layout["pp"]:
-        return None
-    return layout.neighbour(rank, "pp", step)
+def _shards(
+    layout: Layout | None, rank: int, sharding: tuple[str, ...]
+) -> tuple[tuple[OnAxis, ...], tuple[OnAxis, ...], Members]:
+    """Return a rank's place on each axis, on those that shard something, and the ranks that have the same shard."""
+    if layout is None:
+        return (), (), Members(rank, ())
+    axes = tuple(
+        OnAxis(axis, at, layout[axis], group_of(layout, rank, axis))
+        for axis, at in layout.coords(rank).items()
+    )
+    shards = tuple(own for own in axes if own.axis in sharding and own.size > 1)
+    return axes, shards, group_of(layout, rank, *(axis for axis in layout if axis not in sharding))

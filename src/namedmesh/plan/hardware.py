@@ -168,11 +168,7 @@ def _shipped(name: str) -> Hardware:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        UsageError: the file cannot be read, or holds no JSON object.
-    """
+    """Read a JSON object from a file; a UsageError if it cannot be read, or holds none."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -67,7 +67,7 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
         experts=f" Experts: {escape(str(plan.expert))}." if plan.expert is not None else "",
         warnings="".join(f'<li class="warning">{escape(warning)}</li>' for warning in plan.warnings),
         colors=_options(colored, axis),
-        outlines=_options(outlines, grid.outlined_axis()),
+        outlines=_options(outlines, grid.outlined),
         last=plan.world_size - 1,
         rank="" if rank is None else rank,
         classes=classes,
@@ -101,7 +101,7 @@ def _cell(grid: Grid, cell: Cell, axis: str) -> str:
     colors = grid.shades(cell, axis)
     style = f' style="background:{colors[0].fill};color:{colors[0].text}"' if len(colors) == 1 else ""
     return (
-        f'<span class="slot"><button class="rank" type="button" data-rank="{cell.first}" data-count="{cell.count}" '
+        f'<span class="slot"><button class="rank" type="button" data-rank="{cell.first}" data-count="{cell.ranks}" '
         f'aria-label="{escape(grid.describe(cell))}"{style}>{cell.label}</button></span>'
     )
 

@@ -61,12 +61,7 @@ def runs_over(layout: Layout, axes: Iterable[str]) -> Runs:
 
 
 def group_of(layout: Layout, rank: int, *axes: str) -> Members:
-    """Return the group over ``axes`` that a rank is in: the same ranks as :meth:`namedmesh.Layout.group`.
-
-    Raises:
-        AxisError: a name that is no axis.
-        LayoutError: the rank is not in the layout.
-    """
+    """Return the group over ``axes`` that a rank is in: the same ranks as :meth:`namedmesh.Layout.group`."""
     runs = runs_over(layout, axes)
     offset = Members(0, runs)[layout.group_rank(rank, *axes)] if axes else 0
     return Members(rank - offset, runs)

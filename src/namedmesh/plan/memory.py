@@ -259,21 +259,13 @@ def _saved(job: Job, axes: Axes, experts: bool) -> Saved:
 
 
 class Inner(NamedTuple):
-    """Numbers for each token of a feed-forward network.
+    """Numbers for each token of a feed-forward network."""
 
-    Args:
-        all: what its backward pass reads.
-        op: what of it the policy "op" keeps.
-        gradients: gradients in flight.
-        width: the inner width on the rank, of all experts of a token.
-        inputs: what of ``all`` products and gates read.
-    """
-
-    all: float
-    op: float
-    gradients: float
-    width: float
-    inputs: float
+    all: float  # what its backward pass reads
+    op: float  # what of it the policy "op" keeps
+    gradients: float  # those in flight
+    width: float  # the inner width on the rank, of all experts of a token
+    inputs: float  # what of ``all`` products and gates read
 
 
 def feed_forward(job: Job, axes: Axes, *, experts: bool) -> Inner:

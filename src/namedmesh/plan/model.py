@@ -207,6 +207,9 @@ class Model:
         return dense * scale, expert * scale, self.of_experts / (with_experts or 1)
 
 
+# huggingface.json has by field of a model its keys, of which the first that is there counts; the types of models whose head
+# is the embedding unless they say otherwise, and whose feed-forward network is not gated; and keys that name sizes, but
+# change no number of parameters.
 def read_config(path: str) -> tuple[Model, list[str]]:
     """Read a model's sizes from the ``config.json`` that Hugging Face's models have.
 
@@ -225,7 +228,7 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     ]
     if isinstance(data.get("text_config"), dict):
         data = data["text_config"]
-    known = _known()
+    known = read_json(str(Path(__file__).with_name("huggingface.json")))
     sizes, problems = _sizes(data, known["fields"])
     if problems:
         raise UsageError(*(f"{path}: {problem}" for problem in problems))
@@ -241,16 +244,6 @@ def read_config(path: str) -> tuple[Model, list[str]]:
         notes.append(f"{', '.join(unread)} may change the sizes and cannot be read; give --params if they do")
     tied = bool(data.get("tie_word_embeddings", kind in known["tied"]))
     return Model(**sizes, tied=tied), notes
-
-
-def _known() -> dict[str, Any]:
-    """Return what ``huggingface.json`` knows of configurations.
-
-    By field of a model its keys, of which the first that is there counts; the types of models whose head is the embedding
-    unless they say otherwise, and whose feed-forward network is not gated; keys that name sizes, but change no number of
-    parameters.
-    """
-    return read_json(str(Path(__file__).with_name("huggingface.json")))
 
 
 def _sizes(data: dict[str, Any], fields: dict[str, list[str]]) -> tuple[dict[str, int], list[str]]:

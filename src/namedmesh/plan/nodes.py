@@ -71,19 +71,14 @@ def crossing_groups(size: int, stride: int, world_size: int, block: int) -> int:
     starts = world_size // period
     whole, rest = divmod(starts, repeat)
 
+    def late(below: int) -> int:
+        """Count the numbers below a bound that are t or more, modulo block."""
+        return below // block * (block - t) + max(0, below % block - t)
+
     def in_periods(count: int) -> int:
-        return sum(
-            _late(index * period + stride, block, t) - _late(index * period, block, t)
-            for index in range(count)
-        )
+        return sum(late(index * period + stride) - late(index * period) for index in range(count))
 
     return whole * in_periods(repeat) + in_periods(rest)
-
-
-def _late(below: int, block: int, t: int) -> int:
-    """Count the numbers below a bound that are t or more, modulo block."""
-    whole, rest = divmod(below, block)
-    return whole * (block - t) + max(0, rest - t)
 
 
 def placements(
@@ -106,10 +101,7 @@ def placements(
 
 
 def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
-    """Return the axes that should stay inside the fast links, and do not.
-
-    These exchange activations inside every layer: tp, etp and ep.
-    """
+    """Return the axes that exchange activations inside every layer, and do not stay inside the fast links."""
     return [
         placement
         for placement in placed

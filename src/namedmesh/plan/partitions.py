@@ -250,11 +250,7 @@ def _incompatibilities(job: Job, axis: str, size: int) -> tuple[str, ...]:
 
 
 def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) -> Partition:
-    """Return the partition with these sizes; other axes have size 1, and dp is whatever is left.
-
-    Raises:
-        LayoutError: there is none.
-    """
+    """Return the partition with these sizes; other axes have size 1, dp is whatever is left. A LayoutError if there is none."""
     world = partitions[0].world_size if partitions else 0
     wanted = {**dict.fromkeys(AXES, 1), **sizes}
     if sizes.get("dp", -1) == -1:
@@ -326,13 +322,8 @@ def remedies(partition: Partition) -> list[str]:
         if estimate_memory(changed, partition.sizes).total <= limit:
             found.append(change)
     single = [change for change in found if len(change) == 1]
-    return [" ".join(map(_as_flag, change.items())) for change in single or found]
-
-
-def _as_flag(field: tuple[str, Any]) -> str:
-    name, value = field
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value}"
+    words = [" ".join(f"--{name} {value}" for name, value in change.items()) for change in single or found]
+    return [each.replace("_", "-").removesuffix(" True") for each in words]
 
 
 def misses_text(misses: Sequence[Partition]) -> str:

@@ -34,9 +34,8 @@ NOTHING_FITS = 3
 _DEFAULT = "h100"
 _MISSES = 3  # are named where nothing fits
 _AMOUNTS = ("params", "expert_params")
-_ARGUMENT = re.compile(
-    r"^( *)(\w+): (.*(?:\n\1 {4}.*)*)", re.MULTILINE
-)  # of a docstring, however it is indented
+# Of a docstring, however it is indented
+_ARGUMENT = re.compile(r"^( *)(\w+): (.*(?:\n\1 {4}.*)*)", re.MULTILINE)
 _SHOWN = 200
 _OPTIONAL = ("crosses nodes", "sent", "micro batches", "time goes to")
 _DENSE = ("tp", "cp", "pp", "dp")

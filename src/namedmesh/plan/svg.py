@@ -5,12 +5,11 @@ A small world without nodes is drawn as boxes in boxes, one level for each axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, sqrt
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from xml.sax.saxutils import escape
 
 from namedmesh.plan.cells import Cell, Grid, Outline, shades
@@ -59,8 +58,7 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     return picture.nodes()
 
 
-@dataclass(frozen=True)
-class _Size:
+class _Size(NamedTuple):
     """The size of a cell, and of its text."""
 
     width: int
@@ -132,7 +130,7 @@ class _Picture(Drawing):
         block_height = down * (box_height + size.pad) - size.pad + 2 * frame + (_LABEL if frame else 0)
         wide = _across(len(blocks), block_width, block_height, room, size.pad)
         self.width = max(_NARROWEST, wide * (block_width + size.pad) - size.pad + 2 * _MARGIN)
-        top = self._head([f"colored by {self.axis}", *filter(None, [self.grid.note])])
+        top = self._head(f"colored by {self.axis}", self.grid.note)
         for number, block in enumerate(blocks):
             x = _MARGIN + number % wide * (block_width + size.pad)
             y = top + number // wide * (block_height + size.pad)
@@ -159,7 +157,7 @@ class _Picture(Drawing):
         count = self.layout[slow] if slow else 1
         across = _across(count, wide, tall + 60, _WIDEST - 2 * _MARGIN, 24)
         self.width = max(_NARROWEST, across * (wide + 24) - 24 + 2 * _MARGIN)
-        top = self._head([])
+        top = self._head()
         for block in range(count):
             x = _MARGIN + block % across * (wide + 24)
             y = top + block // across * (tall + 60) + 22
@@ -182,8 +180,8 @@ class _Picture(Drawing):
         bottom = top + ceil(count / across) * (tall + 60)
         return self.page(f"{self.layout}, boxes of {', '.join(axes)}", bottom + _MARGIN)
 
-    def _head(self, notes: list[str]) -> int:
-        """Draw the heading, the notes and the legend; return the y coordinate below."""
+    def _head(self, *notes: str) -> int:
+        """Draw the heading, the notes and, with some, the legend; return the y coordinate below."""
         y = _MARGIN - 8
         for text, size, ink in ((str(self.layout), 20, "ink"), *((note, 14, "soft") for note in notes)):
             for line in wrap(text, (self.width - 2 * _MARGIN) // round(size * 0.58), break_on_hyphens=False):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from itertools import zip_longest
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 FORMATS = ("text", "json", "csv", "markdown")
 Value = str | int | float | None
@@ -31,22 +32,21 @@ class Table:
     struck: frozenset[int] = frozenset()
     optional: tuple[str, ...] = ()
 
+    def records(self) -> list[dict[str, Value]]:
+        """Return each row by the names of the columns."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
 
 @dataclass(frozen=True)
 class Document:
-    """The output of a command.
-
-    Args:
-        parts: paragraphs and tables, for people.
-        data: makes the same as JSON values.
-        table: makes the rows that a spreadsheet wants.
-        picture: makes lines for a terminal: texts, each with its background and its color.
-    """
+    """The output of a command: paragraphs and tables for people, and what makes the same for others."""
 
     parts: tuple[str | Table, ...]
-    data: Callable[[], dict[str, Any]]
-    table: Callable[[], Table]
-    picture: Callable[[], Sequence[Sequence[tuple[str, str, str]]]] | None = None
+    data: Callable[[], dict[str, Any]]  # JSON values
+    table: Callable[[], Table]  # the rows that a spreadsheet wants
+    picture: Callable[[], Sequence[Sequence[tuple[str, str, str]]]] | None = (
+        None  # texts, backgrounds and colors
+    )
 
 
 def show(document: Document, how: str) -> None:
@@ -98,7 +98,8 @@ def as_text(table: Table, width: int | None = None) -> str:
     written = []
     for number, row in enumerate(rows):
         mark = "x " if number - 1 in table.struck else "  "
-        for line in _lines([row[i] for i in kept], widths):
+        columns = [_wrapped(row[i], size) for i, size in zip(kept, widths, strict=True)]
+        for line in zip_longest(*columns, fillvalue=""):
             cells = [
                 cell.rjust(size) if to_right else cell.ljust(size)
                 for cell, size, to_right in zip(line, widths, right, strict=True)
@@ -109,10 +110,7 @@ def as_text(table: Table, width: int | None = None) -> str:
 
 
 def _fitted(table: Table, rows: Sequence[Sequence[str]], width: int | None) -> tuple[list[int], list[int]]:
-    """Return the columns that fit a width, and the width of each.
-
-    The optional ones go first, one after the other; then the widest get narrower, as far as numbers and words of titles allow.
-    """
+    """Return the columns that fit a width, first without optional ones, then with narrow ones; and the width of each."""
     kept = list(range(len(table.columns)))
     widths = [max(len(row[i]) for row in rows) for i in kept]
     if width is None:
@@ -134,14 +132,8 @@ def _fitted(table: Table, rows: Sequence[Sequence[str]], width: int | None) -> t
     return kept, [widths[i] for i in kept]
 
 
-def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterable[Sequence[str]]:
-    """Return a row as one line or, where a cell is too wide, several."""
-    if all(len(cell) <= size for cell, size in zip(row, widths, strict=True)):
-        return [row]
-    from textwrap import wrap
-
-    columns = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
-    return zip_longest(*columns, fillvalue="")
+def _wrapped(cell: str, width: int) -> list[str]:
+    return [cell] if len(cell) <= width else wrap(cell, width)
 
 
 def _text(cell: Value) -> str:

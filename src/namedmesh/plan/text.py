@@ -15,7 +15,7 @@ from namedmesh.plan.tables import Document, Table, Value
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from namedmesh.plan.core import OnAxis, Plan, RankPlan
+    from namedmesh.plan.core import OnAxis, Plan
 
 _WIDTH = 100
 _LINES = 3
@@ -27,14 +27,15 @@ _PICTURED = 128
 
 
 def plan_document(plan: Plan, *, everything: bool = False, color_by: str | None = None) -> Document:
-    """Write a plan as text and tables.
-
-    Args:
-        plan: the plan.
-        everything: whether to list every group, however many there are.
-        color_by: the axis that gives the colors of the picture that a terminal may show.
-    """
-    parts: list[str | Table] = [_headline(plan), _kinds_table(plan)]
+    """Write a plan as text and tables, with every group if asked for; an axis colors the picture of a terminal."""
+    dialect = plan.arrangement.dialect
+    head = [f"{dialect.name}: {plan.layout}, the last axis fastest"]
+    if plan.expert is not None:
+        head.append(f"experts: {plan.expert}")
+    if dialect.words:
+        words = ", ".join(f"{axis} is {word}" for axis, word in dialect.words.items())
+        head.append(f"in its words, {words}")
+    parts: list[str | Table] = ["\n".join(head), _kinds_table(plan)]
     listed = [kind for kind in plan.kinds if everything or kind.communicator == "own"]
     parts += [_groups_text(kind, everything) for kind in listed]
     parts.append(_replicas_text(plan, everything))
@@ -77,18 +78,9 @@ def rank_document(plan: Plan, rank: int) -> Document:
         (name, len(group), " ".join(map(str, group))) for name, group in one.groups.items()
     )
     table = Table(("kind", "size", "ranks"), rows)
-    return Document(("\n".join(lines),), lambda: _rank_data(one), lambda: table)
-
-
-def _headline(plan: Plan) -> str:
-    dialect = plan.arrangement.dialect
-    lines = [f"{dialect.name}: {plan.layout}, the last axis fastest"]
-    if plan.expert is not None:
-        lines.append(f"experts: {plan.expert}")
-    if dialect.words:
-        words = ", ".join(f"{axis} is {word}" for axis, word in dialect.words.items())
-        lines.append(f"in its words, {words}")
-    return "\n".join(lines)
+    data: dict[str, Any] = {"coords": {own.axis: own.at for own in one.axes}, "share": one.share}
+    data |= {name: _as_data(value) for name, value in vars(one).items() if name != "axes"}
+    return Document(("\n".join(lines),), lambda: data, lambda: table)
 
 
 def _kinds_table(plan: Plan) -> Table:
@@ -143,14 +135,12 @@ def _replicas_text(plan: Plan, everything: bool) -> str:
 
 
 def _placements_table(plan: Plan) -> Table:
-    columns: tuple[str, ...] = ("axis", "size", "groups", "across nodes", "across NVLink domains", "where")
-    rows: list[tuple[Value, ...]] = [
-        (one.axis, one.size, one.groups, one.across_nodes, one.across_domains, one.words)
-        for one in plan.placements
-    ]
-    if plan.nvlink_domain is None:
-        columns, rows = (*columns[:4], columns[5]), [(*row[:4], row[5]) for row in rows]
-    return Table(columns, tuple(rows))
+    domains = () if plan.nvlink_domain is None else ("across NVLink domains",)
+    rows = []
+    for one in plan.placements:
+        across = (one.across_nodes, one.across_domains)[: 1 + len(domains)]
+        rows.append((one.axis, one.size, one.groups, *across, one.words))
+    return Table(("axis", "size", "groups", "across nodes", *domains, "where"), tuple(rows))
 
 
 def _slice_words(slices: Sequence[OnAxis], copies: Members) -> str:
@@ -217,14 +207,6 @@ def _groups_table(plan: Plan, everything: bool) -> Table:
 
 def _listed(groups: Groups, everything: bool) -> list[Members]:
     return groups.first(groups.count if everything else _LISTED // groups.size)
-
-
-def _rank_data(one: RankPlan) -> dict[str, Any]:
-    return {
-        "coords": {own.axis: own.at for own in one.axes},
-        "share": one.share,
-        **{name: _as_data(value) for name, value in vars(one).items() if name != "axes"},
-    }
 
 
 def _as_data(value: Any) -> Any:

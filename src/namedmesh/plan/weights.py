@@ -207,9 +207,12 @@ def shard_document(cut: Cut, *, everything: bool = False) -> Document:
     else:
         headline += f"uneven, {' or '.join(map(str, sizes))} {features} on each; torch's chunks are like this, Megatron-style layers refuse it"
     shown = cut.pieces if everything else cut.pieces[:_LISTED]
-    rows = tuple((piece.rank, _features(piece), str(piece.shape), str(piece.weight_shape)) for piece in shown)
+    rows = []
+    for piece in shown:
+        part = f"{piece.start} to {piece.stop - 1}" if piece.stop > piece.start else "nothing"
+        rows.append((piece.rank, part, str(piece.shape), str(piece.weight_shape)))
     more = f"... and {len(cut.pieces) - len(shown)} more ranks" if len(shown) < len(cut.pieces) else ""
-    table = Table(("tp rank", f"{features}", "A_i (in, out)", "torch weight (out, in)"), rows)
+    table = Table(("tp rank", features, "A_i (in, out)", "torch weight (out, in)"), tuple(rows))
     flat = Table(
         ("rank", "start", "stop", "in", "out"),
         tuple((piece.rank, piece.start, piece.stop, *piece.shape) for piece in cut.pieces),
@@ -230,7 +233,3 @@ def drawn_weight(cut: Cut) -> tuple[str, list[Weight]]:
     sizes = tuple(piece.stop - piece.start for piece in cut.pieces)
     weight = Weight("weight", (cut.outputs, cut.inputs), 0 if cut.style == "column" else 1, sizes)
     return f"{cut.style}: {cut.inputs} -> {cut.outputs} over {len(sizes)} ranks", [weight]
-
-
-def _features(piece: Piece) -> str:
-    return f"{piece.start} to {piece.stop - 1}" if piece.stop > piece.start else "nothing"

@@ -16,7 +16,7 @@ from ranks import free_port, limits_begin_with, run_ranks, summed
 
 from namedmesh.__main__ import main
 from namedmesh.init import init_mesh
-from namedmesh.plan.doctor import checks, run
+from namedmesh.plan import group_checks
 from namedmesh.plan.tables import show
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
         return mesh
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "init_mesh", wrong)
+        patch.setattr(group_checks, "init_mesh", wrong)
         return doctor("pp=2,tp=2", "--timeout", "3")
 
 
@@ -138,7 +138,7 @@ def without_a_peer() -> tuple[int, str, str]:
         raise RuntimeError("Connection closed by peer\nand much more")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "init_mesh", fail)
+        patch.setattr(group_checks, "init_mesh", fail)
         return doctor("tp=2")
 
 
@@ -209,11 +209,11 @@ def test_the_slowest_group_and_rank_are_named() -> None:
     reports = []
     for rank in range(4):
         pair = rank - rank % 2, rank - rank % 2 + 1
-        axes = {"tp": checks.Speed(pair, 0.001, (10.0 - rank) * 1e9)}
-        reports.append(run.RankReport("node", "", "", 2.0 if rank == 3 else 1.0, axes))
-    again = [run.RankReport.from_data(json.loads(json.dumps(one))) for one in reports]
+        axes = {"tp": group_checks.Speed(pair, 0.001, (10.0 - rank) * 1e9)}
+        reports.append(group_checks.RankReport("node", "", "", 2.0 if rank == 3 else 1.0, axes))
+    again = [group_checks.RankReport.from_data(json.loads(json.dumps(one))) for one in reports]
     assert again == reports
-    data = run.doctor_document("a job", again).data()
+    data = group_checks.doctor_document("a job", again).data()
     assert (data["slowest_rank"], data["slowest_factor"], data["problems"]) == (3, 2.0, [])
     [axis] = data["axes"]
     assert axis == {
@@ -223,7 +223,7 @@ def test_the_slowest_group_and_rank_are_named() -> None:
 
 def test_a_problem_of_several_ranks_is_named_once() -> None:
     found = {0: ("tp", "no end"), 1: ("", ""), 2: ("tp", "no end"), 3: ("pp", "no end")}
-    assert run.problems_of(found) == ["axis tp, ranks 0, 2: no end", "axis pp, rank 3: no end"]
+    assert group_checks.problems_of(found) == ["axis tp, ranks 0, 2: no end", "axis pp, rank 3: no end"]
 
 
 def with_a_failing_measurement() -> tuple[int, str, str]:
@@ -232,7 +232,7 @@ def with_a_failing_measurement() -> tuple[int, str, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
-            patch.setattr(run, "measure_group", fail)
+            patch.setattr(group_checks, "measure_group", fail)
         return doctor("tp=2", "--timeout", "3")
 
 
@@ -246,7 +246,7 @@ def test_a_measurement_that_fails_is_named_with_its_axis() -> None:
 
 def that_ends(rank: int) -> tuple[int, str, str]:
     """One rank ends during the checks."""
-    real = checks.check_groups
+    real = group_checks.check_groups
 
     def ended(*arguments: Any) -> Any:
         if int(os.environ["RANK"]) == rank:
@@ -254,7 +254,7 @@ def that_ends(rank: int) -> tuple[int, str, str]:
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "check_groups", ended)
+        patch.setattr(group_checks, "check_groups", ended)
         with contextlib.suppress(KeyboardInterrupt):
             return doctor("tp=2", "--timeout", "1")
     return 9, "", ""
@@ -286,17 +286,17 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1)
     monkeypatch.setattr(torch.distributed, "all_gather", gather)
     monkeypatch.setattr(torch.distributed, "all_reduce", off_by_one)
-    probe = checks.Group("tp", (0,), None)
+    probe = group_checks.Group("tp", (0,), None)
     assert (
-        checks._problem(probe, 0, torch.device("cpu"), timedelta(seconds=1))
+        group_checks._problem(probe, 0, torch.device("cpu"), timedelta(seconds=1))
         == "an all-reduce gave 2 instead of 1"
     )
 
 
 @pytest.mark.parametrize("count", range(2, 9))
 def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int) -> None:
-    hosts = {rank: f"host-{rank // 2}" for rank in range(2 * count)}
-    inside, *rounds = checks.pairs_to_measure(hosts)
+    hosts = [f"host-{rank // 2}" for rank in range(2 * count)]
+    inside, *rounds = group_checks.pairs_to_measure(hosts)
     assert inside == [(2 * host, 2 * host + 1) for host in range(count)]
     met = [frozenset(hosts[rank] for rank in pair) for pairs in rounds for pair in pairs]
     assert len(met) == len(set(met)) == count * (count - 1) // 2
@@ -307,13 +307,15 @@ def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int)
 
 def test_a_slow_pair_of_hosts_is_named() -> None:
     speeds = {(0, 1): 10e9, (0, 2): 1e9, (1, 2): 12e9, (0, 3): 50e9}
-    reports = [run.RankReport(host, host, "eth0", 1.0, {}) for host in "abca"]
-    found = [checks.Speed(pair, 1e-5, speed) for pair, speed in speeds.items()]
+    reports = [group_checks.RankReport(host, host, "eth0", 1.0, {}) for host in "abca"]
+    found = [group_checks.Speed(pair, 1e-5, speed) for pair, speed in speeds.items()]
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        show(run.doctor_document("a job", reports, found), "text")
+        show(group_checks.doctor_document("a job", reports, found), "text")
     lines = text.getvalue().splitlines()
     assert "slow: a - c, 0.10 of the median of 3 pairs of hosts" in lines
     assert "network of the gloo groups: a eth0, b eth0, c eth0" in lines
     between = next(line for line in lines if line.startswith("between hosts"))
     assert between.split()[2:5] == ["3", "10", "10"]
+    twice = [group_checks.RankReport("same", place, place, 1.0, {}) for place in "ab"]
+    assert group_checks.doctor_document("a job", twice).data()["cards"] == {"same (0)": "a", "same (1)": "b"}
