@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import textwrap
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +93,56 @@ def test_with_megatron_core_its_own_modules_answer_from_our_meshes(late: bool) -
     """)
     code += "assert initialize_model_parallel is theirs\n" * late
     assert run_python(code, action="ignore") == "megatron.core.parallel_state None\n"
+
+
+def _made_by_hand() -> list[Any]:
+    """What the original's own functions make beside the groups of our mesh, and do with all of them."""
+    from megatron.core import parallel_state
+
+    vars(torch.cuda)["synchronize"] = lambda: None
+    rank = dist.get_rank()
+    parallel_state.initialize_model_parallel(2)
+    known = parallel_state._global_process_group_list
+    assert megatron.current_mesh().group("tp") in known
+    mine = parallel_state.create_group([0, 3], group_desc="mine")
+    levels, gloo = parallel_state.create_hierarchical_groups(
+        rank, [0, 1, 2, 3], [2, 2], create_gloo_process_groups=True, group_desc="levels"
+    )
+    made = [*levels, *gloo, *parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1, 2, 3], None).values()]
+    if hasattr(parallel_state, "create_all_gather_groups"):
+        usual = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        second, none = parallel_state.create_all_gather_groups()
+        assert second is not usual
+        assert dist.get_process_group_ranks(second) == dist.get_process_group_ranks(usual)
+        assert none is None
+        made.append(second)
+    if rank in {0, 3}:
+        made.append(mine)
+    assert set(made) <= set(known)
+    for group in made:
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(dist.get_process_group_ranks(group))
+    parallel_state.update_pg_timeout(timedelta(minutes=7))
+    groups = [dist.group.WORLD, *known[1:]]
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups}
+    parallel_state.destroy_model_parallel()
+    assert parallel_state._global_process_group_list is None
+    return [[dist.get_process_group_ranks(level) for level in (*levels, *gloo)], timeouts]
+
+
+@pytest.mark.parametrize("which", RELEASES)
+def test_what_makes_groups_by_hand_stays_the_original_s_and_works_beside_our_groups(which: str) -> None:
+    pytest.importorskip("einops")
+    with release(which) as original:
+        functions = {name: value for name, value in vars(original).items() if inspect.isfunction(value)}
+        megatron.install()
+        ours = {name for name, value in functions.items() if getattr(original, name) is not value}
+        assert ours == {"initialize_model_parallel", "destroy_model_parallel"}
+        for rank, (levels, timeouts) in enumerate(run_ranks(4, _made_by_hand)):
+            pair, across = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+            assert levels == [pair, across, pair, across]
+            assert timeouts == {420}
 
 
 # Training on our groups.

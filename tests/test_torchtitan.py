@@ -64,7 +64,7 @@ def expected_groups(degrees: dict[str, int], ep: int, rank: int) -> dict[str, li
 
 @needs_torchtitan
 def test_every_answer_is_that_of_dims_that_make_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torchtitan.distributed.parallel_dims as theirs  # type: ignore[import-not-found, unused-ignore]
+    import torchtitan.distributed.parallel_dims as theirs
 
     monkeypatch.setattr(theirs, "device_type", "cpu")
     rng = random.Random(5)
