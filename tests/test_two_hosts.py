@@ -360,7 +360,7 @@ def test_a_checkpoint_directory_that_not_all_hosts_see_is_refused(hosts: Hosts, 
         assert after == ""
 
 
-# The doctor.
+# The checks of every group.
 
 
 def _examined() -> tuple[int, str]:
@@ -370,7 +370,7 @@ def _examined() -> tuple[int, str]:
     return status, out.getvalue()
 
 
-def test_the_doctor_measures_inside_hosts_and_between_them(hosts: Hosts) -> None:
+def test_the_groups_are_measured_inside_hosts_and_between_them(hosts: Hosts) -> None:
     with hosts.slow(megabits=20):
         results = hosts.run(2, _examined)
     assert [status for status, _ in results] == [0] * 4
