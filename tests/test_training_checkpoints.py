@@ -313,6 +313,7 @@ def what_changes_while_it_is_written_is_not_in_the_checkpoint(root: Path) -> Non
     with mock.patch.object(dcp.FileSystemWriter, "write_data", write_later):
         written = training.save(root / "last", mesh, net, optimizer, async_=True)
         assert written is not None
+        assert not written.cancel()  # what is written is not given up
         now = step(net, optimizer)
         changed.set()
         assert written.result() == root / "last"

@@ -144,6 +144,39 @@ def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
     assert all((each / "notes").exists() for each in mine)
 
 
+def test_a_checkpoint_that_was_copied_or_renamed_is_kept(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    run = training.Checkpoints(tmp_path, None, keep=1)
+    run.save(1, model)
+    shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000001-copy")
+    (tmp_path / "step-000001").rename(tmp_path / "best")
+    for step in (2, 3):
+        run.save(step, model)
+    assert files_left(tmp_path) == ["best", "step-000001-copy", "step-000003"]
+    assert training.latest(tmp_path) == tmp_path / "step-000003"
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_is_not_removed(tmp_path: Path) -> None:
+    """An I/O error is not the absence of a file, which it is for is_file() of Python 3.14."""
+    model = nn.Linear(1, 1)
+    run = training.Checkpoints(tmp_path, None)
+    run.save(1, model)
+    stat = Path.stat
+
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path == tmp_path / "step-000001" / "namedmesh.pt":
+            raise OSError(5, "Input/output error")
+        return stat(path, **options)
+
+    with (
+        mock.patch.object(Path, "stat", failing),
+        mock.patch.object(Path, "is_file", os.path.isfile),
+        pytest.raises(CheckpointError, match="Input/output error"),
+    ):
+        run.save(2, model)
+    assert training.load(tmp_path / "step-000001", None, model) == {"step": 1}
+
+
 def test_a_file_that_was_written_elsewhere_is_missed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     training.save(tmp_path / "one", None, model, step=1)
@@ -376,16 +409,24 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
 EXIT = """
 import atexit, os, sys
-atexit.register(lambda: print("the first handler", flush=True))  # which is called last
+said = atexit.register(lambda: print("the first handler", flush=True))  # which is called last
 from unittest import mock
 import torch, namedmesh, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from namedmesh import training
 kind = "fine"
-if child := os.fork():
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
+for bad in ("open", "closed", "none"):
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
     kind = "bad"
+    if bad == "closed":
+        atexit.unregister(said)
+        sys.stdout.close()
+    elif bad == "none":  # that of a process that is started without one
+        atexit.unregister(said)
+        sys.stdout = None
     mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left")).start()
+    break
 mesh = namedmesh.init_mesh(dp=1, device="cpu")
 training.save(f"{sys.argv[1]}/{kind}", mesh, torch.nn.Linear(2, 2), async_=True)
 """
@@ -395,10 +436,10 @@ def test_the_end_of_the_interpreter_waits_and_tells(tmp_path: Path) -> None:
     done = interpreter("-W", "ignore", "-c", EXIT, str(tmp_path))
     # Up to torch 2.8 gloo itself talks about the world of one.
     told = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert told == ["the first handler", "120", "the first handler"], done.stderr
+    assert told == ["the first handler", "120", "120", "120", "the first handler"], done.stderr
     assert done.returncode == 0
     assert files_left(tmp_path) == ["fine"]
-    assert done.stderr.count(f"CheckpointError: the checkpoint {tmp_path}/bad could not be written") == 1
+    assert done.stderr.count(f"CheckpointError: the checkpoint {tmp_path}/bad could not be written") == 3
 
 
 # --- what state_dict means -------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
 import secrets
 import shutil
+import stat
 import sys
 import time
 import warnings
@@ -103,8 +105,14 @@ def data_of(path: Path, about: dict[str, Any]) -> Path:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether there is a finished checkpoint."""
-    return (path / ABOUT).is_file()
+    """Return whether there is a finished checkpoint; any other error than its absence is raised."""
+    try:
+        found = (path / ABOUT).stat()
+    except OSError as error:  # is_file() of Python 3.14 returns False for all of them
+        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+            return False
+        raise
+    return stat.S_ISREG(found.st_mode)
 
 
 def make_room(path: Path) -> str:

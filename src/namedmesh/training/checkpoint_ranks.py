@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 from concurrent.futures import Future, wait
@@ -58,6 +59,8 @@ def _fail_at_exit() -> None:
     errors = [error for each in _unreported if (error := each.exception()) is not None]
     if not errors:
         return
+    if sys.stdout is None or sys.stdout.closed:  # neither is flushed
+        sys.stdout = io.StringIO()
     flush = sys.stdout.flush
 
     def fail() -> None:
@@ -107,6 +110,7 @@ class CheckpointGroup:
     def begin(self, work: Callable[[], Path]) -> Saving:
         """Save in the background."""
         saving = self.saving = Saving()
+        saving.set_running_or_notify_cancel()  # so that nobody can cancel it, which the other ranks would not hear of
         _unreported.add(saving)
 
         def run() -> None:

@@ -287,7 +287,8 @@ class Checkpoints:
     checkpoint, is started again, and goes on from what it had abandoned; a disk that is full of what interrupted saves left.
 
     A run begins with the first save after a fresh start, and goes on with every checkpoint that is loaded here. Nothing of
-    another run is ever removed. Leftovers of interrupted saves and removals in the directory are removed at the next save.
+    another run, or of another name (``best``), is ever removed. Leftovers of interrupted saves and removals in the directory are
+    removed at the next save.
 
     Args:
         directory: on a file system that all ranks see.
@@ -439,7 +440,8 @@ class Checkpoints:
     def _remove_older(self) -> None:
         if self.keep is not None:
             found = files.in_order(self.directory)
-            mine = [path for path, about in found if about.get("run") == self._lineage.run]
+            run = [path for path, about in found if about.get("run") == self._lineage.run]
+            mine = [path for path in run if _NAME.fullmatch(path.name)]
             for path in mine[: -self.keep]:
                 files.remove(path)
 
