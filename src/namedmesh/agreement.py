@@ -154,11 +154,14 @@ class Agreement:
             error = late
             raise
         finally:
-            if error is not None and not self._failed and not self._alone:
-                self._tell(error)
-            self.known.lock.release()
-            if self._terminated:
-                signal.raise_signal(signal.SIGTERM)
+            try:
+                if error is not None and not self._failed and not self._alone:
+                    self._tell(error)
+            finally:  # a second Ctrl-C may end the telling
+                self.known.lock.release()
+                if self._terminated:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    signal.raise_signal(signal.SIGTERM)
 
     def compare(
         self,
@@ -442,20 +445,20 @@ class Agreement:
         of_this_one = verdict.startswith(f"{_FAILED}{self.known.generation}:")
         return verdict == _REPLACED or (verdict.startswith(_FAILED) and not of_this_one)
 
-    def _leave(self, *, gave_up: bool = False) -> None:
-        """Leave a failed attempt. The host of the store waits for those that have arrived, or that will where it gave up."""
+    def _leave(self, connection: dist.Store | None = None, *, gave_up: bool = False) -> None:
+        """Leave a failed attempt. The host of the store waits for those that have come, or for all ranks where it gave up."""
         key = f"{self._attempt}/read"
 
         def questions(store: LimitedStore) -> None:
-            readers, limit = len(self.ranks) - 1, _COMING_LIMIT
-            if not gave_up:
-                store.set(f"{key}/{store.add(key)}", "")
-                readers, limit = store.add(f"{self._attempt}/{_ARRIVED}/count", 0), _READING_LIMIT
+            # A rank that gave up before it arrived has come, too.
+            come = store.add(f"{self._attempt}/{_ARRIVED}/count", int(gave_up and not self.token))
+            readers, limit = (len(self.ranks), _COMING_LIMIT) if gave_up else (come, _READING_LIMIT)
+            store.set(f"{key}/{store.add(key)}", "")
             if self._hosts_store:
                 store.appears(f"{key}/{readers}", limit)
 
         with suppress(StoreLostError):
-            ask(self._store(), questions, limit=self._limit)
+            ask(connection or self._store(), questions, limit=self._limit)
 
     def _tell(self, error: BaseException) -> None:
         """Let the other ranks know why this one gives up."""
@@ -491,7 +494,7 @@ class Agreement:
         if verdict == _GO:
             return
         self._failed = True
-        self._leave()
+        self._leave(connection)  # the other one may be that of a call which still waits for other ranks
         if verdict == _REPLACED:
             raise AgreementError(
                 f"another process calls {self.call} as rank {self.rank}, and takes its place"
