@@ -153,7 +153,7 @@ def test_a_default_group_can_be_made_again() -> None:
     assert run_ranks(4, _again_and_again, init=False) == [[10.0] * 5] * 4
 
 
-def _restarted(path: str, present: list[int]) -> list[float] | None:
+def _restarted(path: str, present: list[int], size: int) -> list[float] | None:
     """Two lives over one store: in the first only some came and were killed while they waited."""
     rank = int(os.environ["RANK"])
     if rank in present:
@@ -163,23 +163,30 @@ def _restarted(path: str, present: list[int]) -> list[float] | None:
             os._exit(0)
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
         store.wait([f"namedmesh/agreements/0-4/rank/{rank}"], timedelta(seconds=60))
+        if len(present) < 4:  # they look for each other once they wait
+            store.wait(["namedmesh/agreements/scopes"], timedelta(seconds=60))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     life = dist.FileStore(path, 4)
     life.set(f"dead/{rank}", "")
     life.wait([f"dead/{other}" for other in range(4)], timedelta(seconds=60))
+    os.environ.update(TORCHELASTIC_RESTART_COUNT="1", WORLD_SIZE=str(size))
     if rank in present and len(present) < 4:  # the worst order: who was never there comes first
         life.wait(["first"], timedelta(seconds=60))
     else:
         life.set("first", "")
+    if rank >= size:
+        return None
     launch.init("cpu", timeout=MINUTE)
     return [reduced()]
 
 
-@pytest.mark.parametrize("present", [[0, 1, 2], [3], [0, 1, 2, 3]])
-def test_a_restart_over_the_same_store(present: list[int], tmp_path: Path) -> None:
-    told = run_ranks(4, _restarted, str(tmp_path / "life"), present, init=False)
-    assert told == [[10.0]] * 4
+@pytest.mark.parametrize(
+    ("present", "size"), [([0, 1, 2], 4), ([3], 4), ([0, 1, 2, 3], 4), ([0], 3), ([0, 2, 3], 3)]
+)
+def test_a_restart_over_the_same_store(present: list[int], size: int, tmp_path: Path) -> None:
+    told = run_ranks(4, _restarted, str(tmp_path / "life"), present, size, init=False)
+    assert told == [[size * (size + 1) / 2] if rank < size else None for rank in range(4)]
 
 
 def _given_up_and_restarted(path: str) -> tuple[str | None, float]:

@@ -71,6 +71,7 @@ class Agreements:
     Attributes:
         lock: held during an agreement, so that those of several threads follow one another.
         opened: the store, once it was asked.
+        process: names this process, and the life of the job.
         places: where this process said last that it is, over each range of ranks: attempt, process and stage.
         told: the keys of what this process told last, over each range of ranks.
         heard: attempts that failed for a reason that this process was told, also where it was in another one.
@@ -84,7 +85,7 @@ class Agreements:
         self.generation = str(Agreements._ended) if generation is None else generation
         self.lock = threading.RLock()
         self.opened: dist.Store | None = None
-        self.process = os.urandom(6).hex()
+        self.process = f"{self.generation}:{os.urandom(6).hex()}"
         self.places: dict[range, str] = {}
         self.told: dict[range, tuple[str, ...]] = {}
         self.heard: set[str] = set()
@@ -414,7 +415,8 @@ class Agreement:
                 number += 1
             if store.has(f"{scope}/{number}/request"):
                 for rank in range(max(self.ranks.start, there.start), min(self.ranks.stop, there.stop)):
-                    if _number(store.first(f"{scope}/rank/{rank}", "-1")) == number:
+                    place = store.first(f"{scope}/rank/{rank}", "-1")
+                    if place.startswith(f"{number} {self.known.generation}:"):  # none of an earlier life
                         self._fail_both(store, there, f"{scope}/{number}", rank)
                         return
 
