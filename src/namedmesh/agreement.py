@@ -139,6 +139,7 @@ class Agreement:
         self._entering = threading.Lock()
         # By name: what this rank tells, together with which ranks, and what takes their texts.
         self._exchanges: dict[str, tuple[str, Sequence[int], Callable[[int, str], object] | None]] = {}
+        self._request = ""  # the key of that of this rank, if it differs
         self._failed = self._terminated = False
 
     def __enter__(self) -> Self:
@@ -200,7 +201,8 @@ class Agreement:
                 self._enter(store, self._number)
                 if store.first(f"{self._attempt}/request", text) != text:
                     others = f"{self._attempt}/other requests"
-                    store.set(f"{others}/{store.add(others)}", json.dumps([self.rank, fields]))
+                    self._request = f"{others}/{store.add(others)}"
+                    store.set(self._request, json.dumps([self.rank, fields]))
                 verdict = self._come_to(_ARRIVED, store, lambda: self._problems(store, compare))
                 if verdict == _GO and may_restart:
                     self._say(store, _ALIVE, {})
@@ -260,11 +262,12 @@ class Agreement:
                     (take, rank, f"{self._attempt}/{name}/{rank}") for rank in among if rank != self.rank
                 ]
         texts: list[str] = []
+        requests = [self._request] if self._request else []
 
         def questions(store: LimitedStore) -> str:
             self._say(store, _MADE, {f"{self._scope}/told/{self.rank}": json.dumps(sizes), **told})
             # What was told before has been read: all ranks have arrived in this attempt.
-            before, self.known.told[self.ranks] = self.known.told.get(self.ranks, ()), tuple(told)
+            before, self.known.told[self.ranks] = self.known.told.get(self.ranks, ()), (*told, *requests)
             verdict = self._come_to(_MADE, store, lambda: self._unmatched(store), before)
             if verdict == _GO:
                 texts[:] = store.get_all([key for _, _, key in heard])
@@ -341,7 +344,7 @@ class Agreement:
             self._look_elsewhere(store)
         elif stage == _MADE and count == 1 and self._number > 0:
             # All ranks have arrived in this attempt, so they have left the one before.
-            keys = ("request", *_STAGES, *(f"{each}/count" for each in _STAGES))
+            keys = ("request", "other requests", *_STAGES, *(f"{each}/count" for each in _STAGES))
             store.delete(*(f"{self._scope}/{self._number - 1}/{key}" for key in keys))
         return self._wait(store, stage)
 
