@@ -18,6 +18,7 @@ from ranks import comes_last, limits_begin_with, live_groups, run_ranks, summed
 
 import namedmesh
 from namedmesh import AgreementError, GroupOptions, Layout, launch
+from namedmesh.agreement import Agreement, Agreements
 from namedmesh.compat.deepspeed import mpu
 from namedmesh.store import LimitedStore
 
@@ -196,6 +197,26 @@ def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run_ranks(4, lambda: repr(_right())) == [
         f"<NamedMesh dp=2 x tp=2 (4 ranks), rank {rank} on cpu>" for rank in range(4)
     ]
+
+
+def _keys_after(agreements: int) -> list[int]:
+    """How many keys the store holds after some agreements in which a field differs that may, and after more."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    known, counts = Agreements(lambda _: store), []
+    for _ in range(2):
+        for _ in range(agreements):
+            rank = dist.get_rank()
+            with Agreement("call", ranks=range(3), rank=rank, known=known, timeout=MINUTE) as agreement:
+                agreement.compare({"_of this rank": str(rank)})
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_agreements_leave_no_keys_behind() -> None:
+    for before, after in run_ranks(3, _keys_after, 5):
+        assert before == after
 
 
 def test_layouts_given_as_objects_are_compared_by_value() -> None:

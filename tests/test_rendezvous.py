@@ -16,14 +16,14 @@ from agents import end_at_first, run_agent
 from messages import error_of
 from ranks import free_port, limits_begin_with, run_ranks
 
-from namedmesh import AgreementError, launch
+from namedmesh import AgreementError, LaunchError, launch
 from namedmesh.agreement import Agreement, Agreements
 from namedmesh.store import LimitedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SOON = timedelta(seconds=1)
+SOON, MINUTE = timedelta(seconds=1), timedelta(seconds=60)
 ABSENT = (
     "rank {} of 0 to {} did not call {} within {:g} s; every rank of the job must call it, so look at what those ranks "
     "did instead"
@@ -78,7 +78,7 @@ def _late(port: int | None) -> tuple[str, float]:
         store.wait(["gave up"], timedelta(seconds=60))
     said = refused(timeout=SOON)
     store.set("gave up", "")
-    launch.init("cpu", timeout=timedelta(seconds=60))
+    launch.init("cpu", timeout=MINUTE)
     return said, reduced()
 
 
@@ -97,7 +97,7 @@ def _mistaken(port: int | None, who: int) -> tuple[str, float]:
         os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     wrong: Any = 30
     said = refused(timeout=wrong if int(os.environ["RANK"]) == who else timedelta(seconds=60))
-    launch.init("cpu", timeout=timedelta(seconds=60))
+    launch.init("cpu", timeout=MINUTE)
     return said, reduced()
 
 
@@ -108,6 +108,37 @@ def test_a_mistake_on_one_rank_is_reported_to_the_others(port: str | None, who: 
     assert [total for _, total in told] == [3.0, 3.0]
     assert told[who][0].startswith("LayoutError: timeout is 30; ")
     assert told[1 - who][0].startswith(f"AgreementError: rank {who} gave up on launch.init: timeout is 30; ")
+
+
+def _give_up(port: int, inside: bool) -> tuple[str, bool, float]:
+    """All ranks give up before they compare, or rank 1 does afterwards; also whether all that they waited for came."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    came: list[bool] = []
+    appears = LimitedStore.appears
+
+    def recorded(self: LimitedStore, key: str, timeout: timedelta) -> bool:
+        came.append(appears(self, key, timeout))
+        return came[-1]
+
+    def fails(_: torch.device) -> None:
+        raise LaunchError("it has no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LimitedStore, "appears", recorded)
+        if inside and os.environ["RANK"] == "1":
+            patch.setattr(launch, "select_device", fails)
+        said = refused(timeout=MINUTE, backend=None if inside else "nonsense")
+    launch.init("cpu", timeout=MINUTE)
+    return said, all(came), reduced()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_host_of_the_store_does_not_wait_for_ranks_that_gave_up(inside: bool) -> None:
+    told = run_ranks(3, _give_up, free_port(), inside, init=False)
+    assert [(came, total) for _, came, total in told] == [(True, 6.0)] * 3
+    gave_up = "AgreementError: rank 1 gave up on launch.init: it has no memory"
+    said = [gave_up, "LaunchError: it has no memory", gave_up]
+    assert not inside or [text for text, _, _ in told] == said
 
 
 def _again_and_again() -> list[float]:
@@ -122,7 +153,7 @@ def test_a_default_group_can_be_made_again() -> None:
     assert run_ranks(4, _again_and_again, init=False) == [[10.0] * 5] * 4
 
 
-def _restarted(path: str, present: list[int]) -> list[float] | None:
+def _restarted(path: str, present: list[int], size: int) -> list[float] | None:
     """Two lives over one store: in the first only some came and were killed while they waited."""
     rank = int(os.environ["RANK"])
     if rank in present:
@@ -132,23 +163,30 @@ def _restarted(path: str, present: list[int]) -> list[float] | None:
             os._exit(0)
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
         store.wait([f"namedmesh/agreements/0-4/rank/{rank}"], timedelta(seconds=60))
+        if len(present) < 4:  # they look for each other once they wait
+            store.wait(["namedmesh/agreements/scopes"], timedelta(seconds=60))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     life = dist.FileStore(path, 4)
     life.set(f"dead/{rank}", "")
     life.wait([f"dead/{other}" for other in range(4)], timedelta(seconds=60))
+    os.environ.update(TORCHELASTIC_RESTART_COUNT="1", WORLD_SIZE=str(size))
     if rank in present and len(present) < 4:  # the worst order: who was never there comes first
         life.wait(["first"], timedelta(seconds=60))
     else:
         life.set("first", "")
-    launch.init("cpu", timeout=timedelta(seconds=60))
+    if rank >= size:
+        return None
+    launch.init("cpu", timeout=MINUTE)
     return [reduced()]
 
 
-@pytest.mark.parametrize("present", [[0, 1, 2], [3], [0, 1, 2, 3]])
-def test_a_restart_over_the_same_store(present: list[int], tmp_path: Path) -> None:
-    told = run_ranks(4, _restarted, str(tmp_path / "life"), present, init=False)
-    assert told == [[10.0]] * 4
+@pytest.mark.parametrize(
+    ("present", "size"), [([0, 1, 2], 4), ([3], 4), ([0, 1, 2, 3], 4), ([0], 3), ([0, 2, 3], 3)]
+)
+def test_a_restart_over_the_same_store(present: list[int], size: int, tmp_path: Path) -> None:
+    told = run_ranks(4, _restarted, str(tmp_path / "life"), present, size, init=False)
+    assert told == [[size * (size + 1) / 2] if rank < size else None for rank in range(4)]
 
 
 def _given_up_and_restarted(path: str) -> tuple[str | None, float]:
@@ -163,7 +201,7 @@ def _given_up_and_restarted(path: str) -> tuple[str | None, float]:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     life.wait([f"dead/{other}" for other in range(3)], timedelta(seconds=60))
     life.set("first", "")
-    launch.init("cpu", timeout=timedelta(seconds=60))
+    launch.init("cpu", timeout=MINUTE)
     return said, reduced()
 
 
@@ -224,7 +262,7 @@ def test_a_port_that_is_taken() -> None:
 
 def _as_rank_1() -> str:
     os.environ.update(RANK="1", WORLD_SIZE="3")
-    return refused(timeout=timedelta(seconds=60))
+    return refused(timeout=MINUTE)
 
 
 def test_two_processes_that_say_they_are_the_same_rank() -> None:

@@ -183,6 +183,16 @@ def default_store() -> dist.Store:
     return store
 
 
+@requires_private(c10d, "_world", fallback=lambda: None)
+def number_groups_anew() -> None:
+    """Let the default group that is made next have the number that it has on other ranks.
+
+    torch names it by a number, which goes on where a default group could not be made on this rank, and begins anew where one
+    was destroyed. Ranks with different names wait for each other until their timeout.
+    """
+    c10d._world.group_count = 0
+
+
 def new_connection(store: Any) -> dist.Store:
     """Return another connection to a store: one over which a thread waits serves no other."""
     connection: dist.Store = store.clone()

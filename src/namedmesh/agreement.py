@@ -71,6 +71,7 @@ class Agreements:
     Attributes:
         lock: held during an agreement, so that those of several threads follow one another.
         opened: the store, once it was asked.
+        process: names this process, and the life of the job.
         places: where this process said last that it is, over each range of ranks: attempt, process and stage.
         told: the keys of what this process told last, over each range of ranks.
         heard: attempts that failed for a reason that this process was told, also where it was in another one.
@@ -84,7 +85,7 @@ class Agreements:
         self.generation = str(Agreements._ended) if generation is None else generation
         self.lock = threading.RLock()
         self.opened: dist.Store | None = None
-        self.process = os.urandom(6).hex()
+        self.process = f"{self.generation}:{os.urandom(6).hex()}"
         self.places: dict[range, str] = {}
         self.told: dict[range, tuple[str, ...]] = {}
         self.heard: set[str] = set()
@@ -138,6 +139,7 @@ class Agreement:
         self._entering = threading.Lock()
         # By name: what this rank tells, together with which ranks, and what takes their texts.
         self._exchanges: dict[str, tuple[str, Sequence[int], Callable[[int, str], object] | None]] = {}
+        self._request = ""  # the key of that of this rank, if it differs
         self._failed = self._terminated = False
 
     def __enter__(self) -> Self:
@@ -154,11 +156,14 @@ class Agreement:
             error = late
             raise
         finally:
-            if error is not None and not self._failed and not self._alone:
-                self._tell(error)
-            self.known.lock.release()
-            if self._terminated:
-                signal.raise_signal(signal.SIGTERM)
+            try:
+                if error is not None and not self._failed and not self._alone:
+                    self._tell(error)
+            finally:  # a second Ctrl-C may end the telling
+                self.known.lock.release()
+                if self._terminated:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    signal.raise_signal(signal.SIGTERM)
 
     def compare(
         self,
@@ -196,7 +201,8 @@ class Agreement:
                 self._enter(store, self._number)
                 if store.first(f"{self._attempt}/request", text) != text:
                     others = f"{self._attempt}/other requests"
-                    store.set(f"{others}/{store.add(others)}", json.dumps([self.rank, fields]))
+                    self._request = f"{others}/{store.add(others)}"
+                    store.set(self._request, json.dumps([self.rank, fields]))
                 verdict = self._come_to(_ARRIVED, store, lambda: self._problems(store, compare))
                 if verdict == _GO and may_restart:
                     self._say(store, _ALIVE, {})
@@ -256,11 +262,12 @@ class Agreement:
                     (take, rank, f"{self._attempt}/{name}/{rank}") for rank in among if rank != self.rank
                 ]
         texts: list[str] = []
+        requests = [self._request] if self._request else []
 
         def questions(store: LimitedStore) -> str:
             self._say(store, _MADE, {f"{self._scope}/told/{self.rank}": json.dumps(sizes), **told})
             # What was told before has been read: all ranks have arrived in this attempt.
-            before, self.known.told[self.ranks] = self.known.told.get(self.ranks, ()), tuple(told)
+            before, self.known.told[self.ranks] = self.known.told.get(self.ranks, ()), (*told, *requests)
             verdict = self._come_to(_MADE, store, lambda: self._unmatched(store), before)
             if verdict == _GO:
                 texts[:] = store.get_all([key for _, _, key in heard])
@@ -337,7 +344,7 @@ class Agreement:
             self._look_elsewhere(store)
         elif stage == _MADE and count == 1 and self._number > 0:
             # All ranks have arrived in this attempt, so they have left the one before.
-            keys = ("request", *_STAGES, *(f"{each}/count" for each in _STAGES))
+            keys = ("request", "other requests", *_STAGES, *(f"{each}/count" for each in _STAGES))
             store.delete(*(f"{self._scope}/{self._number - 1}/{key}" for key in keys))
         return self._wait(store, stage)
 
@@ -411,7 +418,8 @@ class Agreement:
                 number += 1
             if store.has(f"{scope}/{number}/request"):
                 for rank in range(max(self.ranks.start, there.start), min(self.ranks.stop, there.stop)):
-                    if _number(store.first(f"{scope}/rank/{rank}", "-1")) == number:
+                    place = store.first(f"{scope}/rank/{rank}", "-1")
+                    if place.startswith(f"{number} {self.known.generation}:"):  # none of an earlier life
                         self._fail_both(store, there, f"{scope}/{number}", rank)
                         return
 
@@ -442,20 +450,20 @@ class Agreement:
         of_this_one = verdict.startswith(f"{_FAILED}{self.known.generation}:")
         return verdict == _REPLACED or (verdict.startswith(_FAILED) and not of_this_one)
 
-    def _leave(self, *, gave_up: bool = False) -> None:
-        """Leave a failed attempt. The host of the store waits for those that have arrived, or that will where it gave up."""
+    def _leave(self, connection: dist.Store | None = None, *, gave_up: bool = False) -> None:
+        """Leave a failed attempt. The host of the store waits for those that have come, or for all ranks where it gave up."""
         key = f"{self._attempt}/read"
 
         def questions(store: LimitedStore) -> None:
-            readers, limit = len(self.ranks) - 1, _COMING_LIMIT
-            if not gave_up:
-                store.set(f"{key}/{store.add(key)}", "")
-                readers, limit = store.add(f"{self._attempt}/{_ARRIVED}/count", 0), _READING_LIMIT
+            # A rank that gave up before it arrived has come, too.
+            come = store.add(f"{self._attempt}/{_ARRIVED}/count", int(gave_up and not self.token))
+            readers, limit = (len(self.ranks), _COMING_LIMIT) if gave_up else (come, _READING_LIMIT)
+            store.set(f"{key}/{store.add(key)}", "")
             if self._hosts_store:
                 store.appears(f"{key}/{readers}", limit)
 
         with suppress(StoreLostError):
-            ask(self._store(), questions, limit=self._limit)
+            ask(connection or self._store(), questions, limit=self._limit)
 
     def _tell(self, error: BaseException) -> None:
         """Let the other ranks know why this one gives up."""
@@ -491,7 +499,7 @@ class Agreement:
         if verdict == _GO:
             return
         self._failed = True
-        self._leave()
+        self._leave(connection)  # the other one may be that of a call which still waits for other ranks
         if verdict == _REPLACED:
             raise AgreementError(
                 f"another process calls {self.call} as rank {self.rank}, and takes its place"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from namedmesh._torch import bound_device
+from namedmesh._torch import bound_device, number_groups_anew
 from namedmesh.agreement import Agreement, Agreements
 from namedmesh.errors import LaunchError, count_of, listing
 from namedmesh.launchers import int_variable, torchrun_variables
@@ -114,6 +114,7 @@ def init(
 
             def create() -> None:
                 select_device(chosen)
+                number_groups_anew()
                 dist.init_process_group(
                     backend,
                     store=store,
