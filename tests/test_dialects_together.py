@@ -461,22 +461,3 @@ def test_the_difference_between_dialects_is_that_of_their_groups() -> None:
         for axes in same:
             same[axes] = same[axes] and seen[0][axes] == seen[1][axes]
     assert {axes: said[axes] for axes in same} == same == {("tp",): True, ("pp",): False, ("dp",): False}
-
-
-def _apart() -> list[str]:
-    """A mesh with Megatron's names and ranks that is alive, and Megatron's groups with a timeout of their own."""
-    mesh = namedmesh.init_mesh(pp=1, dp=2, tp=2)
-    before = live_groups()
-    said = error_of(lambda: parallel_state.initialize_model_parallel(2, distributed_timeout_minutes=7))
-    left = live_groups() - before
-    mesh.close()
-    parallel_state.initialize_model_parallel(2, distributed_timeout_minutes=7)
-    parallel_state.destroy_model_parallel()
-    return [said, str(left)]
-
-
-def test_a_dialect_makes_no_mesh_that_torch_would_take_for_another() -> None:
-    for said, left in run_ranks(4, _apart):
-        assert said.startswith("MeshError: 2 problems:")
-        assert "'tp' would be on another process group than the 'tp' of the open mesh over " in said
-        assert left == "0"

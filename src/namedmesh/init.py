@@ -109,7 +109,9 @@ def init_mesh(
                 "share_groups": repr(share_groups),
                 "device": chosen.type,
             }
-            return make_mesh(maker, fitted, fields, options, device=chosen)
+            mesh = make_mesh(maker, fitted, fields, options, device=chosen)
+            refuse_ambiguous_mesh(fitted, chosen.type, {axis: mesh.group(axis) for axis in fitted.axes})
+            return mesh
     except BaseException as error:
         if not launched:
             raise
@@ -207,9 +209,7 @@ def make_mesh(
     wanted = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout.axes]
     versions = {"torch": str(torch.__version__), "namedmesh": __version__}
     maker.compare({**request, **versions}, [*wanted, *groups])
-    view = maker.create_view(layout, device.type, options)
-    refuse_ambiguous_mesh(layout, device.type, view.groups)
-    return NamedMesh(view, pool, device, options)
+    return NamedMesh(maker.create_view(layout, device.type, options), pool, device, options)
 
 
 def _check_options(options: object, share: object, layout: Layout) -> None:
