@@ -30,7 +30,15 @@ import torch.distributed as dist
 from namedmesh._torch import new_connection
 from namedmesh.errors import AgreementError, NamedMeshError, ranks_in_words
 from namedmesh.hosts import host_identity, loopback_problem
-from namedmesh.store import ANSWER_LIMIT, LOOK_EVERY, StoreLostError, ask, in_thread, open_in_thread
+from namedmesh.store import (
+    ANSWER_LIMIT,
+    LOOK_EVERY,
+    NO_ANSWER,
+    StoreLostError,
+    ask,
+    in_thread,
+    open_in_thread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -284,7 +292,7 @@ class Agreement:
         known, place = self.known, f"{self._scope}/rank/{self.rank}"
         # A rank that is interrupted here enters in another thread, to tell why.
         if not self._entering.acquire(timeout=_TELLING_LIMIT.total_seconds()):
-            raise StoreLostError("its host did not answer, so it hangs, or this host is cut off")
+            raise StoreLostError(NO_ANSWER)
         try:
             if self._number != left:
                 return  # the other thread has entered

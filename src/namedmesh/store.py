@@ -22,6 +22,9 @@ T = TypeVar("T")
 ANSWER_LIMIT = 60.0
 """The seconds after which a store that does not answer a question counts as unreachable."""
 
+NO_ANSWER = "its host did not answer, so it hangs, or this host is cut off"
+"""Why a store counts as lost that nobody answers for."""
+
 LOOK_EVERY = 0.5
 """How often, in seconds, :func:`in_thread` looks at what it was given to look at."""
 
@@ -160,7 +163,7 @@ def open_in_thread(
 
     def look() -> None:
         if time.monotonic() > overdue:
-            raise StoreLostError("its host did not answer, so it hangs, or this host is cut off")
+            raise StoreLostError(NO_ANSWER)
 
     try:
         return in_thread(lambda: open_store(within), look)

@@ -174,8 +174,7 @@ class ParallelConfig:
                     f"ranks of the world of {world_size}; change one of them"
                 )
             )
-        if errors:
-            raise _joined(errors)
+        _raise_all(errors)
         _ = self.options
         dense, expert = layouts
         pp_inside = not self.order.endswith("pp") and dense["pp"] > 1 and expert["edp"] != dense["dp"]
@@ -184,16 +183,12 @@ class ParallelConfig:
                 f"the pipelines of {dense} and of the experts' {expert} do not fit together in the order "
                 f"{self.order!r}; put pp last in the order, or choose expert sizes that leave edp = dp"
             )
-        errors = [*self._group_errors(Factorings(dense, expert))]
-        if errors:
-            raise _joined(errors)
+        _raise_all([*self._group_errors(Factorings(dense, expert))])
         return dense, expert
 
     def validate_for_mesh(self, factorings: Factorings) -> None:
         """Check what ``bind`` takes against the axes of a mesh."""
-        errors = [*self._group_errors(factorings), *self._argument_errors(factorings.size("pp"))]
-        if errors:
-            raise _joined(errors)
+        _raise_all([*self._group_errors(factorings), *self._argument_errors(factorings.size("pp"))])
 
     def _layout(self, world: int, view: str) -> Layout:
         """Return the layout of a view, whose axes are the tokens of the order under other names; dp is what is left."""
@@ -326,6 +321,7 @@ def check_net_names(net_names: Mapping[str, object]) -> None:
         raise ContractRuntimeError(*problems)
 
 
-def _joined(errors: Sequence[NamedMeshError]) -> NamedMeshError:
-    """Return one error with every problem, each once, of the type of the first."""
-    return type(errors[0])(*dict.fromkeys(problem for error in errors for problem in error.problems))
+def _raise_all(errors: Sequence[NamedMeshError]) -> None:
+    """Raise one error with every problem, each once, of the type of the first."""
+    if errors:
+        raise type(errors[0])(*dict.fromkeys(problem for error in errors for problem in error.problems))
