@@ -54,12 +54,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from namedmesh.tensor_parallel.collectives import RankGroup
+    from namedmesh.tensor_parallel.shared_input import Shared
 
 
 class ColwiseLinear(nn.Linear):
     """An ``nn.Linear`` whose output features are sharded over the ranks. Made by ``ColwiseParallel``."""
 
     _setup: StyleContext
+    _namedmesh_shared_input: Shared | None = None  # so that no forward looks for what is not there
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or what the style's output layout says."""
