@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.errors import AxisError, did_you_mean
@@ -57,14 +58,15 @@ class Outline(NamedTuple):
     crosses: bool
 
 
-def shades(size: int) -> list[Shade]:
+@cache
+def shades(size: int) -> tuple[Shade, ...]:
     """Return a color for each coordinate of an axis: hues up to eight, a ramp above, shared shades beyond 64."""
     fills = list(_DISTINCT[:size])
     if size > len(_DISTINCT):
         count = min(size, _MOST_SHADES)
         # Every other one is paler, so that neighbors differ however many there are.
         fills = [_ramped(number / (count - 1), 0.3 * (number % 2)) for number in range(count)]
-    return [Shade(fill, _text_on(fill)) for fill in fills]
+    return tuple(Shade(fill, _text_on(fill)) for fill in fills)
 
 
 def _ramped(at: float, paler: float) -> str:
