@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 # The types of what it holds differ between versions.
 c10d: Any = distributed_c10d
@@ -710,33 +711,64 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a gradient of ``parameter``'s own layout around this rank's ``local`` shard.
+def gradient_like(
+    parameter: DTensor, local: torch.Tensor, placements: tuple[Placement, ...] | None = None
+) -> DTensor:
+    """Return a gradient of ``parameter``, of its own layout or another, around this rank's contiguous ``local`` tensor.
 
     The public ``DTensor.from_local`` works out the global shape again and passes through autograd: ten times
     the cost, once per parameter and step.
     """
     if local.dtype != parameter.dtype:  # a backward under autocast that the forward was not under
         local = local.to(parameter.dtype)
-    if not parameter.is_contiguous():  # a gradient is: the strides are not the parameter's
+    # The gradient of a gradient is autograd's; and a gradient is contiguous, whatever the strides of its parameter.
+    if torch.is_grad_enabled() or not parameter.is_contiguous():
         strides = torch.empty(parameter.shape, device="meta").stride()
         return type(parameter).from_local(
             local,
             parameter.device_mesh,
-            parameter.placements,
+            placements or parameter.placements,
             run_check=False,
             shape=parameter.shape,
             stride=strides,
         )
-    # A copy, because torch may write into the specification of a tensor that it dispatches on; copy.copy takes seven times as long.
-    hash(parameter._spec)  # which is kept with it, and so with the copies
-    spec = object.__new__(type(parameter._spec))
-    spec.__dict__.update(parameter._spec.__dict__)
+    known: Any = parameter._spec
+    if placements is None:
+        # A copy, because torch may write into the specification of a tensor that it dispatches on; copy.copy takes seven times as long.
+        hash(known)  # which is kept with it, and so with the copies
+        spec = object.__new__(type(known))
+        spec.__dict__.update(known.__dict__)
+    else:
+        spec = type(known)(known.mesh, placements, known.tensor_meta)
     # The parameter's class is DTensor; importing that here would cost whoever only wants a mesh. Its __init__ does nothing
     # but to turn the compiler off for that, which takes most of the time.
     kind: Any = type(parameter)
     gradient: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
     return gradient
+
+
+class _Local(torch.autograd.Function):
+    """This rank's tensor of a parameter; its gradient has the given placements."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+        ctx.parameter, ctx.placements = parameter, placements
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if gradient is None:
+            return None, None
+        return gradient_like(ctx.parameter, gradient.contiguous(), ctx.placements), None
+
+
+def local_parameter(parameter: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """Return this rank's tensor of a parameter, whose gradient gets the placements; ``to_local`` takes several times as long."""
+    if torch.compiler.is_compiling():
+        return parameter.to_local(grad_placements=placements)
+    local: torch.Tensor = _Local.apply(parameter, placements)  # type: ignore[no-untyped-call]  # torch's
+    return local
 
 
 def distribute_blocks(

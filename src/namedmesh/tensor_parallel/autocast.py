@@ -23,11 +23,11 @@ def autocast_value(value: Tensor) -> Tensor:
     return value if dtype is None else value.to(dtype)
 
 
-def autocast_shard(parameter: Tensor) -> Tensor:
-    """Return this rank's plain shard in the type that autocast gives it: cast once in a block, as autocast does.
+def autocast_shard(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return this rank's plain shard in the type that autocast gives it beside a value of :func:`autocast_value`.
 
-    Inside a forward of our own only.
+    It is cast once in a block, as autocast does. Inside a forward of our own only.
     """
     shard = local_tensor(parameter)
-    dtype = autocast_dtype(shard)
+    dtype = None if shard.dtype is value.dtype else autocast_dtype(shard)
     return shard if dtype is None else cast_in_autocast_cache(parameter, shard, dtype)

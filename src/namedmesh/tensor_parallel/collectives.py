@@ -21,6 +21,7 @@ from namedmesh._torch import (
     as_non_view,
     fix_dropped_gradient_2_11,
     functional_collective,
+    local_parameter,
     needs_functional_collectives,
     reduce_scatter_single,
     synchronous,
@@ -244,8 +245,7 @@ def whole_parameter(parameter: Tensor) -> Tensor:
         return parameter
     if parameter.placements != (Replicate(),):
         parameter = parameter.redistribute(placements=(Replicate(),))
-    whole: Tensor = parameter.to_local(grad_placements=(Partial(),))
-    return whole
+    return local_parameter(parameter, (Partial(),))
 
 
 def my_shard(full: Tensor, group: RankGroup, dim: int) -> Tensor:

@@ -213,7 +213,7 @@ def _input_part(rows: Tensor, mine: Tensor, factor: int = 1) -> Tensor:
     weight = _conjugate(mine)
     if factor == 1:
         return rows @ weight
-    return torch.addmm(rows.new_zeros(()), rows, weight, beta=0, alpha=factor)
+    return torch.addmm(rows.new_empty(()), rows, weight, beta=0, alpha=factor)
 
 
 def _parameter_gradients(
@@ -243,7 +243,7 @@ class _Column(torch.autograd.Function):
         shard = value = synchronous(value)
         if layout.gather_dim is not None:
             value = all_gather(shard, layout.group, layout.gather_dim)
-        mine, added = autocast_shard(weight), None if bias is None else autocast_shard(bias)
+        mine, added = autocast_shard(weight, value), None if bias is None else autocast_shard(bias, value)
         _keep(ctx, shard if layout.gather_again else value, weight, bias, mine)
         ctx.layout = layout
         return as_non_view(F.linear(value, mine, added))
@@ -284,7 +284,8 @@ class _Row(torch.autograd.Function):
         group: RankGroup,
         scatter_dim: int | None,
     ) -> Tensor:
-        value, mine = synchronous(value), autocast_shard(weight)
+        value = synchronous(value)
+        mine = autocast_shard(weight, value)
         _keep(ctx, value, weight, bias, mine)
         ctx.group, ctx.scatter_dim, ctx.gathered = group, scatter_dim, None
         output = F.linear(value, mine)
@@ -293,7 +294,7 @@ class _Row(torch.autograd.Function):
         else:
             output = reduce_scatter(output, group, scatter_dim)
         if bias is not None:
-            added = autocast_shard(bias)
+            added = autocast_shard(bias, value)
             if scatter_dim == output.ndim - 1 and group.size > 1:
                 width = output.shape[-1]
                 added = added.narrow(0, group.rank * width, width)
