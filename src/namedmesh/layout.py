@@ -12,12 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean, listing
-from namedmesh.sizes import (
-    as_int,
-    fitted_sizes,
-    nearest_axis,
-    product,
-)
+from namedmesh.sizes import as_int, fitted_sizes, nearest_axis, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -241,9 +236,8 @@ class Layout:
             >>> Layout(pp=2, dp=3, tp=4).size("pp", "tp")
             8
         """
-        return prod(
-            [self.sizes[i] for i in self._chosen(axes)]
-        )  # a graph of torch.compile takes no generator
+        # A list: a graph of torch.compile takes no generator.
+        return prod([self.sizes[i] for i in self._chosen(axes)])
 
     def count(self, *axes: str) -> int:
         """Return the number of groups over ``axes``.
