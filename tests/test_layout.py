@@ -87,11 +87,11 @@ def test_where_selects_a_slice_of_the_table(case: tuple[Layout, list[str]], rand
 
 
 @given(layouts(), st.integers(-5, 5), st.data())
-def test_neighbours_go_round_the_axis(layout: Layout, step: int, data: st.DataObject) -> None:
+def test_neighbors_go_round_the_axis(layout: Layout, step: int, data: st.DataObject) -> None:
     axis = data.draw(st.sampled_from(layout.axes))
     place = layout.axes.index(axis)
     rolled = np.roll(table(layout), -step, axis=place).flatten().tolist()
-    assert [layout.neighbour(rank, axis, step) for rank in layout.ranks] == rolled
+    assert [layout.neighbor(rank, axis, step) for rank in layout.ranks] == rolled
 
 
 @given(layouts_and_axes(), layouts_and_axes())
@@ -299,7 +299,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
         "rank '1' is not an int; ...",
     ),
     (
-        lambda: Layout(pp=2, dp=2).neighbour(1, "dp", 0.5),  # type: ignore[arg-type]
+        lambda: Layout(pp=2, dp=2).neighbor(1, "dp", 0.5),  # type: ignore[arg-type]
         LayoutError,
         "step 0.5 is not an int; give the number of places to go",
     ),
@@ -336,6 +336,7 @@ IN_A_GRAPH: dict[str, Any] = {
     "group_rank": lambda layout: layout.group_rank(13, "pp", "tp"),
     "groups": lambda layout: layout.groups("tp")[1][0],
     "items": lambda layout: dict(layout.items())["pp"],
+    "neighbor": lambda layout: layout.neighbor(9, "pp", -1),
     "neighbour": lambda layout: layout.neighbour(9, "pp", -1),
     "order": lambda layout: len(layout.order),
     "partition": lambda layout: layout.partition("dp", "tp")[1],

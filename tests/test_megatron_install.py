@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import textwrap
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -143,6 +144,36 @@ def test_what_makes_groups_by_hand_stays_the_original_s_and_works_beside_our_gro
             pair, across = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
             assert levels == [pair, across, pair, across]
             assert timeouts == {420}
+
+
+def _destroyed() -> list[object]:
+    from megatron.core import parallel_state
+
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    parallel_state.initialize_model_parallel(2)
+    made = megatron.current_mesh()
+    told: list[object] = []
+    experts: Any = ModuleType("megatron.core.transformer.moe.fused_a2a")
+    experts.nccl_ep_finalize = lambda: told.append(parallel_state.get_tensor_model_parallel_group().size())
+    sys.modules[experts.__name__] = experts
+    buffers = getattr(parallel_state, "SymmetricMemoryManager", SimpleNamespace(_buffers={}))._buffers
+    buffers["tp"] = object()
+    with megatron.bind(mesh):
+        parallel_state.destroy_model_parallel()
+        group = parallel_state.get_data_parallel_group_gloo()
+        assert group is mesh.group("dp")
+        total = torch.ones(())
+        dist.all_reduce(total, group=group)
+    return [*told, len(buffers), made.closed, total.item()]
+
+
+@pytest.mark.parametrize("which", RELEASES)
+def test_destroying_ends_what_the_original_keeps_beside_groups(which: str) -> None:
+    """Experts' contexts, while there are groups, and buffers; but no group of gloo, which is another mesh's too."""
+    expected = {"installed": [1, True, 2.0], "newest": [2, 0, True, 2.0]}[which]
+    with release(which):
+        megatron.install()
+        assert run_ranks(4, _destroyed) == [expected] * 4
 
 
 # Training on our groups.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import random
 import re
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,9 @@ from messages import says
 from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
-from namedmesh import NamedMeshError
+from namedmesh import NamedMesh, NamedMeshError
 from namedmesh.compat import megatron
-from namedmesh.compat.megatron import parallel_state
+from namedmesh.compat.megatron import groups, parallel_state
 from namedmesh.dialects import MEGATRON_GROUPS
 
 if TYPE_CHECKING:
@@ -205,6 +206,8 @@ CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
         "num_distributed_optimizer_instances": 2,
         "hierarchical_context_parallel_sizes": [2, 1],
         "create_all_gather_group": True,
+        "use_sharp": True,
+        "sharp_enabled_group": "dp_replica",
     },
     {
         "pipeline_model_parallel_size": 4,
@@ -213,7 +216,12 @@ CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
         "get_embedding_ranks": middle_and_last,
         "get_position_embedding_ranks": last_only,
     },
-    {"context_parallel_size": 4, "hybrid_context_parallel": True, "order": "dp-cp-tp-pp-ep"},
+    {
+        "context_parallel_size": 4,
+        "hybrid_context_parallel": True,
+        "order": "dp-cp-tp-pp-ep",
+        "use_sharp": True,
+    },
 )
 
 
@@ -224,9 +232,9 @@ def _on_gloo() -> list[Any]:
 def _case_on_gloo(arguments: dict[str, Any]) -> Any:
     theirs = oracle()
     before = live_groups()
-    told = [_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs)]
+    told = [_outcome_and_sharp(theirs, arguments)]
     megatron.install()
-    told.append(_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs))
+    told.append(_outcome_and_sharp(theirs, arguments))
     megatron.uninstall()
     reset_groups = live_groups()
     parallel_state.initialize_model_parallel(**arguments)
@@ -240,6 +248,30 @@ def _case_on_gloo(arguments: dict[str, Any]) -> Any:
     return told, sums, live_groups() == reset_groups >= before
 
 
+def _outcome_and_sharp(theirs: Any, arguments: dict[str, Any]) -> Any:
+    """Also for which ranks NCCL would make a communicator with SHARP, and what it would read then and afterwards."""
+    told = set()
+
+    def barrier(group: Any, device_ids: list[int]) -> None:
+        assert device_ids == [0]
+        told.add((tuple(dist.get_process_group_ranks(group)), os.environ.get("NCCL_COLLNET_ENABLE")))
+
+    def build_groups(mesh: NamedMesh, *others: Any) -> Any:
+        device, mesh.device = mesh.device, torch.device("cuda", 0)
+        values = groups.build_groups(mesh, *others)
+        mesh.device = device
+        return values
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("NCCL_COLLNET_ENABLE", "1")  # of somebody else, for every group
+        patched.setattr(dist, "barrier", barrier)
+        patched.setattr(f"{megatron.__name__}.initialize.build_groups", build_groups)
+        patched.setattr(torch.cuda, "current_device", lambda: 0)
+        patched.setattr(torch.cuda, "synchronize", lambda: None)
+        outcome = _outcome(theirs.initialize_model_parallel, theirs, arguments, theirs)
+        return outcome, told, os.environ.get("NCCL_COLLNET_ENABLE")
+
+
 def _groups_of(value: Any) -> list[dist.ProcessGroup]:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, dist.ProcessGroup)]
@@ -250,6 +282,7 @@ def test_the_same_answers_and_working_groups_on_gloo() -> None:
     for results in run_ranks(8, _on_gloo, timeout=180):
         for arguments, (told, sums, left) in zip(CASES_ON_GLOO, results, strict=True):
             assert told[0] == told[1], arguments
+            assert bool(told[0][1]) == ("use_sharp" in arguments)
             assert len(sums) >= 20
             assert all(measured == expected for measured, expected, _ in sums.values())
             assert {backend for _, _, backend in sums.values()} == {"gloo"}

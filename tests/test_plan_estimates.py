@@ -306,9 +306,13 @@ def test_keys_and_values_travel_over_cp(how: str, heads: int, hops: int, bytes_o
     if how == "torch":  # compiled code waits where it gathers
         hidden = 0
     assert compiled.seconds["cp"] == pytest.approx(keys.seconds + gradients.seconds - 0.85 * hidden)
-    merged = {"gathered": 43 + 17, "ring": 0, "torch": 3 * (40 + 59)}[how] * 64 * 3 * tokens / 5e10
-    alone = estimate_step(replace(job, seq=8), {}).seconds["elementwise"]
-    assert compiled.seconds["elementwise"] - alone == pytest.approx(merged)
+    # Numbers of keys and values, of one rank and of all; and of two chunks that are joined.
+    own, whole, chunks = 2 * 16, 4 * 2 * 16, 2 * 64
+    for each, copied, summed in ((compiled, 2, 4), (eager, 4, 15)):
+        gathered = 2 * (copied * whole + chunks) + 2 * (summed * whole + 3 * own + chunks)
+        more = {"gathered": gathered, "ring": 0, "torch": 3 * (40 + 59) * 64}[how] * 3 * tokens / 5e10
+        alone = estimate_step(replace(job, seq=8, compiled=each is compiled), {}).seconds["elementwise"]
+        assert each.seconds["elementwise"] - alone == pytest.approx(more)
 
 
 def test_each_trainer_has_its_attention_over_cp() -> None:

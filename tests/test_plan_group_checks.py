@@ -158,13 +158,14 @@ def test_every_rank_says_why_a_layout_does_not_fit() -> None:
 
 
 def test_settings_that_cannot_be_are_named_at_once() -> None:
-    status, out, err = doctor("--timeout", "nan", "--megabytes", "-1", "--backend", "cpu:glo")
+    status, out, err = doctor("pp=x", "--timeout", "nan", "--megabytes", "-1", "--backend", "cpu:glo")
     assert (status, out) == (2, "")
     text = "it is a number above 0 and below 1e+09"
     assert err.startswith(
-        f"namedmesh doctor: 3 problems:\n  - timeout is nan; {text}\n  - megabytes is -1; {text}\n"
+        f"namedmesh doctor: 4 problems:\n  - timeout is nan; {text}\n  - megabytes is -1; {text}\n"
         "  - backend 'cpu:glo' names 'glo', "
     )
+    assert "\n  - 'pp=x': 'x' is no size; " in err
 
 
 def alone() -> tuple[int, str, str]:

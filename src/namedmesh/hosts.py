@@ -36,7 +36,7 @@ def loopback_problem() -> str | None:
         why = f"the host's name {name!r} does not resolve to an address of its own"
     else:
         why = f"the host's name {name!r} resolves to {address}"
-    reached = _address_towards(os.environ.get("MASTER_ADDR", ""))
+    reached = _address_toward(os.environ.get("MASTER_ADDR", ""))
     which = f", here the one with the address {reached}" if reached else ""
     return (
         f"{why}, where ranks on other hosts cannot reach its gloo groups; set GLOO_SOCKET_IFNAME to the network interface "
@@ -59,7 +59,7 @@ def _address_of(name: str) -> str | None:
     return None
 
 
-def _address_towards(host: str) -> str | None:
+def _address_toward(host: str) -> str | None:
     """Return the address of this host from which it reaches another one; nothing is sent."""
     with suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host or None, 1, type=socket.SOCK_DGRAM):

@@ -12,12 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean, listing
-from namedmesh.sizes import (
-    as_int,
-    fitted_sizes,
-    nearest_axis,
-    product,
-)
+from namedmesh.sizes import as_int, fitted_sizes, nearest_axis, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -241,9 +236,8 @@ class Layout:
             >>> Layout(pp=2, dp=3, tp=4).size("pp", "tp")
             8
         """
-        return prod(
-            [self.sizes[i] for i in self._chosen(axes)]
-        )  # a graph of torch.compile takes no generator
+        # A list: a graph of torch.compile takes no generator.
+        return prod([self.sizes[i] for i in self._chosen(axes)])
 
     def count(self, *axes: str) -> int:
         """Return the number of groups over ``axes``.
@@ -374,12 +368,12 @@ class Layout:
         # Many small groups: one column per member, and zip builds the tuples without a Python step for each.
         return tuple(zip(*(_shifted(firsts, offset) for offset in inside), strict=True))
 
-    def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
+    def neighbor(self, rank: int, axis: str, step: int = 1) -> int:
         """Return the rank ``step`` places further on an axis, round the end.
 
         Example:
             >>> layout = Layout(pp=4, tp=2)
-            >>> layout.neighbour(1, "pp"), layout.neighbour(1, "pp", -1)
+            >>> layout.neighbor(1, "pp"), layout.neighbor(1, "pp", -1)
             (3, 7)
         """
         steps = as_int(step)
@@ -388,6 +382,8 @@ class Layout:
         i = self._index(axis)
         at = self._local(rank) // self.strides[i] % self.sizes[i]
         return rank + ((at + steps) % self.sizes[i] - at) * self.strides[i]
+
+    neighbour = neighbor  # its name in 0.1.0
 
     def partition(self, *axes: str) -> tuple[object, ...]:
         """Return a small key that two layouts share exactly if their groups over the given axes are the same.

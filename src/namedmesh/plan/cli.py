@@ -6,15 +6,19 @@ and ``namedmesh.__main__`` prints it. What only one command needs is imported wh
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES
-from namedmesh.plan.spec import UsageError
+from namedmesh.plan.spec import UsageError, kept, raise_all
 from namedmesh.plan.tables import FORMATS, show
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+
+    from namedmesh.errors import NamedMeshError
+    from namedmesh.plan.tables import Document
 
 _DIFFERENT = 3  # beside 1, a layout that is wrong, and 2, arguments that are
 _AXIS_HELP = {
@@ -83,38 +87,53 @@ def _configure_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(arguments: Namespace) -> int:
+    from namedmesh.plan.cells import Grid
     from namedmesh.plan.core import make_plan
     from namedmesh.plan.text import plan_document, rank_document
 
-    paths = _paths(arguments)
+    errors: list[NamedMeshError] = []
+    with kept(errors):
+        paths = _paths(arguments)
     spec, keywords = _layout_arguments(arguments)
     numbers = {name: getattr(arguments, name) for name in ("world_size", "gpus_per_node", "nvlink_domain")}
-    plan = make_plan(spec, **numbers, **keywords)
     rank, color = arguments.rank, arguments.color_by
+    with kept(errors):
+        plan = make_plan(spec, **numbers, **keywords)
+        with kept(errors):
+            Grid(plan).color_axis(color)
+        if rank is not None:
+            plan.layout.coords(rank)
+    raise_all(errors)
     if rank is None:
         document = plan_document(plan, everything=arguments.all, color_by=color)
     else:
         document = rank_document(plan, rank)
-    show(document, arguments.format)
+    pictures = {}
     if "svg" in paths:
         from namedmesh.plan.svg import draw_svg
 
-        _write(paths["svg"], draw_svg(plan, color_by=color))
+        pictures[paths["svg"]] = draw_svg(plan, color_by=color)
     if "html" in paths:
         from namedmesh.plan.html import draw_html
 
-        _write(paths["html"], draw_html(plan, color_by=color, rank=rank))
+        pictures[paths["html"]] = draw_html(plan, color_by=color, rank=rank)
+    _output(pictures, document, arguments.format)
     return 0
 
 
 def _paths(arguments: Namespace) -> dict[str, str]:
-    """Return the pictures that are asked for, and their files; a name that says another format is refused."""
+    """Return the pictures that are asked for, and their files; one of another format, or that cannot be written, is refused."""
     paths, wrong = {}, []
     for form, suffixes in (("svg", (".svg",)), ("html", (".html", ".htm"))):
         path = getattr(arguments, form)
         if path is None:
             continue
         paths[form], suffix = path, Path(path).suffix
+        existing = path if Path(path).exists() else Path(path).parent
+        if Path(path).is_dir() or not os.access(existing, os.W_OK):
+            wrong.append(
+                f"{path!r} cannot be written; name a file in a folder that is there and can be written"
+            )
         if suffix and suffix.lower() not in suffixes:
             wrong.append(
                 f"{path!r} ends in {suffix}, but --{form} writes {form.upper()}; name a file that ends in .{form}"
@@ -124,11 +143,14 @@ def _paths(arguments: Namespace) -> dict[str, str]:
     return paths
 
 
-def _write(path: str, text: str) -> None:
+def _output(pictures: dict[str, str], document: Document, how: str) -> None:
+    """Write pictures into their files, and a document to standard output."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        for path, text in pictures.items():
+            Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path!r} cannot be written: {error.strerror}") from None
+    show(document, how)
 
 
 def _configure_shard(parser: ArgumentParser) -> None:
@@ -148,12 +170,15 @@ def _configure_shard(parser: ArgumentParser) -> None:
 def _shard(arguments: Namespace) -> int:
     from namedmesh.plan import weights
 
-    paths = _paths(arguments)
-    cut = weights.cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
-    show(weights.shard_document(cut, everything=arguments.all), arguments.format)
-    for form, draw in (("svg", weights.draw_weights_svg), ("html", weights.draw_weights_html)):
-        if form in paths:
-            _write(paths[form], draw(*weights.drawn_weight(cut)))
+    errors: list[NamedMeshError] = []
+    with kept(errors):
+        paths = _paths(arguments)
+    with kept(errors):
+        cut = weights.cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
+    raise_all(errors)
+    draw = {"svg": weights.draw_weights_svg, "html": weights.draw_weights_html}
+    pictures = {path: draw[form](*weights.drawn_weight(cut)) for form, path in paths.items()}
+    _output(pictures, weights.shard_document(cut, everything=arguments.all), arguments.format)
     return 0
 
 

@@ -9,9 +9,11 @@ from namedmesh.dialects import DialectLayout, GroupSpec
 from namedmesh.errors import LayoutError
 from namedmesh.plan.core import resolve
 from namedmesh.plan.members import Groups, Members, in_words
+from namedmesh.plan.spec import kept, raise_all
 from namedmesh.plan.tables import Document, Table
 
 if TYPE_CHECKING:
+    from namedmesh.errors import NamedMeshError
     from namedmesh.layout import Layout
 
 _EXAMPLES = 4
@@ -69,7 +71,12 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
         >>> {" x ".join(kind.axes): kind.same for kind in comparison.kinds}
         {'pp': False, 'dp': False, 'cp': True, 'tp': True, 'pp x tp': False}
     """
-    one, other = resolve(first, world_size=world_size), resolve(second, world_size=world_size)
+    errors: list[NamedMeshError] = []
+    with kept(errors):
+        one = resolve(first, world_size=world_size)
+    with kept(errors):
+        other = resolve(second, world_size=world_size)
+    raise_all(errors)
     if one.dense.world_size != other.dense.world_size:
         raise LayoutError(
             f"{one.dense} and {other.dense} are not over the same ranks; give sizes that fit one world_size"

@@ -12,10 +12,12 @@ from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.plan.members import Groups, Members, group_of
 from namedmesh.plan.nodes import Placement, node_warnings, placements
-from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec, size_problems
+from namedmesh.plan.spec import Spec, UsageError, kept, near_misses, parse_spec, raise_all, size_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from namedmesh.errors import NamedMeshError
 
 _EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts; over the others they are replicated
 _DATA = ("dp", "dp_replicate", "dp_shard")
@@ -141,10 +143,13 @@ def make_plan(
         >>> [group[:] for group in plan.replicas.first(2)]
         [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
     """
-    arrangement = resolve(spec, world_size=world_size, like=like, order=order, **sizes)
+    errors: list[NamedMeshError] = []
+    with kept(errors):
+        arrangement = resolve(spec, world_size=world_size, like=like, order=order, **sizes)
     problems = size_problems({"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain})
     if problems:
-        raise LayoutError(*problems)
+        errors.append(LayoutError(*problems))
+    raise_all(errors)
     node = gpus_per_node or nvlink_domain
     placed = placements(arrangement, node, nvlink_domain) if node is not None else ()
     warnings = [*arrangement.notes, *near_misses(arrangement.dense)]
@@ -299,8 +304,8 @@ def plan_rank(plan: Plan, rank: int) -> RankPlan:
         rank,
         axes + tuple(own for own in expert_axes if own.axis not in dense),
         rank // plan.gpus_per_node if plan.gpus_per_node else None,
-        previous=dense.neighbour(rank, "pp", -1) if stage > 0 else None,
-        next=dense.neighbour(rank, "pp") if stage < stages - 1 else None,
+        previous=dense.neighbor(rank, "pp", -1) if stage > 0 else None,
+        next=dense.neighbor(rank, "pp") if stage < stages - 1 else None,
         batch=_shards(dense, rank, data)[2],
         data_rank=dense.group_rank(rank, *data) if data else 0,
         data_size=dense.size(*data) if data else 1,

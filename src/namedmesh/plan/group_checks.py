@@ -28,7 +28,7 @@ from namedmesh.hosts import gloo_address, host_identity
 from namedmesh.init import init_mesh
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
-from namedmesh.plan.spec import UsageError
+from namedmesh.plan.spec import UsageError, kept, parse_spec, raise_all
 from namedmesh.plan.tables import Document, Table, Value, show
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class RankReport(NamedTuple):
 
 def run_doctor(spec: str, keywords: Mapping[str, Any], arguments: Namespace) -> int:
     """Check a layout, a spec or the keywords of :func:`namedmesh.plan.make_plan`, on the ranks of this job; return the status."""
-    _check_settings(arguments)
+    _check_settings(spec, arguments)
     timeout = timedelta(seconds=arguments.timeout)
     try:
         here = launch.init(
@@ -107,7 +107,9 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], arguments: Namespace) -> 
     return 0
 
 
-def _check_settings(arguments: Namespace) -> None:
+def _check_settings(spec: str, arguments: Namespace) -> None:
+    """Raise what is wrong whatever the number of ranks, for which the ranks need not find each other."""
+    errors: list[NamedMeshError] = []
     problems = []
     for name, most in (("timeout", _LONGEST), ("megabytes", _LARGEST)):
         value = getattr(arguments, name)
@@ -118,7 +120,11 @@ def _check_settings(arguments: Namespace) -> None:
     except LayoutError as error:
         problems += error.problems
     if problems:
-        raise UsageError(*problems)
+        errors.append(UsageError(*problems))
+    with kept(errors):
+        if spec:
+            parse_spec(spec)
+    raise_all(errors)
 
 
 def _check(

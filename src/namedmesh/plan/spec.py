@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect
-from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.errors import LayoutError, NamedMeshError, did_you_mean
 from namedmesh.sizes import axis_name_problems, nearest_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 _ITEM = re.compile(r"[^,\s]+")
 _USUAL = (*AXES, *EXPERT_AXES)
@@ -67,6 +68,30 @@ class SpecError(UsageError):
         for start, stop, sentence in self.marks:
             lines += [f"  {self.text}", f"  {' ' * start}{'^' * max(1, stop - start)} {sentence}"]
         return "\n".join(lines)
+
+
+@contextmanager
+def kept(errors: list[NamedMeshError]) -> Iterator[None]:
+    """Keep an error of some arguments, for :func:`raise_all` once the others were looked at too."""
+    try:
+        yield
+    except NamedMeshError as error:
+        errors.append(error)
+
+
+def raise_all(errors: list[NamedMeshError]) -> None:
+    """Raise the error that was kept; where there are several, one with the problems of all."""
+    if len(errors) == 1:
+        raise errors[0]
+    kind: type[LayoutError] = LayoutError
+    problems: list[str] = []
+    for error in errors:
+        if isinstance(error, UsageError):
+            kind = UsageError
+        prefix = f"{error.text!r}: " if isinstance(error, SpecError) else ""
+        problems += [f"{prefix}{problem}" for problem in error.problems]
+    if problems:
+        raise kind(*problems)
 
 
 def parse_spec(text: str) -> Spec:

@@ -44,12 +44,15 @@ _GATE = (4, 8)  # silu's result; and its gradient
 # Bytes to cast a number of a product's operand to fp8: torchao finds the largest number first, and reads it twice;
 # Transformer Engine scales by the largest of earlier steps.
 _CAST = {"torch": 5, "megatron": 3}
-# Attention over cp, bytes for each feature of the queries. By torch (distributed/tensor/experimental/_attention.py), for each
+# Attention over cp by torch (distributed/tensor/experimental/_attention.py), bytes for each feature of the queries, for each
 # chunk but the first: keys and values are copied (8), and the chunk's output is merged in float32 (32 on average); backward
-# they are copied (8), gradients of queries (12), keys and values (23) are summed in float32, and the latter copied (16). By
-# namedmesh.training.context_attention, however many chunks: one or two merges in float32, and the cast (43 on average);
-# backward two or three gradients of the queries are summed (17).
-_MERGE, _MERGE_PIECES = (40, 59), (43, 17)
+# they are copied (8), gradients of queries (12), keys and values (23) are summed in float32, and the latter copied (16).
+_MERGE = (40, 59)
+# By namedmesh.training.context_attention on GPUs, how often each number of all ranks' keys and values is read or written beside
+# attention. Eager: they are copied behind each other, and into the order of the sequence (4); backward again (4), the gradients
+# of the two chunks of queries are filled up to the whole sequence (4) and summed (3), and copied back as they came (4).
+# Compiled: one copy; backward no other, one sum, and one copy.
+_GATHERED_EAGER, _GATHERED = (4, 15), (2, 4)
 
 
 @dataclass(frozen=True)
@@ -267,13 +270,24 @@ def layer_bytes(job: Job, axes: Axes, experts: bool) -> Passes:
         forward += _CAST[job.trainer] * inputs
         backward += _CAST[job.trainer] * ((1 + again) * inputs + outputs)
     if axes.cp > 1 and job.keys_over_cp != "ring":
-        features = (job.model.heads or 1) * job.model.features[0] / axes.tp
-        merged, summed = _MERGE_PIECES
-        if job.keys_over_cp == "torch":
-            merged, summed = ((axes.cp - 1) * each for each in _MERGE)
-        forward += merged * features
-        backward += (summed + (merged if again == 1 else 0)) * features
+        more = _over_cp(job, axes)
+        forward += more.forward
+        backward += more.backward + (more.forward if again == 1 else 0)
     return Passes(forward, backward)
+
+
+def _over_cp(job: Job, axes: Axes) -> Passes:
+    """Return what attention over cp adds where keys and values are gathered."""
+    query, _, output = job.model.features
+    heads = (job.model.heads or 1) / axes.tp
+    if job.keys_over_cp == "torch":
+        return Passes(*((axes.cp - 1) * each * heads * query for each in _MERGE))
+    own = _keys_and_values(job, axes.tp)
+    copied, summed = _GATHERED if job.compiled or not job.is_torch else _GATHERED_EAGER
+    # The two chunks of the output, and of the gradient of the queries, are joined.
+    forward = copied * axes.cp * own + 2 * heads * output
+    backward = (summed * axes.cp + 3) * own + 2 * heads * query
+    return Passes(job.number_bytes * forward, job.number_bytes * backward)
 
 
 def _eager(job: Job, axes: Axes, experts: bool) -> Passes:
@@ -356,15 +370,19 @@ def context_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple
     """
     if axes.cp == 1:
         return Traffic(), Traffic()
-    query, value, _ = job.model.features
-    heads = float(kv_heads_on_rank(job.model, axes.tp))
     is_torchs = job.keys_over_cp == "torch"
-    if job.model.kv_rank or is_torchs:
-        heads = (job.model.heads or 1) / axes.tp
-    whole = tokens * heads * (query + value) * job.number_bytes * axes.cp
+    whole = tokens * _keys_and_values(job, axes.tp) * job.number_bytes * axes.cp
     once = collective(job.hardware, whole, axes.cp, axes.tp) * share.layers
     gradients = once * (4 / job.number_bytes * axes.cp / (axes.cp - 1)) if is_torchs else once
     return once * job.passes, gradients
+
+
+def _keys_and_values(job: Job, tp: int) -> float:
+    """Return the numbers of keys and values of a token that a rank sends over cp."""
+    model = job.model
+    query, value, _ = model.features
+    repeated = model.kv_rank or job.keys_over_cp == "torch"
+    return ((model.heads or 1) / tp if repeated else kv_heads_on_rank(model, tp)) * (query + value)
 
 
 def expert_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> Traffic:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from namedmesh.errors import CheckpointError, listing
-from namedmesh.training.comparison import digest, shown
+from namedmesh.training.comparison import Entry, digest, shown
 from namedmesh.training.initialization import plain_name, shard_of
 from namedmesh.training.seeds import streams
 
@@ -29,23 +29,6 @@ if TYPE_CHECKING:
 
     Model = nn.Module | Sequence[nn.Module]
     Optimizers = Optimizer | Sequence[Optimizer] | None
-
-
-class Entry(NamedTuple):
-    """One thing that a rank has to save, and what ranks compare of it.
-
-    ``parameter`` is the one whose part it is, or which it is; copies that ``may_be_averaged`` have a mean, for a layout in
-    which nobody is the rank that had one of them. ``shape`` is that of the whole, which has to be the same everywhere, or
-    None where it may differ; ``shard`` says which part of the whole this rank has, and is empty for all of it. Where it is
-    ``exact`` every bit counts.
-    """
-
-    value: Any
-    parameter: Tensor | None
-    may_be_averaged: bool
-    shape: tuple[int, ...] | None
-    shard: tuple[object, ...]
-    exact: bool
 
 
 class State:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from namedmesh.mesh import NamedMesh
-    from namedmesh.training.checkpoint_state import Entry
 
 Detail = tuple["tuple[int, ...]", "tuple[object, ...]", "list[float]"]
 """The shape of the whole, the part of it, and the numbers of an entry that differs."""
@@ -38,6 +37,23 @@ _SAMPLE = 1024  # elements of a tensor that are compared between ranks, at least
 _TOLERANCE = 1e-3
 _NO_NUMBER = 1e300
 _SHAPE, _SHARD, _NUMBERS = 0, 1, slice(3, 5)  # columns of a table; between them all bits
+
+
+class Entry(NamedTuple):
+    """One thing that a rank has to save, and what ranks compare of it.
+
+    ``parameter`` is the one whose part it is, or which it is; copies that ``may_be_averaged`` have a mean, for a layout in
+    which nobody is the rank that had one of them. ``shape`` is that of the whole, which has to be the same everywhere, or
+    None where it may differ; ``shard`` says which part of the whole this rank has, and is empty for all of it. Where it is
+    ``exact`` every bit counts.
+    """
+
+    value: Any
+    parameter: Tensor | None
+    may_be_averaged: bool
+    shape: tuple[int, ...] | None
+    shard: tuple[object, ...]
+    exact: bool
 
 
 def digest(value: object) -> int:

@@ -196,7 +196,7 @@ class PipelineParallelGrid(Getters):
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_groups, self.pipe_groups = map(ours.get_axis_comm_lists, ("data", "pipe"))
         along_pipe = ours.mesh_axis("pipe")
-        self.p2p_groups = [[rank, ours.layout.neighbour(rank, along_pipe)] for rank in ours.layout.ranks]
+        self.p2p_groups = [[rank, ours.layout.neighbor(rank, along_pipe)] for rank in ours.layout.ranks]
         if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
             self.model_groups, self.mp_group = ours.get_axis_comm_lists("model"), list[int]()
 

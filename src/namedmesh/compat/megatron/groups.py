@@ -220,7 +220,8 @@ class _Builder:
     def sharp(self, name: str, row: GroupSpec) -> Iterator[None]:
         """Let the groups that are created inside use SHARP, if those of this name do.
 
-        NCCL reads the environment when it creates a communicator, which a first collective makes sure of.
+        NCCL reads the environment when it creates a communicator, which a first collective makes sure of. gloo, which has
+        nothing of it, connects only once all groups are created.
         """
         config = self.config
         if not config.use_sharp or (config.sharp_enabled_group or "dp") != name:
@@ -233,8 +234,6 @@ class _Builder:
             if group is not None and self.mesh.device.type == "cuda":
                 dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
                 torch.cuda.synchronize()
-            elif group is not None:
-                dist.barrier(group=group)
         finally:
             os.environ.pop("NCCL_COLLNET_ENABLE", None)
 

@@ -177,6 +177,8 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         BINDING.refuse_second()
         factorings = Factorings(dense, expert)
         options, wanted = group_options(factorings, config)
+        # NCCL lets one group use SHARP: the first that is created with this set.
+        os.environ.pop("NCCL_COLLNET_ENABLE", None)
         if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
         fields = config.fields_to_compare(factorings)

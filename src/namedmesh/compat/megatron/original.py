@@ -75,9 +75,22 @@ def _replace(module: ModuleType) -> dict[tuple[str, str], object]:
     def initialize(*args: Any, **kwargs: Any) -> None:
         initialize_model_parallel(**accepted.bind(*args, **kwargs).arguments)
 
+    end = module.destroy_model_parallel
+
+    @wraps(end)
+    def destroy() -> None:
+        # It ends what the release keeps beside groups, and would destroy those of gloo, which others may share.
+        kept = {name: vars(module)[name] for name in BINDING.variables if hasattr(module, name)}
+        vars(module).update((name, None) for name in kept if name.endswith("_GLOO"))
+        try:
+            end()
+        finally:
+            vars(module).update(kept)
+            destroy_model_parallel()
+
     return {
         (_MODULE, "initialize_model_parallel"): initialize,
-        (_MODULE, "destroy_model_parallel"): destroy_model_parallel,
+        (_MODULE, "destroy_model_parallel"): destroy,
         **{(_MODULE, name): getattr(parallel_state, name) for name in _OF_MEGATRON_DEEPSPEED},
     }
 
