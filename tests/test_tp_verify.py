@@ -194,7 +194,7 @@ def state_of(model: nn.Module, *tensors: Tensor) -> list[Any]:
 
 def changed() -> list[bool]:
     model = Net(lambda m, x: m.mlp(m.norm(x + torch.rand_like(x))), norm=nn.BatchNorm1d(8), mlp=Mlp())
-    model.mlp.eval()
+    model.get_submodule("mlp").eval()
     x = torch.randn(4, 8, requires_grad=True)
     model(x).sum().backward()
     before = state_of(model, x)

@@ -850,12 +850,16 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
             yield
         return
     parameters: dict[str, Any] = module._parameters  # no public way to put a plain tensor here
-    own = {name: parameters[name] for name in values}
-    parameters.update(values)
+    # DDP over DTensors keeps them as plain attributes.
+    places = {name: parameters if name in parameters else vars(module) for name in values}
+    own = {name: place[name] for name, place in places.items()}
     try:
+        for name, place in places.items():
+            place[name] = values[name]
         yield
     finally:
-        parameters.update(own)
+        for name, place in places.items():
+            place[name] = own[name]
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:
