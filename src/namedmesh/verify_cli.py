@@ -21,7 +21,7 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "function",
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the model, its plan and a tuple of inputs",
+        help="a function without arguments that returns the model, its plan and a tuple of inputs, or a dict by name",
     )
     parser.add_argument(
         "--tolerance", type=float, default=1e-5, help="the difference that is none (default: %(default)s)"
@@ -32,6 +32,7 @@ def _configure(parser: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> int:
     """Compare on all ranks of the job; the first one prints the report."""
     model, plan, inputs = _call(arguments)
+    args, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     import torch.distributed as dist
 
     import namedmesh
@@ -39,7 +40,7 @@ def _run(arguments: Namespace) -> int:
 
     mesh = namedmesh.init_mesh(tp=-1)
     try:
-        report = verify(model, mesh["tp"], plan, *inputs, tolerance=arguments.tolerance)
+        report = verify(model, mesh["tp"], plan, *args, tolerance=arguments.tolerance, **named)
         if mesh.rank("tp") == 0:
             sys.stdout.write(f"{report}\n")
     finally:
@@ -48,11 +49,11 @@ def _run(arguments: Namespace) -> int:
     return 0 if report.right else _DIFFERENT
 
 
-def _call(arguments: Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
+def _call(arguments: Namespace) -> tuple[Any, Any, Any]:
     """Return what the named function returns.
 
     Raises:
-        PlanError: it returns something else than a model, a plan and a tuple.
+        PlanError: it returns something else than a model, a plan and inputs.
     """
     module, separator, name = arguments.function.partition(":")
     if not (module and separator and name):
@@ -63,11 +64,11 @@ def _call(arguments: Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
     except (AttributeError, ModuleNotFoundError) as error:
         arguments.parser.error(str(error))
     found = function()
-    if isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], tuple):  # noqa: PLR2004
+    if isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], tuple | dict):  # noqa: PLR2004
         return found
     raise PlanError(
         f"{arguments.function} returned a {type(found).__name__}; return three things: the model, its plan and a tuple "
-        f"of inputs"
+        f"of inputs, or a dict of them by name"
     )
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from functools import cache, cached_property, partial
 from itertools import count
@@ -23,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._torch import at_end_of_backward, backward_pass, communicates, default_store
+from namedmesh._torch import at_end_of_backward, backward_pass, communicates, default_store, tensors_in
 from namedmesh.errors import GradientError, listing, ranks_in_words
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, local_shard
 from namedmesh.tensor_parallel.gradient_sums import reduce_before_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
@@ -298,26 +296,6 @@ def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
     for dim in dims:
         place[dim] = slice(None)
     return {*mesh.mesh[tuple(place)].flatten().tolist()}
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in what a module returned: a tensor, or containers of them.
-
-    Example:
-        >>> [tuple(tensor.shape) for tensor in tensors_in((torch.ones(2), {"loss": torch.ones(())}, None))]
-        [(2,), ()]
-    """
-    inside: Iterable[object] = ()
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, tuple | list):
-        inside = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name) for field in fields(value)]
-    for each in inside:
-        yield from tensors_in(each)
 
 
 # --- whether ranks have the same ------------------------------------------------------------------------------
