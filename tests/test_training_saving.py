@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import shutil
+import threading
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -24,9 +25,11 @@ from ranks import run_ranks
 from torch import nn
 from training_checks import states_of
 
+import namedmesh
 from namedmesh import training
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files
+from namedmesh.training.checkpoint_ranks import CheckpointGroup
 
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
@@ -440,6 +443,26 @@ def test_the_end_of_the_interpreter_waits_and_tells(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert files_left(tmp_path) == ["fine"]
     assert done.stderr.count(f"CheckpointError: the checkpoint {tmp_path}/bad could not be written") == 3
+
+
+def lost_in_the_background(directory: Path) -> None:
+    mesh = namedmesh.init_mesh(dp=-1, device="cpu")
+    first, on_first = mesh.is_first("dp"), CheckpointGroup.on_first
+
+    def lost(self: CheckpointGroup, *arguments: Any) -> Any:
+        if first and threading.current_thread().name == "namedmesh checkpoint":
+            raise RuntimeError("Connection closed by peer")
+        return on_first(self, *arguments)
+
+    with mock.patch.object(CheckpointGroup, "on_first", lost):
+        training.save(directory / "last", mesh, nn.Linear(2, 2), async_=True)
+        if first:  # the other one waits for it, in the background
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                training.save(directory / "next", mesh, nn.Linear(2, 2))
+
+
+def test_after_a_connection_was_lost_no_other_rank_is_waited_for(tmp_path: Path) -> None:
+    run_ranks(2, lost_in_the_background, tmp_path, timeout=30)
 
 
 # --- what state_dict means -------------------------------------------------------------------------------------

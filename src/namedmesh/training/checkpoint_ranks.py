@@ -81,6 +81,8 @@ class CheckpointGroup:
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.saving: Saving | None = None  # the last one in the background
         self.warned: set[str] = set()  # the names of which the ranks were warned already
+        # A collective in the background that failed, as after a rank was lost: others may still wait in one before or after it.
+        self.broken: RuntimeError | None = None
 
     @classmethod
     def of(cls, mesh: NamedMesh | None) -> CheckpointGroup:
@@ -118,6 +120,8 @@ class CheckpointGroup:
                 saving.set_result(work())
                 _unreported.discard(saving)
             except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
+                if isinstance(error, RuntimeError) and not isinstance(error, NamedMeshError):
+                    self.broken = error
                 saving.set_exception(error)
 
         Thread(target=run, name="namedmesh checkpoint", daemon=False).start()  # the interpreter waits for it
@@ -163,6 +167,8 @@ class CheckpointGroup:
             result = function()
         except Exception as raised:  # noqa: BLE001  every rank raises it
             error = raised
+        if self.broken is not None:  # nothing can be told over this group
+            raise self.broken
         failed = torch.tensor([int(error is not None)])
         if self.group is not None:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
