@@ -484,6 +484,26 @@ def test_a_rank_that_begins_alone_to_train_a_parameter_does_not_hang() -> None:
     assert first[1] == second[1] == 1
 
 
+def with_parameters_of_one_rank() -> tuple[str, str]:
+    """A bias that only the first rank has, and a head that only the last one has: right, and wrong."""
+    rank, texts = torch.distributed.get_rank(), []
+    for factor in (1, 1 + rank):
+        model = nn.Sequential(nn.Linear(8, 8, bias=rank == 0), nn.Linear(8, 8) if rank else nn.Identity())
+        compare_gradients(model, tp_mesh())
+        try:
+            (model[0](torch.ones(2, 8)).sum() * factor + model(torch.ones(2, 8)).sum() * 0).backward()
+            texts.append("")
+        except GradientError as error:
+            texts.append(str(error))
+    return texts[0], texts[1]
+
+
+def test_a_parameter_that_only_some_ranks_have_is_left_out() -> None:
+    for right, wrong in run_ranks(2, with_parameters_of_one_rank):
+        assert right == ""
+        assert names_in(wrong) == {"0.weight"}
+
+
 def asked_and_told() -> tuple[int, str]:
     """Every parameter is sharded, and the first gradients are zero: how often the model is looked at, and what comes next."""
     linears = {"up": nn.Linear(8, 16, bias=False), "down": nn.Linear(16, 8, bias=False)}

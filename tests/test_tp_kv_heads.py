@@ -127,6 +127,15 @@ def test_a_plain_column_style_that_would_cut_a_head_names_the_style_that_is_righ
     assert plan_report(Attention(16, 4, 1), 1, plan).tp_size == 1
 
 
+class Own(KeyValueParallel):
+    """Somebody else's."""
+
+
+def test_a_subclass_of_the_style_is_what_is_applied() -> None:
+    plan = attention_plan() | {"wk": Own(), "wv": Own()}
+    assert {row.style for row in plan_report(Attention(32, 8, 4), 2, plan).rows} >= {"Own", "ColwiseParallel"}
+
+
 def test_queries_must_divide() -> None:
     text = (
         "2 problems:\n  - wq, wo: n_heads 6 ... and heads would be cut; ... 6\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -94,7 +95,8 @@ class KeyValueParallel(ColwiseParallel):
         ``attentions`` are the modules that use the heads, of which each may keep the number of its groups.
         """
         queries, heads = self.query_heads or queries, self.kv_heads or heads
-        bound = KeyValueParallel(input_layouts=self.input_layouts[0], query_heads=queries, kv_heads=heads)
+        bound = copy.copy(self)  # of its own class
+        bound.query_heads, bound.kv_heads = queries, heads
         if queries and heads and heads % size and SharedHeads(queries, heads, size).possible:
             bound.shared, bound.attentions = SharedHeads(queries, heads, size), attentions
         return bound
@@ -120,7 +122,6 @@ class KeyValueParallel(ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         bound = self.on_ranks(device_mesh.size(), None, None, self.attentions)
-        bound.src_data_rank = self.src_data_rank
         if bound.shared is None:
             return shard_module(bound, module, device_mesh)
         for attention in self.attentions:

@@ -11,13 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import concatenate_meshes
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import (
-    RankGroup,
-    all_to_all,
-    exchange,
-    passed,
-    with_backward,
-)
+from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, exchange, passed, with_backward
 from namedmesh.tensor_parallel.local import LocalForward
 from namedmesh.tensor_parallel.placements import refuse_incompatible
 

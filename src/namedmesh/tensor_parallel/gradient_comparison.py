@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -63,11 +64,12 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     For a model that was sharded along the axis by whatever means: by ``parallelize``, which calls this itself, by torch's
     ``parallelize_module``, by hand. Compared is every trainable parameter that the axis does not shard: a plain
     tensor, or a DTensor that is replicated along it. (A gradient that is ``Partial`` is summed by whoever uses it. A
-    plain tensor that is marked as a shard, with ``tensor_model_parallel``, is left out.) The ranks send six numbers
-    for each, at the end of one backward. Where the gradients come later, as in the two passes of zero-bubble schedules,
-    or a compiled forward has no hooks, they compare before the optimizer's step, and the error comes from there. A
-    parameter that has no gradient then, a zero one, or is frozen, is compared when it has one; parameters that
-    begin to need a gradient have to do so on every rank.
+    plain tensor that is marked as a shard, with ``tensor_model_parallel``, is left out, and so is what only some ranks
+    have.) The ranks send six numbers for each, at the end of one backward, and wait for each other up to the timeout of
+    their group. Over a data axis, call it where that backward sums the gradients (not in DDP's ``no_sync``). Where the
+    gradients come later, as in the two passes of zero-bubble schedules, or a compiled forward has no hooks, they compare
+    before the optimizer's step, and the error comes from there. A parameter that has no gradient then, a zero one, or
+    is frozen, is compared when it has one; parameters that begin to need a gradient have to do so on every rank.
 
     Args:
         model: the model; all ranks of the axis call this, and run its forward and backward, on the same data.
@@ -162,16 +164,20 @@ class GradientComparison:
 
     def after_backward(self) -> None:
         """Compare what a pass has left, unless some of it never comes: then in fewer and fewer passes."""
+        some = next(self.model.parameters(), None)
+        if some is None or not communicates(some, self.group.process_group):
+            return
         parameters = self._parameters()
         begun = {name for name in self.frozen if name in parameters and parameters[name].requires_grad}
         if begun:
             self._agree_on(begun)
             self.passes, self.frozen = 0, self.frozen - begun
-        # The same on every rank.
-        if self.activations or {*self.names} - self.frozen:
-            self.passes += 1
-            if self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0:
-                self._compare(parameters)
+        if self.passes == 0:
+            self.names = self._on_every_rank(self.names)
+        self.passes += 1
+        is_time = self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0
+        if is_time and (self.activations or {*self.names} - self.frozen):  # the same on every rank
+            self._compare(parameters)
 
     def _agree_on(self, begun: set[str]) -> None:
         """Wait until every rank has the same parameters begin to need a gradient; those that have not would not compare.
@@ -249,15 +255,22 @@ class GradientComparison:
             return _row(_PART)
         return fingerprint(local_shard(gradient), self.dtypes)
 
+    def _on_every_rank(self, names: list[str]) -> list[str]:
+        """Return the parameters that all ranks have: a bias may be on the first one only, and rows have to be as many."""
+        marks = torch.tensor([1, -1], device=self.device) * zlib.crc32(repr(names).encode())
+        dist.all_reduce(marks, dist.ReduceOp.MAX, self.group.process_group)
+        lists = [names] * self.group.size
+        if marks.sum():
+            dist.all_gather_object(lists, names, self.group.process_group)
+            names = sorted({*names}.intersection(*lists))
+        return names
+
     def _compare(self, parameters: Mapping[str, Tensor]) -> None:
         """Let the ranks compare what they have, and forget what is settled.
 
         Raises:
             GradientError: they have different things.
         """
-        some = next(self.model.parameters(), None)
-        if some is None or not communicates(some, self.group.process_group):
-            return
         keys = [("parameter", name) for name in self.names] + self.activations
         rows = [self._row_of(parameters.get(name)) for name in self.names]
         rows += [self.rows.get(key, _row(_ABSENT)) for key in self.activations]

@@ -126,8 +126,9 @@ def verify(
     resolve(model, mesh, plan, None)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
-            state = "on the meta device" if tensor.is_meta else "a DTensor already"
-            raise PlanError(f"{name} is {state}; verify a model that is whole, and has values, on every rank")
+            raise PlanError(
+                f"{name} is on the meta device or sharded; verify a model that is whole and has values"
+            )
     whole = copy.deepcopy(model).eval()
     given = [each.detach().clone() for each in tensors_in((inputs, named))]
     if double:
@@ -153,16 +154,16 @@ def _run(model: nn.Module, inputs: Any, given: list[Tensor]) -> dict[tuple[str, 
     # A model may write into its inputs, but into no leaf.
     memo = {id(old): leaf.clone() for old, leaf in zip(tensors_in(inputs), leaves, strict=True)}
     args, named = copy.deepcopy(inputs, memo)
-    kind = next((each.device.type for each in given if each.device.type != "cpu"), None)
-    devices = [torch.accelerator.current_device_index()] if kind else []
-    with torch.random.fork_rng(devices, device_type=kind or "cuda"):
+    device = next((each.device.type for each in given if each.device.type != "cpu"), None)
+    forked = [torch.accelerator.current_device_index()] if device else []
+    with torch.random.fork_rng(forked, device_type=device or "cuda"):
         torch.manual_seed(0)
         output = model(*args, **named)
     outputs = [_whole(each) for each in tensors_in(output)]
     if not outputs:
+        kind = type(output).__name__
         raise PlanError(
-            f"the model returned a {type(output).__name__} without a tensor to compare; let it return tensors, or tuples, "
-            f"lists, dicts or dataclasses of them"
+            f"the model returned no tensor to compare but a {kind}; return tensors in plain containers"
         )
     trained = [each for each in outputs if each.requires_grad]
     generator = torch.Generator().manual_seed(0)
