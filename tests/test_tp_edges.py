@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from tp_compare import apart, assert_right, gradients_apart, sharded, tp_mesh, whole
+from tp_compare import apart, assert_right, gradients_apart, problem_of, sharded, tp_mesh, whole
 from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Mlp
 
 from namedmesh._torch import TORCH
@@ -303,6 +303,29 @@ def failing_style() -> None:
 
 def test_nothing_is_left_half_sharded() -> None:
     run_ranks(1, failing_style, init=False)
+
+
+def test_what_reads_or_hooks_a_weight_is_refused() -> None:
+    model: Any = nn.ModuleDict(
+        {"attention": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8), "after": nn.Linear(8, 8)}
+    )
+    model["up"].weight.register_hook(lambda gradient: gradient)
+    model["after"].bias.register_post_accumulate_grad_hook(lambda _: None)
+    text = problem_of(
+        model, {"attention.out_proj": RowwiseParallel(), "up": ColwiseParallel(), "after": ColwiseParallel()}
+    )
+    assert "attention.out_proj: nn.MultiheadAttention computes with its weight and does not call it" in text
+    assert "up: weight has a hook" in text
+    assert "after: bias has a hook" in text
+
+
+def test_what_is_noted_on_a_parameter_is_kept() -> None:
+    layer: Any = nn.Linear(8, 8)
+    layer.weight._no_weight_decay = True
+    with fake_world(2):
+        parallelize(layer, tp_mesh(), ColwiseParallel(), src_data_rank=None)
+    assert isinstance(layer.weight, DTensor)
+    assert vars(layer.weight)["_no_weight_decay"]
 
 
 def test_a_computed_weight_is_refused() -> None:

@@ -49,6 +49,12 @@ def of_pairs() -> Net:
     return Net(compute, gate_up=nn.Linear(8, 48), down=nn.Linear(24, 8))
 
 
+def zero(model: Net) -> Net:
+    """The same with a last layer of zeros, through which no gradient comes."""
+    nn.init.zeros_(model.get_parameter("down.weight"))
+    return model
+
+
 def names(report: VerifyReport) -> set[str]:
     return {each.name for each in report.different}
 
@@ -67,6 +73,8 @@ def reports() -> dict[str, VerifyReport]:
         "logits as DTensors": verify(Llama(), mesh, llama_plan(loss_parallel=True), ids),
         "softmax of a rank's features": verify(softened(softmax=True), mesh, UP_DOWN, x),
         "right": verify(softened(softmax=False), mesh, UP_DOWN, x),
+        "softmax behind zeros": verify(zero(softened(softmax=True)), mesh, UP_DOWN, x),
+        "writes into its input": verify(Net(lambda m, x: m.up(x.mul_(2)), up=nn.Linear(8, 8)), mesh, {}, x),
         "summed twice": verify(softened(softmax=False), mesh, twice, x),
         "halves": verify(gate_up(8), mesh, halves, x),
         "halves as pairs": verify(gate_up(8), mesh, pairs, x),
@@ -78,7 +86,7 @@ def reports() -> dict[str, VerifyReport]:
 def test_what_differs_is_named() -> None:
     first, second = run_ranks(2, reports)
     assert first == second
-    right = ("llama", "logits as DTensors", "right", "halves", "pairs")
+    right = ("llama", "logits as DTensors", "right", "writes into its input", "halves", "pairs")
     assert {name: report.right for name, report in first.items()} == {name: name in right for name in first}
     for name in right:
         assert max(each.difference for each in first[name].compared) < 1e-12

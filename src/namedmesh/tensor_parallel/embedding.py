@@ -50,9 +50,7 @@ class RowwiseEmbedding(nn.Embedding):
         weight = local_shard(self.weight)
         first = self._setup.group.rank * weight.shape[0]
         elsewhere, mine = in_part(ids, first, weight.shape[0])
-        padding = (
-            None if self.padding_idx is None else padding_in_part(self.padding_idx, first, weight.shape[0])
-        )
+        padding = padding_in_part(self.padding_idx, first, weight.shape[0])
         return F.embedding(mine, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
@@ -69,12 +67,8 @@ def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
 def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
     """Refuse an id outside the vocabulary: it belongs to no rank, and its vector would silently be zeros."""
     # The compiler does not look at values, and on a CPU it costs little.
-    if (
-        torch.compiler.is_compiling()
-        or type(ids) is not Tensor
-        or ids.device.type != "cpu"
-        or not ids.numel()
-    ):
+    has_values = not torch.compiler.is_compiling() and type(ids) is Tensor and ids.device.type == "cpu"
+    if not has_values or not ids.numel():
         return
     low, high = torch.aminmax(ids)
     if low < 0 or high >= vocabulary:
@@ -92,6 +86,6 @@ def in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
     return elsewhere, (ids - first).masked_fill(elsewhere, 0)
 
 
-def padding_in_part(padding_idx: int, first: int, length: int) -> int | None:
+def padding_in_part(padding_idx: int | None, first: int, length: int) -> int | None:
     """Return the place in this rank's part of the id whose vector gets no gradient; None where it is elsewhere."""
-    return padding_idx - first if first <= padding_idx < first + length else None
+    return None if padding_idx is None or not first <= padding_idx < first + length else padding_idx - first

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 Sides: TypeAlias = tuple[str, nn.Module, bool, bool]
 Key: TypeAlias = tuple[str, str]
 
-_EVERY_PASS = 16
+# Up to which pass the ranks compare in each one, and from which what they have alike is settled though others have no gradient.
+_EVERY_PASS, _LAST_PASS = 16, 1024
 
 BEGINNING_LIMIT = timedelta(minutes=5)
 """How long a rank waits for the others, where parameters begin to need a gradient."""
@@ -67,9 +68,9 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     tensor, or a DTensor that is replicated along it. (A gradient that is ``Partial`` is summed by whoever uses it. A
     plain tensor that is marked as a shard, with ``tensor_model_parallel``, is left out.) The ranks send six numbers
     for each, at the end of one backward. Where the gradients come later, as in the two passes of zero-bubble schedules,
-    or a compiled forward has no hooks, they compare before the optimizer's step, and the error comes from there. A
-    parameter that has no gradient then, a zero one, or is frozen, is compared when it has one; parameters that
-    begin to need a gradient have to do so on every rank.
+    or a compiled forward has no hooks, they compare before the optimizer's step, and the error comes from there. While
+    a parameter has no gradient, or a zero one, they compare again, and what is frozen when it has one; parameters
+    that begin to need a gradient have to do so on every rank.
 
     Args:
         model: the model; all ranks of the axis call this, and run its forward and backward, on the same data.
@@ -109,17 +110,16 @@ class GradientComparison:
         self.place = f"namedmesh/begun/{mesh.get_group().group_name}/{next(_numbers)}"
         # Those that needed no gradient on any rank when the ranks last compared.
         self.frozen: set[str] = set()
-        self.handles: list[RemovableHandle] = []
-        self.activations: list[Key] = []
+        # Of the inputs and outputs that are still to be compared.
+        self.handles: dict[Key, RemovableHandle] = {}
         for name, module, whole_input, whole_output in sides:
             # Methods, and no closures, so that a copy of the model has a copy of this.
             if whole_input:
-                self.activations.append(("input", name))
                 note = partial(self._note_input, name)
-                self.handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+                self.handles["input", name] = module.register_forward_pre_hook(note, with_kwargs=True)
             if whole_output:
-                self.activations.append(("output", name))
-                self.handles.append(module.register_forward_hook(partial(self._watch_output, name)))
+                watch = partial(self._watch_output, name)
+                self.handles["output", name] = module.register_forward_hook(watch)
         self.root_handle = model.register_forward_hook(self._after_forward)
         # Before an optimizer's step, too: where the gradients come after the backward, or without hooks.
         _watched[self] = None
@@ -170,9 +170,9 @@ class GradientComparison:
             self._agree_on(begun)
             self.passes, self.frozen = 0, self.frozen - begun
         # The same on every rank.
-        if self.activations or {*self.names} - self.frozen:
+        if self.handles or {*self.names} - self.frozen:
             self.passes += 1
-            if self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0:
+            if _compares(self.passes):
                 self._compare(parameters)
 
     def _agree_on(self, begun: set[str]) -> None:
@@ -238,7 +238,7 @@ class GradientComparison:
 
     def _note(self, key: Key, value: Tensor) -> None:
         """Note what this rank has of an activation, the last time it comes by: a pipeline's first inputs are empty."""
-        if communicates(value, self.group.process_group):
+        if communicates(value, self.group.process_group) and _compares(self.passes + 1):
             self.rows[key] = fingerprint(local_shard(value), self.dtypes)
 
     def _row_of(self, parameter: Tensor | None) -> list[float]:
@@ -260,18 +260,21 @@ class GradientComparison:
         some = next(self.model.parameters(), None)
         if some is None or not communicates(some, self.group.process_group):
             return
-        keys = [("parameter", name) for name in self.names] + self.activations
+        keys = [("parameter", name) for name in self.names] + [*self.handles]
         rows = [self._row_of(parameters.get(name)) for name in self.names]
-        rows += [self.rows.get(key, _row(_ABSENT)) for key in self.activations]
+        rows += [self.rows.get(key, _row(_ABSENT)) for key in self.handles]
         # A pass that leaves no gradient anywhere may be one over numbers that mean nothing, as pipelines do to find shapes.
-        left = any(parameter.grad is not None for parameter in self.model.parameters())
-        rows.append(_row(float(left)))
+        gradients = [each.grad for each in self.model.parameters() if each.requires_grad]
+        left = [local_shard(gradient) for gradient in gradients if gradient is not None]
+        rows.append([float(bool(left)), *_row(len(left) == len(gradients) and _none_is_zero(left))[:-1]])
         mine = torch.tensor([rows], dtype=torch.float64, device=self.device)
         gathered = all_gather(mine, self.group, 0)
         self.rows.clear()
         if not gathered[:, -1, 0].any():
             return
-        found_out = _verdicts(gathered[:, :-1])
+        # What ranks use on their features, too, is alike while no gradient comes through these, as behind a layer of zeros.
+        last = self.passes >= _LAST_PASS
+        found_out = _found_out(keys, gathered, settles=last or bool(gathered[:, -1, 1].all()))
         for group in self._across(parameters.values()):
             dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
         outcomes = dict(zip(keys, found_out.tolist(), strict=True))
@@ -282,12 +285,10 @@ class GradientComparison:
             )
         self.frozen = {name for name in self.names if outcomes["parameter", name] == _FROZEN}
         self.names = [name for name in self.names if outcomes["parameter", name] != _SETTLED]
-        if _SETTLED in outcomes.values():
-            # All activations with the first that is: their contract does not change with what is trained.
-            self.activations.clear()
-            while self.handles:
-                self.handles.pop().remove()
-        if not self.names and not self.activations:
+        for key in [*self.handles]:
+            if last or outcomes[key] == _SETTLED:
+                self.handles.pop(key).remove()
+        if not self.names and not self.handles:
             self.root_handle.remove()
             _watched.pop(self, None)
 
@@ -329,8 +330,21 @@ _ABSENT, _PRESENT, _PART, _NEEDS_NONE = 0.0, 1.0, 2.0, 3.0
 # What the ranks find of a tensor that all of them have alike, and of a parameter that needs a gradient on none.
 _SETTLED, _FROZEN = 1.0, -1.0
 
+# How much of a rounding may be all of a tensor, by kind: the sum over all tokens that a parameter's gradient is cancels out.
+_SHARES = {"parameter": 1.0, "input": 0.01, "output": 0.01}
+
 _CHUNK = 1 << 20
 _FREQUENCIES = (1.0, 0.7, 0.3)
+
+
+def _compares(passes: int) -> bool:
+    """Return whether the ranks compare in a pass: in each at first, then where their number is a power of two."""
+    return passes <= _EVERY_PASS or passes & (passes - 1) == 0
+
+
+def _none_is_zero(gradients: Iterable[Tensor]) -> bool:
+    dense = (each.coalesce().values() if each.is_sparse else each for each in gradients)
+    return all(bool(each.any()) for each in dense if each.numel())
 
 
 def _row(state: float) -> list[float]:
@@ -363,19 +377,29 @@ def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
     return [_PRESENT, math.sqrt(squares), *weighted, eps]
 
 
-def _verdicts(rows: Tensor) -> Tensor:
+def _found_out(keys: Sequence[Key], rows: Tensor, *, settles: bool) -> Tensor:
+    """Return the verdict on each key, that there is a difference only unless this pass ``settles`` what there is none of."""
+    found = rows.new_zeros(len(keys))
+    for kind, share in _SHARES.items():
+        places = [place for place, key in enumerate(keys) if key[0] == kind]
+        if places:
+            found[places] = _verdicts(rows[:, places], share)
+    return found if settles else found.where(found != _SETTLED, 0.0)
+
+
+def _verdicts(rows: Tensor, share: float) -> Tensor:
     """Return what the rows of all ranks, ``(ranks, tensors, numbers)``, say: 0 where nothing is settled, or else a verdict.
 
     Two tensors count as different where a number of theirs is apart by more than the square root of what their type
     rounds off: sums in another order come near to none of that. The verdict is then ``_SETTLED`` and how far they are
-    apart, as a part of the size. Where all of it is within the rounding of the largest tensor, nothing is settled: it
-    may be zero.
+    apart, as a part of the size. Where all of it is within a ``share`` of the rounding of the largest tensor, nothing is
+    settled: it may be zero.
     """
     has, numbers, eps = rows[..., 0], rows[..., 1:-1], rows[..., -1].amax(0)
     sizes = numbers[..., 0]
     # Where a gradient is zero but for rounding, the terms that cancel out in it may be much larger than eps says; but a
     # type of 16 bits rounds so coarsely that small gradients would hide behind the largest.
-    nothing = (1000 * eps).clamp(max=1e-4) * sizes.nan_to_num(0.0, 0.0, 0.0).max()
+    nothing = share * (1000 * eps).clamp(max=1e-4) * sizes.nan_to_num(0.0, 0.0, 0.0).max()
     difference = (numbers.amax(0) - numbers.amin(0)).amax(-1)
     part = difference / sizes.amax(0)
     found = has.all(0) * _SETTLED
@@ -401,10 +425,11 @@ _SENTENCES = {
     ),
     "parameter": (
         "{names}: whole on each of {ranks}, but their gradients differ, {far}: each has a part, and they would train "
-        "apart; where the ranks use a module on their own features or tokens add {entries} to the plan, which sums the "
-        "parts; where they use their own features of what a linear makes, give it a style: ColwiseParallel(), "
-        "KeyValueParallel() for keys and values, SumTailGradient(width) if all use its last width features; what all "
-        "ranks use alike stays whole (KeepWhole()), and can differ because of what follows it only"
+        "apart; where the ranks use a module on their own features or tokens only, add {entries} to the plan, which sums "
+        "the parts (what all use alike elsewhere, too, needs parameters of its own there); where they use their own "
+        "features of what a linear makes, give it a style: ColwiseParallel(), KeyValueParallel() for keys and values, "
+        "SumTailGradient(width) if all use its last width features; what all ranks use alike stays whole (KeepWhole()), "
+        "and can differ because of what follows it only"
     ),
 }
 

@@ -103,26 +103,14 @@ class LocalForward:
 
 
 class KeepWhole(ActivationStyle):
-    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed.
-
-    Example:
-        >>> from namedmesh.tensor_parallel import KeepWhole
-        >>> KeepWhole()
-        KeepWhole()
-    """
+    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
         return module
 
 
 class SumOutput(ActivationStyle):
-    """Sum a module's output over the ranks, each of which computed a part of it.
-
-    Example:
-        >>> from namedmesh.tensor_parallel import SumOutput
-        >>> SumOutput()
-        SumOutput()
-    """
+    """Sum a module's output over the ranks, each of which computed a part of it."""
 
     whole_output = True
 
@@ -140,11 +128,6 @@ class SumTailGradient(ActivationStyle):
 
     Args:
         width: how many of the last features.
-
-    Example:
-        >>> from namedmesh.tensor_parallel import SumTailGradient
-        >>> SumTailGradient(64)
-        SumTailGradient(64)
     """
 
     def __init__(self, width: int) -> None:
@@ -248,11 +231,6 @@ class IdentityExpert(ActivationStyle):
     """Divide the input of an expert that returns its input by the number of ranks.
 
     For such an expert inside :class:`ShardedExperts`, whose output is summed: every rank adds the same.
-
-    Example:
-        >>> from namedmesh.tensor_parallel import IdentityExpert
-        >>> IdentityExpert()
-        IdentityExpert()
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

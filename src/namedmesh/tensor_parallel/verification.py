@@ -87,7 +87,8 @@ def verify(
 
     A proof on one input, of what no plan and no comparison between ranks can tell: that the ranks together compute
     what one process does. It costs two copies of the whole model in double precision on every rank: take a small one.
-    The copies are in evaluation mode, so that nothing is random, and have the parameters and inputs of the first rank.
+    The copies are in evaluation mode, so that nothing is random, and have the parameters and inputs of the first rank;
+    parameters that are all zero get numbers, because they would hide what is wrong behind them.
 
     Args:
         model: the model, not parallelized; it is left as it is.
@@ -124,6 +125,8 @@ def verify(
             dtype = torch.float64 if value.is_floating_point() else value.dtype
             given[i] = value.detach().to(dtype, copy=True)
     for tensor in (*whole.parameters(), *whole.buffers(), *given):
+        if isinstance(tensor, nn.Parameter) and not tensor.count_nonzero():
+            nn.init.normal_(tensor, std=0.02)
         if isinstance(tensor, Tensor):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
     sharded = parallelize(copy.deepcopy(whole), mesh, plan, check=False)
@@ -142,7 +145,10 @@ def _run(model: nn.Module, given: Sequence[Any]) -> dict[tuple[str, str], Tensor
     for i, value in enumerate(given):
         if isinstance(value, Tensor) and value.is_floating_point():
             inputs[i] = value.clone().requires_grad_()
-    outputs = [_whole(tensor) for tensor in tensors_in(model(*inputs)) if tensor.dtype.is_floating_point]
+    copies = [
+        value.clone() if isinstance(value, Tensor) else value for value in inputs
+    ]  # a model may write into them
+    outputs = [_whole(tensor) for tensor in tensors_in(model(*copies)) if tensor.dtype.is_floating_point]
     found: dict[tuple[str, str], Tensor | None] = {}
     for i, output in enumerate(outputs):
         found[f"output {i}", "value"] = output.detach()
