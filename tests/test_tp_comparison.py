@@ -314,9 +314,8 @@ def error_of(make: Callable[[], nn.Module], plan: Plan, data: Tensor, **options:
 
 def row_gate() -> Net:
     """A gate that a row layer makes of all features, for each rank's own."""
-    gate = nn.Linear(16, 1, bias=False)
     compute = lambda m, x: m.down((up := m.up(x)) * torch.sigmoid(m.gate(up)))  # noqa: E731
-    return Net(compute, up=nn.Linear(8, 16), gate=gate, down=nn.Linear(16, 8))
+    return Net(compute, up=nn.Linear(8, 16), gate=nn.Linear(16, 1), down=nn.Linear(16, 8))
 
 
 class TwoBatches(Mlp):
@@ -362,6 +361,7 @@ def test_what_the_errors_name() -> None:
     assert "the output of small: the 2 ranks of tp have all of it" in first["gathered"]
     assert "output_layouts=Shard(-1)" in first["gathered"]
     assert "the output of gate: " in first["row"]
+    assert "LocalParameters" not in first["row"]  # for the bias, whose module has a style
     assert "the input of up: the plan says that the 2 ranks of tp have the same" in first["input"]
     assert names_in(first["keys"]) == {"wk.weight", "wv.weight"}
     assert "layers.0.ffn_norm.weight, layers.1.ffn_norm.weight: whole" in first["sequence"]
@@ -428,6 +428,28 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         nn.init.zeros_(model.get_parameter("down.weight"))
         two_steps(model, ColwiseParallel(output_layouts=WHOLE))
 
+    def gathered_twice() -> None:
+        """The output of the first call is used by all ranks alike, that of the second one by each with its features."""
+
+        def compute(m: Any, x: Tensor) -> Any:
+            of_all = m.small(x).mean(-1, keepdim=True)
+            return of_all + m.down(
+                (m.up(x).unflatten(-1, (-1, 4)) * m.small(2 * x).unsqueeze(-2)).flatten(-2)
+            )
+
+        linears = {"small": nn.Linear(8, 4), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+        two_steps(Net(compute, **linears).double(), ColwiseParallel(output_layouts=WHOLE))
+
+    def next_to_nothing() -> None:
+        """A norm of each head leaves nothing but rounding of the gain's gradient, which the ranks have apart."""
+        compute = lambda m, x: m.down(m.norms(m.gain(m.up(x)))) + m.bare * x  # noqa: E731
+        linears = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+        norms = OfHeads(nn.RMSNorm(4, elementwise_affine=False))
+        torch.manual_seed(0)
+        two_steps(
+            Net(compute, gain=Gain(), norms=norms, bare=nn.Parameter(torch.ones(1)), **linears).double(), None
+        )
+
     def gathered_small() -> None:
         """In single precision, of many tokens, of each of which the mean takes a small part."""
         torch.manual_seed(0)
@@ -483,6 +505,8 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "used on all features, too, behind zeros": stops(used_twice),
         "an output behind zeros": stops(gathered, "small"),
         "an output with small gradients": stops(gathered_small, "small"),
+        "an output of several calls": stops(gathered_twice, "small"),
+        "rounding only": not stops(next_to_nothing),
         "a copy": stops(copied),
         "checkpoint": stops(partial(checkpointed, False)),
         "reentrant checkpoint": stops(partial(checkpointed, True)),

@@ -331,11 +331,13 @@ def test_what_is_noted_on_a_parameter_is_kept() -> None:
 def test_a_computed_weight_is_refused() -> None:
     with pytest.warns(FutureWarning, match="weight_norm"):
         old = nn.utils.weight_norm(nn.Linear(8, 8))
-    for layer in (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), old):
+    new, of_bias = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)
+    nn.utils.parametrize.register_parametrization(of_bias, "bias", nn.Tanh())
+    for layer in (new, old, of_bias):
         with fake_world(2), pytest.raises(PlanError) as caught:
             ColwiseParallel()._apply(layer, tp_mesh())
         assert str(caught.value) == (
-            f"{type(layer).__name__}: its weight is computed from other parameters at every forward; remove the "
+            f"{type(layer).__name__}: its {'bias' if layer is of_bias else 'weight'} is computed from other parameters at every forward; remove the "
             "parametrization (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), "
             "or leave the module out of the plan"
         )

@@ -41,11 +41,6 @@ class RankGroup:
     Args:
         source: the one-dimensional mesh of those ranks, their process group, or None for this process alone,
             whose collectives then do nothing.
-
-    Example:
-        >>> alone = RankGroup(None)
-        >>> alone.size, alone.rank
-        (1, 0)
     """
 
     source: DeviceMesh | dist.ProcessGroup | None

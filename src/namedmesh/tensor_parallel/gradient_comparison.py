@@ -106,7 +106,9 @@ class GradientComparison:
         self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
         self.rows: dict[Key, list[float]] = {}
         self.dtypes: set[torch.dtype] = set()
-        self.passes, self._pass, self._agreements = 0, -1, 0
+        self.passes, self._pass, self._agreements, self.forwards = 0, -1, 0, 0
+        self.noted: dict[str, int] = {}  # in which forward each input was
+        self.largest = 0.0  # gradient of a parameter so far
         self.place = f"namedmesh/begun/{mesh.get_group().group_name}/{next(_numbers)}"
         # Those that needed no gradient on any rank when the ranks last compared.
         self.frozen: set[str] = set()
@@ -147,6 +149,7 @@ class GradientComparison:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         _watched[self] = None  # a copy of the model has a copy of this, which is not registered
+        self.forwards += 1
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not all(communicates(tensor, self.group.process_group) for tensor in found):
             return
@@ -228,6 +231,10 @@ class GradientComparison:
             return
         value = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         if value is not None and not isinstance(value, DTensor):
+            # The last forward counts: a pipeline's first inputs are empty.
+            if self.noted.get(name) != self.forwards:
+                self.rows.pop(("input", name), None)
+            self.noted[name] = self.forwards
             self._note(("input", name), value)
 
     def _watch_output(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -237,9 +244,11 @@ class GradientComparison:
             output.register_hook(partial(self._note, ("output", name)))
 
     def _note(self, key: Key, value: Tensor) -> None:
-        """Note what this rank has of an activation, the last time it comes by: a pipeline's first inputs are empty."""
+        """Note what this rank has of an activation, in all calls of its module in a forward or a backward together."""
         if communicates(value, self.group.process_group) and _compares(self.passes + 1):
-            self.rows[key] = fingerprint(local_shard(value), self.dtypes)
+            row = fingerprint(local_shard(value), self.dtypes)
+            known = self.rows.get(key, _row(_ABSENT))
+            self.rows[key] = [_PRESENT, *(map(sum, zip(row[1:-1], known[1:-1], strict=True))), row[-1]]
 
     def _row_of(self, parameter: Tensor | None) -> list[float]:
         if parameter is None or not parameter.requires_grad:
@@ -274,7 +283,9 @@ class GradientComparison:
             return
         # What ranks use on their features, too, is alike while no gradient comes through these, as behind a layer of zeros.
         last = self.passes >= _LAST_PASS
-        found_out = _found_out(keys, gathered, settles=last or bool(gathered[:, -1, 1].all()))
+        sizes = gathered[:, : len(self.names), 1].nan_to_num(0.0, 0.0, 0.0)
+        self.largest = max([self.largest, *sizes.flatten().tolist()])
+        found_out = _found_out(keys, gathered, self.largest, settles=last or bool(gathered[:, -1, 1].all()))
         for group in self._across(parameters.values()):
             dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
         outcomes = dict(zip(keys, found_out.tolist(), strict=True))
@@ -377,29 +388,30 @@ def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
     return [_PRESENT, math.sqrt(squares), *weighted, eps]
 
 
-def _found_out(keys: Sequence[Key], rows: Tensor, *, settles: bool) -> Tensor:
+def _found_out(keys: Sequence[Key], rows: Tensor, largest: float, *, settles: bool) -> Tensor:
     """Return the verdict on each key, that there is a difference only unless this pass ``settles`` what there is none of."""
     found = rows.new_zeros(len(keys))
     for kind, share in _SHARES.items():
         places = [place for place, key in enumerate(keys) if key[0] == kind]
         if places:
-            found[places] = _verdicts(rows[:, places], share)
+            found[places] = _verdicts(rows[:, places], share, largest if kind == "parameter" else 0.0)
     return found if settles else found.where(found != _SETTLED, 0.0)
 
 
-def _verdicts(rows: Tensor, share: float) -> Tensor:
+def _verdicts(rows: Tensor, share: float, largest: float) -> Tensor:
     """Return what the rows of all ranks, ``(ranks, tensors, numbers)``, say: 0 where nothing is settled, or else a verdict.
 
     Two tensors count as different where a number of theirs is apart by more than the square root of what their type
     rounds off: sums in another order come near to none of that. The verdict is then ``_SETTLED`` and how far they are
     apart, as a part of the size. Where all of it is within a ``share`` of the rounding of the largest tensor, nothing is
-    settled: it may be zero.
+    settled: it may be zero. So it may, at a smaller part, beside the ``largest`` one of those that were settled before.
     """
     has, numbers, eps = rows[..., 0], rows[..., 1:-1], rows[..., -1].amax(0)
     sizes = numbers[..., 0]
     # Where a gradient is zero but for rounding, the terms that cancel out in it may be much larger than eps says; but a
     # type of 16 bits rounds so coarsely that small gradients would hide behind the largest.
     nothing = share * (1000 * eps).clamp(max=1e-4) * sizes.nan_to_num(0.0, 0.0, 0.0).max()
+    nothing = nothing.maximum((1000 * eps).clamp(max=1e-6) * largest)
     difference = (numbers.amax(0) - numbers.amin(0)).amax(-1)
     part = difference / sizes.amax(0)
     found = has.all(0) * _SETTLED
@@ -438,7 +450,13 @@ def _problems(model: nn.Module, different: Mapping[Key, float], ranks: str) -> l
     """Return a sentence for each kind of thing of which ranks are apart, by so much of the size."""
     problems = []
     for kind, sentence in _SENTENCES.items():
-        found = {name: apart for (each, name), apart in different.items() if each == kind}
+        # The bias of a row layer differs because of its output.
+        told = {
+            f"{name}.bias".lstrip(".") for each, name in different if (each, kind) == ("output", "parameter")
+        }
+        found = {
+            name: apart for (each, name), apart in different.items() if each == kind and name not in told
+        }
         if not found:
             continue
         names = listing(name or "the model" for name in found)

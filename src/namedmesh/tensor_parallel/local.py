@@ -167,12 +167,6 @@ class ShardedExperts(LocalParameters):
     Raises:
         PlanError: when applied to a module that does not own a parameter of such a name, or that owns a
             trainable one that is not named: every rank would add it to the sum; or with ``fused`` before torch 2.12.
-
-    Example:
-        >>> from torch.distributed.tensor import Shard
-        >>> from namedmesh.tensor_parallel import ShardedExperts
-        >>> ShardedExperts({"up_proj": Shard(1), "down_proj": Shard(2)})
-        ShardedExperts({'up_proj': Shard(dim=1), 'down_proj': Shard(dim=2)})
     """
 
     whole_input = whole_output = True

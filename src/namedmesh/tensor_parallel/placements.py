@@ -145,12 +145,12 @@ def _sharding_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
         reasons.append(
             "nn.MultiheadAttention computes with its weight and does not call it; leave it out of the plan"
         )
-    if "weight" not in dict(module.named_parameters(recurse=False)):
-        reasons.append(
-            "its weight is computed from other parameters at every forward; remove the parametrization "
-            "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), or leave the "
-            "module out of the plan"
-        )
+    own_names = {each for each, _ in module.named_parameters(recurse=False)}
+    reasons += [
+        f"its {computed} is computed from other parameters at every forward; remove the parametrization (torch.nn.utils."
+        "parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), or leave the module out of the plan"
+        for computed in sorted({*_sharded_placements(style, module)} - own_names)
+    ]
     if isinstance(module, nn.Linear):
         return reasons
     if module.max_norm is not None:
