@@ -127,6 +127,17 @@ def double_gradient(x: Tensor) -> None:
     x.register_hook(lambda gradient: 2 * gradient.clamp(-1, 1))
 
 
+def written_for_the_caller() -> Net:
+    """The module that shares its input writes into it, and what is around it uses that afterwards."""
+    return Net(lambda m, x: m.part(x) + x, part=two_columns(lambda x: x.mul_(2), residual=False))
+
+
+def hooked() -> nn.Module:
+    model = Wired(LAST)
+    model.get_submodule("up").register_forward_hook(lambda _module, _args, output: output.softmax(-1))
+    return model
+
+
 def beside() -> Net:
     """All ranks compute a few features whole, and use them with their own part of others."""
 
@@ -169,6 +180,11 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "(f) written into at first": (partial(two_columns, lambda x: x.mul_(2)), SHARED),
     "(f) a ReLU in place": (partial(two_columns, F.relu_), SHARED),
     "(f) a copy is written into": (partial(two_columns, lambda x: x.mul_(2), "copy"), SHARED),
+    "(f) written into for the caller": (
+        written_for_the_caller,
+        {f"part.{name}".rstrip("."): style for name, style in SHARED.items()},
+    ),
+    "a softmax in a hook": (hooked, UP_DOWN),
     "(f) a hook": (partial(two_columns, double_gradient), SHARED),
     "norms of heads, covered": (NORMED_HEADS, UP_DOWN | {"norms.inner": LocalParameters()}),
     "an activation, covered": (ACTIVATED, UP_DOWN | {"act": LocalParameters()}),
@@ -298,9 +314,8 @@ def error_of(make: Callable[[], nn.Module], plan: Plan, data: Tensor, **options:
 
 def row_gate() -> Net:
     """A gate that a row layer makes of all features, for each rank's own."""
-    gate = nn.Linear(16, 1, bias=False)
     compute = lambda m, x: m.down((up := m.up(x)) * torch.sigmoid(m.gate(up)))  # noqa: E731
-    return Net(compute, up=nn.Linear(8, 16), gate=gate, down=nn.Linear(16, 8))
+    return Net(compute, up=nn.Linear(8, 16), gate=nn.Linear(16, 1), down=nn.Linear(16, 8))
 
 
 class TwoBatches(Mlp):
@@ -335,17 +350,18 @@ def test_what_the_errors_name() -> None:
     assert first == second
     assert first["parameter"] == (
         "act.weight: whole on each of the 2 ranks of tp, but their gradients differ, by up to 1.1 of the size: each has "
-        "a part, and they would train apart; where the ranks use a module on their own features or tokens add 'act': "
-        "LocalParameters() to the plan, which sums the parts; where they use their own features of what a linear makes, "
-        "give it a style: ColwiseParallel(), KeyValueParallel() for keys and values, SumTailGradient(width) if all use "
-        "its last width features; what all ranks use alike stays whole (KeepWhole()), and can differ because of what "
-        "follows it only"
+        "a part, and they would train apart; where the ranks use a module on their own features or tokens only, add "
+        "'act': LocalParameters() to the plan, which sums the parts (what all use alike elsewhere, too, needs parameters "
+        "of its own there); where they use their own features of what a linear makes, give it a style: ColwiseParallel(), "
+        "KeyValueParallel() for keys and values, SumTailGradient(width) if all use its last width features; what all "
+        "ranks use alike stays whole (KeepWhole()), and can differ because of what follows it only"
     )
     assert "add '': LocalParameters({'weight': Replicate()}) to the plan" in first["several"]
     assert names_in(first["upstream"]) == {"norm.weight", "small.weight", "small.bias"}
     assert "the output of small: the 2 ranks of tp have all of it" in first["gathered"]
     assert "output_layouts=Shard(-1)" in first["gathered"]
     assert "the output of gate: " in first["row"]
+    assert "LocalParameters" not in first["row"]  # for the bias, whose module has a style
     assert "the input of up: the plan says that the 2 ranks of tp have the same" in first["input"]
     assert names_in(first["keys"]) == {"wk.weight", "wv.weight"}
     assert "layers.0.ffn_norm.weight, layers.1.ffn_norm.weight: whole" in first["sequence"]
@@ -359,12 +375,12 @@ def wrong_model(**options: Any) -> Any:
     return parallelize(Wired(LAST, gain=Gain()).double(), tp_mesh(), UP_DOWN, **options)
 
 
-def stops(call: Callable[[], Any]) -> bool:
+def stops(call: Callable[[], Any], output: str = "") -> bool:
     """Whether a call ends in the error with the right name, on this rank."""
     try:
         call()
     except GradientError as error:
-        return names_in(error) == {"gain.weight"}
+        return f"the output of {output}:" in str(error) if output else names_in(error) == {"gain.weight"}
     return False
 
 
@@ -392,6 +408,52 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         for module in (model.up, model.down):
             nn.init.zeros_(module.bias)
         step(model)
+
+    def two_steps(model: Any, style: Any, data: Tensor = x) -> None:
+        """With nothing behind a layer of zeros in the first one."""
+        model = parallelize(model, tp_mesh(), UP_DOWN | {"small": style} if style else UP_DOWN)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for _ in range(2):
+            model(data).square().mean().backward()
+            optimizer.step()
+
+    def used_twice() -> None:
+        compute = lambda m, x: m.down(m.gain(m.up(x))) + m.gain(x)  # noqa: E731
+        model = Net(compute, gain=Gain(), up=nn.Linear(8, 16), down=nn.Linear(16, 8)).double()
+        nn.init.zeros_(model.get_parameter("down.weight"))
+        two_steps(model, None)
+
+    def gathered() -> None:
+        model = beside().double()
+        nn.init.zeros_(model.get_parameter("down.weight"))
+        two_steps(model, ColwiseParallel(output_layouts=WHOLE))
+
+    def gathered_twice() -> None:
+        """The output of the first call is used by all ranks alike, that of the second one by each with its features."""
+
+        def compute(m: Any, x: Tensor) -> Any:
+            of_all = m.small(x).mean(-1, keepdim=True)
+            return of_all + m.down(
+                (m.up(x).unflatten(-1, (-1, 4)) * m.small(2 * x).unsqueeze(-2)).flatten(-2)
+            )
+
+        linears = {"small": nn.Linear(8, 4), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+        two_steps(Net(compute, **linears).double(), ColwiseParallel(output_layouts=WHOLE))
+
+    def next_to_nothing() -> None:
+        """A norm of each head leaves nothing but rounding of the gain's gradient, which the ranks have apart."""
+        compute = lambda m, x: m.down(m.norms(m.gain(m.up(x)))) + m.bare * x  # noqa: E731
+        linears = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+        norms = OfHeads(nn.RMSNorm(4, elementwise_affine=False))
+        torch.manual_seed(0)
+        two_steps(
+            Net(compute, gain=Gain(), norms=norms, bare=nn.Parameter(torch.ones(1)), **linears).double(), None
+        )
+
+    def gathered_small() -> None:
+        """In single precision, of many tokens, of each of which the mean takes a small part."""
+        torch.manual_seed(0)
+        two_steps(beside(), ColwiseParallel(output_layouts=WHOLE), torch.randn(4096, 8))
 
     def copied() -> None:
         step(copy.deepcopy(wrong_model()))
@@ -440,6 +502,11 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "trained later": stops(partial(trained_later, False)),
         "trained later, beside one that is not used": stops(partial(trained_later, True)),
         "zero at first": stops(zero_first),
+        "used on all features, too, behind zeros": stops(used_twice),
+        "an output behind zeros": stops(gathered, "small"),
+        "an output with small gradients": stops(gathered_small, "small"),
+        "an output of several calls": stops(gathered_twice, "small"),
+        "rounding only": not stops(next_to_nothing),
         "a copy": stops(copied),
         "checkpoint": stops(partial(checkpointed, False)),
         "reentrant checkpoint": stops(partial(checkpointed, True)),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from tp_compare import apart, assert_right, gradients_apart, sharded, tp_mesh, whole
+from tp_compare import apart, assert_right, gradients_apart, problem_of, sharded, tp_mesh, whole
 from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Mlp
 
 from namedmesh._torch import TORCH
@@ -305,14 +305,39 @@ def test_nothing_is_left_half_sharded() -> None:
     run_ranks(1, failing_style, init=False)
 
 
+def test_what_reads_or_hooks_a_weight_is_refused() -> None:
+    model: Any = nn.ModuleDict(
+        {"attention": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8), "after": nn.Linear(8, 8)}
+    )
+    model["up"].weight.register_hook(lambda gradient: gradient)
+    model["after"].bias.register_post_accumulate_grad_hook(lambda _: None)
+    text = problem_of(
+        model, {"attention.out_proj": RowwiseParallel(), "up": ColwiseParallel(), "after": ColwiseParallel()}
+    )
+    assert "attention.out_proj: nn.MultiheadAttention computes with its weight and does not call it" in text
+    assert "up: weight has a hook" in text
+    assert "after: bias has a hook" in text
+
+
+def test_what_is_noted_on_a_parameter_is_kept() -> None:
+    layer: Any = nn.Linear(8, 8)
+    layer.weight._no_weight_decay = True
+    with fake_world(2):
+        parallelize(layer, tp_mesh(), ColwiseParallel(), src_data_rank=None)
+    assert isinstance(layer.weight, DTensor)
+    assert vars(layer.weight)["_no_weight_decay"]
+
+
 def test_a_computed_weight_is_refused() -> None:
     with pytest.warns(FutureWarning, match="weight_norm"):
         old = nn.utils.weight_norm(nn.Linear(8, 8))
-    for layer in (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), old):
+    new, of_bias = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)
+    nn.utils.parametrize.register_parametrization(of_bias, "bias", nn.Tanh())
+    for layer in (new, old, of_bias):
         with fake_world(2), pytest.raises(PlanError) as caught:
             ColwiseParallel()._apply(layer, tp_mesh())
         assert str(caught.value) == (
-            f"{type(layer).__name__}: its weight is computed from other parameters at every forward; remove the "
+            f"{type(layer).__name__}: its {'bias' if layer is of_bias else 'weight'} is computed from other parameters at every forward; remove the "
             "parametrization (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), "
             "or leave the module out of the plan"
         )

@@ -165,7 +165,7 @@ REMEDIES = {
     "a norm between shards of the sequence": Remedy(
         Llama,
         without(SEQUENCE_LLAMA, "ffn_norm"),
-        r"layers.1.ffn_norm.weight: .*on their own features or tokens add 'layers.0.ffn_norm': LocalParameters\(\)",
+        r"layers.1.ffn_norm.weight: .*on their own features or tokens only, add 'layers.0.ffn_norm': LocalParameters\(\)",
         SEQUENCE_LLAMA,
     ),
     "keys left out": Remedy(

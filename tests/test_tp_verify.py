@@ -67,6 +67,12 @@ class Biased(Attention):
         self.wk = nn.Linear(32, 16)
 
 
+def zero(model: Net) -> Net:
+    """The same with a last layer of zeros, through which no gradient comes."""
+    nn.init.zeros_(model.get_parameter("down.weight"))
+    return model
+
+
 def names(report: VerifyReport) -> set[str]:
     return {each.name for each in report.different}
 
@@ -111,6 +117,7 @@ def reports() -> dict[str, VerifyReport]:
         "logits as DTensors": verify(Llama(), mesh, llama_plan(loss_parallel=True), ids),
         "softmax of a rank's features": verify(softened(softmax=True), mesh, UP_DOWN, x),
         "right": verify(softened(softmax=False), mesh, UP_DOWN, x),
+        "softmax behind zeros": verify(zero(softened(softmax=True)), mesh, UP_DOWN, x),
         "summed twice": verify(softened(softmax=False), mesh, twice, x),
         "halves": verify(gate_up(8), mesh, halves, x),
         "halves as pairs": verify(gate_up(8), mesh, pairs, x),

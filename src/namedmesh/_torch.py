@@ -668,7 +668,9 @@ def in_function_transform() -> bool:
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether somebody looks at the gradient of a tensor: by a hook, or because it is to be kept."""
-    return not torch.compiler.is_compiling() and (bool(tensor._backward_hooks) or tensor.retains_grad)
+    if torch.compiler.is_compiling():
+        return False
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks) or tensor.retains_grad
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -892,6 +894,21 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
     finally:
         for name, place in places.items():
             place[name] = own[name]
+
+
+def avoid_native_encoders(model: torch.nn.Module) -> None:
+    """Make encoder layers with sharded parts run their Python forward in evaluation too.
+
+    Without gradients torch hands the weights of such a layer to one native function, past the modules, and what is not
+    padding to the layers as a nested tensor, which only that function takes.
+    """
+    for module in model.modules():
+        if all(type(parameter.data) is torch.Tensor for parameter in module.parameters()):
+            continue
+        if isinstance(module, torch.nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
+        elif isinstance(module, torch.nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:

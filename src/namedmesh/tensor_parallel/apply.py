@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from namedmesh._torch import apply_style
+from namedmesh._torch import apply_style, avoid_native_encoders
 from namedmesh.tensor_parallel.gradient_comparison import GradientComparison
 from namedmesh.tensor_parallel.gradient_sums import reduce_before_use
 from namedmesh.tensor_parallel.module_setup import NAME, check_divides, same_layout, sharded_dim
@@ -116,7 +116,7 @@ def parallelize(
     if check and mesh.size() > 1 and not own_data:
         sides = ((entry.fqn, entry.module, *whole_sides(entry.style)) for entry in entries)
         GradientComparison(model, mesh, sides)
-    _avoid_native_path(model)
+    avoid_native_encoders(model)
     if hasattr(model, "save_pretrained"):  # of a Hugging Face model
         vars(model)["save_pretrained"] = partial(_save_pretrained, model)
     return model
@@ -133,21 +133,6 @@ def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> n
     for name, parameter in applied.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
     return applied
-
-
-def _avoid_native_path(model: nn.Module) -> None:
-    """Make encoder layers with sharded parts run their Python forward in evaluation too.
-
-    Without gradients torch hands the weights of such a layer to one native function, past the modules, and what is not
-    padding to the layers as a nested tensor, which only that function takes.
-    """
-    for module in model.modules():
-        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
 
 
 @contextmanager

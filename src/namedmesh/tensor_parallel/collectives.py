@@ -42,11 +42,6 @@ class RankGroup:
     Args:
         source: the one-dimensional mesh of those ranks, their process group, or None for this process alone,
             whose collectives then do nothing.
-
-    Example:
-        >>> alone = RankGroup(None)
-        >>> alone.size, alone.rank
-        (1, 0)
     """
 
     source: DeviceMesh | dist.ProcessGroup | None
@@ -282,9 +277,32 @@ def with_backward(
     return call
 
 
-def passed(tensor: Tensor, _group: RankGroup) -> Tensor:
+def passed(tensor: Tensor, _group: RankGroup, *_arguments: Any) -> Tensor:
     """Return the same memory as a tensor of its own, into which operations may write: autograd sees that they do."""
     return tensor.view_as(tensor) if torch.compiler.is_compiling() else tensor.detach()
+
+
+def with_gradient(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a function that passes a tensor that every rank has, of which another function of the same arguments changes the gradient.
+
+    What it returns is a view, so that what is written into it is written into the caller's tensor for autograd, too.
+    """
+    function = with_backward(passed, change)
+
+    def call(tensor: Tensor, group: RankGroup, *arguments: Any) -> Tensor:
+        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or group.size == 1:
+            return function(tensor, group, *arguments)
+        view, like = tensor.view_as(tensor), tensor.new_empty(()).expand(tensor.shape)
+
+        def changed(gradients: Sequence[Tensor | None]) -> tuple[Tensor]:
+            gradient = torch.zeros_like(like) if gradients[0] is None else synchronous(gradients[0])
+            return (change(gradient, group, *arguments),)
+
+        if view.grad_fn is not None:
+            view.grad_fn.register_prehook(changed)
+        return view
+
+    return call
 
 
 own_tensor = with_backward(passed, passed, on_one_rank=True)
@@ -293,7 +311,7 @@ own_tensor = with_backward(passed, passed, on_one_rank=True)
 sum_forward = with_backward(all_reduce, passed)
 """Sum over the ranks; the gradient, the same on every rank, passes through."""
 
-sum_backward = with_backward(passed, all_reduce)
+sum_backward = with_gradient(all_reduce)
 """Pass a tensor that every rank has; its gradient, of which each rank makes a part, is summed."""
 
 gather = with_backward(all_gather, my_shard)

@@ -14,6 +14,7 @@ from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, exchange, passed, with_backward
 from namedmesh.tensor_parallel.local import LocalForward
 from namedmesh.tensor_parallel.placements import refuse_incompatible
+from namedmesh.tensor_parallel.styles import replace_parameter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,8 +90,7 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         refuse_incompatible(self, module)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            cut = _cut(parameter, device_mesh, self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            replace_parameter(module, name, _cut(parameter, device_mesh, self.src_data_rank))
         module.forward = ExpertForward(module, RankGroup(device_mesh))
         return module
 
@@ -144,9 +144,5 @@ class ExpertForward(LocalForward):
         return weight if scale == 1 else _scale_gradient(weight, self.group, scale)
 
 
-_scale_gradient = with_backward(
-    lambda tensor, group, _scale: passed(tensor, group),
-    lambda gradient, _group, scale: gradient * scale,
-    on_one_rank=True,
-)
+_scale_gradient = with_backward(passed, lambda gradient, _group, scale: gradient * scale, on_one_rank=True)
 """Pass a tensor; multiply its gradient."""

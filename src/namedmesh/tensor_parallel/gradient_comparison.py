@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 Sides: TypeAlias = tuple[str, nn.Module, bool, bool]
 Key: TypeAlias = tuple[str, str]
 
-_EVERY_PASS = 16
+# Up to which pass the ranks compare in each one, and from which what they have alike is settled though others have no gradient.
+_EVERY_PASS, _LAST_PASS = 16, 1024
 
 BEGINNING_LIMIT = timedelta(minutes=5)
 """How long a rank waits for the others, where parameters begin to need a gradient."""
@@ -68,8 +69,8 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     have.) The ranks send six numbers for each, at the end of one backward, and wait for each other up to the timeout of
     their group. Over a data axis, call it where that backward sums the gradients (not in DDP's ``no_sync``). Where the
     gradients come later, as in the two passes of zero-bubble schedules, or a compiled forward has no hooks, they compare
-    before the optimizer's step, and the error comes from there. A parameter that has no gradient then, a zero one, or
-    is frozen, is compared when it has one; parameters that begin to need a gradient have to do so on every rank.
+    before the optimizer's step, and the error comes from there. While a parameter has no gradient, or a zero one, they
+    compare again, and what is frozen when it has one; parameters that begin to need a gradient have to do so on every rank.
 
     Args:
         model: the model; all ranks of the axis call this, and run its forward and backward, on the same data.
@@ -105,21 +106,22 @@ class GradientComparison:
         self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
         self.rows: dict[Key, list[float]] = {}
         self.dtypes: set[torch.dtype] = set()
-        self.passes, self._pass, self._agreements = 0, -1, 0
+        self.passes, self._pass, self._agreements, self.forwards = 0, -1, 0, 0
+        self.noted: dict[str, int] = {}  # in which forward each input was
+        self.largest = 0.0  # gradient of a parameter so far
         self.place = f"namedmesh/begun/{mesh.get_group().group_name}/{next(_numbers)}"
         # Those that needed no gradient on any rank when the ranks last compared.
         self.frozen: set[str] = set()
-        self.handles: list[RemovableHandle] = []
-        self.activations: list[Key] = []
+        # Of the inputs and outputs that are still to be compared.
+        self.handles: dict[Key, RemovableHandle] = {}
         for name, module, whole_input, whole_output in sides:
             # Methods, and no closures, so that a copy of the model has a copy of this.
             if whole_input:
-                self.activations.append(("input", name))
                 note = partial(self._note_input, name)
-                self.handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+                self.handles["input", name] = module.register_forward_pre_hook(note, with_kwargs=True)
             if whole_output:
-                self.activations.append(("output", name))
-                self.handles.append(module.register_forward_hook(partial(self._watch_output, name)))
+                watch = partial(self._watch_output, name)
+                self.handles["output", name] = module.register_forward_hook(watch)
         self.root_handle = model.register_forward_hook(self._after_forward)
         # Before an optimizer's step, too: where the gradients come after the backward, or without hooks.
         _watched[self] = None
@@ -147,6 +149,7 @@ class GradientComparison:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         _watched[self] = None  # a copy of the model has a copy of this, which is not registered
+        self.forwards += 1
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not all(communicates(tensor, self.group.process_group) for tensor in found):
             return
@@ -175,8 +178,7 @@ class GradientComparison:
         if self.passes == 0:
             self.names = self._on_every_rank(self.names)
         self.passes += 1
-        is_time = self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0
-        if is_time and (self.activations or {*self.names} - self.frozen):  # the same on every rank
+        if _compares(self.passes) and (self.handles or {*self.names} - self.frozen):  # the same on every rank
             self._compare(parameters)
 
     def _agree_on(self, begun: set[str]) -> None:
@@ -232,6 +234,10 @@ class GradientComparison:
             return
         value = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         if value is not None and not isinstance(value, DTensor):
+            # The last forward counts: a pipeline's first inputs are empty.
+            if self.noted.get(name) != self.forwards:
+                self.rows.pop(("input", name), None)
+            self.noted[name] = self.forwards
             self._note(("input", name), value)
 
     def _watch_output(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -241,9 +247,11 @@ class GradientComparison:
             output.register_hook(partial(self._note, ("output", name)))
 
     def _note(self, key: Key, value: Tensor) -> None:
-        """Note what this rank has of an activation, the last time it comes by: a pipeline's first inputs are empty."""
-        if communicates(value, self.group.process_group):
-            self.rows[key] = fingerprint(local_shard(value), self.dtypes)
+        """Note what this rank has of an activation, in all calls of its module in a forward or a backward together."""
+        if communicates(value, self.group.process_group) and _compares(self.passes + 1):
+            row = fingerprint(local_shard(value), self.dtypes)
+            known = self.rows.get(key, _row(_ABSENT))
+            self.rows[key] = [_PRESENT, *(map(sum, zip(row[1:-1], known[1:-1], strict=True))), row[-1]]
 
     def _row_of(self, parameter: Tensor | None) -> list[float]:
         if parameter is None or not parameter.requires_grad:
@@ -271,18 +279,23 @@ class GradientComparison:
         Raises:
             GradientError: they have different things.
         """
-        keys = [("parameter", name) for name in self.names] + self.activations
+        keys = [("parameter", name) for name in self.names] + [*self.handles]
         rows = [self._row_of(parameters.get(name)) for name in self.names]
-        rows += [self.rows.get(key, _row(_ABSENT)) for key in self.activations]
+        rows += [self.rows.get(key, _row(_ABSENT)) for key in self.handles]
         # A pass that leaves no gradient anywhere may be one over numbers that mean nothing, as pipelines do to find shapes.
-        left = any(parameter.grad is not None for parameter in self.model.parameters())
-        rows.append(_row(float(left)))
+        gradients = [each.grad for each in self.model.parameters() if each.requires_grad]
+        left = [local_shard(gradient) for gradient in gradients if gradient is not None]
+        rows.append([float(bool(left)), *_row(len(left) == len(gradients) and _none_is_zero(left))[:-1]])
         mine = torch.tensor([rows], dtype=torch.float64, device=self.device)
         gathered = all_gather(mine, self.group, 0)
         self.rows.clear()
         if not gathered[:, -1, 0].any():
             return
-        found_out = _verdicts(gathered[:, :-1])
+        # What ranks use on their features, too, is alike while no gradient comes through these, as behind a layer of zeros.
+        last = self.passes >= _LAST_PASS
+        sizes = gathered[:, : len(self.names), 1].nan_to_num(0.0, 0.0, 0.0)
+        self.largest = max([self.largest, *sizes.flatten().tolist()])
+        found_out = _found_out(keys, gathered, self.largest, settles=last or bool(gathered[:, -1, 1].all()))
         for group in self._across(parameters.values()):
             dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
         outcomes = dict(zip(keys, found_out.tolist(), strict=True))
@@ -293,12 +306,10 @@ class GradientComparison:
             )
         self.frozen = {name for name in self.names if outcomes["parameter", name] == _FROZEN}
         self.names = [name for name in self.names if outcomes["parameter", name] != _SETTLED]
-        if _SETTLED in outcomes.values():
-            # All activations with the first that is: their contract does not change with what is trained.
-            self.activations.clear()
-            while self.handles:
-                self.handles.pop().remove()
-        if not self.names and not self.activations:
+        for key in [*self.handles]:
+            if last or outcomes[key] == _SETTLED:
+                self.handles.pop(key).remove()
+        if not self.names and not self.handles:
             self.root_handle.remove()
             _watched.pop(self, None)
 
@@ -320,8 +331,21 @@ _ABSENT, _PRESENT, _PART, _NEEDS_NONE = 0.0, 1.0, 2.0, 3.0
 # What the ranks find of a tensor that all of them have alike, and of a parameter that needs a gradient on none.
 _SETTLED, _FROZEN = 1.0, -1.0
 
+# How much of a rounding may be all of a tensor, by kind: the sum over all tokens that a parameter's gradient is cancels out.
+_SHARES = {"parameter": 1.0, "input": 0.01, "output": 0.01}
+
 _CHUNK = 1 << 20
 _FREQUENCIES = (1.0, 0.7, 0.3)
+
+
+def _compares(passes: int) -> bool:
+    """Return whether the ranks compare in a pass: in each at first, then where their number is a power of two."""
+    return passes <= _EVERY_PASS or passes & (passes - 1) == 0
+
+
+def _none_is_zero(gradients: Iterable[Tensor]) -> bool:
+    dense = (each.coalesce().values() if each.is_sparse else each for each in gradients)
+    return all(bool(each.any()) for each in dense if each.numel())
 
 
 def _row(state: float) -> list[float]:
@@ -354,19 +378,30 @@ def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
     return [_PRESENT, math.sqrt(squares), *weighted, eps]
 
 
-def _verdicts(rows: Tensor) -> Tensor:
+def _found_out(keys: Sequence[Key], rows: Tensor, largest: float, *, settles: bool) -> Tensor:
+    """Return the verdict on each key, that there is a difference only unless this pass ``settles`` what there is none of."""
+    found = rows.new_zeros(len(keys))
+    for kind, share in _SHARES.items():
+        places = [place for place, key in enumerate(keys) if key[0] == kind]
+        if places:
+            found[places] = _verdicts(rows[:, places], share, largest if kind == "parameter" else 0.0)
+    return found if settles else found.where(found != _SETTLED, 0.0)
+
+
+def _verdicts(rows: Tensor, share: float, largest: float) -> Tensor:
     """Return what the rows of all ranks, ``(ranks, tensors, numbers)``, say: 0 where nothing is settled, or else a verdict.
 
     Two tensors count as different where a number of theirs is apart by more than the square root of what their type
     rounds off: sums in another order come near to none of that. The verdict is then ``_SETTLED`` and how far they are
-    apart, as a part of the size. Where all of it is within the rounding of the largest tensor, nothing is settled: it
-    may be zero.
+    apart, as a part of the size. Where all of it is within a ``share`` of the rounding of the largest tensor, nothing is
+    settled: it may be zero. So it may, at a smaller part, beside the ``largest`` one of those that were settled before.
     """
     has, numbers, eps = rows[..., 0], rows[..., 1:-1], rows[..., -1].amax(0)
     sizes = numbers[..., 0]
     # Where a gradient is zero but for rounding, the terms that cancel out in it may be much larger than eps says; but a
     # type of 16 bits rounds so coarsely that small gradients would hide behind the largest.
-    nothing = (1000 * eps).clamp(max=1e-4) * sizes.nan_to_num(0.0, 0.0, 0.0).max()
+    nothing = share * (1000 * eps).clamp(max=1e-4) * sizes.nan_to_num(0.0, 0.0, 0.0).max()
+    nothing = nothing.maximum((1000 * eps).clamp(max=1e-6) * largest)
     difference = (numbers.amax(0) - numbers.amin(0)).amax(-1)
     part = difference / sizes.amax(0)
     found = has.all(0) * _SETTLED
@@ -392,10 +427,11 @@ _SENTENCES = {
     ),
     "parameter": (
         "{names}: whole on each of {ranks}, but their gradients differ, {far}: each has a part, and they would train "
-        "apart; where the ranks use a module on their own features or tokens add {entries} to the plan, which sums the "
-        "parts; where they use their own features of what a linear makes, give it a style: ColwiseParallel(), "
-        "KeyValueParallel() for keys and values, SumTailGradient(width) if all use its last width features; what all "
-        "ranks use alike stays whole (KeepWhole()), and can differ because of what follows it only"
+        "apart; where the ranks use a module on their own features or tokens only, add {entries} to the plan, which sums "
+        "the parts (what all use alike elsewhere, too, needs parameters of its own there); where they use their own "
+        "features of what a linear makes, give it a style: ColwiseParallel(), KeyValueParallel() for keys and values, "
+        "SumTailGradient(width) if all use its last width features; what all ranks use alike stays whole (KeepWhole()), "
+        "and can differ because of what follows it only"
     ),
 }
 
@@ -404,7 +440,13 @@ def _problems(model: nn.Module, different: Mapping[Key, float], ranks: str) -> l
     """Return a sentence for each kind of thing of which ranks are apart, by so much of the size."""
     problems = []
     for kind, sentence in _SENTENCES.items():
-        found = {name: apart for (each, name), apart in different.items() if each == kind}
+        # The bias of a row layer differs because of its output.
+        told = {
+            f"{name}.bias".lstrip(".") for each, name in different if (each, kind) == ("output", "parameter")
+        }
+        found = {
+            name: apart for (each, name), apart in different.items() if each == kind and name not in told
+        }
         if not found:
             continue
         names = listing(name or "the model" for name in found)

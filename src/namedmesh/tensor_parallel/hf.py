@@ -76,14 +76,7 @@ _WRONG_ATTENTION = {
     "neomme": "value_embeddings adds the features of all heads, of which v_proj leaves each rank a part",
 }
 # Handled one by one, with a look at the model or at the rest of the plan.
-_SPECIAL = (
-    "replicate",
-    "mla_kv_a_proj",
-    "packed_colwise",
-    "packed_rowwise",
-    "local_params",
-    "moe_tp_experts",
-)
+_SPECIAL = ("replicate", "mla_kv_a_proj", "packed_colwise", "packed_rowwise", *_OWNERS[:2])
 
 
 def plan_from_hf(

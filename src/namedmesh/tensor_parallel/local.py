@@ -103,26 +103,14 @@ class LocalForward:
 
 
 class KeepWhole(ActivationStyle):
-    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed.
-
-    Example:
-        >>> from namedmesh.tensor_parallel import KeepWhole
-        >>> KeepWhole()
-        KeepWhole()
-    """
+    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
         return module
 
 
 class SumOutput(ActivationStyle):
-    """Sum a module's output over the ranks, each of which computed a part of it.
-
-    Example:
-        >>> from namedmesh.tensor_parallel import SumOutput
-        >>> SumOutput()
-        SumOutput()
-    """
+    """Sum a module's output over the ranks, each of which computed a part of it."""
 
     whole_output = True
 
@@ -140,11 +128,6 @@ class SumTailGradient(ActivationStyle):
 
     Args:
         width: how many of the last features.
-
-    Example:
-        >>> from namedmesh.tensor_parallel import SumTailGradient
-        >>> SumTailGradient(64)
-        SumTailGradient(64)
     """
 
     def __init__(self, width: int) -> None:
@@ -184,12 +167,6 @@ class ShardedExperts(LocalParameters):
     Raises:
         PlanError: when applied to a module that does not own a parameter of such a name, or that owns a
             trainable one that is not named: every rank would add it to the sum; or with ``fused`` before torch 2.12.
-
-    Example:
-        >>> from torch.distributed.tensor import Shard
-        >>> from namedmesh.tensor_parallel import ShardedExperts
-        >>> ShardedExperts({"up_proj": Shard(1), "down_proj": Shard(2)})
-        ShardedExperts({'up_proj': Shard(dim=1), 'down_proj': Shard(dim=2)})
     """
 
     whole_input = whole_output = True
@@ -248,11 +225,6 @@ class IdentityExpert(ActivationStyle):
     """Divide the input of an expert that returns its input by the number of ranks.
 
     For such an expert inside :class:`ShardedExperts`, whose output is summed: every rank adds the same.
-
-    Example:
-        >>> from namedmesh.tensor_parallel import IdentityExpert
-        >>> IdentityExpert()
-        IdentityExpert()
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -134,9 +134,8 @@ class _CrossEntropy(torch.autograd.Function):
         part = logits.shape[-1]
         elsewhere, mine = in_part(target, group.rank * part, part)
         highest = all_reduce(logits.amax(-1).to(rows.dtype), group, "max", mine=True)
-        shifted = logits - highest.unsqueeze(
-            -1
-        )  # in the larger of the two types, with no copy of the logits in it
+        # In the larger of the two types, with no copy of the logits in it.
+        shifted = logits - highest.unsqueeze(-1)
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
         mean = shifted.mean(-1) if rows.spread else torch.zeros_like(of_target)
         # Into the memory of the difference, unless somebody may have kept that.

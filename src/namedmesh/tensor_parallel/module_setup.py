@@ -100,13 +100,7 @@ def same_layout(one: Placement, other: Placement, ndim: int) -> bool:
 
 
 def sharded_dim(layout: Placement, ndim: int) -> int | None:
-    """Return the dim that is sharded, counted from the front; None where nothing is, or where it is out of range.
-
-    Example:
-        >>> from torch.distributed.tensor import Replicate, Shard
-        >>> sharded_dim(Shard(-1), 3), sharded_dim(Replicate(), 3)
-        (2, None)
-    """
+    """Return the dim that is sharded, counted from the front; None where nothing is, or where it is out of range."""
     if not isinstance(layout, Shard) or not -ndim <= layout.dim < ndim:
         return None
     return layout.dim % ndim

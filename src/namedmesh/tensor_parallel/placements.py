@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from namedmesh._torch import has_hooks
 from namedmesh.errors import PlanError
 
 if TYPE_CHECKING:
@@ -90,11 +91,13 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     """
     name = type(style).__name__
     touched = parameter_placements(style, module)
-    already = [
-        p_name
-        for p_name, parameter in module.named_parameters()
-        if isinstance(parameter, DTensor) and (touched is None or p_name in touched)
-    ]
+    own_names = [each for each, _ in module.named_parameters() if touched is None or each in touched]
+    already = [each for each in own_names if isinstance(module.get_parameter(each), DTensor)]
+    hooked = [each for each in own_names if has_hooks(module.get_parameter(each))]
+    if hooked:
+        return [
+            f"{' and '.join(hooked)} has a hook, which the DTensor in its place would not have; register it afterwards"
+        ]
     if already and not accepts_sharded_module(style):
         reason = (
             f"{name} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
@@ -138,12 +141,16 @@ def _sharding_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
         )
         return [reason]
     reasons = []
-    if "weight" not in dict(module.named_parameters(recurse=False)):
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         reasons.append(
-            "its weight is computed from other parameters at every forward; remove the parametrization "
-            "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), or leave the "
-            "module out of the plan"
+            "nn.MultiheadAttention computes with its weight and does not call it; leave it out of the plan"
         )
+    own_names = {each for each, _ in module.named_parameters(recurse=False)}
+    reasons += [
+        f"its {computed} is computed from other parameters at every forward; remove the parametrization (torch.nn.utils."
+        "parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), or leave the module out of the plan"
+        for computed in sorted({*_sharded_placements(style, module)} - own_names)
+    ]
     if isinstance(module, nn.Linear):
         return reasons
     if module.max_norm is not None:

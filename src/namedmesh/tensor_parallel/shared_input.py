@@ -22,9 +22,9 @@ from namedmesh.tensor_parallel.collectives import (
     RankGroup,
     all_gather,
     all_reduce,
-    passed,
     reduce_scatter,
     with_backward,
+    with_gradient,
 )
 from namedmesh.tensor_parallel.module_setup import StyleContext, name_of, sharded_dim
 from namedmesh.tensor_parallel.placements import ActivationStyle
@@ -113,7 +113,8 @@ class Shared:
                 dim = None
             layout = Replicate() if dim is None else setup.input_layout
             value = setup.redistribute_input(value, layout).to_local()
-        value = _share(value, setup.group, (dim, autocast_dtype(value)))
+        share = _pass if dim is None else _gather
+        value = share(value, setup.group, (dim, autocast_dtype(value)))
         if setup.group.size > 1 and torch.is_grad_enabled():
             self.value, self._version, self._used = value, version_of(value), False
         return value
@@ -154,10 +155,6 @@ _Layout = tuple["int | None", "torch.dtype | None"]
 """The dim along which an input is gathered, and the type in which its gradient is summed, if not its own."""
 
 
-def _whole(value: Tensor, group: RankGroup, layout: _Layout) -> Tensor:
-    return passed(value, group) if layout[0] is None else all_gather(value, group, layout[0])
-
-
 def _mean(gradient: Tensor, group: RankGroup, layout: _Layout) -> Tensor:
     dim, dtype = layout
     sent = (gradient / group.size).to(dtype or gradient.dtype)
@@ -165,4 +162,5 @@ def _mean(gradient: Tensor, group: RankGroup, layout: _Layout) -> Tensor:
     return total.to(gradient.dtype)
 
 
-_share = with_backward(_whole, _mean)
+_gather = with_backward(lambda value, group, layout: all_gather(value, group, layout[0]), _mean)
+_pass = with_gradient(_mean)

@@ -21,6 +21,7 @@ from namedmesh.tensor_parallel.placements import parameter_placements, refuse_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -112,9 +113,10 @@ def shard_module(style: Any, module: nn.Module, mesh: DeviceMesh, rows: Rows | N
     layouts = style.input_layouts[0], style.output_layouts[0]
     setup = StyleContext(RankGroup(mesh), *layouts, use_local_output=style.use_local_output, rows=rows)
     partition = shard_parameters(style)
-    # A subclass may do anything in its forward, and so may a forward set on the instance.
+    # A subclass may do anything in its forward, and so may a forward set on the instance, or a hook with the output.
     own: Any = type(module)
-    kind: Any = None if "forward" in vars(module) else local_compute.get(own)
+    hooked = module._forward_hooks and not (setup.whole_output or style.local_forward or rows)  # noqa: SLF001
+    kind: Any = None if "forward" in vars(module) or hooked else local_compute.get(own)
     if kind is None and style.local_forward:
         sharded: Any = next(ours for base, ours in local_compute.items() if isinstance(module, base))
         kind = _on_sharded_base(own, sharded)
@@ -155,6 +157,14 @@ def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMe
                 shard = distribute_blocks(parameter, mesh, placement.dim, fused[name], style.src_data_rank)
             else:
                 shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
-            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+            replace_parameter(module, name, shard)
 
     return partition
+
+
+def replace_parameter(module: nn.Module, name: str, shard: Tensor) -> None:
+    """Put a shard in the place of a parameter, with what users have noted on that, such as that it has no weight decay."""
+    parameter = module.get_parameter(name)
+    replacement = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    vars(replacement).update({**vars(parameter), **vars(replacement)})
+    module.register_parameter(name, replacement)

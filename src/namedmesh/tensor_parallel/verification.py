@@ -91,7 +91,8 @@ def verify(
 
     A proof on one input, of what no plan and no comparison between ranks can tell: that the ranks together compute
     what one process does. It costs two copies of the whole model in double precision on every rank: take a small one.
-    The copies are in evaluation mode, draw the same random numbers, and have the parameters and inputs of the first rank.
+    The copies are in evaluation mode, draw the same random numbers, and have the parameters and inputs of the first rank;
+    parameters that are all zero get numbers, because they would hide what is wrong behind them.
 
     Args:
         model: the model, not parallelized; it is left as it is.
@@ -135,6 +136,8 @@ def verify(
         whole.double()
         given = [each.double() if each.is_floating_point() else each for each in given]
     for tensor in (*whole.parameters(), *whole.buffers(), *given):
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and not tensor.count_nonzero():
+            nn.init.normal_(tensor, std=0.02, generator=torch.Generator(tensor.device).manual_seed(0))
         dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
     sharded = parallelize(copy.deepcopy(whole), mesh, plan, check=False)
     wanted, got = (_run(each, (inputs, named), given) for each in (whole, sharded))
