@@ -28,7 +28,7 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.tensor_parallel.collectives import ALONE, all_gather, all_reduce, gather, sum_forward
 from namedmesh.tensor_parallel.embedding import in_part, padding_in_part
-from namedmesh.tensor_parallel.linear import column, row
+from namedmesh.tensor_parallel.linear import ColumnInput, column, row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -270,7 +270,7 @@ class ColumnParallelLinear(_Linear):
             input_: ``(..., in_features)``, the same on every rank.
         """
         group = self.group
-        output = column(input_, self.weight, self.bias, group)
+        output = column(input_, self.weight, self.bias, ColumnInput(group))
         return gather(output, group, -1) if self.gather_output else output
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
-from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
 from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.collectives import whole_parameter
@@ -82,10 +82,8 @@ class KeyValueParallel(ColwiseParallel):
         self.attentions: Sequence[nn.Module] = ()
 
     def __repr__(self) -> str:
-        counts = (
-            "" if self.kv_heads is None else f", query_heads={self.query_heads}, kv_heads={self.kv_heads}"
-        )
-        return f"KeyValueParallel(input_layouts={self.input_layouts}{counts})"
+        own = "" if self.kv_heads is None else f", query_heads={self.query_heads}, kv_heads={self.kv_heads}"
+        return f"KeyValueParallel(input_layouts={self.input_layouts}{own})"
 
     def on_ranks(
         self, size: int, queries: int | None, heads: int | None, attentions: Sequence[nn.Module]
@@ -261,11 +259,9 @@ def _cut(entry: Entry, features: int, heads: Heads | None, tp_size: int) -> str 
 def sharded_features(entry: Entry) -> int | None:
     """Return the number of features that an entry leaves each rank a shard of; None if it leaves none sharded."""
     style, module = entry.style, entry.module
-    if not isinstance(module, nn.Linear) or not isinstance(
-        style, TorchColwiseParallel | TorchRowwiseParallel
-    ):
+    if not isinstance(module, nn.Linear) or not isinstance(style, TorchColwise | TorchRowwise):
         return None
-    column = isinstance(style, TorchColwiseParallel)
+    column = isinstance(style, TorchColwise)
     layout = (style.output_layouts if column else style.input_layouts)[0]
     # Of activations of three dims: batch, sequence, features.
     is_last = sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -128,9 +128,8 @@ def start_all_reduce(
         return Pending(tensor)
     sent = contiguous_resolved(tensor)
     if needs_functional_collectives(sent):
-        return Pending(
-            functional_collective("all_reduce", sent, operation, group=group.process_group), wait_tensor
-        )
+        started = functional_collective("all_reduce", sent, operation, group=group.process_group)
+        return Pending(started, wait_tensor)
     sent = sent if mine or sent is not tensor else tensor.clone()
     work = dist.all_reduce(sent, _OPERATIONS[operation], group.process_group, async_op=True)
     return Pending(sent, _after(work))
@@ -156,9 +155,8 @@ def start_all_gather(local: Tensor, group: RankGroup, dim: int) -> Pending:
         full = functional_collective("all_gather_into_tensor", first, group.size, group=group.process_group)
         return Pending(full, lambda full: wait_tensor(full).movedim(0, dim))
     full = first.new_empty((first.shape[0] * group.size, *first.shape[1:]))
-    return Pending(
-        full, _after(all_gather_single(full, first, group=group.process_group, async_op=True), dim)
-    )
+    work = all_gather_single(full, first, group=group.process_group, async_op=True)
+    return Pending(full, _after(work, dim))
 
 
 def all_gather(local: Tensor, group: RankGroup, dim: int) -> Tensor:
@@ -177,9 +175,8 @@ def start_reduce_scatter(full: Tensor, group: RankGroup, dim: int) -> Pending:
         )
         return Pending(shard, lambda shard: wait_tensor(shard).movedim(0, dim))
     shard = first.new_empty((first.shape[0] // group.size, *first.shape[1:]))
-    return Pending(
-        shard, _after(reduce_scatter_single(shard, first, group=group.process_group, async_op=True), dim)
-    )
+    work = reduce_scatter_single(shard, first, group=group.process_group, async_op=True)
+    return Pending(shard, _after(work, dim))
 
 
 def reduce_scatter(full: Tensor, group: RankGroup, dim: int) -> Tensor:
@@ -198,9 +195,8 @@ def all_to_all(
     if needs_functional_collectives(outgoing):
         equal = [outgoing.shape[0] // group.size] * group.size
         lengths = (receive or equal, send or equal)
-        return wait_tensor(
-            functional_collective("all_to_all_single", outgoing, *lengths, group=group.process_group)
-        )
+        started = functional_collective("all_to_all_single", outgoing, *lengths, group=group.process_group)
+        return wait_tensor(started)
     length = outgoing.shape[0] if receive is None else sum(receive)
     incoming = outgoing.new_empty(length, *outgoing.shape[1:])
     dist.all_to_all_single(incoming, outgoing, receive, send, group=group.process_group)
@@ -326,17 +322,9 @@ split = with_backward(my_shard, all_gather)
 sum_scatter = with_backward(reduce_scatter, all_gather)
 """Keep this rank's shard, along a dim, of the sum over the ranks; the gradient is gathered."""
 
-
-Lengths: TypeAlias = "tuple[Sequence[int] | None, Sequence[int] | None]"
-
-
-def _exchange(outgoing: Tensor, group: RankGroup, lengths: Lengths = (None, None)) -> Tensor:
-    return all_to_all(outgoing, group, *lengths)
-
-
-def _exchange_back(gradient: Tensor, group: RankGroup, lengths: Lengths = (None, None)) -> Tensor:
-    return exchange(gradient, group, lengths[::-1])  # which has a derivative again
-
-
-exchange = with_backward(_exchange, _exchange_back)
+exchange: Callable[..., Tensor] = with_backward(
+    lambda outgoing, group, lengths=(None, None): all_to_all(outgoing, group, *lengths),
+    # Which has a derivative again.
+    lambda gradient, group, lengths=(None, None): exchange(gradient, group, lengths[::-1]),
+)
 """Send one shard of dim 0 to each rank, and join what is received in rank order; of equal lengths, or of those given."""

@@ -227,9 +227,7 @@ class GradientComparison:
                     found[ranks] = mesh.get_group(dim)
         return found.values()
 
-    def _note_input(
-        self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _note_input(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         value = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
@@ -299,11 +297,9 @@ class GradientComparison:
         for group in self._across(parameters.values()):
             dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
         outcomes = dict(zip(keys, found_out.tolist(), strict=True))
-        different = {key: value - _SETTLED for key, value in outcomes.items() if value > _SETTLED}
-        if different:
-            raise GradientError(
-                *_problems(self.model, different, f"the {self.group.size} ranks of {self.axis}")
-            )
+        apart = {key: value - _SETTLED for key, value in outcomes.items() if value > _SETTLED}
+        if apart:
+            raise GradientError(*_problems(self.model, apart, f"the {self.group.size} ranks of {self.axis}"))
         self.frozen = {name for name in self.names if outcomes["parameter", name] == _FROZEN}
         self.names = [name for name in self.names if outcomes["parameter", name] != _SETTLED]
         for key in [*self.handles]:
@@ -436,17 +432,13 @@ _SENTENCES = {
 }
 
 
-def _problems(model: nn.Module, different: Mapping[Key, float], ranks: str) -> list[str]:
+def _problems(model: nn.Module, apart: Mapping[Key, float], ranks: str) -> list[str]:
     """Return a sentence for each kind of thing of which ranks are apart, by so much of the size."""
     problems = []
     for kind, sentence in _SENTENCES.items():
         # The bias of a row layer differs because of its output.
-        told = {
-            f"{name}.bias".lstrip(".") for each, name in different if (each, kind) == ("output", "parameter")
-        }
-        found = {
-            name: apart for (each, name), apart in different.items() if each == kind and name not in told
-        }
+        told = {f"{name}.bias".lstrip(".") for each, name in apart if (each, kind) == ("output", "parameter")}
+        found = {name: part for (each, name), part in apart.items() if each == kind and name not in told}
         if not found:
             continue
         names = listing(name or "the model" for name in found)

@@ -72,7 +72,7 @@ class ColwiseLinear(nn.Linear):
         if setup.rows is not None:
             weight = setup.rows(weight, setup.group)
             bias = None if bias is None else setup.rows(bias, setup.group)
-        output = _column(*_operands(value, weight, bias), layout)
+        output = column(value, weight, bias, layout)
         if setup.whole_output:
             return setup.deliver(self, gather(output, setup.group, output.ndim - 1))
         return setup.deliver(self, output, LAST)
@@ -106,7 +106,13 @@ class RowwiseLinear(nn.Linear):
 
 
 class ColumnInput(NamedTuple):
-    """How the input of a column layer is laid out, and how its gradient is summed; see :func:`column`."""
+    """How the input of a column layer is laid out, and how its gradient is summed.
+
+    ``group``: over whom the gradient is summed. ``gather_dim``: the input is this rank's shard along that dim, gathered first;
+    its gradient is reduced and scattered. ``factor``: what the gradient is multiplied by, for whoever takes the mean over
+    the ranks. ``gather_again``: keep only the shard for the backward, and gather it there once more: less memory, one
+    more collective.
+    """
 
     group: RankGroup
     gather_dim: int | None = None
@@ -137,28 +143,15 @@ def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> tup
     return value, ColumnInput(ALONE, factor=setup.group.size)
 
 
-def column(  # noqa: PLR0917  the operands, and how they are laid out
-    value: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: RankGroup,
-    gather_dim: int | None = None,
-    factor: int = 1,
-    gather_again: bool = False,
-) -> Tensor:
+def column(value: Tensor, weight: Tensor, bias: Tensor | None, layout: ColumnInput) -> Tensor:
     """Return this rank's output features: ``value @ weight.T + bias`` with its rows of the weight and of the bias.
 
     Args:
-        value: what every rank has; or, with ``gather_dim``, this rank's shard of it along that dim.
+        value: what every rank has, or a shard of it, as the layout says.
         weight: a DTensor or a plain shard, ``(local outputs, inputs)``; its gradient is of the same kind.
         bias: this rank's part of the bias, or None.
-        group: over whom the gradient of the input is summed.
-        gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
-        factor: what the input's gradient is multiplied by, for whoever takes the mean over the ranks.
-        gather_again: keep only the shard of the input for the backward, and gather it there once more: less
-            memory, one more collective.
+        layout: how the input is laid out.
     """
-    layout = ColumnInput(group, gather_dim, factor, gather_again)
     return _column(*_operands(value, weight, bias), layout)
 
 

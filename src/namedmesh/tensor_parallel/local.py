@@ -103,14 +103,22 @@ class LocalForward:
 
 
 class KeepWhole(ActivationStyle):
-    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed."""
+    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed.
+
+    Example:
+        >>> plan = {"layers.*.mlp.router": KeepWhole()}
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
         return module
 
 
 class SumOutput(ActivationStyle):
-    """Sum a module's output over the ranks, each of which computed a part of it."""
+    """Sum a module's output over the ranks, each of which computed a part of it.
+
+    Example:
+        >>> plan = {"layers.*.mlp.experts": SumOutput()}
+    """
 
     whole_output = True
 
@@ -128,6 +136,9 @@ class SumTailGradient(ActivationStyle):
 
     Args:
         width: how many of the last features.
+
+    Example:
+        >>> plan = {"layers.*.self_attn.kv_a_proj_with_mqa": SumTailGradient(64)}
     """
 
     def __init__(self, width: int) -> None:
@@ -167,6 +178,10 @@ class ShardedExperts(LocalParameters):
     Raises:
         PlanError: when applied to a module that does not own a parameter of such a name, or that owns a
             trainable one that is not named: every rank would add it to the sum; or with ``fused`` before torch 2.12.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> plan = {"layers.*.mlp.experts": ShardedExperts({"up_proj": Shard(1), "down_proj": Shard(2)})}
     """
 
     whole_input = whole_output = True
@@ -225,6 +240,9 @@ class IdentityExpert(ActivationStyle):
     """Divide the input of an expert that returns its input by the number of ranks.
 
     For such an expert inside :class:`ShardedExperts`, whose output is summed: every rank adds the same.
+
+    Example:
+        >>> plan = {"layers.*.mlp.experts.identity": IdentityExpert()}
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -49,9 +49,8 @@ class StyleContext:
         self.group, self.input_layout, self.output_layout = group, input_layout, output_layout
         self.use_local_output, self.rows = use_local_output, rows
         # To ask a layout for its class takes long, in every forward.
-        self.whole_input, self.whole_output = (
-            isinstance(each, Replicate) for each in (input_layout, output_layout)
-        )
+        self.whole_input = isinstance(input_layout, Replicate)
+        self.whole_output = isinstance(output_layout, Replicate)
 
     @property
     def mesh(self) -> Any:

@@ -127,9 +127,7 @@ def verify(
     resolve(model, mesh, plan, None)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
-            raise PlanError(
-                f"{name} is on the meta device or sharded; verify a model that is whole and has values"
-            )
+            raise PlanError(f"{name} is on the meta device or sharded; verify a whole model that has values")
     whole = copy.deepcopy(model).eval()
     given = [each.detach().clone() for each in tensors_in((inputs, named))]
     if double:
@@ -165,9 +163,7 @@ def _run(model: nn.Module, inputs: Any, given: list[Tensor]) -> dict[tuple[str, 
     outputs = [_whole(each) for each in tensors_in(output)]
     if not outputs:
         kind = type(output).__name__
-        raise PlanError(
-            f"the model returned no tensor to compare but a {kind}; return tensors in plain containers"
-        )
+        raise PlanError(f"the output, of type {kind}, has no tensor; return tensors in plain containers")
     trained = [each for each in outputs if each.requires_grad]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each) for each in trained]

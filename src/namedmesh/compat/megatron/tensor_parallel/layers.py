@@ -55,7 +55,7 @@ from namedmesh.compat.megatron.tensor_parallel.utils import (
 )
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.linear import column, row
+from namedmesh.tensor_parallel.linear import ColumnInput, column, row
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -226,10 +226,10 @@ class ColumnParallelLinear(_Linear):
                 f"shape {expected}"
             )
         if self.sequence_parallel and not self.explicit_expert_comm:
-            output = column(input_, weight, bias, group, 0, gather_again=True)
+            output = column(input_, weight, bias, ColumnInput(group, 0, gather_again=True))
         else:
             summed = not (self.disable_grad_reduce or self.explicit_expert_comm)
-            output = column(input_, weight, bias, group if summed else ALONE)
+            output = column(input_, weight, bias, ColumnInput(group if summed else ALONE))
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather(output, group, -1)
         return output, self.bias if self.skip_bias_add else None
