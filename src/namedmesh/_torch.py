@@ -673,6 +673,11 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks) or tensor.retains_grad
 
 
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether somebody gets the output of a module, and may change it."""
+    return bool(module._forward_hooks)
+
+
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a module gets or returns: a tensor, or containers of them, dataclasses too.
 
@@ -735,7 +740,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_like(
-    parameter: DTensor, local: torch.Tensor, placements: tuple[Placement, ...] | None = None
+    parameter: DTensor,
+    local: torch.Tensor,
+    placements: tuple[Placement, ...] | None = None,
+    *,
+    differentiable: bool = False,
 ) -> DTensor:
     """Return a gradient of ``parameter``, of its own layout or another, around this rank's contiguous ``local`` tensor.
 
@@ -744,8 +753,8 @@ def gradient_like(
     """
     if local.dtype != parameter.dtype:  # a backward under autocast that the forward was not under
         local = local.to(parameter.dtype)
-    # The gradient of a gradient is autograd's; and a gradient is contiguous, whatever the strides of its parameter.
-    if torch.is_grad_enabled() or not parameter.is_contiguous():
+    # A gradient is contiguous, whatever the strides of its parameter.
+    if differentiable or not parameter.is_contiguous():
         strides = torch.empty(parameter.shape, device="meta").stride()
         return type(parameter).from_local(
             local,
@@ -783,7 +792,8 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if gradient is None:
             return None, None
-        return gradient_like(ctx.parameter, gradient.contiguous(), ctx.placements), None
+        local, again = gradient.contiguous(), torch.is_grad_enabled()  # for the gradient of the gradient
+        return gradient_like(ctx.parameter, local, ctx.placements, differentiable=again), None
 
 
 def local_parameter(parameter: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwisePar
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
-from namedmesh._torch import distribute_blocks
+from namedmesh._torch import distribute_blocks, has_forward_hooks
 from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
@@ -115,7 +115,7 @@ def shard_module(style: Any, module: nn.Module, mesh: DeviceMesh, rows: Rows | N
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance, or a hook with the output.
     own: Any = type(module)
-    hooked = module._forward_hooks and not (setup.whole_output or style.local_forward or rows)  # noqa: SLF001
+    hooked = has_forward_hooks(module) and not (setup.whole_output or style.local_forward or rows)
     kind: Any = None if "forward" in vars(module) or hooked else local_compute.get(own)
     if kind is None and style.local_forward:
         sharded: Any = next(ours for base, ours in local_compute.items() if isinstance(module, base))
