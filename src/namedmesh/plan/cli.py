@@ -99,8 +99,9 @@ def _plan(arguments: Namespace) -> int:
     rank, color = arguments.rank, arguments.color_by
     with kept(errors):
         plan = make_plan(spec, **numbers, **keywords)
-        with kept(errors):
-            Grid(plan).color_axis(color)
+        if color is not None:
+            with kept(errors):
+                Grid(plan).color_axis(color)
         if rank is not None:
             plan.layout.coords(rank)
     raise_all(errors)

@@ -288,11 +288,12 @@ def with_gradient(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(tensor: Tensor, group: RankGroup, *arguments: Any) -> Tensor:
         if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or group.size == 1:
             return function(tensor, group, *arguments)
-        view, like = tensor.view_as(tensor), tensor.new_empty(()).expand(tensor.shape)
+        view, shape, dtype, device = tensor.view_as(tensor), tensor.shape, tensor.dtype, tensor.device
 
         def changed(gradients: Sequence[Tensor | None]) -> tuple[Tensor]:
-            gradient = torch.zeros_like(like) if gradients[0] is None else synchronous(gradients[0])
-            return (change(gradient, group, *arguments),)
+            if gradients[0] is None:  # on this rank
+                return (change(torch.zeros(shape, dtype=dtype, device=device), group, *arguments),)
+            return (change(synchronous(gradients[0]), group, *arguments),)
 
         if view.grad_fn is not None:
             view.grad_fn.register_prehook(changed)
@@ -324,7 +325,6 @@ sum_scatter = with_backward(reduce_scatter, all_gather)
 
 exchange: Callable[..., Tensor] = with_backward(
     lambda outgoing, group, lengths=(None, None): all_to_all(outgoing, group, *lengths),
-    # Which has a derivative again.
-    lambda gradient, group, lengths=(None, None): exchange(gradient, group, lengths[::-1]),
+    lambda gradient, group, lengths=(None, None): exchange(gradient, group, lengths[::-1]),  # differentiable
 )
 """Send one shard of dim 0 to each rank, and join what is received in rank order; of equal lengths, or of those given."""

@@ -283,7 +283,8 @@ class GradientComparison:
         # A pass that leaves no gradient anywhere may be one over numbers that mean nothing, as pipelines do to find shapes.
         gradients = [each.grad for each in self.model.parameters() if each.requires_grad]
         left = [local_shard(gradient) for gradient in gradients if gradient is not None]
-        rows.append([float(bool(left)), *_row(len(left) == len(gradients) and _none_is_zero(left))[:-1]])
+        complete = len(left) == len(gradients) and _none_is_zero(left)
+        rows.append([float(bool(left)), float(complete), *[0.0] * (_COLUMNS - 2)])
         mine = torch.tensor([rows], dtype=torch.float64, device=self.device)
         gathered = all_gather(mine, self.group, 0)
         self.rows.clear()
@@ -435,10 +436,10 @@ _SENTENCES = {
 def _problems(model: nn.Module, apart: Mapping[Key, float], ranks: str) -> list[str]:
     """Return a sentence for each kind of thing of which ranks are apart, by so much of the size."""
     problems = []
+    # The bias of a row layer differs because of its output.
+    told = {("parameter", f"{name}.bias".lstrip(".")) for kind, name in apart if kind == "output"}
     for kind, sentence in _SENTENCES.items():
-        # The bias of a row layer differs because of its output.
-        told = {f"{name}.bias".lstrip(".") for each, name in apart if (each, kind) == ("output", "parameter")}
-        found = {name: part for (each, name), part in apart.items() if each == kind and name not in told}
+        found = {key[1]: part for key, part in apart.items() if key[0] == kind and key not in told}
         if not found:
             continue
         names = listing(name or "the model" for name in found)

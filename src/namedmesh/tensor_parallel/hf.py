@@ -76,7 +76,7 @@ _WRONG_ATTENTION = {
     "neomme": "value_embeddings adds the features of all heads, of which v_proj leaves each rank a part",
 }
 # Handled one by one, with a look at the model or at the rest of the plan.
-_SPECIAL = ("replicate", "mla_kv_a_proj", "packed_colwise", "packed_rowwise", *_OWNERS[:2])
+_OTHER = ("replicate", "mla_kv_a_proj", "packed_colwise", "packed_rowwise", "local_params", "moe_tp_experts")
 
 
 def plan_from_hf(
@@ -201,7 +201,7 @@ class _Reader:
                 "each rank a shard of every expert"
             )
         if self.model is None:
-            if name in _SPECIAL:
+            if name in _OTHER:
                 raise LookupError("depends on the model: pass the model instead of a dict")
             return {key: _style_of(name)}
         found = [fqn for fqn in self.modules if matches(key, fqn)]
@@ -289,11 +289,11 @@ def _style_of(name: str) -> ParallelStyle:
     """Return the style that a name alone means."""
     if name in _STYLES:
         return _STYLES[name]()
-    if name in _SPECIAL:
+    if name in _OTHER:
         raise LookupError(
             "depends on the model: here it names a module, not a parameter of experts; name the parameter"
         )
-    known = (*_STYLES, *_OF_WHOLE_EXPERTS, *_SPECIAL)
+    known = (*_STYLES, *_OF_WHOLE_EXPERTS, *_OTHER)
     raise LookupError(f"is not a style that transformers has{did_you_mean(name, known)}")
 
 

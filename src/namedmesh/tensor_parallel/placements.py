@@ -91,9 +91,9 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     """
     name = type(style).__name__
     touched = parameter_placements(style, module)
-    own_names = [each for each, _ in module.named_parameters() if touched is None or each in touched]
-    already = [each for each in own_names if isinstance(module.get_parameter(each), DTensor)]
-    hooked = [each for each in own_names if has_hooks(module.get_parameter(each))]
+    named = [each for each in module.named_parameters() if touched is None or each[0] in touched]
+    already = [each for each, parameter in named if isinstance(parameter, DTensor)]
+    hooked = [each for each, parameter in named if has_hooks(parameter)]
     if hooked:
         return [
             f"{' and '.join(hooked)} has a hook, which the DTensor in its place would not have; register it afterwards"
