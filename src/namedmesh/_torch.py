@@ -5,13 +5,10 @@ Everything here stands in for something that torch does not offer publicly; each
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
 import warnings
-import weakref
 from collections.abc import Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, wraps
 from itertools import pairwise, product
@@ -37,6 +34,138 @@ if TYPE_CHECKING:
 
 # The types of what it holds differ between versions.
 c10d: Any = distributed_c10d
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+# --- meshes and groups ---
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default group: torch has no public way to reach it."""
+    store: dist.Store = c10d._get_default_store()
+    return store
+
+
+def usual_timeout() -> timedelta:
+    """Return the timeout of a group that is made without one, whatever the default group has."""
+    timeout: timedelta = c10d._get_default_timeout(c10d.Backend(dist.get_backend()))
+    return timeout
+
+
+def default_timeout() -> timedelta:
+    """Return the timeout of the default group."""
+    for device_type in ("cuda", "cpu", "xpu"):
+        try:
+            backend: Any = dist.group.WORLD._get_backend(torch.device(device_type))
+        except RuntimeError:  # the group has none for this kind of device
+            continue
+        options = getattr(backend, "options", None)
+        if options is not None:  # the fake backend has none
+            timeout: timedelta = options._timeout
+            return timeout
+    return usual_timeout()
+
+
+def bound_device() -> torch.device | None:
+    """Return the device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
+    return getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Return whether torch still has a group, or somebody destroyed it."""
+    return group in c10d._world.pg_map
+
+
+def forget_operations() -> None:
+    """Clear what DTensor remembers of operations in this thread: it may hold groups that have just been destroyed."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor
+
+    # As torch.distributed.tensor.debug does, which takes seconds to import.
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
+    """Return a 1-D mesh over some axes of a root mesh, on a group that exists; it goes together with the root's slices.
+
+    ``DeviceMesh._flatten`` would make a second group. Where the axes adjoin, public calls do: see ``NamedMesh``.
+    """
+    layout = root[axes]._layout
+    mesh: Any = DeviceMesh(
+        root.device_type,
+        _layout=_one_axis(layout),
+        _rank_map=root._rank_map,
+        mesh_dim_names=(name,),
+        _root_mesh=root,
+        _init_backend=False,
+    )
+    mesh._dim_group_names = [group.group_name]
+    if hasattr(root, "_pg_registry"):  # torch 2.14
+        root._pg_registry[group.group_name] = group
+    flat: DeviceMesh = mesh
+    return flat
+
+
+def _one_axis(layout: Any) -> Any:
+    """Return the layout of a mesh as that of a mesh with one axis over the same ranks."""
+    if hasattr(layout, "collapse"):  # from torch 2.13 on
+        return type(layout)([layout.collapse()])
+    merged = layout.coalesce()
+    return merged.nest() if len(merged) > 1 else merged
+
+
+def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh with the axes of several slices and flattened meshes of one root, in the given order."""
+    together: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    return together
+
+
+def constant_under_compile(function: F) -> F:
+    """Let the compiler call a function while it traces, and keep the result.
+
+    ``torch.compiler.assume_constant_result`` does no more, but imports the compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def without_modes(function: F) -> F:
+    """Let a function make real tensors, whatever modes its caller is in: those of fake tensors and inference are such."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with _python_dispatch._disable_current_modes(), torch.inference_mode(False):
+            return function(*args)
+
+    return call  # type: ignore[return-value]
+
+
+
+# What the old rooms use of the old adapter; it goes with them.
+forget_group_caches = forget_operations
+concatenate_meshes = joined
+
+
+def constant_of_mesh(function):
+    @wraps(function)
+    def call(mesh, *args):
+        return function(mesh, *args)
+
+    return constant_under_compile(call)
+
+
+def before_default_group_ends(finish):
+    pass
+
+
+def new_connection(store):
+    return store.clone()
+
+
+# --- tensor parallelism, training, dialects: the old parts ---
 
 TORCH = Version(torch.__version__)
 TESTED_UP_TO = "2.15"
@@ -69,7 +198,6 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 _set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(c10d, "_set_pg_timeout", None)
 
 
-F = TypeVar("F", bound="Callable[..., Any]")
 T = TypeVar("T")
 
 _missing: list[str] = []
@@ -106,447 +234,6 @@ _REMEDY = (
     f", which this version of namedmesh needs; it was tested up to torch {TESTED_UP_TO}: install that one, or a newer "
     "namedmesh"
 )
-
-# The default group.
-
-_TAG = "namedmesh"
-
-
-class _EndsWithDefaultGroup(list[Any]):
-    """torch drops this entry of its table of group tags when it destroys the default group.
-
-    Its finalizer is our only notice.
-    """
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
-        weakref.finalize(self, _end_state, state, os.getpid())
-
-
-@requires_private(c10d, "_world")
-def state_of_default_group(create: Callable[[], T]) -> T:
-    """Return our one object that belongs to the default group; created by ``create``, ended with the group.
-
-    It has a flag ``ended``, and a method ``end()`` that drops every reference to process groups.
-
-    Whoever keeps a reference to a group when torch destroys the default group risks an abort when the interpreter
-    exits: a thread of the group may outlive the interpreter.
-    """
-    tags: dict[str, Any] = c10d._world.tags_to_pg
-    if _TAG not in tags:
-        tags[_TAG] = _EndsWithDefaultGroup(create())
-    state: T = tags[_TAG].state
-    return state
-
-
-class _Finisher:
-    """Stands among torch's communicators, which it finalizes first of all when it destroys the default group."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finalize = finish
-
-
-def tells_before_destruction() -> bool:
-    """Return whether ``destroy_process_group`` begins with something of ours: torch's with torchcomms does."""
-    return "comms" in dist.destroy_process_group.__code__.co_names and isinstance(c10d._world.comms, list)
-
-
-def before_default_group_ends(finish: Callable[[], None]) -> None:
-    """Call a function while the groups of the process still work, when torch is about to destroy the default group.
-
-    Called where :func:`tells_before_destruction`, and once, however often it is given.
-    """
-    if tells_before_destruction():
-        communicators = c10d._world.comms
-        if not any(isinstance(each, _Finisher) and each.finalize == finish for each in communicators):
-            communicators.append(_Finisher(finish))
-
-
-def _end_state(state: Any, process: int) -> None:
-    """Run when the default group is destroyed, or at the interpreter's exit if it never was."""
-    if os.getpid() != process:
-        # A fork has the objects, and not the threads behind them: nothing is dropped there.
-        state.ended = True
-        return
-    state.end()
-    exits_with_error = getattr(sys, "last_value", None) is not None
-    if _TAG in c10d._world.tags_to_pg and not exits_with_error:
-        # At exit. The threads of gloo groups must end before the interpreter does. After an error a collective
-        # may be under way that would be waited for, and the process is lost anyway.
-        with suppress(RuntimeError, ValueError):
-            dist.destroy_process_group()
-
-
-@requires_private(c10d, "_get_default_store")
-def default_store() -> dist.Store:
-    """Return the store of the default group: torch has no public way to reach it."""
-    store: dist.Store = c10d._get_default_store()
-    return store
-
-
-@requires_private(c10d, "_world", fallback=lambda: None)
-def number_groups_anew() -> None:
-    """Let the default group that is made next have the number that it has on other ranks.
-
-    torch names it by a number, which goes on where a default group could not be made on this rank, and begins anew where one
-    was destroyed. Ranks with different names wait for each other until their timeout.
-    """
-    c10d._world.group_count = 0
-
-
-def new_connection(store: Any) -> dist.Store:
-    """Return another connection to a store: one over which a thread waits serves no other."""
-    connection: dist.Store = store.clone()
-    return connection
-
-
-@requires_private(dist.ProcessGroup, "_get_backend", fallback=lambda: None)
-def default_timeout() -> timedelta | None:
-    """Return the timeout of the default group, or None where its backend has none (the fake one)."""
-    group = dist.group.WORLD
-    if group is None:
-        return None
-    for device_type in ("cuda", "cpu", "xpu"):
-        try:
-            backend = group._get_backend(torch.device(device_type))
-        except RuntimeError:
-            continue
-        options = getattr(backend, "options", None)
-        return getattr(options, "_timeout", None)
-    return None
-
-
-@requires_private(c10d, "_get_default_timeout", fallback=lambda: False)
-def default_timeout_is_torchs() -> bool:
-    """Return whether groups that are made without a timeout get the one that the default group has."""
-    own = default_timeout()
-    return own is None or own == c10d._get_default_timeout(c10d.Backend(dist.get_backend()))
-
-
-def bound_device() -> torch.device | None:
-    """Return the device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
-    return getattr(dist.group.WORLD, "bound_device_id", None)
-
-
-# Groups.
-
-
-@requires_private(c10d, "_world")
-def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether torch still has a group, or somebody destroyed it."""
-    return group in c10d._world.pg_map
-
-
-def group_name(identity: object) -> str:
-    """Return the name of a group that only its members create; the same in every life of the same group.
-
-    A name that repeats lets compiled code and cached DTensor layouts, which refer to groups by name, find the
-    group again after a mesh was closed and opened.
-    """
-    return f"{_TAG}_{hashlib.sha256(repr(identity).encode()).hexdigest()[:40]}"
-
-
-@requires_private(
-    c10d, "_get_default_timeout", "_new_process_group_helper", "_register_process_group", "_world"
-)
-@requires_private(
-    dist.ProcessGroup, "_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name"
-)
-def new_group_among_members(
-    ranks: Sequence[int],
-    *,
-    name: str,
-    store_prefix: str,
-    backend: str,
-    timeout: timedelta | None,
-    pg_options: object = None,
-    group_desc: str,
-    addresses: dist.Store | None = None,
-) -> dist.ProcessGroup:
-    """Create a group under a given name; only the members call it.
-
-    ``new_group(use_local_synchronization=True)`` takes no name. Up to torch 2.13 it derives one from the number
-    of groups that this process has, which differs between ranks as soon as some have a group that others lack;
-    a group that is created again gets the name of the first one, and finds its addresses in the store.
-
-    Args:
-        ranks: the members, ascending.
-        name: the name, the same on all members and unique among the groups of this process.
-        store_prefix: where the members exchange their addresses; never used twice for the same name.
-        backend: a backend as ``new_group`` takes it.
-        timeout: the timeout; by default torch's own for the backend.
-        pg_options: options of an NCCL group.
-        group_desc: a description, for torch's messages.
-        addresses: a store of this process alone, into which gloo writes this rank's addresses, and where it looks for
-            those of the others at the first collective; so this call does not block on other ranks, nor does it
-            with NCCL. Without it gloo connects the members now.
-
-    Raises:
-        MeshError: torch created the group under another name.
-    """
-    members, world = list(ranks), c10d._world
-    rank = members.index(dist.get_rank())
-    store = dist.PrefixStore(store_prefix, default_store())
-    full = c10d.Backend(backend)
-    timeout = timeout or c10d._get_default_timeout(full)
-    devices = c10d.BackendConfig(full).get_device_backend_map()
-    # new_group reads from the environment only whether gloo is to connect at the first collective.
-    late, at_once = [], []
-    for device, part in devices.items():
-        if part == "gloo" and addresses is not None:
-            late.append(device)
-        else:
-            at_once.append(f"{device}:{part}")
-    group: Any
-    if at_once:
-        group, _ = c10d._new_process_group_helper(
-            len(members),
-            rank,
-            members,
-            c10d.Backend(",".join(at_once)) if late else full,
-            store,
-            name,
-            backend_options=pg_options,
-            timeout=timeout,
-            group_desc=group_desc,
-        )
-    else:
-        group = dist.ProcessGroup(addresses, rank, len(members))  # type: ignore[arg-type]
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    if late:
-        gloo = _unconnected_gloo(members, rank, addresses, name, timeout)
-        for device in late:
-            group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
-        world.pg_map[group] = full, dist.PrefixStore(f"{name}/", store)
-        world.pg_backend_config[group] = str(c10d.BackendConfig(full))
-    if not at_once:  # what the helper does
-        group._set_group_name(name)
-        tag = f"ptd:{name}"
-        world.pg_names[group], world.pg_to_tag[group] = name, tag
-        for each in ("", tag):
-            world.tags_to_pg.setdefault(each, []).append(group)
-        c10d._register_process_group(name, group)
-    group._set_group_desc(group_desc)
-    world.pg_group_ranks[group] = dict(zip(members, range(len(members)), strict=True))
-    if group.group_name != name:
-        raise MeshError(
-            f"torch {torch.__version__} created a group under the name {group.group_name!r} instead of {name!r}; this "
-            "version of namedmesh does not know that torch, so install another version of one of them"
-        )
-    made: dist.ProcessGroup = group
-    return made
-
-
-def _unconnected_gloo(members: list[int], rank: int, addresses: Any, name: str, timeout: timedelta) -> Any:
-    """Return a backend that connects at its first collective, constructed as torch's own is without options.
-
-    Groups cannot share a device, which takes most of the time: on one that connects late, gloo numbers the connections of each
-    group by rank, takes those of one group for another's, and hangs now and then.
-    """
-    gloo: Any = c10d.ProcessGroupGloo
-    options = gloo._Options()
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if len(interfaces) > 1:  # a single letter torch takes for nothing
-        options._devices = [
-            gloo.create_device(interface=each, lazy_init=True) for each in interfaces.split(",")
-        ]
-    else:
-        options._devices = [gloo.create_default_device(lazy_init=True)]
-    options._threads = 2 * len(options._devices)
-    options._timeout = timeout
-    options.global_ranks_in_group = members
-    options.group_name = name
-    backend = gloo(addresses, rank, len(members), options)
-    backend._set_sequence_number_for_group()
-    return backend
-
-
-def connects_without_blocking(backend: str) -> bool:
-    """Return whether :func:`new_group_among_members` with ``addresses`` returns without the other members."""
-    parts = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
-    return (
-        parts <= {"gloo", "nccl", "fake"}
-        and not int(os.environ.get("TORCH_DIST_INIT_BARRIER", "0"))
-        and dist.get_debug_level() != dist.DebugLevel.DETAIL  # torch then wraps what it makes, and compares
-    )
-
-
-def forget_group_caches() -> None:
-    """Clear what DTensor remembers of operations: it may hold meshes whose groups have just been destroyed.
-
-    DTensor takes equal meshes for one, and hands out the layout of the first result it saw.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import DTensor
-
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    # As torch.distributed.tensor.debug does, which takes seconds to import on a busy machine.
-    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear_native is not None:
-        propagator.propagate_op_sharding.cache_clear()
-        clear_native()
-    else:  # up to torch 2.9 there is one cache, and no function that clears it
-        cache = type(propagator.propagate_op_sharding)
-        propagator.propagate_op_sharding = cache(propagator.propagate_op_sharding_non_cached)
-
-
-def _leave_counting_to_torch() -> None:
-    """Let torch's own names of local groups count torch's own groups only, which every member has.
-
-    Otherwise a group of ours that only some ranks have makes torch's next ``new_group(...,
-    use_local_synchronization=True)`` hang, as in FSDP2's ``set_separate_reduce_scatter_group``.
-    """
-
-    def hash_ranks_to_str(ranks: Sequence[int]) -> str:
-        counted = sum(not name.startswith(_TAG) for name in list(c10d._world.pg_names.values()))
-        text = "_".join([*map(str, ranks), str(counted)])
-        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-    c10d._hash_ranks_to_str = hash_ranks_to_str
-
-
-if _NAMES_COUNT_GROUPS:
-    _leave_counting_to_torch()
-
-
-_FIELDS_OF_MESHES = (
-    "_layout",
-    "_rank_map",
-    "_root_mesh",
-    "_init_backend",
-    "_dim_group_names",
-    "_flatten_mapping",
-)
-
-
-def make_flat_mesh(
-    root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup
-) -> DeviceMesh:
-    """Return a 1-D mesh over the product of some axes of ``root``, on a group that exists, and known to its root.
-
-    ``DeviceMesh.from_group`` would make a mesh that FSDP2 refuses beside tensor parallelism on ``root``,
-    because the two have no common root; ``_flatten`` of torch would make a second group.
-
-    Args:
-        root: a mesh that is no slice.
-        axes: some of its axes, in its order.
-        name: the name of the product.
-        group: this rank's group over the product.
-    """
-    if _MESHES_KNOW_THEIR_ROOT:
-        return _flattened_on_root(root, axes, name, group)
-    return _flattened_in_table(root, axes, name, group)
-
-
-@requires_private(DeviceMesh.__init__, *_FIELDS_OF_MESHES if _LAYOUTS_ARE_LISTS else ())
-def _flattened_on_root(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    mesh = DeviceMesh(
-        root.device_type,
-        _layout=_one_axis(root[axes]._layout),
-        _rank_map=root._rank_map,
-        mesh_dim_names=(name,),
-        _root_mesh=root,
-        _init_backend=False,
-    )
-    mesh._dim_group_names = [group.group_name]
-    if hasattr(root, "_pg_registry"):
-        root._pg_registry[group.group_name] = group
-    root._flatten_mapping[name] = mesh
-    return mesh
-
-
-def _one_axis(layout: Any) -> Any:
-    """Return the layout of a mesh as that of a mesh with one axis over the same ranks."""
-    if _LAYOUTS_ARE_LISTS:
-        return type(layout)([layout.collapse()])
-    merged = layout.coalesce()
-    return merged.nest() if len(merged) > 1 else merged
-
-
-def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    from torch.distributed.device_mesh import _mesh_resources
-
-    mesh = DeviceMesh.from_group(group, root.device_type, mesh_dim_names=(name,))
-    _mesh_resources.child_to_root_mapping[mesh] = root
-    _mesh_resources.root_to_flatten_mapping.setdefault(root, {})[name] = mesh
-    places = [root.mesh_dim_names.index(axis) for axis in axes]
-    between = range(places[0], places[-1] + 1)
-    if all(i in places or root.size(i) == 1 for i in between):
-        # This torch slices adjoining axes only; those of size 1 between them change nothing.
-        places = list(between)
-    _mesh_resources.flatten_name_to_root_dims.setdefault(root, {})[name] = tuple(places)
-    return mesh
-
-
-@requires_private(DeviceMesh, *(["_concatenate"] if _MESHES_KNOW_THEIR_ROOT else []))
-def concatenate_meshes(meshes: Sequence[Any]) -> DeviceMesh:
-    """Return the mesh with the axes of several slices and flattened products of one root, in the given order.
-
-    A public slice of the root takes a product's name up to torch 2.9, and warns later.
-    """
-    if _MESHES_KNOW_THEIR_ROOT:
-        together: DeviceMesh = DeviceMesh._concatenate(list(meshes))
-        return together
-    from torch.distributed.device_mesh import _mesh_resources
-
-    root: Any = _mesh_resources.get_root_mesh(meshes[0])
-    sliced: DeviceMesh = root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names)]
-    return sliced
-
-
-def forget(root: Any) -> None:
-    """Drop the groups of a root mesh and its slices, so that a reference to one of them keeps no group alive."""
-    getattr(root, "_pg_registry", {}).clear()
-    if _MESHES_KNOW_THEIR_ROOT:
-        return
-    from torch.distributed.device_mesh import _mesh_resources
-
-    table = _mesh_resources
-    for child in [child for child, its_root in table.child_to_root_mapping.items() if its_root is root]:
-        del table.child_to_root_mapping[child]
-    table.root_to_flatten_mapping.pop(root, None)
-    table.flatten_name_to_root_dims.pop(root, None)
-
-
-# Compiled code.
-
-
-def constant_under_compile(function: F) -> F:
-    """Let the compiler call a function while it traces, and keep the result.
-
-    ``torch.compiler.assume_constant_result`` does no more, but imports the compiler for it. The function takes
-    whatever its result depends on as an argument, which compiled code then guards.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-def constant_of_mesh(function: F) -> F:
-    """Let the compiler call a function of a mesh, and of constants, while it traces, and keep the result.
-
-    Up to torch 2.11 the compiler takes such an object only as the one whose method is called.
-    """
-
-    @wraps(function)
-    def call(mesh: Any, *args: Any) -> Any:
-        return mesh._constant(function, mesh._version, *args)
-
-    return call  # type: ignore[return-value]
-
-
-@requires_private(_python_dispatch, "_disable_current_modes", fallback=lambda function: function)
-def without_modes(function: F) -> F:
-    """Let a function make real tensors, whatever modes its caller is in: those of fake tensors and inference are such."""
-
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        with _python_dispatch._disable_current_modes(), torch.inference_mode(False):
-            return function(*args)
-
-    return call  # type: ignore[return-value]
-
 
 # Tensors and modules.
 

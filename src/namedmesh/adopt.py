@@ -63,7 +63,7 @@ def _stride(ranks: torch.Tensor, dim: int) -> int:
     return next((_stride(ranks, after) for after in range(dim + 1, ranks.ndim) if ranks.size(after) > 1), 0)
 
 
-def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_offset: int) -> Layout:
+def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layout:
     """Return the layout that process groups by axis have, slowest axis first.
 
     Raises:
@@ -76,9 +76,16 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_of
     ]
     if problems:
         raise LayoutError(*problems)
-    layout = Layout.from_shape(
-        list(groups), [group.size() for group in groups.values()], rank_offset=rank_offset
-    )
+    sizes = [group.size() for group in groups.values()]
+    layout = Layout.from_shape(list(groups), sizes)
+    # The first rank of the mesh: this rank, less its distance from there on each axis.
+    distance = sum(group.rank() * stride for group, stride in zip(groups.values(), layout.strides, strict=True))
+    if rank < distance:
+        raise LayoutError(
+            f"rank {rank} cannot be number {distance} of {layout}, which it is by its place in these groups; give the axes "
+            "from the slowest to the fastest"
+        )
+    layout = Layout.from_shape(list(groups), sizes, rank_offset=rank - distance)
     for axis, group in groups.items():
         try:
             got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
@@ -103,19 +110,3 @@ def describe_absent(group: object, rank: int) -> str:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return f"one that rank {rank} is not in"
     return f"a {type(group).__name__}, which is no process group"
-
-
-def meshes_of_transformers(model: Any) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the meshes that transformers made for a model: that of the dense layers, and that of the experts.
-
-    Raises:
-        LayoutError: transformers did not distribute the model.
-    """
-    manager = getattr(model, "_mesh_manager", None)
-    if manager is None:
-        raise LayoutError(
-            f"the {type(model).__name__} has no mesh of transformers, which makes one in "
-            "from_pretrained(distributed_config=...); make a mesh with init_mesh, and shard the model with parallelize"
-        )
-    stages = ("pp", "dp_replicate")
-    return manager.get_mesh((*stages, "fsdp", "tp")), manager.get_mesh((*stages, "efsdp", "ep"))

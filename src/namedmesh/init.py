@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from namedmesh import launch
 from namedmesh._version import __version__
-from namedmesh.current import close_all, refuse_ambiguous_mesh
+from namedmesh.agreement import agreed
+from namedmesh.current import close_all
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
-from namedmesh.groups import GroupPool, agreed
+from namedmesh.groups import kept_groups
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
@@ -22,9 +22,8 @@ from namedmesh.sizes import USUAL_AXES
 from namedmesh.views import product_axes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
-
-    from namedmesh.groups import GroupMaker
 
 _NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a world of its own; start 8 of them with: "
@@ -39,17 +38,14 @@ def init_mesh(
     backend: str | None = None,
     timeout: timedelta | None = None,
     options: Mapping[str, GroupOptions] | None = None,
-    share_groups: bool = True,
-    world_size: int | None = None,
-    rank_offset: int = 0,
-    part: bool = False,
     replace: bool = False,
     **sizes: int,
 ) -> NamedMesh:
     """Return a mesh over this job's ranks; communicates.
 
     Every rank calls it with the same arguments. Where there is no default process group yet, it is made from
-    the environment: that of torchrun, or a world of one under plain python.
+    the environment: that of torchrun, or a world of one under plain python. For a mesh over some of the ranks make
+    torch's own ``DeviceMesh``, and adopt it with :meth:`NamedMesh.from_device_mesh`.
 
     Args:
         layout: the layout, or a mapping of axes to sizes, instead of ``sizes``.
@@ -57,61 +53,35 @@ def init_mesh(
         backend: the backend of every group that sets no other; by default that of the default group.
         timeout: the timeout of every group that sets no other, and the time that ranks wait for each other
             here; by default that of the default group.
-        options: :class:`GroupOptions` by the name of an axis, or of several joined by ``_``. Groups derived
-            from an axis inherit them.
-        share_groups: whether groups over the same ranks with the same options are one object.
-        world_size: how many ranks the mesh covers; by default the whole world.
-        rank_offset: the first rank of the mesh.
-        part: whether the mesh covers a part of the world only. Then only its ranks call this.
+        options: :class:`GroupOptions` by the name of an axis, or of several joined by ``_``.
         replace: close every open mesh of this process first, such as that of a notebook cell that is run again.
         **sizes: one keyword for each axis, slowest first; one size may be -1, for whatever is left.
 
     Returns:
-        The mesh, the same layout on every rank; on each rank its accessors answer for that rank.
+        The mesh. Axes of one set of ranks and one set of options share a group, also with other meshes.
 
     Raises:
         LayoutError: names or sizes that do not fit; all problems at once.
         AxisError: options for an axis that is not there.
-        AgreementError: the ranks were given different arguments, run different versions, or some did not
-            call; on every rank, naming the ranks and the field.
+        AgreementError: the ranks were given different arguments, run different versions, or some did not call.
         LaunchError: the environment is incomplete, or the device is not there.
 
     Example:
-        >>> mesh = init_mesh(pp=1, dp=-1, tp=1, device="cpu")
-        >>> mesh.layout
-        Layout(pp=1, dp=1, tp=1)
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        >>> import torch.distributed as dist
+        >>> mesh = init_mesh(dp=-1, tp=1, device="cpu")
+        >>> mesh
+        <NamedMesh dp=1 x tp=1 (1 rank), rank 0 on cpu>
+        >>> mesh.close(); dist.destroy_process_group()
     """
     if replace:
         close_all()
     launched = not dist.is_initialized()
     if launched:
-        device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
-    if not sizes and isinstance(layout, Mapping) and all(isinstance(axis, str) for axis in layout):
-        sizes, layout = dict(layout), None
-    request = _Request(layout, sizes, world_size, rank_offset, part)
+        device = launch.init(device, backend=backend, timeout=timeout)
     try:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        ranks = request.ranks(world)
-        if rank not in ranks:
-            request.resolve(world, rank)
-        pool, options = GroupPool(), {} if options is None else options
-        with agreed(pool, "init_mesh", ranks, timeout=timeout) as maker:
-            pool.defaults, pool.share = GroupOptions(backend=backend, timeout=timeout), share_groups
-            chosen = launch.default_group_device(device)
-            fitted = request.resolve(world, rank)
-            _check_options(options, share_groups, fitted)
-            fields = {
-                "layout": repr(fitted),
-                "options": repr(dict(sorted(options.items(), key=lambda item: str(item[0])))),
-                "defaults": repr(pool.defaults),
-                "share_groups": repr(share_groups),
-                "device": chosen.type,
-            }
-            mesh = make_mesh(maker, fitted, fields, options, device=chosen)
-            refuse_ambiguous_mesh(fitted, chosen.type, {axis: mesh.group(axis) for axis in fitted.axes})
-            return mesh
+        with agreed("init_mesh", timeout) as compare:
+            chosen = _layout(layout, sizes)
+            return make_mesh(compare, chosen, {}, options or {}, GroupOptions(backend=backend, timeout=timeout), device)
     except BaseException as error:
         if not launched:
             raise
@@ -121,110 +91,70 @@ def init_mesh(
         raise
 
 
-class _Request(NamedTuple):
-    """The layout that was asked for, as it was asked for."""
-
-    layout: Layout | Mapping[str, int] | None
-    sizes: Mapping[str, int]
-    world_size: int | None
-    rank_offset: int
-    part: bool
-
-    def ranks(self, world: int) -> range:
-        """Return the ranks that call, as far as a wrong request determines them: only they can be told."""
-        if not self.part:
-            return range(world)
-        start, layout = self.rank_offset, self.layout
-        if isinstance(layout, Layout):
-            return layout.ranks if layout.ranks.stop <= world else range(0)
-        size = self.world_size
-        if size is None:
-            size = prod(size for size in self.sizes.values() if isinstance(size, int) and size > 0)
-        if not isinstance(start, int) or not isinstance(size, int) or not 0 <= start < start + size <= world:
-            return range(0)
-        return range(start, start + size)
-
-    def resolve(self, world: int, rank: int) -> Layout:
-        """Return the layout, which holds the rank.
-
-        Raises:
-            LayoutError: there is no such layout.
-        """
-        layout = self.layout
-        if layout is None:
-            size = world if self.world_size is None and not self.part else self.world_size
-            layout = Layout(**self.sizes, world_size=size, rank_offset=self.rank_offset)
-        elif self.sizes or self.world_size is not None or self.rank_offset:
-            raise LayoutError(
-                f"both {layout!r} and {', '.join(self._words())} were given; give a layout, which says all of this itself, "
-                "or sizes by name"
-            )
-        if not isinstance(layout, Layout):
-            raise LayoutError(
-                f"{layout!r} is no layout; give a Layout, or sizes by name as in init_mesh(dp=2, tp=2) or init_mesh({{'dp': 2}})"
-            )
-        ranks = layout.ranks
-        if not self.part and ranks != range(world):
-            raise LayoutError(
-                f"{layout} on ranks {ranks.start} to {ranks.stop - 1} is not the world of {world} ranks; change a size, give one "
-                "axis -1 for whatever is left, or say part=True for a mesh over a part"
-            )
-        if ranks.stop > world or rank not in ranks:
-            raise LayoutError(
-                f"{layout} on ranks {ranks.start} to {ranks.stop - 1} does not hold rank {rank} of the world of {world} ranks; "
-                "only the ranks of the part may call init_mesh(part=True)"
-            )
-        return layout
-
-    def _words(self) -> list[str]:
-        """Return the sizes and the place that were asked for, as they are written in code."""
-        words = [f"{axis}={size!r}" for axis, size in self.sizes.items()]
-        if self.world_size is not None:
-            words.append(f"world_size={self.world_size!r}")
-        if self.rank_offset != 0:
-            words.append(f"rank_offset={self.rank_offset!r}")
-        return words
-
-
 def make_mesh(
-    maker: GroupMaker,
+    compare: Callable[..., None],
     layout: Layout,
-    request: Mapping[str, str],
+    request: Mapping[str, object],
     options: Mapping[str, GroupOptions],
-    *,
-    groups: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
-    device: torch.device | None = None,
+    defaults: GroupOptions,
+    device: str | torch.device | None = None,
 ) -> NamedMesh:
     """Compare a request with the other ranks, and make the mesh; for the dialects too. Communicates.
 
     Args:
-        maker: makes the groups.
+        compare: what :func:`namedmesh.agreement.agreed` yields.
         layout: the layout of the mesh.
-        request: what was asked for, field by field.
+        request: what else must be the same on every rank, field by field.
         options: the options of the mesh's groups, by axis.
-        groups: further groups over whole axes that will be made under the same agreement.
+        defaults: those of every group, where an axis sets nothing else.
         device: the device of the mesh; by default the one that goes with the default group.
     """
-    pool, device = maker.pool, device or launch.default_group_device()
-    wanted = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout.axes]
-    versions = {"torch": str(torch.__version__), "namedmesh": __version__}
-    maker.compare({**request, **versions}, [*wanted, *groups])
-    return NamedMesh(maker.create_view(layout, device.type, options), pool, device, options)
+    _check_options(options, layout)
+    chosen = launch.default_group_device(device)
+    made_with = {
+        "layout": repr(layout),
+        "options": dict(sorted(options.items())),
+        "defaults": defaults,
+        "device": chosen.type,
+    }
+    versions = {"torch": torch.__version__, "namedmesh": __version__}
+    compare({**made_with, **request, **versions, "groups that exist": kept_groups()})
+    return NamedMesh(layout, chosen, options, defaults)
 
 
-def _check_options(options: object, share: object, layout: Layout) -> None:
-    problems = []
+def _layout(layout: Layout | Mapping[str, int] | None, sizes: Mapping[str, int]) -> Layout:
+    """Return the layout that was asked for, over the world.
+
+    Raises:
+        LayoutError: there is no such layout.
+    """
+    world = dist.get_world_size()
+    if layout is not None and sizes:
+        given = ", ".join(f"{axis}={size!r}" for axis, size in sizes.items())
+        raise LayoutError(f"both {layout!r} and {given} were given; give one of them")
+    if layout is None or isinstance(layout, Mapping):
+        return Layout(**(sizes if layout is None else layout), world_size=world)
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            f"{layout!r} is no layout; give a Layout, or sizes by name as in init_mesh(dp=2, tp=2) or init_mesh({{'dp': 2}})"
+        )
+    if layout.ranks != range(world):
+        raise LayoutError(
+            f"{layout} on ranks {layout.ranks.start} to {layout.ranks.stop - 1} is not the world of {world} ranks; change a "
+            "size, or give one axis -1 for whatever is left"
+        )
+    return layout
+
+
+def _check_options(options: object, layout: Layout) -> None:
     if not isinstance(options, Mapping):
-        problems.append(
+        raise LayoutError(
             f"options are a {type(options).__name__}; give a mapping of axes to GroupOptions, such as {{'tp': GroupOptions(...)}}"
         )
-    if not isinstance(share, bool):
-        problems.append(f"share_groups is {share!r}; it is True or False")
-    if problems or not isinstance(options, Mapping):
-        raise LayoutError(*problems)
-    allowed = dict.fromkeys((*layout.axes, *USUAL_AXES))
+    problems = []
+    allowed = dict.fromkeys((*layout.axes, *USUAL_AXES))  # those of a view that is added later
     for name, option in options.items():
-        if name not in allowed and not (isinstance(name, str) and product_axes(name, layout.axes)):
+        if name not in allowed and not product_axes(str(name), layout.axes):
             problems.append(
                 f"options are given for axis {name!r}, which is not one of {layout.axes}{did_you_mean(name, allowed)}"
             )

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from itertools import count
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from namedmesh import current
-from namedmesh._torch import constant_under_compile, make_flat_mesh
-from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from namedmesh import agreement, current
+from namedmesh._torch import constant_under_compile, flattened, joined, without_modes
+from namedmesh.adopt import layout_of_groups, layout_of_mesh
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.groups import Communicator, GroupPool, agreed
+from namedmesh.groups import Groups, destroy_unused, makes_plainly
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.views import ROOT_VIEW, View, Views, join_names, product_axes, quoted
+from namedmesh.views import ROOT_VIEW, Views, join_names, merged, product_axes, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from types import TracebackType
+    from collections.abc import Callable, Iterator, Mapping
 
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
-    from namedmesh.groups import GroupMaker
+    from namedmesh.groups import Communicator
 
 __all__ = ["NamedMesh"]
 
@@ -36,13 +36,19 @@ class Place(NamedTuple):
 
     ranks: tuple[int, ...]
     rank: int
-    group: dist.ProcessGroup
+    group: Any
 
 
 class NamedMesh:
     """Named axes over live process groups. Made by :func:`namedmesh.init_mesh`, or by adopting what exists.
 
     Every answer is this rank's own. Accessors never communicate; what does, says so in its first line.
+
+    Attributes:
+        layout: the axes, their sizes and their order.
+        device: the device of this rank.
+        global_rank: this rank.
+        closed: whether :meth:`close` was called.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
@@ -59,30 +65,37 @@ class NamedMesh:
 
     def __init__(
         self,
-        view: View,
-        pool: GroupPool,
+        layout: Layout,
         device: torch.device,
-        options: Mapping[str, GroupOptions] | None = None,
+        options: Mapping[str, GroupOptions],
+        defaults: GroupOptions,
+        root: DeviceMesh | None = None,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
-        """Bind a layout to process groups over the same ranks; :func:`namedmesh.init_mesh` is the usual way."""
-        self.layout = layout = view.layout
-        self.pool = pool
-        self.device = device
-        self.global_rank = pool.rank
-        self.closed = False
+        """Make the groups of a layout, which every rank does; with ``groups``, take those that exist."""
+        self.layout, self.device, self.closed = layout, device, False
+        self.groups = Groups(defaults)
+        self.global_rank = self.groups.rank
         # Options of the groups over one axis or several, by the axes in the order of their layout.
-        self._options = {_option_axes(name, layout): option for name, option in (options or {}).items()}
-        self._all_views = Views(view)
-        # Slices over some axes, and the meshes of products, by the names that they are asked with.
-        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
-        # Of each axis and product, under the version and the names that it is asked with; and what nobody foresaw.
-        self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
-        self._answers: dict[tuple[object, ...], object] = {}
+        self._options = {product_axes(name, layout.axes) or (name,): each for name, each in options.items()}
+        self._views = Views(layout)
+        self._roots: dict[object, DeviceMesh] = {}
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}  # slices, by the names that they are asked with
+        self._places: dict[tuple[str, ...], Place] = {}
+        self._axes: tuple[str, ...] = ()
         self._before_close: list[Callable[[], None]] = []
-        self._lock = pool.registry.agreements.lock
-        self._prepare_answers()
-        current.register(self)
-        pool.end_mesh = self._end
+        for axis, group in (groups or {}).items():
+            self.groups.borrow(self.groups.key(layout, (axis,), self.options_of((axis,))), axis, group)
+        if groups is None:
+            self._roots[ROOT_VIEW] = self._make_root(layout)
+        else:
+            self._roots[ROOT_VIEW] = root or self._root_over(layout, {axis: (axis,) for axis in layout})
+        self._prepare()
+        try:
+            current.opened(self, {axis: self.group(axis) for axis in self})
+        except MeshError:
+            self.groups.release()
+            raise
 
     # Adopting what exists.
 
@@ -91,60 +104,31 @@ class NamedMesh:
         """Return a named mesh over a torch mesh that exists; its groups are used as they are and never destroyed.
 
         Args:
-            mesh: a mesh with names, whose ranks are a range in row-major order of its axes (in any order).
+            mesh: a mesh with names, over the world or a part of it, whose ranks are a range in row-major order of its
+                axes (in any order).
 
         Raises:
             LayoutError: the mesh has no names, or its ranks follow no such order.
         """
         layout = layout_of_mesh(mesh)
-        pool = GroupPool()
-        view = View(layout, mesh.device_type, {axis: mesh.get_group(axis) for axis in layout.axes}, mesh)
-        _borrow(pool, view)
-        return cls(view, pool, default_group_device(mesh.device_type))
-
-    @classmethod
-    def from_transformers(cls, model: object) -> NamedMesh:
-        """Return a named mesh over those that Hugging Face's transformers made for a model; nothing is created.
-
-        Args:
-            model: what ``from_pretrained(..., distributed_config=DistributedConfig(...))`` returned.
-
-        Returns:
-            A mesh of axes ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``, with the view ``expert`` of ``pp``,
-            ``dp_replicate``, ``efsdp`` and ``ep``. Slices of it go together with the model's parameters.
-
-        Raises:
-            LayoutError: transformers did not distribute the model.
-        """
-        dense, expert = meshes_of_transformers(model)
-        mesh = cls.from_device_mesh(dense)
-        mesh.adopt_view("expert", expert)
-        return mesh
+        groups = {axis: mesh.get_group(axis) for axis in layout}
+        return cls(layout, default_group_device(mesh.device_type), {}, GroupOptions(), mesh, groups)
 
     @classmethod
     def from_groups(
-        cls,
-        groups: Mapping[str, dist.ProcessGroup],
-        *,
-        device: str | torch.device | None = None,
-        rank_offset: int = 0,
+        cls, groups: Mapping[str, dist.ProcessGroup], *, device: str | torch.device | None = None
     ) -> NamedMesh:
         """Return a named mesh over process groups that exist; they are never destroyed.
 
         Args:
             groups: this rank's group on each axis, by name, slowest axis first.
             device: the device of the mesh; by default the one that goes with the default group.
-            rank_offset: the first rank of the mesh, for one over a part of the world.
 
         Raises:
             LayoutError: the groups are not those of any layout with these axes in this order.
         """
-        pool = GroupPool()
-        layout = layout_of_groups(groups, pool.rank, rank_offset)
-        chosen = default_group_device(device)
-        view = View(layout, chosen.type, dict(groups))
-        _borrow(pool, view)
-        return cls(view, pool, chosen)
+        layout = layout_of_groups(groups, dist.get_rank())
+        return cls(layout, default_group_device(device), {}, GroupOptions(), None, groups)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
         """Add another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
@@ -156,36 +140,36 @@ class NamedMesh:
         Raises:
             LayoutError: a name that is taken, an axis that is not the same ranks, or a mesh of other ranks.
         """
+        self._check_open()
         layout = layout_of_mesh(root)
         if layout.ranks != self.layout.ranks:
             raise LayoutError(
                 f"{layout} is not over the ranks of {self.layout}; adopt a mesh over the same ranks"
             )
         self._views.check(name, layout, self.global_rank)
-        groups = {axis: root.get_group(axis) for axis in layout}
-        new = {axis: group for axis, group in groups.items() if axis not in self}
-        current.refuse_ambiguous_mesh(layout, root.device_type, new)
+        new = {axis: root.get_group(axis) for axis in layout if axis not in self}
+        current.refuse_ambiguous(self, new)
         for axis, group in new.items():
-            if self.pool.find(layout, (axis,), self.pool.defaults) is None:
-                self.pool.borrow(layout.group(self.global_rank, axis), group, axis)
-        self._views[name] = View(layout, root.device_type, groups, root)
-        self._prepare_answers()
+            self.groups.borrow(self.groups.key(layout, (axis,), self.options_of((axis,))), axis, group)
+        self._add_view(name, layout, root)
 
     # Accessors. Nothing here communicates.
 
-    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh over one axis or several, in the order of the layout; the same object each time.
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the sub-mesh over axes and flattened products, in the order of the layout; the same object each time.
 
         Raises:
             AxisError: a name that is no axis, or axes of two views at once.
             LayoutError: axes out of order.
             MeshError: the mesh is closed.
         """
-        return self._slice((axes,) if isinstance(axes, str) else tuple(axes), self._version)
+        names = (names,) if isinstance(names, str) else tuple(names)
+        known = self._meshes.get(names)
+        return self._slice(names) if known is None else known
 
-    def __contains__(self, axis: object) -> bool:
-        """Return whether ``mesh[axis]`` answers: for axes, those of views included, and flattened products by name."""
-        return isinstance(axis, str) and (self._version, (axis,)) in self._places
+    def __contains__(self, name: object) -> bool:
+        """Return whether ``mesh[name]`` answers: for axes, those of views included, and flattened products by name."""
+        return isinstance(name, str) and (name,) in self._places
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the axes, slowest first; those of a view come after the mesh's own."""
@@ -202,53 +186,52 @@ class NamedMesh:
             AxisError: a name that is no axis, or axes of two views at once.
             MeshError: the mesh is closed, or there is no group over these axes yet.
         """
-        try:  # compiled code guards the version, and not the group
-            return self._places[self._version, axes].group
-        except KeyError:
-            return self._find_group(axes, self._version)
+        known = self._places.get(axes)
+        group: dist.ProcessGroup = self._find_group(axes) if known is None else known.group
+        return group
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
-        try:
-            return len(self._places[self._version, axes].ranks)
-        except KeyError:
-            return len(self._find_ranks(axes, self._version))
+        known = self._places.get(axes)
+        return len(self._find_ranks(axes) if known is None else known.ranks)
 
     def rank(self, *axes: str) -> int:
         """Return this rank's position in its group over ``axes``; without axes, in the whole mesh."""
-        try:
-            return self._places[self._version, axes].rank
-        except KeyError:
-            return self._find_ranks(axes, self._version).index(self.global_rank)
+        known = self._places.get(axes)
+        return self._find_ranks(axes).index(self.global_rank) if known is None else known.rank
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
-        try:
-            return self._places[self._version, axes].ranks
-        except KeyError:
-            return self._find_ranks(axes, self._version)
+        known = self._places.get(axes)
+        return self._find_ranks(axes) if known is None else known.ranks
 
     @property
     def coords(self) -> dict[str, int]:
         """This rank's coordinate on each axis; those of a view come after the mesh's own."""
         self._check_open()
-        return {axis: self.rank(axis) for axis in self._axes}
+        return {axis: self.rank(axis) for axis in self}
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
-        return self._root(self._version)
+        self._check_open()
+        return self._roots[ROOT_VIEW]
 
     @property
     def views(self) -> dict[str, Layout]:
         """The layouts of the views that were added, by name."""
-        return {name: layout for name, layout in self._views.layouts().items() if name != ROOT_VIEW}
+        return {name: layout for name, layout in self._views.layouts.items() if name != ROOT_VIEW}
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
         """The process groups that this rank holds through this mesh, in the order they came."""
         self._check_open()
-        return tuple(each for each in self.pool.groups.values() if each.exists)
+        return tuple(self.groups.held.values())
+
+    @property
+    def outlived(self) -> bool:
+        """Whether the default group that the mesh was made in was destroyed."""
+        return dist.group.WORLD is not self.groups.world
 
     def is_first(self, axis: str) -> bool:
         """Return whether this rank is the first on an axis, or on a flattened product."""
@@ -290,38 +273,44 @@ class NamedMesh:
         Raises:
             MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
         """
-        return self._find_gloo_group(axes, self._version)
+        self._check_open()
+        view, ordered = self._views.find(axes)
+        options = self.groups.gloo_options(self.options_of(ordered))
+        group = self.groups.find(self._views.layouts[view], ordered, options)
+        if group is None:
+            raise MeshError(
+                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
+                "options=GroupOptions(gloo_twin=True)"
+            )
+        return group
 
-    def options_of(self, ordered: tuple[str, ...]) -> GroupOptions:
-        """Return the options of a group over axes of one view: what was set for all together, or for each.
-
-        Args:
-            ordered: the axes, in the order of their layout.
+    def options_of(self, axes: tuple[str, ...]) -> GroupOptions:
+        """Return the options of a group over axes of one view, in its order: what was set for all together, or for each.
 
         Raises:
             LayoutError: the axes set options that contradict each other.
         """
-        combined = self._options.get(ordered)
-        if combined is not None:
-            return combined
-        for axis in ordered:
+        if axes in self._options:
+            return self._options[axes]
+        combined: GroupOptions | None = None
+        for axis in axes:
             of_axis = self._options.get((axis,))
             if combined is None:
                 combined = of_axis
             elif of_axis is not None:
-                combined = combined.combined(of_axis, join_names(ordered))
+                combined = combined.combined(of_axis, join_names(axes))
         return combined or _NO_OPTIONS
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
         """Describe a process group, the place of a rank, or, without either, the whole mesh."""
-        layouts = self._views.layouts()
+        layouts = self._views.layouts
         if group is not None:
             return explain_group(layouts, self.communicators, group)
         if rank is not None:
             return explain_rank(layouts, rank)
         return explain_mesh(layouts, self.communicators, self.global_rank, self.device)
 
-    # What communicates: every rank of the mesh calls these, in the same order.
+    # What communicates: every rank calls these, in the same order.
 
     def flatten(self, *axes: str, name: str | None = None, options: GroupOptions | None = None) -> DeviceMesh:
         """Make a 1-D mesh over the product of some axes, on one group; communicates the first time.
@@ -333,37 +322,29 @@ class NamedMesh:
 
         Returns:
             A torch mesh that goes together with the slices of this mesh: FSDP2 takes it for parameters that
-            are tensor-parallel on ``mesh["tp"]``. The same object each time. With torch up to 2.9 that needs
-            axes that adjoin in the layout (others of size 1 between them do not matter).
+            are tensor-parallel on ``mesh["tp"]``, and ``mesh["dp_cp", "tp"]`` has it beside an axis. The same object
+            each time.
 
         Raises:
             AxisError: a name that is no axis, or axes of two views at once.
             LayoutError: the name is taken, or the axes set options that contradict each other.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        if options is not None and not isinstance(options, GroupOptions):
-            raise LayoutError(f"options are {options!r}; give GroupOptions(...)")
-        with self._lock:  # a thread that asks for the same as another one finds it made
-            with self.agreed("mesh.flatten") as maker:
-                expanded = self._views.expand(axes)
-                view = self._views.of(expanded)
-                ordered = view.ordered(expanded)
-                if (self._version, ordered) in self._places:
-                    return self._flattened_already(ordered, name, options)
-                name = name or "_".join(ordered)
-                self._views.check_product(name, ordered)
-                options = options or self.options_of(ordered)
-                request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
-                maker.compare(request, [(view.layout, ordered, options)])
-                group = maker.make(view.layout, ordered, options)
-                if options.gloo_twin:
-                    maker.make(view.layout, ordered, self.pool.gloo_options(options))
-                current.refuse_ambiguous_mesh(view.layout, self.device.type, {name: group}, ordered)
+        known = self._named(axes)
+        if known is not None:
+            return self._flattened_already(known, name, options)
+        with self.agreed("mesh.flatten") as compare:
+            view, ordered = self._views.find(axes)
+            name = name or "_".join(ordered)
+            self._views.check_product(name, ordered)
+            options = options or self.options_of(ordered)
+            compare({"axes": "-".join(ordered), "name": name, "options": options})
             self._options[ordered] = options
-            self._meshes[name,] = make_flat_mesh(view.root, ordered, name, group)
+            group = self._make_group(self._views.layouts[view], ordered)
+            current.refuse_ambiguous(self, {name: group})
             self._views.products[name] = ordered
-            self._prepare_answers()
-            return self._meshes[name,]
+            self._prepare()
+        return self[name]
 
     def add_view(
         self, name: str, /, *, options: Mapping[str, GroupOptions] | None = None, **sizes: int
@@ -381,37 +362,36 @@ class NamedMesh:
 
         Raises:
             LayoutError: sizes that do not fit, a name that is taken, or an axis that is not the same ranks.
+            AxisError: options for an axis that is not new in the view.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        options = options or {}
-        with self._lock:  # a thread that asks for the same as another one finds it made
-            with self.agreed(f"mesh.add_view({name!r})") as maker:
-                layout = self._checked_view(name, options, sizes)
-                request = {"layout": repr(layout), "options": repr(dict(options))}
-                maker.compare(
-                    request, [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
-                )
-                view = self.create_view(layout, maker, options)
-                current.refuse_ambiguous_mesh(layout, self.device.type, view.groups)
-            self.take_view(name, view, options)
-            return view.root
+        with self.agreed(f"mesh.add_view({name!r})") as compare:
+            layout = Layout(**sizes, world_size=self.layout.world_size)
+            self._check_options(name, layout, options or {})
+            compare({"layout": repr(layout), "options": options or {}})
+            return self.take_view(name, layout, options or {})
 
-    def create_view(self, layout: Layout, maker: GroupMaker, options: Mapping[str, GroupOptions]) -> View:
-        """Return a view that the ranks agree on, with its groups; for the dialects too."""
-        by_axis = {axis: self._axis_options(axis, options) for axis in layout}
-        return maker.create_view(layout, self.device.type, by_axis)
+    def take_view(self, name: str, layout: Layout, options: Mapping[str, GroupOptions]) -> DeviceMesh:
+        """Add a view that the ranks agree on; for the dialects too. Every rank calls it."""
+        self._views.check(name, layout, self.global_rank)
+        self._options |= {product_axes(key, layout.axes) or (key,): each for key, each in options.items()}
+        root = self._make_root(layout)
+        new = {axis: root.get_group(axis) for axis in layout if axis not in self}
+        current.refuse_ambiguous(self, new)
+        self._add_view(name, layout, root)
+        return root
 
-    def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> None:
-        """Add a view whose groups exist."""
-        self._options |= {_option_axes(key, view.layout): option for key, option in options.items()}
-        self._views[name] = view
-        self._prepare_answers()
+    def close(self, *, destroy_groups: bool = False) -> None:
+        """End this mesh; a second call does nothing. Every rank of the mesh should call it.
 
-    def close(self) -> None:
-        """Release the groups of this mesh; the last mesh that uses a group destroys it. A second call does nothing.
+        Its groups stay until the default group is destroyed, and serve the next mesh over the same ranks under the names
+        that they have, which DTensor and compiled code remember.
 
-        The default group stays, and so do groups that were adopted. Every rank of the mesh should call it. It waits for
-        what uses the groups in the background, such as a checkpoint that is written, and raises its error.
+        It waits for what uses the groups in the background, such as a checkpoint that is written, and raises its error.
+
+        Args:
+            destroy_groups: destroy every group that namedmesh made and no open mesh uses; every rank then does. It frees
+                their memory, for a mesh that does not come back.
         """
         if self.closed:
             return
@@ -419,8 +399,13 @@ class NamedMesh:
             for finish in self._before_close:
                 finish()
         finally:
-            self._before_close.clear()
-            self.pool.close()
+            self.closed = True
+            for answers in (self._places, self._meshes, self._roots, self._before_close):
+                answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
+            self.groups.release()
+            current.closed(self)
+            if destroy_groups:
+                destroy_unused()
 
     def before_close(self, finish: Callable[[], None]) -> None:
         """Let :meth:`close` call a function first, while the groups are there.
@@ -434,33 +419,34 @@ class NamedMesh:
         """
         self._before_close.append(finish)
 
-    def _end(self, reason: str) -> None:
-        """Drop every reference to groups: the pool is being closed, or torch destroys the default group."""
-        self.closed, self._end_reason = True, reason
-        self._version = str(next(_versions))
-        for view in self._all_views.values():
-            view.forget()
-        self._all_views = Views(View(self.layout, self.device.type, {}))
-        for answers in (self._places, self._meshes, self._answers):
-            answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
-        # A mesh whose default group is gone is not selected any more.
-        current.unregister(self, deselect=self.pool.registry.ended)
+    @contextmanager
+    def agreed(self, call: str) -> Iterator[Callable[..., None]]:
+        """Do what every rank does; see :func:`namedmesh.agreement.agreed`.
+
+        Raises:
+            MeshError: the mesh is closed, or it is over a part of the world.
+        """
+        self._check_open()
+        if self.layout.world_size != self.groups.world_size:
+            raise MeshError(
+                f"{self.layout} is a part of the world of {self.groups.world_size} ranks, and torch makes groups with "
+                f"every rank; {call} needs a mesh over all of them, or groups that were made before the mesh was adopted"
+            )
+        with agreement.agreed(call, self.groups.defaults.timeout) as compare:
+            yield compare
 
     # Selecting a mesh for code that names none.
 
     def __enter__(self) -> Self:
         """Make this the current mesh, for :func:`namedmesh.current_mesh` and the dialects, until the block is left.
 
-        A plain generator that yields inside the block leaves it selected for its caller too, until the generator goes
-        on and leaves the block: take the ``with`` out of the generator, or give what it calls the mesh as an argument.
+        It is the process's: every thread sees it.
         """
         self._check_open()
         current.select(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         current.deselect(self)
 
     def __copy__(self) -> Self:
@@ -481,161 +467,155 @@ class NamedMesh:
         state = "closed" if self.closed else f"rank {self.global_rank} on {self.device}"
         return f"<NamedMesh {self.layout}, {state}>"
 
-    def group_named(self, name: str) -> dist.ProcessGroup | None:
-        """Return the group of this rank over an axis or a flattened product of this name, if there is one."""
-        place = self._places.get((self._version, (name,)))
-        return None if place is None else place.group
-
-    # For the dialects, which create groups of this mesh.
-
-    def agreed(self, call: str) -> AbstractContextManager[GroupMaker]:
-        """Return the context in which the ranks of the mesh agree on a call, and create groups for it.
-
-        Args:
-            call: what is being called, for messages.
-
-        Raises:
-            MeshError: the mesh is closed.
-        """
-        self._check_open()
-        return agreed(self.pool, call, self.layout.ranks)
-
     # Behind the accessors.
 
     def _check_open(self) -> None:
-        if self.closed:
-            raise MeshError(f"the mesh over {self.layout} {self._end_reason}; make another with init_mesh()")
+        if self.closed or self.outlived:
+            why = "was closed" if self.closed else "has no groups any more, since the default group was destroyed"
+            raise MeshError(f"the mesh over {self.layout} {why}; make another with init_mesh()")
 
-    @property
-    def _views(self) -> Views:
-        """The views of an open mesh: every answer that is not known yet goes through here."""
-        self._check_open()
-        return self._all_views
+    def _prepare(self) -> None:
+        """Work out what can be asked: accessors are called often, and compiled code must not look for a group."""
+        self._axes = tuple(self._views.axes())
+        for axis in self._axes:
+            self._places[axis,] = self._place((axis,))
+        for name, axes in self._views.products.items():
+            self._places[name,] = self._places[axes] = self._place(axes)
 
-    def _prepare_answers(self) -> None:
-        """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
-        # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
-        version = str(next(_versions))
-        places: dict[tuple[str, tuple[str, ...]], Place] = {}
-        for view in self._all_views.values():
-            for axis in view.layout.axes:
-                if (version, (axis,)) not in places:
-                    places[version, (axis,)] = self._place(view.layout, (axis,), view.groups[axis])
-        self._axes = tuple([axis for _, (axis,) in places])
-        for name, ordered in self._all_views.products.items():
-            place = self._place(self._all_views.of(ordered).layout, ordered, self._meshes[name,].get_group())
-            places[version, (name,)] = places[version, ordered] = place
-        self._places, self._version = places, version
-
-    def _place(self, layout: Layout, axes: tuple[str, ...], group: dist.ProcessGroup) -> Place:
-        ranks = layout.group(self.global_rank, *axes)
+    def _place(self, axes: tuple[str, ...]) -> Place:
+        view, ordered = self._views.find(axes)
+        layout = self._views.layouts[view]
+        ranks = layout.group(self.global_rank, *ordered)
+        group = self.groups.find(layout, ordered, self.options_of(ordered))
         return Place(ranks, ranks.index(self.global_rank), group)
 
-    def _in_view(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
-        """Return the view that has the axes, and the axes in its order; without axes, the whole mesh."""
-        expanded = self._views.expand(axes) or self.layout.axes
-        view = self._views.of(expanded)
-        return view, view.ordered(expanded)
+    @constant_under_compile
+    def _find_ranks(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        self._check_open()
+        view, ordered = self._views.find(names or self.layout.axes)
+        return self._views.layouts[view].group(self.global_rank, *ordered)
 
     @constant_under_compile
-    def _constant(self, function: Callable[..., Any], version: str, *args: Any) -> Any:
-        key = (function, version, *args)
-        if key not in self._answers:
-            self._answers[key] = function(self, *args)
-        return self._answers[key]
-
-    @constant_under_compile
-    def _find_ranks(self, axes: tuple[str, ...], _version: str) -> tuple[int, ...]:
-        """Return the ranks over axes that no answer stands ready for."""
-        view, ordered = self._in_view(axes)
-        return view.layout.group(self.global_rank, *ordered)
-
-    @constant_under_compile
-    def _root(self, _version: str) -> DeviceMesh:
-        return self._views[ROOT_VIEW].root
-
-    @constant_under_compile
-    def _slice(self, axes: tuple[str, ...], _version: str) -> DeviceMesh:
-        known = self._meshes.get(axes)
-        if known is not None:
-            return known
-        view = self._views.of(axes)
-        if len(set(axes)) != len(axes) or not axes:
-            raise AxisError(f"axes {axes} are not a selection of {view.layout.axes}; name each axis once")
-        in_order = tuple(axis for axis in view.root.mesh_dim_names or () if axis in axes)
-        if axes != in_order:
-            raise LayoutError(
-                f"mesh[{quoted(axes)}] is out of order; torch slices in the order of the mesh: "
-                f"mesh[{quoted(in_order)}]"
-            )
-        return self._meshes.setdefault(axes, view.slice(axes))
-
-    @constant_under_compile
-    def _find_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
-        if not axes:
-            raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
-        view, ordered = self._in_view(axes)
-        known = self._places.get((self._version, ordered))
-        if known is not None:
-            return known.group
-        group = self.pool.find(view.layout, ordered, self.options_of(ordered))
-        if group is None:
+    def _find_group(self, names: tuple[str, ...]) -> dist.ProcessGroup:
+        self._check_open()
+        _, ordered = self._views.find(names)
+        if ordered not in self._places:
             raise MeshError(
                 f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
                 "rank, before it is asked for"
             )
+        group: dist.ProcessGroup = self._places[ordered].group
         return group
 
     @constant_under_compile
-    def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
-        view, ordered = self._in_view(axes)
-        group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
-        if group is None:
-            raise MeshError(
-                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
-                "options=GroupOptions(gloo_twin=True)"
-            )
-        return group
+    @without_modes
+    def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
+        self._check_open()
+        view, _ = self._views.find(names)
+        axes = self._views.in_order(view, names)
+        products = {name: axes[name] for name in names if name in self._views.products}
+        root, layout = self._roots[view], self._views.layouts[view]
+        together = merged(layout, products)
+        if not products:
+            found = root[names]
+        elif together is not None:
+            key = tuple(together.items())
+            if key not in self._roots:
+                self._roots[key] = self._root_over(layout, together)
+            found = self._roots[key][names]
+        else:
+            parts = [
+                flattened(root, axes[name], name, self.group(name)) if name in products else root[name]
+                for name in names
+            ]
+            found = parts[0] if len(parts) == 1 else joined(parts)
+        return self._meshes.setdefault(names, found)
 
     # Behind what communicates.
 
-    def _flattened_already(
-        self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
-    ) -> DeviceMesh:
+    def _make_group(self, layout: Layout, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        options = self.options_of(axes)
+        if options.gloo_twin:
+            self.groups.over(layout, axes, self.groups.gloo_options(options))
+        return self.groups.over(layout, axes, options)
+
+    @without_modes
+    def _make_root(self, layout: Layout) -> DeviceMesh:
+        """Return the torch mesh over the axes of a layout, on groups that exist or are made now.
+
+        ``init_device_mesh`` makes those of several axes at once where all of them are new; it would make one more for each
+        axis of size 1, and for sets of ranks that have a group.
+        """
+        root: DeviceMesh | None = None
+        large = {axis: size for axis, size in layout.items() if size > 1}
+        keys = {axis: self.groups.key(layout, (axis,), self.options_of((axis,))) for axis in large}
+        if len(large) > 1 and all(self.groups.is_new(key) for key in keys.values()):
+            overrides = {
+                axis: key.options.override()
+                for axis, key in keys.items()
+                if key.options is not None and not makes_plainly(key.options)
+            }
+            root = init_device_mesh(
+                self.device.type,
+                tuple(large.values()),
+                mesh_dim_names=tuple(large),
+                backend_override=overrides or None,
+            )
+            for axis, key in keys.items():
+                self.groups.take(key, axis, partial(root.get_group, axis))
+        for axis in layout:
+            self._make_group(layout, (axis,))
+        if root is not None and len(large) == len(layout):
+            return root
+        return self._root_over(layout, {axis: (axis,) for axis in layout})
+
+    @without_modes
+    def _root_over(self, layout: Layout, axes: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
+        """Return a torch mesh of all ranks of a layout, over groups that exist."""
+        groups: Any = [self.groups.find(layout, each, self.options_of(each)) for each in axes.values()]
+        ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
+        return DeviceMesh.from_group(
+            groups,
+            self.device.type,
+            mesh=ranks.reshape([layout.size(*each) for each in axes.values()]),
+            mesh_dim_names=tuple(axes),
+        )
+
+    def _add_view(self, name: str, layout: Layout, root: DeviceMesh) -> None:
+        self._views.layouts[name], self._roots[name] = layout, root
+        self._prepare()
+
+    def _named(self, names: tuple[str, ...]) -> str | None:
+        """Return the axis or the flattened product that some names are together, if there is one."""
+        axes = set(self._views.expand(names))
+        for name in (*self._axes, *self._views.products):
+            if axes == set(self._views.expand((name,))):
+                return name
+        return None
+
+    def _flattened_already(self, known: str, name: str | None, options: GroupOptions | None) -> DeviceMesh:
         """Return the mesh of a second call of flatten, or of one for a single axis; nothing else may be asked."""
-        known = self._views.name_of(ordered)
-        group_options, problems = self.options_of(ordered), []
+        axes = self._views.expand((known,))
+        problems = []
         if name is not None and name != known:
             problems.append(
-                f"{join_names(ordered)} already have the name {known!r}, and name is {name!r}; leave name out"
+                f"{join_names(axes)} already have the name {known!r}, and name is {name!r}; leave name out"
             )
-        if options is not None and options != group_options:
+        if options is not None and options != self.options_of(axes):
             problems.append(
-                f"the group over {join_names(ordered)} exists with {group_options!r}, and options is {options!r}; leave "
+                f"the group over {join_names(axes)} exists with {self.options_of(axes)!r}, and options is {options!r}; leave "
                 "options out, or give them where the group is made first"
             )
         if problems:
             raise LayoutError(*problems)
         return self[known]
 
-    def _checked_view(
-        self, name: str, options: Mapping[str, GroupOptions], sizes: Mapping[str, int]
-    ) -> Layout:
-        """Return the layout of a view that may be added, with its options.
-
-        Raises:
-            LayoutError: it does not fit the mesh.
-            AxisError: options for an axis that is not new in the view.
-        """
-        layout = Layout(**sizes, world_size=self.layout.world_size, rank_offset=self.layout.rank_offset)
-        self._views.check(name, layout, self.global_rank)
-        new = [axis for axis in layout if axis not in self._axes]
+    def _check_options(self, name: str, layout: Layout, options: Mapping[str, GroupOptions]) -> None:
+        """Refuse options of a view that are for no new axis of it."""
+        new = [axis for axis in layout if axis not in self]
         problems = []
-        given: Mapping[str, object] = options
-        for axis, option in given.items():
-            if not isinstance(option, GroupOptions):
-                problems.append(f"options of {axis!r} are a {type(option).__name__}; give GroupOptions(...)")
-            if axis in self._axes:
+        for axis in options:
+            if axis in self:
                 problems.append(
                     f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
                 )
@@ -646,24 +626,6 @@ class NamedMesh:
                 )
         if problems:
             raise AxisError(*problems)
-        return layout
-
-    def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:
-        """Return the options of an axis of a new view."""
-        return options.get(axis) or self._options.get((axis,)) or self.pool.defaults
-
-
-def _borrow(pool: GroupPool, view: View) -> None:
-    """Take note of groups that somebody else owns."""
-    current.refuse_ambiguous_mesh(view.layout, view.device_type, view.groups)
-    for axis, group in view.groups.items():
-        pool.borrow(view.layout.group(pool.rank, axis), group, axis)
 
 
 _NO_OPTIONS = GroupOptions()
-_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
-
-
-def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:
-    """Return the axes of an option: one of the layout, several joined by ``_``, or one of a later view."""
-    return (name,) if name in layout else product_axes(name, layout.axes) or (name,)

@@ -1,21 +1,14 @@
-"""The factorings of one mesh: which view has which axes, and whether views agree on the axes they share."""
+"""The factorings of one mesh: which view has which axes, which products have a name, whether views agree."""
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-
-from namedmesh._torch import forget, without_modes
 from namedmesh.errors import AxisError, LayoutError, listing
 from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch.distributed as dist
 
     from namedmesh.layout import Layout
 
@@ -23,124 +16,78 @@ ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""
 
 
-class View:
-    """One factoring of the ranks: a layout, this rank's groups, and the torch mesh over both.
+class Views:
+    """The layouts of a mesh by name, in the order they were added, and its flattened products.
 
     Args:
-        layout: the layout.
-        device_type: the kind of device of the torch mesh.
-        groups: this rank's group on each axis; none once the mesh is closed.
-        root: the torch mesh, where it exists. Otherwise it is made when it is asked for: nothing is sent for it, and it
-            takes longer than a group.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        device_type: str,
-        groups: Mapping[str, dist.ProcessGroup],
-        root: DeviceMesh | None = None,
-    ) -> None:
-        self.layout, self.groups = layout, groups
-        self.device_type, self._root, self._lock = device_type, root, Lock()
-
-    @property
-    def root(self) -> DeviceMesh:
-        """The torch mesh over all axes; the same object each time."""
-        with self._lock:
-            if self._root is None:
-                self._root = self._make_root()
-            return self._root
-
-    @without_modes
-    def _make_root(self) -> DeviceMesh:
-        ranks = torch.arange(self.layout.ranks.start, self.layout.ranks.stop, dtype=torch.int, device="cpu")
-        return DeviceMesh.from_group(
-            [self.groups[axis] for axis in self.layout.axes],
-            self.device_type,
-            mesh=ranks.reshape(self.layout.sizes),
-            mesh_dim_names=self.layout.axes,
-        )
-
-    @without_modes
-    def slice(self, axes: tuple[str, ...]) -> DeviceMesh:
-        """Return the torch mesh over some axes, in its order."""
-        return self.root[axes]
-
-    def forget(self) -> None:
-        """Let what still refers to the torch mesh keep no group alive."""
-        if self._root is not None:
-            forget(self._root)
-
-    def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the given axes in the order of the layout.
-
-        Raises:
-            AxisError: there are none.
-        """
-        if not axes:
-            raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
-        return tuple(axis for axis in self.layout.axes if axis in axes)
-
-
-class Views(dict[str, View]):
-    """The views of a mesh by name, in the order they were added; the first is the mesh's own.
-
-    Args:
-        first: the mesh's own view.
+        layout: that of the mesh itself.
 
     Attributes:
+        layouts: those of the views, the mesh's own first.
         products: the axes of each flattened product, by its name.
     """
 
-    def __init__(self, first: View) -> None:
-        super().__init__({ROOT_VIEW: first})
+    def __init__(self, layout: Layout) -> None:
+        self.layouts = {ROOT_VIEW: layout}
         self.products: dict[str, tuple[str, ...]] = {}
 
-    def layouts(self) -> dict[str, Layout]:
-        """Return the layouts by the names of the views."""
-        return {name: view.layout for name, view in self.items()}
-
-    def homes(self) -> dict[str, str]:
+    def axes(self) -> dict[str, str]:
         """Return every axis, and the first view that has it."""
         homes: dict[str, str] = {}
-        for name, view in self.items():
-            for axis in view.layout:
+        for name, layout in self.layouts.items():
+            for axis in layout:
                 homes.setdefault(axis, name)
         return homes
-
-    def of(self, axes: Sequence[str]) -> View:
-        """Return the first view that has all the given axes.
-
-        Raises:
-            AxisError: a name that is no axis, or axes that are not together in one view.
-        """
-        for view in self.values():
-            if all(axis in view.layout for axis in axes):
-                return view
-        homes = self.homes()
-        unknown = [
-            f"axis {axis!r} is not one of {tuple(homes)}{nearest_axis(axis, homes)}"
-            for axis in axes
-            if axis not in homes
-        ]
-        if unknown:
-            raise AxisError(*unknown)
-        places = []
-        for axis in axes:
-            home = "the mesh" if homes[axis] == ROOT_VIEW else f"view {homes[axis]!r}"
-            places.append(f"{axis!r} in {home}")
-        raise AxisError(
-            f"axes {join_names(axes)} are not together in one view ({' and '.join(places)}); combine axes of one view only"
-        )
 
     def expand(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return axes as they are, and the axes of flattened products in place of the products' names."""
         return tuple(axis for name in names for axis in self.products.get(name, (name,)))
 
-    def name_of(self, axes: tuple[str, ...]) -> str:
-        """Return the name of an axis, or of some axes that have one together."""
-        return next((name for name, each in self.products.items() if each == axes), axes[0])
+    def find(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+        """Return the first view that has axes and products together, and all their axes in its order.
+
+        Raises:
+            AxisError: no name, a name that is no axis, or axes that are not together in one view.
+        """
+        wanted = self.expand(names)
+        if not wanted:
+            raise AxisError(f"no axis is named; name one or more of {tuple(self.axes())}")
+        for view, layout in self.layouts.items():
+            if all(axis in layout for axis in wanted):
+                return view, tuple(axis for axis in layout if axis in wanted)
+        homes = self.axes()
+        unknown = [
+            f"axis {axis!r} is not one of {tuple(homes)}{nearest_axis(axis, homes)}"
+            for axis in wanted
+            if axis not in homes
+        ]
+        if unknown:
+            raise AxisError(*unknown)
+        places = []
+        for axis in wanted:
+            home = "the mesh" if homes[axis] == ROOT_VIEW else f"view {homes[axis]!r}"
+            places.append(f"{axis!r} in {home}")
+        raise AxisError(
+            f"axes {join_names(wanted)} are not together in one view ({' and '.join(places)}); combine axes of one view only"
+        )
+
+    def in_order(self, view: str, names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """Return the axes of each name, where the names are in the order of a view.
+
+        Raises:
+            AxisError: an axis that is named twice.
+            LayoutError: the names are out of order.
+        """
+        axes = self.layouts[view].axes
+        products = {name: self.products.get(name, (name,)) for name in names}
+        if len(set(self.expand(names))) != len(self.expand(names)):
+            raise AxisError(f"axes {names} are not a selection of {axes}; name each axis once")
+        ordered = tuple(sorted(names, key=lambda name: axes.index(products[name][0])))
+        if ordered != names:
+            raise LayoutError(
+                f"mesh[{quoted(names)}] is out of order; torch slices in the order of the mesh: mesh[{quoted(ordered)}]"
+            )
+        return products
 
     def check(self, name: str, layout: Layout, rank: int) -> None:
         """Refuse a new view that contradicts the others.
@@ -149,15 +96,15 @@ class Views(dict[str, View]):
             LayoutError: a name that is taken, or a shared axis that is not the same ranks; all problems.
         """
         problems = []
-        for axis, home in self.homes().items():
-            other = self[home].layout
+        for axis, home in self.axes().items():
+            other = self.layouts[home]
             if axis in layout and layout.partition(axis) != other.partition(axis):
                 problems.append(
                     f"axis {axis!r} groups rank {rank} with {listing(layout.group(rank, axis))} in view {name!r}, but with "
                     f"{listing(other.group(rank, axis))} in {other}; an axis that views share must be the same ranks in both: "
                     "change sizes or order, or give it a name of its own"
                 )
-        if name in self:
+        if name in self.layouts:
             problems.append(f"the name {name!r} is taken by another view; choose another")
         problems += [
             f"axis {axis!r} has the name of a flattened product; choose another name"
@@ -177,13 +124,35 @@ class Views(dict[str, View]):
             raise LayoutError(
                 f"name is {name!r}; the name of a product is a Python identifier, such as 'dp_cp'"
             )
-        if name in self.homes():
+        if name in self.axes():
             raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
         if self.products.get(name, axes) != axes:
             raise LayoutError(
                 f"the name {name!r} is taken by the product of {join_names(self.products[name])}; give this one another "
                 "with name="
             )
+
+
+def merged(layout: Layout, products: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]] | None:
+    """Return the axes of a layout with each product in the place of its own; None where those do not adjoin.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> merged(Layout(pp=2, dp=2, cp=2, tp=2), {"data": ("dp", "cp")})
+        {'pp': ('pp',), 'data': ('dp', 'cp'), 'tp': ('tp',)}
+        >>> merged(Layout(pp=2, dp=2, tp=2), {"pp_tp": ("pp", "tp")}) is None
+        True
+    """
+    places = {axis: (place, (axis,)) for place, axis in enumerate(layout)}
+    for name, axes in products.items():
+        for axis in axes:
+            del places[axis]
+        # Those of size 1 may stand anywhere.
+        large = [layout.axes.index(axis) for axis in axes if layout[axis] > 1] or [layout.axes.index(axes[0])]
+        if layout.size(*layout.axes[large[0] : large[-1] + 1]) != layout.size(*axes):
+            return None
+        places[name] = large[0], axes
+    return {name: axes for name, (_, axes) in sorted(places.items(), key=lambda item: item[1][0])}
 
 
 def join_names(axes: Sequence[str]) -> str:
