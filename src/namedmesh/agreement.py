@@ -48,7 +48,7 @@ class Meetings:
         self.part: dist.Store | None = None
         self._whole = dist.PrefixStore("namedmesh", store)
 
-    def find_part(self, timeout: timedelta) -> dist.Store:
+    def find_part(self, call: str, timeout: timedelta) -> dist.Store:
         """Return a part of the store that no earlier life of the job has used, the same on every rank.
 
         torchrun starts the ranks of a job again on the same store, where what the ranks before have left looks like
@@ -57,7 +57,7 @@ class Meetings:
         earlier lives, which do no harm.
         """
         if self.part is None:
-            chosen = self._give_part(timeout) if self.rank == 0 else self._ask_for_part(timeout)
+            chosen = self._give_part(timeout) if self.rank == 0 else self._ask_for_part(call, timeout)
             self.part = dist.PrefixStore(chosen, self._whole)
         return self.part
 
@@ -80,7 +80,7 @@ class Meetings:
                 store.set(f"answers/{entry}", chosen)
         return chosen
 
-    def _ask_for_part(self, timeout: timedelta) -> str:
+    def _ask_for_part(self, call: str, timeout: timedelta) -> str:
         store, question = self._whole, uuid4().hex
         store.set(f"queue/{store.add('queued', 1)}", question)
         try:
@@ -88,7 +88,7 @@ class Meetings:
         except dist.DistNetworkError:
             raise
         except RuntimeError:
-            raise AgreementError(_absent([0], self.size, "call", timeout)) from None
+            raise AgreementError(_absent([0], self.size, f"call {call}", timeout)) from None
         chosen = store.get(f"answers/{question}").decode()
         store.set(f"queue/{store.add('queued', 1)}", chosen)
         return chosen
@@ -158,7 +158,7 @@ class _Meeting:
 
     def compare(self, request: Mapping[str, object]) -> None:
         """Leave what this rank was asked for, and go on as soon as all have left the same."""
-        texts = {name: str(value) for name, value in request.items()}
+        texts = {"call": self.call} | {name: str(value) for name, value in request.items()}
         self._within(self.timeout, lambda: self._meet(texts))
         self.stage = "made"
         self._begin()
@@ -184,7 +184,7 @@ class _Meeting:
     def _meet(self, request: Mapping[str, str], failure: str = "") -> list[str]:
         """Return the problems that all ranks hear of."""
         wait = _TELLING if failure else self.timeout
-        self.store = store = dist.PrefixStore(str(self.number), self.meetings.find_part(wait))
+        self.store = store = dist.PrefixStore(str(self.number), self.meetings.find_part(self.call, wait))
         stage = self.stage
         store.set(f"{stage}/{self.rank}", json.dumps([failure, request]))
         if store.add(f"{stage}/come", 1) == self.size:
