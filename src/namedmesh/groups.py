@@ -146,7 +146,7 @@ class Groups:
 
         Every rank of the world calls it, with the same sets. Ranks that are in none take part as sets of one.
         """
-        listed = [tuple(sorted(members)) for members in sets]
+        listed = sorted(tuple(sorted(members)) for members in sets)
         inside = {rank for members in listed for rank in members}
         partition = [*listed, *((rank,) for rank in range(self.world_size) if rank not in inside)]
         large = tuple(members for members in partition if len(members) > 1)

@@ -103,7 +103,7 @@ def init(
         chosen = local_device(device)
         found = backend or dist.get_default_backend_for_device(chosen)
         compare({"backend": found, "device": chosen.type, "bind_device": bind_device})
-        make(meetings.find_part("launch.init", wait), rank, world_size)
+        make(meetings.part("launch.init", wait), rank, world_size)
     meet_on(meetings)
     return chosen
 
