@@ -81,7 +81,9 @@ def init_mesh(
     try:
         with agreed("init_mesh", timeout) as compare:
             chosen = _layout(layout, sizes)
-            return make_mesh(compare, chosen, {}, options or {}, GroupOptions(backend=backend, timeout=timeout), device)
+            return make_mesh(
+                compare, chosen, {}, options or {}, GroupOptions(backend=backend, timeout=timeout), device
+            )
     except BaseException as error:
         if not launched:
             raise
@@ -97,6 +99,7 @@ def make_mesh(
     request: Mapping[str, object],
     options: Mapping[str, GroupOptions],
     defaults: GroupOptions,
+    *,
     device: str | torch.device | None = None,
 ) -> NamedMesh:
     """Compare a request with the other ranks, and make the mesh; for the dialects too. Communicates.
