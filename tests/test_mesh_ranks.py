@@ -315,7 +315,7 @@ def _beside_tensor_parallelism(
     data = mesh[name] if outer is None else mesh[outer, name]
     both = mesh[name, "tp"]
     assert both.mesh_dim_names == (name, "tp")
-    assert both[name].get_group() is mesh.group(name)
+    assert both.get_group(name) is mesh.group(name)
     net = tiny.model()
     parallelize_module(net, mesh["tp"], {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
     for block in net:
