@@ -19,6 +19,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from namedmesh.compat.errors import ContractRuntimeError
 from namedmesh.compat.install import Original, as_imported, is_installed
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.initialize import Megatron
@@ -55,8 +56,8 @@ from namedmesh.compat.megatron import tensor_parallel  # noqa: E402  its layers 
 def bind(mesh: NamedMesh, **options: Any) -> Bound:
     """Answer from a mesh that exists; communicates the first time.
 
-    Every rank of the mesh calls it. An installed megatron-core answers from the mesh, too, whether :func:`install` was
-    called or not.
+    Every rank of the mesh calls it. An installed megatron-core (0.14 or later), which is imported, answers from the mesh,
+    too, whether :func:`install` was called or not.
 
     Args:
         mesh: a mesh of axes ``pp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``), ``cp`` and ``tp``, in any order; one
@@ -85,12 +86,11 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
-    found = None
-    if _answers is _stand_in and is_installed(f"{_PLACE}.parallel_state"):
-        found = _original()
     bound = _answers.bind(mesh, **options)
-    if found is not None:
-        found.bind(mesh, **options)
+    if _answers is _stand_in and is_installed(f"{_PLACE}.parallel_state"):
+        module = import_module(f"{_PLACE}.parallel_state")
+        if hasattr(module, "create_group"):
+            _original(module).bind(mesh, **options)
     return bound
 
 
@@ -138,9 +138,17 @@ def uninstall() -> None:
     ORIGINAL.uninstall()
 
 
-def _original(module: ModuleType | None = None) -> Megatron:
-    """Return the dialect of megatron-core's own parallel state, one for each module."""
-    module = module or import_module(f"{_PLACE}.parallel_state")
+def _original(module: ModuleType) -> Megatron:
+    """Return the dialect of megatron-core's own parallel state, one for each module.
+
+    Raises:
+        ContractRuntimeError: a release before 0.14.
+    """
+    if not hasattr(module, "create_group"):
+        raise ContractRuntimeError(
+            "this release of megatron-core makes its groups in another way than 0.14 to 0.19; install one of those, or "
+            "import the dialect as namedmesh.compat.megatron, without install()"
+        )
     if module not in _known:
         _known[module] = Megatron(module, as_imported(module))
     return _known[module]
