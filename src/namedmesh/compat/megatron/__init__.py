@@ -86,12 +86,11 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
-    bound = _answers.bind(mesh, **options)
     if _answers is _stand_in and is_installed(f"{_PLACE}.parallel_state"):
         module = import_module(f"{_PLACE}.parallel_state")
         if hasattr(module, "create_group"):
             _original(module).bind(mesh, **options)
-    return bound
+    return _answers.bind(mesh, **options)
 
 
 def unbind() -> None:
