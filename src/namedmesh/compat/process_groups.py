@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.axes import groups_of
+from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
+from namedmesh.compat.state import require_open
 from namedmesh.init import init_mesh
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class ProcessGroups:
 
     Ranks are laid out as (dp, pp, tp), tp fastest: of 8 ranks with sizes 2, 2 and 2 the tensor groups are (0, 1), (2, 3) ...,
     the pipeline groups (0, 2), (1, 3) ... and the data groups (0, 4), (1, 5) ... Every rank of the world makes it with the
-    same sizes, and :func:`namedmesh.init_mesh` says what is refused. ``mesh`` is the mesh behind it.
+    same sizes; :func:`namedmesh.init_mesh` says what it refuses. ``mesh`` is the mesh behind it.
 
     Example:
         >>> import torch.distributed as dist
@@ -39,14 +40,16 @@ class ProcessGroups:
     @classmethod
     def bind(cls, mesh: NamedMesh) -> Self:
         """Return the groups of a mesh that exists, with axes tp, pp, and dp or dp_replicate and dp_shard; communicates."""
+        require_open(mesh, "ProcessGroups.bind")
         bound = cls.__new__(cls)
         bound._fill(mesh)
         return bound
 
     def _fill(self, mesh: NamedMesh) -> None:
-        kinds, allowed = [("tp",), ("pp",), ("dp",)], ("pp", "dp", "tp", "dp_replicate", "dp_shard")
         self.mesh = mesh
-        groups = groups_of(mesh, "ProcessGroups.bind", "ProcessGroups", kinds, allowed)
+        with agreed_groups(mesh, "ProcessGroups"):
+            check_axes(mesh.layout, "ProcessGroups", ("pp", "dp", "tp", "dp_replicate", "dp_shard"))
+            groups = [group_over(mesh, (axis,))[0] for axis in ("tp", "pp", "dp")]
         self.tp_group, self.pp_group, self.dp_group = groups
         self.tp_size, self.pp_size, self.dp_size = (group.size() for group in groups)
         self.tp_rank, self.pp_rank, self.dp_rank = (group.rank() for group in groups)
