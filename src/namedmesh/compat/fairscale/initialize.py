@@ -23,6 +23,30 @@ from typing import Any
 
 from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself, rank, ranks, world_size
 
+__all__ = [
+    "bind",
+    "current_mesh",
+    "destroy_model_parallel",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_ranks",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_ranks",
+    "initialize_model_parallel",
+    "model_parallel_is_initialized",
+    "unbind",
+]
+
 _DATA_PARALLEL_GROUP: Any = None
 _PIPELINE_PARALLEL_GROUP: Any = None
 _PIPELINE_PARALLEL_RANKS: Any = None
