@@ -18,7 +18,6 @@ __all__ = ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
 _ORIGINAL = Original(
     "ezpz.tp",
     None,
-    None,
     {f"ezpz.{part}": f"{__name__}.{part}" for part in ("tp", "tp.layers", "tp.mappings")}
     | {"ezpz.tp.utils": "namedmesh.compat.partition"},
 )
