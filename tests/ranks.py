@@ -20,21 +20,16 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from namedmesh import launch
-from namedmesh._torch import forget_group_caches
-from namedmesh.agreement import Agreement
+from namedmesh._torch import forget_operations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
-
-    from namedmesh.store import LimitedStore
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's, about itself
@@ -166,7 +161,7 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store, as torchrun's agent does
     )
     # DTensor takes equal meshes for one: a mesh of a fake world of the parent's, where it was rank 0, is another's.
-    forget_group_caches()
+    forget_operations()
     # torch makes its autograd engine anew in a forked process, at its first use and without a lock: two threads that
     # are first together end the process.
     torch.ones(1, requires_grad=True).square()
@@ -223,45 +218,3 @@ def free_port() -> int:
     holder.bind(("127.0.0.1", 0))
     _reserved.append(holder)
     return int(holder.getsockname()[1])
-
-
-@contextmanager
-def comes_last() -> Iterator[None]:
-    """Let this rank come to each stage of an agreement when all others have."""
-    come_to = Agreement._come_to
-
-    def wait_and_come(self: Agreement, stage: str, store: LimitedStore, *arguments: Any) -> str:
-        while store.add(f"{self._attempt}/{stage}/count", 0) < len(self.ranks) - 1:
-            time.sleep(0.01)
-        return come_to(self, stage, store, *arguments)
-
-    with mock.patch.object(Agreement, "_come_to", wait_and_come):
-        yield
-
-
-@contextmanager
-def limits_begin_with(count: int) -> Iterator[None]:
-    """Let the limit of every agreement begin when so many of its ranks have come, however long that takes.
-
-    Then a short limit names the ranks that a test keeps away, and none that a busy machine delays.
-    """
-    wait, open_store = Agreement._wait, launch.open_store
-
-    def wait_from_then(self: Agreement, store: LimitedStore, stage: str) -> str:
-        while (
-            not store.has(f"{self._attempt}/{stage}")
-            and store.add(f"{self._attempt}/{stage}/count", 0) < count
-        ):
-            time.sleep(0.01)
-        return wait(self, store, stage)
-
-    def open_within_a_minute(environment: Any, rank: int, timeout: timedelta) -> dist.Store:
-        store = open_store(environment, rank, timedelta(minutes=1))
-        store.set_timeout(timeout)
-        return store
-
-    with (
-        mock.patch.object(Agreement, "_wait", wait_from_then),
-        mock.patch.object(launch, "open_store", open_within_a_minute),
-    ):
-        yield

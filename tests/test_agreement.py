@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import threading
-from contextlib import nullcontext
 from datetime import timedelta
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from messages import error_of
-from ranks import comes_last, limits_begin_with, live_groups, run_ranks, summed
+from ranks import live_groups, run_ranks, summed
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions, Layout, launch
-from namedmesh.agreement import Agreement, Agreements
-from namedmesh.compat.deepspeed import mpu
-from namedmesh.store import LimitedStore
+from namedmesh import AgreementError, GroupOptions, Layout
+from namedmesh.agreement import Meetings, agreed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from types import FrameType
-
-    import pytest
 
 WRONG = 2
-MINUTE, SOON = timedelta(seconds=60), timedelta(seconds=1)
-SLOW = GroupOptions(timeout=MINUTE)
+MINUTE, SOON = timedelta(seconds=60), timedelta(seconds=5)
 
 
 def _told(make: Callable[[], object]) -> tuple[str, int]:
@@ -60,24 +49,14 @@ def _differs(field: str, wrong: str, right: str = "Layout(dp=2, tp=2)") -> str:
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "sizes": (lambda: namedmesh.init_mesh(dp=4, tp=1), _differs("layout", "Layout(dp=4, tp=1)")),
     "order": (lambda: namedmesh.init_mesh(tp=2, dp=2), _differs("layout", "Layout(tp=2, dp=2)")),
-    "options and sharing": (
-        lambda: namedmesh.init_mesh(
-            dp=2, tp=2, share_groups=False, options={"tp": GroupOptions(timeout=timedelta(seconds=9))}
-        ),
+    "options and timeout": (
+        lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=MINUTE, options={"tp": GroupOptions(share=False)}),
         "2 problems:\n  - "
-        + _differs("options", "{'tp': GroupOptions(timeout=datetime.timedelta(seconds=9))}", "{}")
+        + _differs("options", "{'tp': GroupOptions(share=False)}", "{}")
         + "\n  - "
-        + _differs("share_groups", "False", "True"),
-    ),
-    "timeout": (
-        lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=50)),
-        _differs("defaults", "GroupOptions(timeout=datetime.timedelta(seconds=50))", "GroupOptions()"),
+        + _differs("defaults", "GroupOptions(timeout=datetime.timedelta(seconds=60))", "GroupOptions()"),
     ),
 }
-ABSENT = (
-    "AgreementError: rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what those "
-    "ranks did instead"
-)
 
 
 def test_every_rank_reports_what_differs() -> None:
@@ -87,17 +66,18 @@ def test_every_rank_reports_what_differs() -> None:
 
 
 def test_a_mistake_on_one_rank_is_told_to_the_others() -> None:
-    for wrong in (
+    wrong: tuple[Callable[[], object], ...] = (
         lambda: namedmesh.init_mesh(dp=1, tp=2),
         lambda: namedmesh.init_mesh(dp=-1, tp=-1),
-        lambda: namedmesh.init_mesh(dp=2, tp=2, share_groups="yes"),  # type: ignore[arg-type]
-    ):
-        told = run_ranks(4, _one_is_wrong, _right, wrong)
-        assert [made for _, made in told] == [0] * 4
-        assert told[WRONG][0].startswith("LayoutError: ")
-        mistake = told[WRONG][0].removeprefix("LayoutError: ")
-        others = [text for rank, (text, _) in enumerate(told) if rank != WRONG]
-        assert others == [f"AgreementError: rank 2 gave up on init_mesh: {mistake}"] * 3
+        lambda: namedmesh.init_mesh(dp=2, tp=2, options={"tq": GroupOptions()}),
+    )
+    told = run_ranks(4, lambda: [_one_is_wrong(_right, call) for call in wrong])
+    for case in range(len(wrong)):
+        texts = [by_case[case][0] for by_case in told]
+        mistake = texts.pop(WRONG)
+        assert mistake.startswith(("LayoutError: ", "AxisError: "))
+        assert texts == [f"AgreementError: rank 2 gave up on init_mesh: {mistake.partition(': ')[2]}"] * 3
+        assert [by_case[case][1] for by_case in told] == [0] * 4
 
 
 def test_another_torch_version_is_reported() -> None:
@@ -113,29 +93,39 @@ def test_all_ranks_wrong_in_the_same_way_get_the_mistake_itself() -> None:
         assert text.startswith("LayoutError: dp=3 needs 3 ranks, ")
 
 
-def _absent(call: Callable[[], object]) -> tuple[str, int] | None:
-    return None if dist.get_rank() == WRONG else _told(call)
+def _absent(who: int) -> str:
+    dist.barrier()  # they begin together, however busy the machine is
+    if dist.get_rank() == who:
+        return ""
+    return error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=SOON))
+
+
+def _absent_later(who: int) -> str:
+    """The same at a later call: the ranks have a part of the store already."""
+    namedmesh.init_mesh(a=4).close()
+    return _absent(who)
+
+
+def _did_not(rank: int, did: str) -> str:
+    return (
+        f"AgreementError: rank {rank} of 4 did not {did} within 5 s; see what they did instead, and make the same calls "
+        "on every rank"
+    )
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
-    def call() -> object:
-        return namedmesh.init_mesh(dp=2, tp=2, timeout=SOON)
-
-    expected = (ABSENT, 0)
-    with limits_begin_with(3):
-        assert run_ranks(4, _absent, call) == [expected, expected, None, expected]
+    for call in (_absent, _absent_later):
+        for who in (0, WRONG):
+            told = run_ranks(4, call, who)
+            assert told.pop(who) == ""
+            assert told == [_did_not(who, "call init_mesh")] * 3
 
 
 def _in_file(path: str) -> list[object]:
-    """The ranks meet in a file; one comes too late, one asks for something else, then all ask for the same."""
+    """The ranks meet in a file; one asks for something else, then all ask for the same."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
-    told: list[object] = [_absent(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=SOON))]
-    summed(None)
-    if rank == WRONG:
-        told.append(_told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=SOON)))
-    summed(None)
-    told.append(_one_is_wrong(_right, lambda: namedmesh.init_mesh(dp=4, tp=1)))
+    told: list[object] = [_one_is_wrong(_right, lambda: namedmesh.init_mesh(dp=4, tp=1))]
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     told.append(summed(mesh.group("tp"), rank))
     mesh.close()
@@ -144,11 +134,9 @@ def _in_file(path: str) -> list[object]:
 
 
 def test_a_file_is_as_good_a_store_as_a_server(tmp_path: Path) -> None:
-    absent, differ = (ABSENT, 0), (f"AgreementError: {CASES['sizes'][1]}", 0)
-    with limits_begin_with(3):
-        outcomes = run_ranks(4, _in_file, str(tmp_path / "store"), init=False)
-    assert outcomes[WRONG] == [None, absent, differ, 5.0]
-    assert [outcomes[rank] for rank in (0, 1, 3)] == [[absent, differ, total] for total in (1.0, 1.0, 5.0)]
+    differ = (f"AgreementError: {CASES['sizes'][1]}", 0)
+    outcomes = run_ranks(4, _in_file, str(tmp_path / "store"), init=False)
+    assert outcomes == [[differ, total] for total in (1.0, 1.0, 5.0, 5.0)]
 
 
 def _later_calls() -> list[str]:
@@ -186,39 +174,6 @@ def test_flatten_and_add_view_agree_too() -> None:
         assert told[4].startswith(mistake[1])
 
 
-def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = LimitedStore.add
-
-    def add_no_request(self: LimitedStore, key: str, amount: int = 1) -> int:
-        assert amount == 0 or not key.endswith("/other requests")
-        return add(self, key, amount)
-
-    monkeypatch.setattr(LimitedStore, "add", add_no_request)
-    assert run_ranks(4, lambda: repr(_right())) == [
-        f"<NamedMesh dp=2 x tp=2 (4 ranks), rank {rank} on cpu>" for rank in range(4)
-    ]
-
-
-def _keys_after(agreements: int) -> list[int]:
-    """How many keys the store holds after some agreements in which a field differs that may, and after more."""
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    known, counts = Agreements(lambda _: store), []
-    for _ in range(2):
-        for _ in range(agreements):
-            rank = dist.get_rank()
-            with Agreement("call", ranks=range(3), rank=rank, known=known, timeout=MINUTE) as agreement:
-                agreement.compare({"_of this rank": str(rank)})
-        dist.barrier()
-        counts.append(store.num_keys())
-        dist.barrier()
-    return counts
-
-
-def test_agreements_leave_no_keys_behind() -> None:
-    for before, after in run_ranks(3, _keys_after, 5):
-        assert before == after
-
-
 def test_layouts_given_as_objects_are_compared_by_value() -> None:
     def call() -> str:
         if dist.get_rank() == WRONG:
@@ -232,165 +187,93 @@ def test_agreement_errors_are_runtime_errors() -> None:
     assert issubclass(AgreementError, RuntimeError)
 
 
-# A rank that is interrupted while it waits, and one that fails after all agreed.
+def _meshes_closed_on_one_rank() -> str:
+    """One rank destroys groups that the others keep: it would make groups that they do not make."""
+    namedmesh.init_mesh(dp=2, tp=2).close(destroy_groups=dist.get_rank() == WRONG)
+    return error_of(lambda: namedmesh.init_mesh(dp=2, tp=2))
 
 
-def _send_once_it_waits(process: int, number: int) -> None:
-    """Send a signal as soon as some thread waits for the other ranks, the store being open."""
-    names: set[str] = set()
-    while "_wait" not in names:
-        for top in sys._current_frames().values():
-            frame: FrameType | None = top
-            while frame is not None:
-                names.add(frame.f_code.co_name)
-                frame = frame.f_back
-        threading.Event().wait(0.02)
-    os.kill(process, number)
+def test_groups_that_only_some_ranks_have_are_told() -> None:
+    text = _differs("groups that exist", "none", "dp, tp")
+    assert run_ranks(4, _meshes_closed_on_one_rank) == [f"AgreementError: {text}"] * 4
 
 
-def _interrupted(number: int) -> tuple[str, str]:
-    """Ranks 0 and 1 wait for rank 2; a signal ends the wait of rank 1."""
-    rank = dist.get_rank()
-    if rank == 1:
-        threading.Thread(target=_send_once_it_waits, args=(os.getpid(), number)).start()
-    if rank == WRONG:
-        return "", ""
+# A rank that fails while the groups are made, or does not come to the end.
+
+
+def _fails_inside() -> str:
+    def work() -> None:
+        with agreed("work", MINUTE) as compare:
+            compare({})
+            if dist.get_rank() == WRONG:
+                raise RuntimeError("no memory left")
+
     try:
-        return "", error_of(lambda: namedmesh.init_mesh(dp=3))
-    except KeyboardInterrupt:
-        return "interrupted", ""
+        return error_of(work)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
 
 
-def test_ctrl_c_takes_effect_at_once_and_is_told_to_the_others() -> None:
-    told = run_ranks(3, _interrupted, signal.SIGINT)
-    assert told[1] == ("interrupted", "")
-    assert told[0] == ("", "AgreementError: rank 1 gave up on init_mesh: KeyboardInterrupt")
+def test_a_rank_that_raises_inside_is_named_to_the_others_at_once() -> None:
+    # Nobody waits for the minute: the test would take longer than its ranks may.
+    text = "AgreementError: rank 2 gave up on work: RuntimeError: no memory left"
+    assert run_ranks(4, _fails_inside, timeout=45.0) == [text] * 4
 
 
-def _interrupted_while_opening() -> str:
-    """Ctrl-C comes while rank 1 opens the store, which does not answer it; the second time it does."""
-    opened, calls = launch.open_store, count()
+def _ends_inside() -> str:
+    """Rank 2 stops between the comparison and the end, as a killed one does."""
 
-    def open_store(*arguments: Any) -> dist.Store:
-        if next(calls) == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait()
-        return opened(*arguments)
+    def work() -> None:
+        with agreed("work", SOON) as compare:
+            compare({})
 
-    if os.environ["RANK"] == "1":
-        setattr(launch, "open_store", open_store)  # noqa: B010  of other types
-    try:
-        return error_of(lambda: launch.init("cpu"))
-    except KeyboardInterrupt:
-        return "interrupted"
+    if dist.get_rank() != WRONG:
+        return error_of(work)
+    unfinished = agreed("work", SOON)
+    unfinished.__enter__()({})
+    return ""
 
 
-def test_a_rank_that_is_interrupted_while_it_opens_the_store_tells_the_others() -> None:
-    told = run_ranks(2, _interrupted_while_opening, init=False)
-    assert told == ["AgreementError: rank 1 gave up on launch.init: KeyboardInterrupt", "interrupted"]
+def test_a_rank_that_ends_inside_is_named_within_the_timeout() -> None:
+    told = run_ranks(4, _ends_inside)
+    assert told.pop(WRONG) == ""
+    assert told == [_did_not(WRONG, "come to the end of work")] * 3
 
 
-def _terminated() -> str:
-    """As above, in a child of rank 1, which SIGTERM ends as it ends any process that does not handle it."""
-    rank = int(os.environ["RANK"])
-    if rank == WRONG:
-        return ""
-    if rank == 0:
-        return error_of(lambda: launch.init("cpu"))
-    child = os.fork()
-    if child == 0:
-        launch.init("cpu")
-        os._exit(0)
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    store.wait(["namedmesh/agreements/0-3/rank/1"], timedelta(seconds=60))
-    store.wait(["namedmesh/agreements/0-3/0/request"], timedelta(seconds=60))
-    os.kill(child, signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
-    return signal.Signals(os.WTERMSIG(status)).name
-
-
-def test_sigterm_takes_effect_at_once_and_is_told_to_the_others() -> None:
-    told = run_ranks(3, _terminated, init=False)
-    assert told == ["AgreementError: rank 1 gave up on launch.init: SystemExit: SIGTERM", "SIGTERM", ""]
-
-
-def _fails_on_one() -> list[object]:
+def _no_interface() -> list[str]:
     """A network interface that rank 2 does not have, set where the default group exists already."""
     mesh = namedmesh.init_mesh(dp=2, tp=2)
-    before = live_groups()
     if dist.get_rank() == WRONG:
         os.environ["GLOO_SOCKET_IFNAME"] = "doesnotexist0"
-    told: list[object] = []
-    for call in (
-        lambda: mesh.flatten("dp", "tp", options=SLOW),
-        lambda: namedmesh.init_mesh(a=2, b=2, timeout=MINUTE),
-    ):
-        try:
-            told.append(error_of(call))
-        except RuntimeError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    told.append(live_groups() - before)
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    told.append(summed(mesh.flatten("dp", "tp", options=SLOW).get_group()))
+    told = [error_of(lambda: namedmesh.init_mesh(a=2, b=2, timeout=SOON))]
     mesh.close()
     return told
 
 
-def test_a_group_that_cannot_be_created_on_one_rank_fails_on_all() -> None:
-    told = run_ranks(4, _fails_on_one)
-    assert all("Unable to find address for: " in str(said) for said in told.pop(WRONG)[:2])
-    for first, second, left, total in told:
-        assert str(first).startswith("AgreementError: rank 2 gave up on mesh.flatten: RuntimeError: ")
-        assert str(second).startswith("AgreementError: rank 2 gave up on init_mesh: RuntimeError: ")
-        assert (left, total) == (0, 4.0)
+def test_a_group_that_cannot_be_made_on_one_rank_fails_on_all() -> None:
+    for (text,) in run_ranks(4, _no_interface):
+        assert text.startswith("AgreementError: ")
+        assert "rank 2 gave up on init_mesh: RuntimeError: " in text
+        assert "Unable to find address for: " in text
 
 
-def _made_again() -> list[float]:
-    """A group that was destroyed by hand is made again, with one member late: it meets no address of the first."""
-    mesh = namedmesh.init_mesh(pp=2, dp=2)
-    unit = mpu(mesh)
-    sums = [summed(unit.get_model_parallel_group())]
-    for late in (0, 2):
-        dist.destroy_process_group(mpu(mesh).get_model_parallel_group())
-        summed(None)
-        with comes_last() if dist.get_rank() == late else nullcontext():
-            unit = mpu(mesh)
-        sums.append(summed(unit.get_model_parallel_group()))
-    mesh.close()
-    return sums
-
-
-def test_a_group_destroyed_by_hand_is_made_again_under_new_addresses() -> None:
-    assert run_ranks(4, _made_again) == [[2.0] * 3] * 4
-
-
-def _destroyed_on_one() -> tuple[str, int, float | None]:
-    """A group over an irregular set of ranks, destroyed by hand on one of them; and then on the other one too."""
+def _second_life() -> list[str]:
+    """torchrun starts the ranks of a job again on the store of the first ones, which left their requests there."""
     rank = dist.get_rank()
-    mesh = namedmesh.init_mesh(pp=4)
+    store = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False))
+    told = []
+    for wrong in (False, True, False):  # the requests of one life are not those of the next
+        dist.barrier()
+        meetings = Meetings(store, rank, 4)
 
-    def make() -> dist.ProcessGroup | None:
-        with mesh.agreed("sets") as maker:
-            maker.compare({})
-            return maker.make_sets([(0, 3)], "ends").get((0, 3))
+        def call(meetings: Meetings = meetings, wrong: bool = wrong) -> None:
+            with meetings.agreed("start", SOON) as compare:
+                compare({"seed": 2 if wrong and rank == WRONG else 1})
 
-    group = make()
-    if rank == 0:
-        dist.destroy_process_group(group)
-    before = live_groups()
-    told, left = error_of(make), live_groups() - before
-    if rank == 3:
-        dist.destroy_process_group(group)
-    group = make()
-    total = None if group is None else summed(group, rank)
-    mesh.close()
-    return told, left, total
+        told.append(error_of(call))
+    return told
 
 
-def test_a_group_that_only_some_ranks_make_fails_on_all() -> None:
-    text = (
-        "AgreementError: sets makes a group of 2 ranks on rank 0 only; the others have it still, from an earlier mesh: close() that "
-        "mesh on every rank"
-    )
-    told = run_ranks(4, _destroyed_on_one)
-    assert told == [(text, 0, total) for total in (3.0, None, None, 3.0)]
+def test_a_job_that_is_started_again_on_the_same_store_hears_nothing_of_its_first_life() -> None:
+    text = "AgreementError: " + _differs("seed", "2", "1")
+    assert run_ranks(4, _second_life) == [["", text, ""]] * 4

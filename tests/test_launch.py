@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from installing import interpreter
-from messages import says
-from ranks import fake_world, run_ranks
+from messages import error_of, says
+from ranks import fake_world, free_port, run_ranks
 
 import namedmesh
 from namedmesh import LaunchError, launch
@@ -31,7 +31,9 @@ def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
     module = SimpleNamespace(device_count=lambda: count, is_available=lambda: count > 0)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda **_: torch.device(kind) if count else None
+    )
 
 
 def _plain_python() -> list[object]:
@@ -159,20 +161,14 @@ MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
         2,
         {"LOCAL_RANK": "3"},
         None,
-        "local rank 3 has no cuda device: 2 cuda devices are visible to this process; start one process for each device, "
-        "make more devices visible, or use device='cpu'",
-    ),
-    (
-        1,
-        {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"},
-        "cuda",
-        "local rank 1 has no cuda device: 1 cuda device is visible to this process; ...",
+        "device cuda:3 is not there: 2 cuda devices are visible to this process; start one process for each device, make "
+        "more devices visible, or use device='cpu'",
     ),
     (
         0,
         {},
         "cuda:1",
-        "device cuda:1 is not there: 0 cuda devices are visible to this process; name one of those, or 'cpu'",
+        "device cuda:1 is not there: 0 cuda devices are visible to this process; ...",
     ),
     (
         1,
@@ -236,11 +232,47 @@ def test_a_second_default_group_is_refused() -> None:
         )
 
 
-@pytest.mark.usefixtures("no_launcher")
-def test_adopting_before_any_group_says_what_to_call() -> None:
-    with pytest.raises(namedmesh.MeshError) as caught:
-        namedmesh.NamedMesh.from_groups({})
-    assert str(caught.value) == "there is no default process group; call namedmesh.launch.init() first"
+def _as_host(rank_without: int, wrong: dict[str, Any]) -> str:
+    """The ranks of a plain launch: rank 0 hosts the store, at a port that the parent found."""
+    rank = int(os.environ["RANK"])
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    os.environ["MASTER_PORT"] = str(PORTS[0])
+    if rank == rank_without:
+        return ""
+    arguments: dict[str, Any] = {"device": "cpu", "timeout": timedelta(seconds=5)}
+    text = error_of(lambda: launch.init(**(arguments | wrong if rank == 1 else arguments)))
+    return text if text else str(dist.get_world_size())
+
+
+PORTS: list[int] = []
+
+
+def test_what_the_default_group_is_made_of_is_compared() -> None:
+    PORTS[:] = [free_port()]
+    text = (
+        "AgreementError: backend differs between ranks: gloo on ranks 0, 2; fake on rank 1; give every rank the same"
+    )
+    assert run_ranks(3, _as_host, -1, {"backend": "fake"}, init=False) == [text] * 3
+
+
+def test_a_rank_whose_device_is_not_there_is_named_to_the_others() -> None:
+    PORTS[:] = [free_port()]
+    told = run_ranks(3, _as_host, -1, {"device": "gpu"}, init=False)
+    mistake = told[1].removeprefix("LaunchError: ")
+    assert mistake.startswith("device 'gpu' is none")
+    assert told[0] == told[2] == f"AgreementError: rank 1 gave up on launch.init: {mistake}"
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_start_is_named(absent: int) -> None:
+    PORTS[:] = [free_port()]
+    told = run_ranks(3, _as_host, absent, {}, init=False)
+    assert told.pop(absent) == ""
+    for text in told:
+        if absent:
+            assert text.startswith("AgreementError: rank 2 of 3 did not call launch.init within 5 s; see what ")
+        else:
+            assert text.startswith("LaunchError: rank 0, which hosts the store of the job at 127.0.0.1:")
 
 
 @pytest.mark.gpu

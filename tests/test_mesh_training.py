@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import namedmesh
 from namedmesh import current
-from namedmesh._torch import TORCH
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,8 +53,6 @@ CASES: dict[int, dict[str, tuple[Any, dict[str, Any], str, str]]] = {
     },
     16: {"flat, far apart": (FAR_APART, {}, "dp*cp", "tp")},
 }
-# Torch up to 2.9 combines only meshes of one root, and adjoining axes.
-SINCE_2_10 = {"flat, far apart", "beside a view"}
 
 
 def _meshes(name: str, case: tuple[Any, dict[str, Any], str, str]) -> tuple[DeviceMesh, DeviceMesh]:
@@ -98,15 +95,13 @@ def _train_each(ranks: int, names: list[str]) -> list[list[float]]:
     found = []
     for name in names:
         found.append(_train(name, CASES[ranks][name]))
-        alive: list[Any] = list(current._alive)
-        for mesh in alive:
-            mesh.close()
+        current.close_all()
     return found
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_fsdp_with_tensor_parallelism_trains_as_one_process(ranks: int) -> None:
-    names = [name for name in CASES[ranks] if name not in SINCE_2_10 or TORCH.release >= (2, 10)]
+    names = list(CASES[ranks])
     by_rank = run_ranks(ranks, _train_each, ranks, names)
     alone = tiny.losses(tiny.model(), tiny.batch(8))
     assert alone[-1] < alone[0] - 1e-3  # something was learnt, so equal losses mean equal gradients

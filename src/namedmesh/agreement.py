@@ -45,10 +45,12 @@ class Meetings:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.calls = 0  # every rank makes the same calls in the same order, and so gives them the same numbers
-        self.part: dist.Store | None = None
         self._whole = dist.PrefixStore("namedmesh", store)
+        self._chosen = uuid4().hex if rank == 0 else ""
+        self._without = size - 1 if rank == 0 else 0  # how many ranks rank 0 has to tell
+        self._answered = 0
 
-    def find_part(self, timeout: timedelta) -> dist.Store:
+    def part(self, call: str, timeout: timedelta) -> dist.Store:
         """Return a part of the store that no earlier life of the job has used, the same on every rank.
 
         torchrun starts the ranks of a job again on the same store, where what the ranks before have left looks like
@@ -56,42 +58,36 @@ class Meetings:
         until every rank has said that it has this answer. Questions and receipts stand in one queue, with those of
         earlier lives, which do no harm.
         """
-        if self.part is None:
-            chosen = self._give_part(timeout) if self.rank == 0 else self._ask_for_part(timeout)
-            self.part = dist.PrefixStore(chosen, self._whole)
-        return self.part
-
-    def _give_part(self, timeout: timedelta) -> str:
-        store, end = self._whole, time.monotonic() + timeout.total_seconds()
-        chosen, without, place = uuid4().hex, self.size - 1, 0
-        while without:
-            place += 1
-            left = timedelta(seconds=max(end - time.monotonic(), 0.01))
+        if not self._chosen:
+            store, question = self._whole, uuid4().hex
+            store.set(f"queue/{store.add('queued', 1)}", question)
             try:
-                store.wait([f"queue/{place}"], left)
+                store.wait([f"answers/{question}"], timeout)
             except dist.DistNetworkError:
                 raise
-            except RuntimeError:  # the time is over: what follows names who is absent
-                break
-            entry = store.get(f"queue/{place}").decode()
-            if entry == chosen:
-                without -= 1
-            else:
-                store.set(f"answers/{entry}", chosen)
-        return chosen
+            except RuntimeError:
+                raise AgreementError(_absent([0], self.size, f"call {call}", timeout)) from None
+            self._chosen = store.get(f"answers/{question}").decode()
+            store.set(f"queue/{store.add('queued', 1)}", self._chosen)
+        return dist.PrefixStore(self._chosen, self._whole)
 
-    def _ask_for_part(self, timeout: timedelta) -> str:
-        store, question = self._whole, uuid4().hex
-        store.set(f"queue/{store.add('queued', 1)}", question)
-        try:
-            store.wait([f"answers/{question}"], timeout)
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:
-            raise AgreementError(_absent([0], self.size, "call", timeout)) from None
-        chosen = store.get(f"answers/{question}").decode()
-        store.set(f"queue/{store.add('queued', 1)}", chosen)
-        return chosen
+    def tell_part(self, end: float) -> None:
+        """Answer on rank 0 those that ask for the part, until all have it, or the time is over."""
+        while self._without:
+            self._answered += 1
+            key = f"queue/{self._answered}"
+            try:
+                self._whole.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # what follows names who is absent
+                self._answered -= 1
+                return
+            entry = self._whole.get(key).decode()
+            if entry == self._chosen:
+                self._without -= 1
+            else:
+                self._whole.set(f"answers/{entry}", self._chosen)
 
     @contextmanager
     def agreed(self, call: str, timeout: timedelta) -> Iterator[Callable[..., None]]:
@@ -151,17 +147,14 @@ class _Meeting:
         meetings.calls += 1
         self.number = meetings.calls
         self.stage = "asked"
-        self._begin()
-
-    def _begin(self) -> None:
         self.end = time.monotonic() + self.timeout.total_seconds()
 
     def compare(self, request: Mapping[str, object]) -> None:
         """Leave what this rank was asked for, and go on as soon as all have left the same."""
-        texts = {name: str(value) for name, value in request.items()}
+        texts = {"call": self.call} | {name: str(value) for name, value in request.items()}
         self._within(self.timeout, lambda: self._meet(texts))
         self.stage = "made"
-        self._begin()
+        self.end = time.monotonic() + self.timeout.total_seconds()
 
     def fail(self, error: Exception) -> None:
         """Tell the others why this rank gives up.
@@ -184,14 +177,15 @@ class _Meeting:
     def _meet(self, request: Mapping[str, str], failure: str = "") -> list[str]:
         """Return the problems that all ranks hear of."""
         wait = _TELLING if failure else self.timeout
-        self.store = store = dist.PrefixStore(str(self.number), self.meetings.find_part(wait))
+        self.store = store = dist.PrefixStore(str(self.number), self.meetings.part(self.call, wait))
         stage = self.stage
         store.set(f"{stage}/{self.rank}", json.dumps([failure, request]))
         if store.add(f"{stage}/come", 1) == self.size:
             self._decide(list(range(self.size)))
-        left = max(self.end - time.monotonic(), 0.01)
+        end = min(self.end, time.monotonic() + wait.total_seconds())
+        self.meetings.tell_part(end)
         try:
-            store.wait([f"{stage}/verdict"], min(wait, timedelta(seconds=left)))
+            store.wait([f"{stage}/verdict"], timedelta(seconds=max(end - time.monotonic(), 0.01)))
         except dist.DistNetworkError:
             raise
         except RuntimeError:  # the time is over

@@ -17,7 +17,7 @@ from namedmesh._torch import bound_device, default_timeout, forget_operations, i
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from namedmesh.layout import Layout
 
@@ -90,14 +90,33 @@ class Groups:
         candidates = (key._replace(use=(label, number)) for number in count())
         return next(own for own in candidates if own in self.held or own not in _kept or not _kept[own].users)
 
-    def is_new(self, key: Key) -> bool:
-        """Return whether there is no group of this key yet; the same on every rank."""
-        return key not in self.held and key not in _kept
+    def overrides(self, keys: Mapping[str, Key]) -> dict[str, Any] | None:
+        """Return what ``init_device_mesh`` takes as ``backend_override`` to make new groups for some axes.
+
+        None where some of them exist, and where it has no words for their options.
+        """
+        found = {}
+        for axis, key in keys.items():
+            if key in self.held or key in _kept or key.options is None:
+                return None
+            if key.options == GroupOptions(timeout=usual_timeout()):
+                continue  # what it makes when it is asked for nothing
+            found[axis] = key.options.override()
+            if found[axis] is None:
+                return None
+        return found
 
     def find(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup | None:
-        """Return this mesh's group over some axes, if it has one."""
-        known = self.held.get(self.key(layout, axes, options))
+        """Return this mesh's group over some axes, if it has one; the default group serves every mesh."""
+        key = self.key(layout, axes, options)
+        known = self.held.get(key)
+        if known is None and self._is_world(layout, axes, key):
+            return self.world  # type: ignore[no-any-return]
         return known.group if known else None
+
+    def _is_world(self, layout: Layout, axes: Sequence[str], key: Key) -> bool:
+        plain = GroupOptions(timeout=default_timeout())
+        return layout.size(*axes) == self.world_size and key.options == plain
 
     def over(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
         """Return this rank's group over some axes of a layout of the world; every rank makes all of them."""
@@ -105,7 +124,7 @@ class Groups:
         if key == _ALONE:
             return self.alone()
         label = "_".join(axes)
-        if layout.size(*axes) == self.world_size and key.options == GroupOptions(timeout=default_timeout()):
+        if self._is_world(layout, axes, key):
             return self.take(key, label, lambda: self.world, owned=False)
         return self.take(key, label, lambda: _new_groups(layout.groups(*axes), label, key.options))
 
@@ -127,7 +146,7 @@ class Groups:
 
         Every rank of the world calls it, with the same sets. Ranks that are in none take part as sets of one.
         """
-        listed = [tuple(sorted(members)) for members in sets]
+        listed = sorted(tuple(sorted(members)) for members in sets)
         inside = {rank for members in listed for rank in members}
         partition = [*listed, *((rank,) for rank in range(self.world_size) if rank not in inside)]
         large = tuple(members for members in partition if len(members) > 1)
@@ -179,11 +198,6 @@ def destroy_unused() -> None:
             dist.destroy_process_group(known.group)
     if unused:
         forget_operations()
-
-
-def makes_plainly(options: GroupOptions | None) -> bool:
-    """Return whether torch makes a group with these options when it is asked for none."""
-    return options == GroupOptions(timeout=usual_timeout())
 
 
 def _new_groups(groups: Sequence[Sequence[int]], label: str, options: GroupOptions | None) -> Any:

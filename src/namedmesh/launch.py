@@ -103,7 +103,7 @@ def init(
         chosen = local_device(device)
         found = backend or dist.get_default_backend_for_device(chosen)
         compare({"backend": found, "device": chosen.type, "bind_device": bind_device})
-        make(meetings.find_part(wait), rank, world_size)
+        make(meetings.part("launch.init", wait), rank, world_size)
     meet_on(meetings)
     return chosen
 
@@ -199,13 +199,17 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
     if device is None and bound is None and backend in ("gloo", "mpi"):
         return torch.device("cpu")
     wanted = bound if device is None and bound is not None else _wanted(device)
-    if wanted.type == "cpu" or wanted.index is not None:
+    if wanted.type == "cpu" or (device is not None and wanted.index is not None):
         return local_device(wanted)
+    if bound is not None and bound.type == wanted.type:
+        wanted = bound
     module = torch.get_device_module(wanted.type)
-    if module.is_available() and module.is_initialized():
+    in_use = module.is_available() and module.is_initialized()
+    if in_use and wanted.index is None:
         return torch.device(wanted.type, module.current_device())
     chosen = local_device(wanted)
-    module.set_device(chosen)
+    if not in_use:
+        module.set_device(chosen)
     return chosen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -15,7 +16,7 @@ from namedmesh._torch import constant_under_compile, flattened, joined, without_
 from namedmesh.adopt import layout_of_groups, layout_of_mesh
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.groups import Groups, destroy_unused, makes_plainly
+from namedmesh.groups import Groups, destroy_unused
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
@@ -163,9 +164,7 @@ class NamedMesh:
             LayoutError: axes out of order.
             MeshError: the mesh is closed.
         """
-        names = (names,) if isinstance(names, str) else tuple(names)
-        known = self._meshes.get(names)
-        return self._slice(names) if known is None else known
+        return self._slice((names,) if isinstance(names, str) else tuple(names), self._version)
 
     def __contains__(self, name: object) -> bool:
         """Return whether ``mesh[name]`` answers: for axes, those of views included, and flattened products by name."""
@@ -187,23 +186,23 @@ class NamedMesh:
             MeshError: the mesh is closed, or there is no group over these axes yet.
         """
         known = self._places.get(axes)
-        group: dist.ProcessGroup = self._find_group(axes) if known is None else known.group
+        group: dist.ProcessGroup = self._find_group(axes, self._version) if known is None else known.group
         return group
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
         known = self._places.get(axes)
-        return len(self._find_ranks(axes) if known is None else known.ranks)
+        return len(self._find_ranks(axes, self._version) if known is None else known.ranks)
 
     def rank(self, *axes: str) -> int:
         """Return this rank's position in its group over ``axes``; without axes, in the whole mesh."""
         known = self._places.get(axes)
-        return self._find_ranks(axes).index(self.global_rank) if known is None else known.rank
+        return self._find_ranks(axes, self._version).index(self.global_rank) if known is None else known.rank
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
         known = self._places.get(axes)
-        return self._find_ranks(axes) if known is None else known.ranks
+        return self._find_ranks(axes, self._version) if known is None else known.ranks
 
     @property
     def coords(self) -> dict[str, int]:
@@ -273,16 +272,7 @@ class NamedMesh:
         Raises:
             MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
         """
-        self._check_open()
-        view, ordered = self._views.find(axes)
-        options = self.groups.gloo_options(self.options_of(ordered))
-        group = self.groups.find(self._views.layouts[view], ordered, options)
-        if group is None:
-            raise MeshError(
-                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
-                "options=GroupOptions(gloo_twin=True)"
-            )
-        return group
+        return self._find_gloo_group(axes, self._version)
 
     def options_of(self, axes: tuple[str, ...]) -> GroupOptions:
         """Return the options of a group over axes of one view, in its order: what was set for all together, or for each.
@@ -399,7 +389,7 @@ class NamedMesh:
             for finish in self._before_close:
                 finish()
         finally:
-            self.closed = True
+            self.closed, self._version = True, ""
             for answers in (self._places, self._meshes, self._roots, self._before_close):
                 answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
             self.groups.release()
@@ -476,6 +466,7 @@ class NamedMesh:
 
     def _prepare(self) -> None:
         """Work out what can be asked: accessors are called often, and compiled code must not look for a group."""
+        self._version = str(next(_versions))  # no two meshes, and no two states of one, have the same
         self._axes = tuple(self._views.axes())
         for axis in self._axes:
             self._places[axis,] = self._place((axis,))
@@ -489,47 +480,66 @@ class NamedMesh:
         group = self.groups.find(layout, ordered, self.options_of(ordered))
         return Place(ranks, ranks.index(self.global_rank), group)
 
+    # The compiler keeps what these answer, for the version that it was asked with.
+
     @constant_under_compile
-    def _find_ranks(self, names: tuple[str, ...]) -> tuple[int, ...]:
+    def _find_ranks(self, names: tuple[str, ...], _version: str) -> tuple[int, ...]:
         self._check_open()
         view, ordered = self._views.find(names or self.layout.axes)
         return self._views.layouts[view].group(self.global_rank, *ordered)
 
     @constant_under_compile
-    def _find_group(self, names: tuple[str, ...]) -> dist.ProcessGroup:
+    def _find_group(self, names: tuple[str, ...], _version: str) -> dist.ProcessGroup:
         self._check_open()
         _, ordered = self._views.find(names)
-        if ordered not in self._places:
+        group: dist.ProcessGroup | None = self._place(ordered).group
+        if group is None:
             raise MeshError(
                 f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
                 "rank, before it is asked for"
             )
-        group: dist.ProcessGroup = self._places[ordered].group
         return group
 
     @constant_under_compile
+    def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
+        self._check_open()
+        view, ordered = self._views.find(axes)
+        options = self.groups.gloo_options(self.options_of(ordered))
+        group = self.groups.find(self._views.layouts[view], ordered, options)
+        if group is None:
+            raise MeshError(
+                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
+                "options=GroupOptions(gloo_twin=True)"
+            )
+        return group
+
+    @constant_under_compile
+    def _slice(self, names: tuple[str, ...], _version: str) -> DeviceMesh:
+        known = self._meshes.get(names)
+        if known is None:
+            known = self._meshes[names] = self._new_slice(names)
+        return known
+
     @without_modes
-    def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
+    def _new_slice(self, names: tuple[str, ...]) -> DeviceMesh:
         self._check_open()
         view, _ = self._views.find(names)
-        axes = self._views.in_order(view, names)
-        products = {name: axes[name] for name in names if name in self._views.products}
         root, layout = self._roots[view], self._views.layouts[view]
-        together = merged(layout, products)
+        self._views.check_order(names, root.mesh_dim_names or ())
+        products = {name: axes for name, axes in self._views.products.items() if name in names}
         if not products:
-            found = root[names]
-        elif together is not None:
+            return root[names]
+        together = merged(layout, products)
+        if together is not None:
             key = tuple(together.items())
             if key not in self._roots:
                 self._roots[key] = self._root_over(layout, together)
-            found = self._roots[key][names]
-        else:
-            parts = [
-                flattened(root, axes[name], name, self.group(name)) if name in products else root[name]
-                for name in names
-            ]
-            found = parts[0] if len(parts) == 1 else joined(parts)
-        return self._meshes.setdefault(names, found)
+            return self._roots[key][names]
+        parts = []
+        for name in names:
+            axes = products.get(name)
+            parts.append(root[name] if axes is None else flattened(root, axes, name, self.group(name)))
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     # Behind what communicates.
 
@@ -549,12 +559,8 @@ class NamedMesh:
         root: DeviceMesh | None = None
         large = {axis: size for axis, size in layout.items() if size > 1}
         keys = {axis: self.groups.key(layout, (axis,), self.options_of((axis,))) for axis in large}
-        if len(large) > 1 and all(self.groups.is_new(key) for key in keys.values()):
-            overrides = {
-                axis: key.options.override()
-                for axis, key in keys.items()
-                if key.options is not None and not makes_plainly(key.options)
-            }
+        overrides = self.groups.overrides(keys)
+        if len(large) > 1 and overrides is not None:
             root = init_device_mesh(
                 self.device.type,
                 tuple(large.values()),
@@ -629,3 +635,4 @@ class NamedMesh:
 
 
 _NO_OPTIONS = GroupOptions()
+_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed

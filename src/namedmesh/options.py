@@ -115,14 +115,16 @@ class GroupOptions:
             arguments["pg_options"] = nccl_options(self)
         return arguments
 
-    def override(self) -> tuple[str, Any]:
-        """Return what ``init_device_mesh`` takes for an axis as ``backend_override``."""
+    def override(self) -> tuple[str, Any] | None:
+        """Return what ``init_device_mesh`` takes for an axis as ``backend_override``; None where it has no words for it."""
         import torch.distributed as dist
 
         backend = self.backend or dist.get_backend()
-        if self._for_nccl():
+        if backend == "nccl":
             return backend, nccl_options(self)
-        return backend, dist.ProcessGroupGloo.Options(backend, self.timeout)  # which takes any backend's name
+        if backend == "gloo":
+            return backend, dist.ProcessGroupGloo.Options(backend, self.timeout)
+        return None
 
     def _for_nccl(self) -> bool:
         import torch.distributed as dist

@@ -71,23 +71,21 @@ class Views:
             f"axes {join_names(wanted)} are not together in one view ({' and '.join(places)}); combine axes of one view only"
         )
 
-    def in_order(self, view: str, names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-        """Return the axes of each name, where the names are in the order of a view.
+    def check_order(self, names: tuple[str, ...], order: Sequence[str]) -> None:
+        """Refuse names of axes and products that are no selection in some order.
 
         Raises:
             AxisError: an axis that is named twice.
             LayoutError: the names are out of order.
         """
-        axes = self.layouts[view].axes
-        products = {name: self.products.get(name, (name,)) for name in names}
-        if len(set(self.expand(names))) != len(self.expand(names)):
-            raise AxisError(f"axes {names} are not a selection of {axes}; name each axis once")
-        ordered = tuple(sorted(names, key=lambda name: axes.index(products[name][0])))
+        axes = self.expand(names)
+        if len(set(axes)) != len(axes):
+            raise AxisError(f"axes {names} are not a selection of {tuple(order)}; name each axis once")
+        ordered = tuple(sorted(names, key=lambda name: order.index(self.expand((name,))[0])))
         if ordered != names:
             raise LayoutError(
                 f"mesh[{quoted(names)}] is out of order; torch slices in the order of the mesh: mesh[{quoted(ordered)}]"
             )
-        return products
 
     def check(self, name: str, layout: Layout, rank: int) -> None:
         """Refuse a new view that contradicts the others.

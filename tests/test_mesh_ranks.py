@@ -1,0 +1,378 @@
+"""Meshes on real ranks: what they share, what outlives them, and that they go together with torch's own features."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from messages import error_of
+from ranks import live_groups, run_ranks, summed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import namedmesh
+from namedmesh import GroupOptions, Layout, NamedMesh, groups
+from namedmesh import mesh as mesh_module
+
+# Who makes the groups.
+
+
+def _made_by_torch() -> list[object]:
+    torchs = mock.Mock(wraps=init_device_mesh)
+    with mock.patch.object(mesh_module, "init_device_mesh", torchs):
+        mesh = namedmesh.init_mesh(pp=1, dp=2, tp=2)
+        told: list[object] = [call.kwargs["mesh_dim_names"] for call in torchs.call_args_list]
+        same = namedmesh.init_mesh(stages=2, copies=2)
+        told += [torchs.call_count, same.group("stages") is mesh.group("dp")]
+        whole = namedmesh.init_mesh(all=4)
+        told += [torchs.call_count, whole.group("all") is dist.group.WORLD]
+    told.append(mesh.device_mesh == init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp")))
+    return told
+
+
+def test_torch_makes_the_mesh_where_its_axes_are_new() -> None:
+    assert run_ranks(4, _made_by_torch) == [[("dp", "tp"), 1, True, 1, True, True]] * 4
+
+
+def _shared() -> list[bool]:
+    mesh = namedmesh.init_mesh(dp=2, cp=1, tp=2)
+    mesh.flatten("dp", "cp")
+    mesh.flatten("dp", "tp")
+    other = namedmesh.init_mesh(a=2, b=1, c=2, options={"c": GroupOptions(share=False)})
+    apart = namedmesh.init_mesh(x=2, y=2, options={"y": GroupOptions(share=False)})
+    told = [
+        mesh.group("dp", "cp") is mesh.group("dp"),
+        mesh.group("dp", "tp") is dist.group.WORLD,
+        other.group("a") is mesh.group("dp"),
+        other.group("c") is not mesh.group("tp"),
+        apart.group("y") is not other.group("c"),
+        other.group("b") is mesh.group("cp"),
+        summed(apart.group("y")) == 2.0,
+    ]
+    for each in (mesh, other, apart):
+        each.close()
+    return told
+
+
+def test_one_communicator_for_one_set_of_ranks_and_options() -> None:
+    assert run_ranks(4, _shared) == [[True] * 7] * 4
+
+
+def _cycles() -> list[int]:
+    """Equal meshes, made and closed: the first makes the groups."""
+    before, counts = live_groups(), []
+    for _ in range(6):
+        mesh = namedmesh.init_mesh(pp=1, dp=2, cp=2, tp=1, options={"dp": GroupOptions(share=False)})
+        mesh.flatten("dp", "cp")
+        mesh.add_view("expert", edp=1, ep=4)
+        summed(mesh.group("dp"))
+        mesh.close()
+        mesh.close()
+        counts.append(live_groups() - before)
+    namedmesh.init_mesh(dp=2, tp=2).close(destroy_groups=True)
+    counts.append(live_groups() - before)
+    assert summed(None) == 4.0
+    return counts
+
+
+def test_cycles_of_equal_meshes_add_nothing_and_groups_can_be_given_back() -> None:
+    # Of their own dp, and with it dp_cp; cp, and the group of one.
+    assert run_ranks(4, _cycles) == [[4] * 6 + [0]] * 4
+
+
+def _one_stays() -> list[object]:
+    first, second = namedmesh.init_mesh(dp=2, tp=2), namedmesh.init_mesh(dp=2, tp=2)
+    first.close(destroy_groups=True)
+    told: list[object] = [summed(second.group("tp")), first.closed]
+    second.close(destroy_groups=True)
+    told.append(live_groups())
+    dist.destroy_process_group()
+    return told
+
+
+def test_what_an_open_mesh_uses_is_not_destroyed() -> None:
+    assert run_ranks(4, _one_stays) == [[2.0, True, 1]] * 4
+
+
+def _irregular() -> list[object]:
+    """First and last stage of each pipeline, as Megatron's embedding groups; every rank takes part."""
+    mesh = namedmesh.init_mesh(pp=4, tp=2)
+    plain = GroupOptions()
+    before = live_groups()
+    with mesh.agreed("sets") as compare:
+        compare({})
+        ends = mesh.groups.sets([(0, 6), (1, 7)], "embedding", plain)
+        again = mesh.groups.sets([(1, 7), (0, 6)], "embedding", plain)
+        alone = mesh.groups.sets([(4,)], "one", plain)
+    total = None if ends is None else summed(ends, dist.get_rank())
+    return [total, ends is again, None if alone is None else alone.size(), live_groups() - before]
+
+
+def test_irregular_sets_are_made_and_shared() -> None:
+    for rank, told in enumerate(run_ranks(8, _irregular)):
+        total = {0: 6.0, 6: 6.0, 1: 8.0, 7: 8.0}.get(rank)
+        # The others took part as sets of one, and rank 4 has the group of itself alone.
+        assert told == [total, True, 1 if rank == 4 else None, 2 if rank == 4 else 1]
+
+
+def _bound() -> list[object]:
+    """A default group that is bound to a device: torch splits, with every rank in one of the parts."""
+
+    def split_group(*, split_ranks: list[list[int]], **options: Any) -> Any:
+        assert sorted(rank for ranks in split_ranks for rank in ranks) == list(range(4))
+        made = [dist.new_group(ranks, **options) for ranks in split_ranks]
+        return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(groups, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(dist, "split_group", split_group)
+    mesh = namedmesh.init_mesh(pp=2, dp=2, tp=1)
+    mesh.add_view("expert", ep=4, etp=1)
+    with mesh.agreed("sets") as compare:
+        compare({})
+        ends = mesh.groups.sets([(0, 3)], "ends", GroupOptions())
+    return [
+        None if ends is None else summed(ends),
+        [summed(mesh.group(axis)) for axis in mesh],
+    ]
+
+
+def test_with_a_bound_device_torch_splits_the_world() -> None:
+    for rank, told in enumerate(run_ranks(4, _bound)):
+        assert told == [2.0 if rank in (0, 3) else None, [2.0, 2.0, 1.0, 4.0, 1.0]]
+
+
+# What outlives a mesh: its groups, so that what torch remembers by name stays true.
+
+
+def _product(mesh: NamedMesh) -> float:
+    """A sharded matrix product, and its gradient, on the slice of one axis."""
+    torch.manual_seed(0)
+    left = distribute_tensor(torch.rand(4, 6, requires_grad=True), mesh["tp"], [Replicate()], src_data_rank=None)
+    right = distribute_tensor(torch.rand(6, 8), mesh["tp"], [Shard(1)], src_data_rank=None)
+    total: Any = (left @ right).sum()
+    total.backward()
+    assert isinstance(left, DTensor)
+    whole: Any = total.detach().full_tensor()
+    return float(whole)
+
+
+def _reopened() -> list[float]:
+    """Threads have caches of their own; a mesh that is opened again is equal to the first one."""
+    told: list[float] = []
+
+    def in_a_thread(mesh: NamedMesh) -> None:
+        thread = threading.Thread(target=lambda: told.append(_product(mesh)))
+        thread.start()
+        thread.join()
+
+    for destroy in (False, False, True):
+        mesh = namedmesh.init_mesh(dp=2, tp=2)
+        told.append(_product(mesh))
+        in_a_thread(mesh)
+        mesh.close(destroy_groups=destroy)
+    mesh = namedmesh.init_mesh(dp=2, tp=2)  # the groups are new: this thread's memory was cleared
+    told.append(_product(mesh))
+    return told
+
+
+def test_a_reopened_mesh_computes_the_same_in_every_thread() -> None:
+    for told in run_ranks(4, _reopened):
+        assert len(told) == 7
+        assert all(first == pytest.approx(second) for first, second in pairwise(told))
+
+
+def _two_alive() -> list[float]:
+    first, second = namedmesh.init_mesh(dp=2, tp=2), namedmesh.init_mesh(dp=2, tp=2)
+    found = [_product(first), _product(second)]
+    first.close()
+    return [*found, _product(second)]
+
+
+def test_two_equal_meshes_at_once() -> None:
+    for told in run_ranks(4, _two_alive):
+        assert told == pytest.approx([told[0]] * 3)
+
+
+def _new_default_group() -> list[object]:
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    dist.destroy_process_group()
+    told: list[object] = [error_of(lambda: mesh["dp", "tp"]), error_of(namedmesh.current_mesh)]
+    namedmesh.launch.init("cpu")
+    again = namedmesh.init_mesh(dp=2, tp=2)
+    told += [namedmesh.current_mesh() is again, summed(again.group("tp"))]
+    dist.destroy_process_group()
+    return told
+
+
+def test_a_mesh_ends_with_the_default_group_and_the_next_one_is_made_anew() -> None:
+    text = (
+        "MeshError: the mesh over dp=2 x tp=2 (4 ranks) has no groups any more, since the default group was destroyed; "
+        "make another with init_mesh()"
+    )
+    none = "MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first"
+    assert run_ranks(4, _new_default_group) == [[text, none, True, 2.0]] * 4
+
+
+def _ambiguous() -> list[str]:
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    own = {"tp": GroupOptions(share=False)}
+    told = [error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, options=own))]
+    theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    told.append(error_of(lambda: NamedMesh.from_device_mesh(theirs)).partition(" would be")[0])
+    mesh.close()
+    adopted = NamedMesh.from_device_mesh(theirs)
+    told.append(str(summed(adopted.group("tp"))))
+    return told
+
+
+def test_names_that_torch_would_take_for_those_of_another_mesh_are_refused() -> None:
+    text = (
+        "MeshError: 'tp' would be on another process group than the 'tp' of the open mesh over dp=2 x tp=2 (4 ranks), and "
+        "torch takes meshes with the same names and ranks for one; share the groups (the same options on both meshes), "
+        "close the other mesh first, or choose another name"
+    )
+    assert run_ranks(4, _ambiguous) == [[text, "MeshError: 2 problems:\n  - 'dp'", "2.0"]] * 4
+
+
+def _replaced() -> list[object]:
+    told: list[object] = []
+    for _ in range(3):
+        mesh = namedmesh.init_mesh(dp=2, tp=-1, replace=True)
+        told.append((namedmesh.current_mesh() is mesh, summed(mesh.group("tp"))))
+    return told
+
+
+def test_a_mesh_may_replace_those_that_are_open() -> None:
+    assert run_ranks(4, _replaced) == [[(True, 2.0)] * 3] * 4
+
+
+# Adopted meshes.
+
+
+def _part_of_the_world() -> list[object]:
+    """torch makes a mesh over some ranks; the others have none of it."""
+    theirs = DeviceMesh("cpu", torch.arange(4, 8).reshape(2, 2), mesh_dim_names=("dp", "tp"))
+    if dist.get_rank() < 4:
+        return [error_of(lambda: NamedMesh.from_device_mesh(theirs)).partition(";")[0]]
+    mesh = NamedMesh.from_device_mesh(theirs)
+    same = NamedMesh.from_groups({"a": theirs.get_group("dp"), "b": theirs.get_group("tp")})
+    told = [repr(mesh.layout), same.layout.rank_offset, summed(mesh.group("tp"), dist.get_rank()), mesh.ranks("dp")]
+    return [*told, error_of(lambda: mesh.flatten("dp", "tp")).partition(";")[0]]
+
+
+def test_a_mesh_over_a_part_of_the_world_is_torchs_and_adopted() -> None:
+    told = run_ranks(8, _part_of_the_world)
+    for rank in range(4):
+        assert told[rank] == [f"LayoutError: rank {rank} is not in the DeviceMesh over ranks 4, 5, 6, 7"]
+    layout = Layout(dp=2, tp=2, rank_offset=4)
+    for rank in range(4, 8):
+        text = (
+            "MeshError: dp=2 x tp=2 (4 ranks) is a part of the world of 8 ranks, and torch makes groups with every rank"
+        )
+        expected = [repr(layout), 4, float(sum(layout.group(rank, "tp"))), layout.group(rank, "dp"), text]
+        assert told[rank] == expected
+
+
+def _adopted_view() -> list[object]:
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    expert = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))
+    before = live_groups()
+    mesh = NamedMesh.from_device_mesh(dense)
+    mesh.adopt_view("expert", expert)
+    told = [mesh["ep"] == expert["ep"], mesh.group("ep") is expert.get_group("ep"), list(mesh)]
+    part = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    told.append(error_of(lambda: mesh.adopt_view("other", part))[:52])
+    return [*told, live_groups() - before]
+
+
+def test_a_view_can_be_adopted_too() -> None:
+    refusal = "LayoutError: axis 'tp' groups rank {} with 0, 1, 2, 3"
+    for rank, told in enumerate(run_ranks(4, _adopted_view)):
+        assert told == [True, True, ["dp", "tp", "edp", "ep"], refusal.format(rank)[:52], 0]
+
+
+# Products beside other axes.
+
+
+def _beside_tensor_parallelism(sizes: dict[str, int], flat: tuple[str, ...], outer: str | None) -> list[float]:
+    mesh = namedmesh.init_mesh(sizes)
+    name = mesh.flatten(*flat).mesh_dim_names[0]  # type: ignore[index]
+    data = mesh[name] if outer is None else mesh[outer, name]
+    both = mesh[name, "tp"]
+    assert both.mesh_dim_names == (name, "tp")
+    assert both[name].get_group() is mesh.group(name)
+    net = tiny.model()
+    parallelize_module(net, mesh["tp"], {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
+    for block in net:
+        fully_shard(block, mesh=data)
+    fully_shard(net, mesh=data)
+    axes = flat if outer is None else (outer, *flat)
+    rows = tiny.batch(8).chunk(mesh.size(*axes))[mesh.rank(*axes)]
+    return tiny.losses(net, rows)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flat", "outer"),
+    [
+        ({"dp": 2, "cp": 2, "tp": 2}, ("dp", "cp"), None),
+        ({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}, ("dp_shard", "cp"), "dp_replicate"),
+        ({"dp": 2, "pp": 2, "cp": 2, "tp": 1}, ("dp", "cp"), None),  # they do not adjoin
+    ],
+)
+def test_a_product_goes_together_with_the_axes_beside_it(
+    sizes: dict[str, int], flat: tuple[str, ...], outer: str | None
+) -> None:
+    by_rank = run_ranks(8, _beside_tensor_parallelism, sizes, flat, outer)
+    alone = tiny.losses(tiny.model(), tiny.batch(8))
+    mean = [tiny.mean(losses[step] for losses in by_rank) for step in range(len(alone))]
+    assert mean == pytest.approx(alone, abs=1e-9)
+
+
+# Selecting.
+
+
+class _Asking(torch.autograd.Function):
+    """Asks for the current mesh in its backward."""
+
+    @staticmethod
+    def forward(_: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _asked.append(namedmesh.current_mesh())
+        return gradient
+
+
+_asked: list[Any] = []
+
+
+def _selected() -> list[bool]:
+    first, second = namedmesh.init_mesh(dp=2), namedmesh.init_mesh(tp=2)
+    seen: list[Any] = []
+
+    def ask() -> None:
+        seen.append(namedmesh.current_mesh())
+        _Asking.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+
+    with first:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        with second:
+            ask()
+        ask()
+    return [seen == [first, second, first], _asked == seen]
+
+
+def test_the_selection_is_the_processs() -> None:
+    assert run_ranks(2, _selected) == [[True, True]] * 2
