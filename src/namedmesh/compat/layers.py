@@ -135,8 +135,11 @@ class VocabEmbedding(ParallelLayer):
         self.vocab_start_index = self.group.rank * rows
         self.vocab_end_index = self.vocab_start_index + rows
 
-    def look_up(self, ids: Tensor) -> Tensor:
-        """Return the vectors of the ids that are in this rank's part of the vocabulary, zeros for the others."""
+    def look_up(self, ids: Tensor, *, deterministic: bool = False) -> Tensor:
+        """Return the vectors of the ids that are in this rank's part of the vocabulary, zeros for the others.
+
+        The gradient of an embedding adds up in another order each time on some devices; a deterministic one does not.
+        """
         elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         mine = (ids - self.vocab_start_index).masked_fill(elsewhere, 0)
         padding = self.padding_idx
@@ -144,7 +147,10 @@ class VocabEmbedding(ParallelLayer):
             padding = padding % self.num_embeddings - self.vocab_start_index
             if padding not in range(self.num_embeddings_per_partition):
                 padding = None
-        vectors = F.embedding(mine, self.weight, padding, sparse=self.sparse)
+        if deterministic:
+            vectors = self.weight[mine]
+        else:
+            vectors = F.embedding(mine, self.weight, padding, sparse=self.sparse)
         return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
