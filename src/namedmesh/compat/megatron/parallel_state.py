@@ -388,7 +388,7 @@ def _what_is_left(world: int, *sizes: int) -> int:
 
 def _with_gtp(order: str, after: str) -> str:
     """Return an order with the axis ``gtp_remat`` after another one, or after tp; it stays where it is named."""
-    tokens = order.lower().split("-")
+    tokens = order.split("-")
     if "gtp_remat" not in tokens:
         place = next((tokens.index(name) + 1 for name in (after, "tp") if name in tokens), 0)
         tokens.insert(place, "gtp_remat")
