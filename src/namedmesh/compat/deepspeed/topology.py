@@ -155,7 +155,7 @@ class ProcessTopology:
         """Return every rank at one coordinate of an axis, ascending; LayoutError for an axis that is not there."""
         if axis not in self._names:
             raise LayoutError(self._unknown(axis))
-        return self.filter_match(**{axis: idx})
+        return list(self.layout.where(**{self._names[axis]: int(idx)})) if idx in range(self.get_dim(axis)) else []
 
     def world_size(self) -> int:
         """Return the number of ranks."""

@@ -18,8 +18,7 @@ __all__ = ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
 _ORIGINAL = Original(
     "ezpz.tp",
     None,
-    {f"ezpz.{part}": f"{__name__}.{part}" for part in ("tp", "tp.layers", "tp.mappings")}
-    | {"ezpz.tp.utils": "namedmesh.compat.partition"},
+    {f"ezpz.{part}": f"{__name__}.{part}" for part in ("tp", "tp.layers", "tp.mappings", "tp.utils")},
 )
 
 bind, unbind, current_mesh = tp.DIALECT.bind, tp.DIALECT.unbind, tp.DIALECT.current_mesh

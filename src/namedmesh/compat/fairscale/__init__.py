@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from namedmesh.compat import partition as utils
-from namedmesh.compat.fairscale import cross_entropy, initialize, layers, mappings
+from namedmesh.compat.fairscale import cross_entropy, initialize, layers, mappings, utils
 from namedmesh.compat.fairscale.cross_entropy import vocab_parallel_cross_entropy
 from namedmesh.compat.fairscale.initialize import *
 from namedmesh.compat.fairscale.layers import *
@@ -23,8 +22,7 @@ __all__ = ["cross_entropy", "initialize", "install", "layers", "mappings", "unin
 __all__ += [*initialize.__all__, *layers.__all__, *mappings.__all__]
 
 _PLACE = "fairscale.nn.model_parallel"
-_OURS = {part: f"{__name__}.{part}" for part in ("cross_entropy", "initialize", "layers", "mappings")}
-_STAND_INS = {_PLACE: __name__, f"{_PLACE}.utils": utils.__name__} | {f"{_PLACE}.{part}": ours for part, ours in _OURS.items()}
+_PARTS = ("", ".cross_entropy", ".initialize", ".layers", ".mappings", ".utils")
 
 
 def _replace(module: Any) -> dict[str, object]:
@@ -38,7 +36,7 @@ def _restore() -> None:
     initialize.DIALECT.answer_from(None)
 
 
-_ORIGINAL = Original(f"{_PLACE}.initialize", _replace, _STAND_INS, _restore)
+_ORIGINAL = Original(f"{_PLACE}.initialize", _replace, {_PLACE + part: __name__ + part for part in _PARTS}, _restore)
 
 
 def install() -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat import partition as utils
 from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself, rank, world_size
 from namedmesh.compat.partition import (
     VocabUtility,
@@ -72,7 +71,7 @@ _TENSOR_PARALLEL_RANKS: Any = None
 _SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "cp": "context_parallel_size"}
 DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__], _SIZES)
 
-from namedmesh.compat.ezpz.tp import layers, mappings  # noqa: E402  they need the dialect
+from namedmesh.compat.ezpz.tp import layers, mappings, utils  # noqa: E402  they need the dialect
 
 destroy_tensor_parallel = DIALECT.destroy
 get_tensor_parallel_group = DIALECT.getter("_TENSOR_PARALLEL_GROUP", itself)

@@ -1,0 +1,4 @@
+"""ezpz's helpers for cutting tensors, lengths and vocabularies."""
+
+from namedmesh.compat.partition import *
+from namedmesh.compat.partition import __all__ as __all__
