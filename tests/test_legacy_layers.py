@@ -119,7 +119,7 @@ def layers_beside_whole_ones() -> dict[str, float]:
 def test_layers_are_shards_of_whole_ones(world_size: int) -> None:
     for found in run_ranks(world_size, layers_beside_whole_ones):
         assert len(found) == 3 * 3 + 2 * 2 * 4 + 1
-        assert agrees(found, 1e-6 if world_size == 1 else 1e-12) or agrees(found, 1e-6), found
+        assert agrees(found), found
 
 
 # --- fairscale, and ezpz -----------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def compare_megatron() -> dict[str, Any]:
             "master": apart(getattr(theirs, "master_weight", None), ours.master_weight) == 0,
             "state": list(theirs.state_dict()) == list(ours.state_dict()),
             "group": ours.tp_group is group,
-            "words": repr(ours) == repr(theirs).replace("allreduce_dgrad", "?") or "TP=" in repr(ours),
+            "words": repr(ours) == repr(theirs),
         }
         if "bfloat16" in name:
             found[name]["apart"] = found[name]["apart"] < 5e-2
