@@ -26,7 +26,9 @@ def original(module: str) -> Any:
 
 def kind_of(error: BaseException) -> type[BaseException]:
     """The builtin type of an error."""
-    return next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and kind is not Exception)
+    return next(
+        kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and kind is not Exception
+    )
 
 
 def comparable(value: Any) -> Any:
@@ -95,7 +97,8 @@ def facts(theirs: Any, ours: Any, given: Tensor) -> dict[str, Any]:
     """In what two layers of the same seed differ: nothing is False, and no distance above a rounding."""
     found: dict[str, Any] = {
         "weights": all(map(torch.equal, theirs.parameters(), ours.parameters())),
-        "names": [name for name, _ in theirs.named_parameters()] == [name for name, _ in ours.named_parameters()],
+        "names": [name for name, _ in theirs.named_parameters()]
+        == [name for name, _ in ours.named_parameters()],
     }
     for layer in (theirs, ours):
         if getattr(layer, "bias", None) is not None:

@@ -68,7 +68,9 @@ def questions(source: random.Random, axes: list[str], dims: list[int]) -> list[t
         asked += [("get_axis_list", (), {"axis": axis, "idx": at}) for at in (-1, 0, 1, 2, 9, 1.0, "0", None)]
     for _ in range(12):
         pairs = source.sample(list(zip(axes, dims, strict=True)), len(axes))
-        at: dict[str, Any] = {axis: source.choice([*range(dim), *range(dim), -1, dim, 0.0, "0"]) for axis, dim in pairs}
+        at: dict[str, Any] = {
+            axis: source.choice([*range(dim), *range(dim), -1, dim, 0.0, "0"]) for axis, dim in pairs
+        }
         some = dict(source.sample(list(at.items()), source.randint(0, len(at))))
         swapped = {**dict(list(at.items())[1:]), "nothing": 0}
         for which in (at, some, {**some, "nothing": 0}, swapped, {"nothing": 0, **some}):
@@ -116,7 +118,10 @@ def test_what_cannot_be_made_and_the_named_topologies(theirs: Any) -> None:
         assert isinstance(wanted, type)
         assert outcome(ProcessTopology, axes, dims) is wanted
     for pp, mp, dp in product((1, 2, 3), repeat=3):
-        for name, sizes in (("PipeDataParallelTopology", (pp, dp)), ("PipeModelDataParallelTopology", (pp, mp, dp))):
+        for name, sizes in (
+            ("PipeDataParallelTopology", (pp, dp)),
+            ("PipeModelDataParallelTopology", (pp, mp, dp)),
+        ):
             wanted, got = (getattr(module, name)(*sizes) for module in (theirs, topology))
             assert (str(got), got.axes, got.dims) == (str(wanted), wanted.axes, wanted.dims)
     for number in range(-2, 200):
@@ -125,9 +130,18 @@ def test_what_cannot_be_made_and_the_named_topologies(theirs: Any) -> None:
 
 @pytest.mark.oracle("deepspeed")
 def test_the_same_names_and_arguments(theirs: Any) -> None:
-    for name in ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid"):
+    for name in (
+        "ProcessTopology",
+        "PipeDataParallelTopology",
+        "PipeModelDataParallelTopology",
+        "PipelineParallelGrid",
+    ):
         wanted, got = getattr(theirs, name), getattr(topology, name)
-        for key in {key for key in vars(wanted) if key == "__init__" or (not key.startswith("_") and key != "topology")}:
+        for key in {
+            key
+            for key in vars(wanted)
+            if key == "__init__" or (not key.startswith("_") and key != "topology")
+        }:
             parameters = [inspect.signature(getattr(one, key)).parameters.values() for one in (wanted, got)]
             told = [[(one.name, outcome(tuple, one.default)) for one in each] for each in parameters]
             assert told[0] == told[1], (name, key)
@@ -148,13 +162,37 @@ def test_what_the_original_makes_nonsense_of_is_refused(axes: Any, dims: Any, te
 def test_mistakes_are_explained() -> None:
     topo = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
     mistakes: list[tuple[type[Exception], Callable[[], Any], str]] = [
-        (ValueError, lambda: topo.get_rank(pipe=1, data=0), "get_rank() got 2 coordinates for pipe=2 x data=3 x model=2; ..."),
-        (AssertionError, lambda: topo.get_rank(pipe=2, data=0, model=-1), "ProcessCoord(pipe=2, data=0, model=-1) is outside of ..."),
-        (ValueError, lambda: topo.get_coord(12), "rank 12 is not in the topology of pipe=2 ...; its ranks are 0 to 11"),
-        (AttributeError, lambda: topo.filter_match(stage=0), "axis 'stage' is not one of ('pipe', 'data', 'model')"),
+        (
+            ValueError,
+            lambda: topo.get_rank(pipe=1, data=0),
+            "get_rank() got 2 coordinates for pipe=2 x data=3 x model=2; ...",
+        ),
+        (
+            AssertionError,
+            lambda: topo.get_rank(pipe=2, data=0, model=-1),
+            "ProcessCoord(pipe=2, data=0, model=-1) is outside of ...",
+        ),
+        (
+            ValueError,
+            lambda: topo.get_coord(12),
+            "rank 12 is not in the topology of pipe=2 ...; its ranks are 0 to 11",
+        ),
+        (
+            AttributeError,
+            lambda: topo.filter_match(stage=0),
+            "axis 'stage' is not one of ('pipe', 'data', 'model')",
+        ),
         (ValueError, lambda: topo.get_axis_list("dada", 0), "axis 'dada' ...; did you mean 'data'?"),
-        (IndexError, lambda: ProcessTopology(["a", "b"], [2]), "2 axes ['a', 'b'] but 1 dims [2]; give one size for each axis"),
-        (TypeError, lambda: ProcessTopology("ab", [2, 2]), "axes is the string 'ab'; give a list with one name for each axis"),
+        (
+            IndexError,
+            lambda: ProcessTopology(["a", "b"], [2]),
+            "2 axes ['a', 'b'] but 1 dims [2]; give one size for each axis",
+        ),
+        (
+            TypeError,
+            lambda: ProcessTopology("ab", [2, 2]),
+            "axes is the string 'ab'; give a list with one name for each axis",
+        ),
     ]
     for kind, call, text in mistakes:
         refuses(call, kind, text)
@@ -179,7 +217,11 @@ def everything(grid: Any) -> dict[str, Any]:
     told: dict[str, Any] = {"topology": str(grid.topology()), "_topo": grid._topo is grid.topology()}
     for name in dir(grid):
         known = name.startswith("_") and name != "_is_grid_valid"
-        if known or name in {"topology", "stage_to_global", "mesh", "close", "from_mesh"} or not hasattr(grid, name):
+        if (
+            known
+            or name in {"topology", "stage_to_global", "mesh", "close", "from_mesh"}
+            or not hasattr(grid, name)
+        ):
             continue
         value = getattr(grid, name)
         told[name] = comparable(value() if inspect.ismethod(value) else value)
@@ -235,7 +277,9 @@ def test_the_same_grids_in_random_topologies(theirs: Any) -> None:
         ({"pipe": 2, "ep": 2, "data": 3}, ["pipe", "ep", "data"], [2, 2, 3]),
     ],
 )
-def test_a_grid_and_a_unit_over_a_mesh_are_the_original_s(theirs: Any, sizes: Any, axes: list[str], dims: list[int]) -> None:
+def test_a_grid_and_a_unit_over_a_mesh_are_the_original_s(
+    theirs: Any, sizes: Any, axes: list[str], dims: list[int]
+) -> None:
     for rank in (0, 7, 11):
         with fake_world(12, rank):
             own = theirs.ProcessTopology(axes, dims)
@@ -258,7 +302,10 @@ def test_a_grid_and_a_unit_over_a_mesh_are_the_original_s(theirs: Any, sizes: An
 def on_gloo() -> tuple[Any, ...]:
     grid = PipelineParallelGrid(ProcessTopology(["pipe", "data", "model"], [2, 2, 2]))
     groups = {name: group for name, group in vars(grid).items() if isinstance(group, dist.ProcessGroup)}
-    right = [summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)) for group in groups.values()]
+    right = [
+        summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group))
+        for group in groups.values()
+    ]
     grid.close()
     made = live_groups()
     for _ in range(3):
@@ -272,23 +319,47 @@ def test_groups_work_on_gloo_and_are_used_again() -> None:
 
 
 def test_mistakes_with_a_grid() -> None:
-    refuses(PipelineParallelGrid, AssertionError, "torch.distributed has no default group; ... deepspeed.init_distributed() first")
+    refuses(
+        PipelineParallelGrid,
+        AssertionError,
+        "torch.distributed has no default group; ... deepspeed.init_distributed() first",
+    )
     with fake_world(8, 3):
         four, no_pipe = PipeDataParallelTopology(2, 2), ProcessTopology(["data", "model"], [2, 4])
-        refuses(lambda: PipelineParallelGrid(four), AssertionError, "the topology ... has 4 ranks, but the world has 8; ...")
-        refuses(lambda: PipelineParallelGrid(no_pipe), AttributeError, "the topology ... has no axis 'pipe'; give it one, ...")
+        refuses(
+            lambda: PipelineParallelGrid(four),
+            AssertionError,
+            "the topology ... has 4 ranks, but the world has 8; ...",
+        )
+        refuses(
+            lambda: PipelineParallelGrid(no_pipe),
+            AttributeError,
+            "the topology ... has no axis 'pipe'; give it one, ...",
+        )
 
 
 # --- the unit -----------------------------------------------------------------------------------------------
 
 ALWAYS = {
-    *(f"get_{kind}_parallel_{what}" for kind in ("model", "data", "slice", "pipe") for what in ("group", "rank", "world_size")),
-    *(f"get_{kind}_model_parallel_{what}" for kind in ("tensor", "pipeline") for what in ("group", "rank", "world_size")),
+    *(
+        f"get_{kind}_parallel_{what}"
+        for kind in ("model", "data", "slice", "pipe")
+        for what in ("group", "rank", "world_size")
+    ),
+    *(
+        f"get_{kind}_model_parallel_{what}"
+        for kind in ("tensor", "pipeline")
+        for what in ("group", "rank", "world_size")
+    ),
     *(f"get_{kind}_parallel_src_rank" for kind in ("model", "data", "tensor_model")),
     "get_data_parallel_group_ranks",
     "get_global_rank",
 }
-SEQUENCE = {f"get_sequence{kind}_parallel_{what}" for kind in ("", "_data") for what in ("group", "rank", "world_size")}
+SEQUENCE = {
+    f"get_sequence{kind}_parallel_{what}"
+    for kind in ("", "_data")
+    for what in ("group", "rank", "world_size")
+}
 
 
 def asked(unit: Any) -> dict[str, Any]:
@@ -322,11 +393,16 @@ def test_sequence_parallelism_only_where_the_mesh_has_it(axes: tuple[str, ...]) 
         texts = [inspect.getdoc(getattr(type(unit), name)) for name in sorted(told)]
         assert len(set(texts) - {None}) == 23  # one text for each answer; tensor is slice, and pipeline pipe
         assert told["get_sequence_parallel_group"] == ("group", ranks)
-        assert (told["get_sequence_parallel_world_size"], told["get_sequence_parallel_rank"]) == (len(ranks), 1)
+        assert (told["get_sequence_parallel_world_size"], told["get_sequence_parallel_rank"]) == (
+            len(ranks),
+            1,
+        )
         assert told["get_sequence_data_parallel_group"] == ("group", list(range(16)))
         assert told["get_data_parallel_group_ranks"] == list(range(9 % len(ranks), 16, len(ranks)))
         assert unit.get_model_parallel_world_size() == 1
-        assert not hasattr(unit, "initialize_sequence_parallel")  # DeepSpeed would ignore the data-parallel group
+        assert not hasattr(
+            unit, "initialize_sequence_parallel"
+        )  # DeepSpeed would ignore the data-parallel group
         mesh.close()
 
 
@@ -359,7 +435,9 @@ def test_a_bound_mesh_is_answered_as_an_mpu_is() -> None:
         layout = Layout(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"})
         with fake_world(layout.world_size, source.randrange(layout.world_size)):
             sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
-            importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+            importlib.import_module("deepspeed").init_distributed(
+                "gloo", auto_mpi_discovery=False, verbose=False
+            )
             mesh = namedmesh.init_mesh(layout, device="cpu")
             vars(module)["mpu"] = mpu(mesh)
             expected = answers(module)
@@ -405,8 +483,12 @@ def test_parameters_that_deepspeed_cannot_train_are_refused() -> None:
         mesh = namedmesh.init_mesh(tp=2, device="cpu")
         model = nn.Linear(4, 4, bias=False)
         assert deepspeed.mark_parameters(model) == []
-        model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh["tp"], [Shard(0)], src_data_rank=None))
-        with pytest.raises(PlanError, match="parameters weight are DTensors, which DeepSpeed's optimizers cannot work with"):
+        model.weight = nn.Parameter(
+            distribute_tensor(torch.zeros(4, 4), mesh["tp"], [Shard(0)], src_data_rank=None)
+        )
+        with pytest.raises(
+            PlanError, match="parameters weight are DTensors, which DeepSpeed's optimizers cannot work with"
+        ):
             deepspeed.mark_parameters(model)
         mesh.close()
 
@@ -441,7 +523,10 @@ assert not [name for name in sys.modules if name.startswith("deepspeed")]
 @pytest.mark.oracle("deepspeed")
 @pytest.mark.parametrize("late", [False, True])
 def test_deepspeed_imports_ours_once_installed(late: bool) -> None:
-    run_python(INSTALLED if late else INSTALLED.replace("from deepspeed.runtime.pipe import module as early", ""), action="ignore")
+    run_python(
+        INSTALLED if late else INSTALLED.replace("from deepspeed.runtime.pipe import module as early", ""),
+        action="ignore",
+    )
 
 
 def test_the_path_is_there_without_deepspeed_too() -> None:

@@ -66,7 +66,9 @@ def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
             assert all(default is not inspect.Parameter.empty for *_, default in got[len(wanted) :])
     assert len(seen) == 25
     assert seen <= {*dir(fairscale), *dir(fairscale.utils)}
-    assert {name for name in vars(original(START)) if name.isupper() and name.startswith("_")} <= set(dir(state))
+    assert {name for name in vars(original(START)) if name.isupper() and name.startswith("_")} <= set(
+        dir(state)
+    )
 
 
 EZPZ = {
@@ -82,9 +84,18 @@ EZPZ = {
     "init_method=xavier_normal_, stride=1, keep_master_weight_for_test=False",
     "layers.ColumnParallelLinear.get_master_weight": "self",
     "utils.VocabUtility.vocab_range_from_global_vocab_size": "global_vocab_size, rank, world_size",
-    **{f"mappings.{name}_tensor_parallel_region": "input_" for name in ("copy_to", "reduce_from", "scatter_to", "gather_from")},
-    **{f"get_{axis}_parallel_{answer}": "" for axis in AXES for answer in ("group", "ranks", "rank", "world_size")},
-    **dict.fromkeys(("get_tensor_parallel_src_rank", "tensor_parallel_is_initialized", "destroy_tensor_parallel"), ""),
+    **{
+        f"mappings.{name}_tensor_parallel_region": "input_"
+        for name in ("copy_to", "reduce_from", "scatter_to", "gather_from")
+    },
+    **{
+        f"get_{axis}_parallel_{answer}": ""
+        for axis in AXES
+        for answer in ("group", "ranks", "rank", "world_size")
+    },
+    **dict.fromkeys(
+        ("get_tensor_parallel_src_rank", "tensor_parallel_is_initialized", "destroy_tensor_parallel"), ""
+    ),
 }
 
 
@@ -101,7 +112,17 @@ def test_every_name_of_ezpz_s_is_there_with_its_arguments() -> None:
 
 
 def test_modules_export_what_they_name() -> None:
-    for module in (fairscale, state, fairscale.layers, fairscale.mappings, fairscale.utils, ezpz, tp, tp.layers, tp.mappings):
+    for module in (
+        fairscale,
+        state,
+        fairscale.layers,
+        fairscale.mappings,
+        fairscale.utils,
+        ezpz,
+        tp,
+        tp.layers,
+        tp.mappings,
+    ):
         assert len(module.__all__) == len({*module.__all__})
         for name in module.__all__:
             assert getattr(module, name) is not None
@@ -112,7 +133,11 @@ def test_modules_export_what_they_name() -> None:
 # --- groups -------------------------------------------------------------------------------------------------
 
 ASKED = [
-    *(f"get_{kind}_parallel_{what}" for kind in ("model", "data") for what in ("group", "rank", "world_size")),
+    *(
+        f"get_{kind}_parallel_{what}"
+        for kind in ("model", "data")
+        for what in ("group", "rank", "world_size")
+    ),
     "get_model_parallel_src_rank",
     "get_pipeline_parallel_group",
     "get_pipeline_parallel_ranks",
@@ -152,8 +177,13 @@ def on_gloo() -> list[Any]:
         theirs = fairscale_s(original(START), *sizes)
         before = live_groups()
         state.initialize_model_parallel(*sizes)
-        groups = [getattr(state, f"get_{kind}_parallel_group")() for kind in ("model", "data", "pipeline", "context")]
-        right = [summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)) for group in groups]
+        groups = [
+            getattr(state, f"get_{kind}_parallel_group")()
+            for kind in ("model", "data", "pipeline", "context")
+        ]
+        right = [
+            summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)) for group in groups
+        ]
         state.destroy_model_parallel()
         told.append((theirs == fairscale_s(state, *sizes), all(right), live_groups() - before))
     return told
@@ -189,7 +219,11 @@ def test_groups_by_hand(sizes: tuple[int, int, int, int]) -> None:
                 assert dist.get_process_group_ranks(group) == ranks
                 assert numbers_ == [ranks, ranks.index(rank), len(ranks)]
                 assert getattr(state, f"get_{axis.replace('tensor', 'model')}_parallel_ranks")() == ranks
-            assert tp.get_tensor_parallel_src_rank() == state.get_model_parallel_src_rank() == expected["tensor"][0]
+            assert (
+                tp.get_tensor_parallel_src_rank()
+                == state.get_model_parallel_src_rank()
+                == expected["tensor"][0]
+            )
             assert state.get_context_parallel_rank() == tp.get_context_parallel_rank()
             fairscale.destroy_model_parallel()
             tp.destroy_tensor_parallel()
@@ -238,7 +272,11 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
 
 @pytest.mark.parametrize("dialect", [fairscale, ezpz])
 def test_with_switches_between_meshes(dialect: Any) -> None:
-    module, size = (state, state.get_model_parallel_world_size) if dialect is fairscale else (tp, tp.get_tensor_parallel_world_size)
+    module, size = (
+        (state, state.get_model_parallel_world_size)
+        if dialect is fairscale
+        else (tp, tp.get_tensor_parallel_world_size)
+    )
     with fake_world(8, 5):
         first, second = (namedmesh.init_mesh(dp=-1, tp=size, device="cpu") for size in (2, 4))
         stranger = namedmesh.init_mesh(dp=8, device="cpu")
@@ -267,10 +305,16 @@ def test_with_switches_between_meshes(dialect: Any) -> None:
 
 
 def compiled(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    return fairscale.copy_to_model_parallel_region(x) + 1, state.get_model_parallel_rank(), tp.get_tensor_parallel_world_size()
+    return (
+        fairscale.copy_to_model_parallel_region(x) + 1,
+        state.get_model_parallel_rank(),
+        tp.get_tensor_parallel_world_size(),
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # of torch's compiler about itself
+@pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function:DeprecationWarning"
+)  # of torch's compiler about itself
 def test_accessors_make_no_break_in_a_graph() -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(dp=4, tp=2, device="cpu")
@@ -289,9 +333,24 @@ def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
     """Every dialect's group over each axis, and the mesh's."""
     unit, bound = deepspeed.mpu(mesh), ProcessGroups.bind(mesh)
     found = {
-        "tp": [state.get_model_parallel_group(), tp.get_tensor_parallel_group(), unit.get_slice_parallel_group(), bound.tp_group],
-        "pp": [state.get_pipeline_parallel_group(), tp.get_pipeline_parallel_group(), unit.get_pipe_parallel_group(), bound.pp_group],
-        "dp": [state.get_data_parallel_group(), tp.get_data_parallel_group(), unit.get_data_parallel_group(), bound.dp_group],
+        "tp": [
+            state.get_model_parallel_group(),
+            tp.get_tensor_parallel_group(),
+            unit.get_slice_parallel_group(),
+            bound.tp_group,
+        ],
+        "pp": [
+            state.get_pipeline_parallel_group(),
+            tp.get_pipeline_parallel_group(),
+            unit.get_pipe_parallel_group(),
+            bound.pp_group,
+        ],
+        "dp": [
+            state.get_data_parallel_group(),
+            tp.get_data_parallel_group(),
+            unit.get_data_parallel_group(),
+            bound.dp_group,
+        ],
     }
     for axis in found.keys() & {*mesh.layout}:
         found[axis] += [mesh.group(axis), mesh[axis].get_group()]
@@ -300,12 +359,20 @@ def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
 
 def share() -> list[Any]:
     told: list[Any] = []
-    for sizes in ({"pp": 2, "dp": 2, "tp": 2}, {"tp": 2, "dp": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp": 8}):
+    for sizes in (
+        {"pp": 2, "dp": 2, "tp": 2},
+        {"tp": 2, "dp": 4},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        {"dp": 8},
+    ):
         mesh = namedmesh.init_mesh(Layout(**sizes))
         for dialect in (fairscale, ezpz):
             dialect.bind(mesh)
         for groups in of_axes(mesh).values():
-            told += [len({*groups}) == 1, summed(groups[0], dist.get_rank()) == sum(dist.get_process_group_ranks(groups[0]))]
+            told += [
+                len({*groups}) == 1,
+                summed(groups[0], dist.get_rank()) == sum(dist.get_process_group_ranks(groups[0])),
+            ]
         held = len(mesh.communicators)
         for dialect in (fairscale, ezpz):
             dialect.bind(mesh)
@@ -509,15 +576,24 @@ NOT_THERE = (
 def test_mistakes_are_reported() -> None:
     refuses(fairscale.get_model_parallel_group, AssertionError, "_MODEL_PARALLEL_GROUP" + NOT_THERE)
     refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
-    refuses(lambda: fairscale.initialize_model_parallel(1), AssertionError, "torch.distributed has no default group; ...")
+    refuses(
+        lambda: fairscale.initialize_model_parallel(1),
+        AssertionError,
+        "torch.distributed has no default group; ...",
+    )
     refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
     with fake_world(8):
         before = live_groups()
-        for sizes, text in (((2, 3), "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."), ((0,), "axis 'tp' ...")):
+        for sizes, text in (
+            ((2, 3), "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."),
+            ((0,), "axis 'tp' ..."),
+        ):
             refuses(lambda sizes=sizes: fairscale.initialize_model_parallel(*sizes), AssertionError, text)  # type: ignore[misc]
         assert live_groups() == before
         fairscale.initialize_model_parallel(4)
-        refuses(lambda: fairscale.initialize_model_parallel(2), AssertionError, "fairscale's ... for ... tp=4 ...")
+        refuses(
+            lambda: fairscale.initialize_model_parallel(2), AssertionError, "fairscale's ... for ... tp=4 ..."
+        )
 
 
 BINDS: list[Callable[[Any], object]] = [
@@ -536,14 +612,20 @@ def test_what_is_no_open_mesh_is_refused(bind: Callable[[Any], object]) -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(dp=8, device="cpu")
         mesh.close()
-        with pytest.raises(MeshError, match=r"^the mesh over dp=8 \(8 ranks\) was closed; give \S+ an open one"):
+        with pytest.raises(
+            MeshError, match=r"^the mesh over dp=8 \(8 ranks\) was closed; give \S+ an open one"
+        ):
             bind(mesh)
 
 
 @pytest.mark.parametrize(
     ("bind", "sizes", "text"),
     [
-        (fairscale.bind, {"dp": 4, "xp": 2}, "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ..."),
+        (
+            fairscale.bind,
+            {"dp": 4, "xp": 2},
+            "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ...",
+        ),
         (ezpz.bind, {"dp": 4, "dp_shard": 2}, "the mesh has both 'dp' and 'dp_shard'; use one or the other"),
         (ProcessGroups.bind, {"dp": 4, "cp": 2}, "axis 'cp' has no place in ProcessGroups's groups, ..."),
         (
@@ -566,7 +648,9 @@ def test_what_is_no_open_mesh_is_refused(bind: Callable[[Any], object]) -> None:
         ),
     ],
 )
-def test_meshes_that_a_dialect_cannot_be_bound_to(bind: Callable[[Any], object], sizes: dict[str, int], text: str) -> None:
+def test_meshes_that_a_dialect_cannot_be_bound_to(
+    bind: Callable[[Any], object], sizes: dict[str, int], text: str
+) -> None:
     with fake_world(8, 3):
         mesh = namedmesh.init_mesh(Layout(**sizes), device="cpu")
         with pytest.raises(LayoutError, match=says(text)):
@@ -604,5 +688,9 @@ def test_ranks_that_differ_or_fail_are_reported_instead_of_hanging(call: str, si
     *others, guilty = run_ranks(4, disagree, call, size)
     for text in others:
         assert text.startswith("AgreementError: ")
-        assert ("differs between ranks: " in text and " on rank 3" in text) if size == 4 else f"rank 3 gave up on {call}" in text
+        assert (
+            ("differs between ranks: " in text and " on rank 3" in text)
+            if size == 4
+            else f"rank 3 gave up on {call}" in text
+        )
     assert guilty.startswith("AgreementError" if size == 4 else "ContractError")

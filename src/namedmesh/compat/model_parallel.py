@@ -42,29 +42,29 @@ T = TypeVar("T")
 
 
 def itself(value: Any) -> Any:
-    """what {} is"""  # noqa: D400, D403, D415  the end of a sentence, as the next ones
+    """Return the value of {}."""
     return value
 
 
 def rank(group: Any) -> int:
-    """the index of this rank in {}"""  # noqa: D400, D403, D415
+    """Return the index of this rank in {}."""
     place: int = group.rank()
     return place
 
 
 def world_size(group: Any) -> int:
-    """the number of ranks in {}"""  # noqa: D400, D403, D415
+    """Return the number of ranks in {}."""
     size: int = group.size()
     return size
 
 
 def ranks(group: Any) -> list[int]:
-    """the global ranks of {}"""  # noqa: D400, D403, D415
+    """Return the global ranks of {}."""
     return dist.get_process_group_ranks(group)
 
 
 def first_rank(group: Any) -> int:
-    """the global rank of the first of {}"""  # noqa: D400, D403, D415
+    """Return the global rank of the first of {}."""
     return ranks(group)[0]
 
 
@@ -169,7 +169,10 @@ class ModelParallel:
 
     def are_there(self, *variables: str) -> bool:
         """Return whether variables have values."""
-        return all([getattr(self.state.module, name) is not None for name in variables])
+        for name in variables:  # a loop: a graph of torch.compile takes no generator
+            if getattr(self.state.module, name) is None:
+                return False
+        return True
 
     def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
         """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""
@@ -180,7 +183,7 @@ class ModelParallel:
                 return answer(value)
             return self.missing(variable) if before is None else before
 
-        get.__doc__ = f"Return {(answer.__doc__ or '').format(variable)}."
+        get.__doc__ = (answer.__doc__ or "").format(variable)
         return get
 
     def missing(self, variable: str) -> Any:

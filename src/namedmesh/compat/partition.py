@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
     from namedmesh.tensor_parallel.collectives import Group
 
-__all__ = ["VocabUtility", "divide_and_check_no_remainder", "ensure_divisibility", "split_tensor_along_last_dim"]
+__all__ = [
+    "VocabUtility",
+    "divide_and_check_no_remainder",
+    "ensure_divisibility",
+    "split_tensor_along_last_dim",
+]
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -106,7 +111,9 @@ class VocabUtility:
         return first, first + per_partition_vocab_size
 
     @staticmethod
-    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+    def vocab_range_from_global_vocab_size(
+        global_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
         """Return the range of a rank of the group, from the length of the whole vocabulary, which the ranks divide."""
         part = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(part, rank, world_size)

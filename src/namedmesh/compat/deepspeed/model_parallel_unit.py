@@ -76,7 +76,9 @@ def _getter(kind: str, answer: str) -> Any:
 
     def getter(self: Getters) -> Any:
         if answer == "group" and self.mesh.closed:
-            raise MeshError(f"the mesh over {self.mesh.layout} was closed; make another, and an mpu or a grid of it")
+            raise MeshError(
+                f"the mesh over {self.mesh.layout} was closed; make another, and an mpu or a grid of it"
+            )
         return getattr(self._answers[kind], answer)
 
     getter.__doc__ = f"Return this rank's {kind}-parallel {answer.replace('_', ' ')}."

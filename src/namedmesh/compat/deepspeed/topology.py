@@ -16,7 +16,12 @@ import torch.distributed as dist
 from namedmesh.agreement import agreed
 from namedmesh.compat.axis_map import agreed_groups
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map
-from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractIndexError, ContractTypeError
+from namedmesh.compat.errors import (
+    ContractAttributeError,
+    ContractError,
+    ContractIndexError,
+    ContractTypeError,
+)
 from namedmesh.compat.state import require_default_group, require_open
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
@@ -155,7 +160,11 @@ class ProcessTopology:
         """Return every rank at one coordinate of an axis, ascending; LayoutError for an axis that is not there."""
         if axis not in self._names:
             raise LayoutError(self._unknown(axis))
-        return list(self.layout.where(**{self._names[axis]: int(idx)})) if idx in range(self.get_dim(axis)) else []
+        return (
+            list(self.layout.where(**{self._names[axis]: int(idx)}))
+            if idx in range(self.get_dim(axis))
+            else []
+        )
 
     def world_size(self) -> int:
         """Return the number of ranks."""
@@ -286,7 +295,7 @@ class PipelineParallelGrid(Getters):
             AgreementError: the other ranks did not call this.
         """
         require_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
-        grid = cls.__new__(cls)
+        grid: Any = cls.__new__(cls)
         with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
             grid._fill(*_topology_of(mesh))
         grid._owned = False
@@ -308,7 +317,9 @@ class PipelineParallelGrid(Getters):
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_groups, self.pipe_groups = map(topology.get_axis_comm_lists, ("data", "pipe"))
-        pairs = [pair for ranks in self.pipe_groups for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
+        pairs = [
+            pair for ranks in self.pipe_groups for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+        ]
         self.p2p_groups = [list(pair) for pair in sorted(pairs)]
         if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
             self.model_groups, self.mp_group = topology.get_axis_comm_lists("model"), list[int]()
@@ -345,7 +356,9 @@ def _check_grid(topology: Any, layout: Layout) -> None:
         )
     for axis in ("pipe", "data"):
         if axis not in topology.get_axis_names():
-            raise ContractAttributeError(f"the topology {topology!r} has no axis {axis!r}; give it one, of size 1 if need be")
+            raise ContractAttributeError(
+                f"the topology {topology!r} has no axis {axis!r}; give it one, of size 1 if need be"
+            )
 
 
 def _topology_of(mesh: NamedMesh) -> tuple[ProcessTopology, NamedMesh, dict[str, tuple[str, ...]]]:
@@ -358,7 +371,9 @@ def _topology_of(mesh: NamedMesh) -> tuple[ProcessTopology, NamedMesh, dict[str,
         kind = names.get(axis, axis)
         axes[kind] = kinds.get(kind, (axis,))
     topology = ProcessTopology(list(axes), [layout.size(*own) if own else 1 for own in axes.values()])
-    if kinds["data"] and topology.get_axis_comm_lists("data") != [[*ranks] for ranks in layout.groups(*kinds["data"])]:
+    if kinds["data"] and topology.get_axis_comm_lists("data") != [
+        [*ranks] for ranks in layout.groups(*kinds["data"])
+    ]:
         raise LayoutError(
             f"axes {' and '.join(map(repr, kinds['data']))} do not adjoin in {layout}, and a topology of DeepSpeed's has one data "
             "axis; put one right after the other"

@@ -18,8 +18,19 @@ from namedmesh.compat.fairscale.layers import *
 from namedmesh.compat.fairscale.mappings import *
 from namedmesh.compat.install import Original
 
-__all__ = ["cross_entropy", "initialize", "install", "layers", "mappings", "uninstall", "utils", "vocab_parallel_cross_entropy"]
-__all__ += [*initialize.__all__, *layers.__all__, *mappings.__all__]
+__all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
+    *initialize.__all__,
+    *layers.__all__,
+    *mappings.__all__,
+    "cross_entropy",
+    "initialize",
+    "install",
+    "layers",
+    "mappings",
+    "uninstall",
+    "utils",
+    "vocab_parallel_cross_entropy",
+]
 
 _PLACE = "fairscale.nn.model_parallel"
 _PARTS = ("", ".cross_entropy", ".initialize", ".layers", ".mappings", ".utils")
@@ -36,7 +47,9 @@ def _restore() -> None:
     initialize.DIALECT.answer_from(None)
 
 
-_ORIGINAL = Original(f"{_PLACE}.initialize", _replace, {_PLACE + part: __name__ + part for part in _PARTS}, _restore)
+_ORIGINAL = Original(
+    f"{_PLACE}.initialize", _replace, {_PLACE + part: __name__ + part for part in _PARTS}, _restore
+)
 
 
 def install() -> None:

@@ -76,7 +76,7 @@ get_pipeline_parallel_group = DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
 get_pipeline_parallel_ranks = DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
 
 
-def initialize_model_parallel(
+def initialize_model_parallel(  # noqa: D417  four in one line
     model_parallel_size_: int,
     pipeline_length: int = 1,
     *,

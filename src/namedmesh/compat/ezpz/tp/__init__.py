@@ -76,7 +76,9 @@ from namedmesh.compat.ezpz.tp import layers, mappings, utils  # noqa: E402  they
 destroy_tensor_parallel = DIALECT.destroy
 get_tensor_parallel_group = DIALECT.getter("_TENSOR_PARALLEL_GROUP", itself)
 get_tensor_parallel_ranks = DIALECT.getter("_TENSOR_PARALLEL_RANKS", itself)
-get_tensor_parallel_rank = DIALECT.getter("_TENSOR_PARALLEL_GROUP", rank, 0)  # as the original before there is one
+get_tensor_parallel_rank = DIALECT.getter(
+    "_TENSOR_PARALLEL_GROUP", rank, 0
+)  # as the original before there is one
 get_tensor_parallel_world_size = DIALECT.getter("_TENSOR_PARALLEL_GROUP", world_size, 1)
 get_pipeline_parallel_group = DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
 get_pipeline_parallel_ranks = DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
@@ -93,7 +95,7 @@ get_data_parallel_world_size = DIALECT.getter("_DATA_PARALLEL_GROUP", world_size
 get_tensor_parallel_src_rank = DIALECT.getter("_TENSOR_PARALLEL_GROUP", first_rank)
 
 
-def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
+def initialize_tensor_parallel(  # noqa: D417, PLR0917  the original's signature, four in one line
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     context_parallel_size: int = 1,
@@ -129,5 +131,10 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
 
 def tensor_parallel_is_initialized() -> bool:
     """Return whether there are tensor-, pipeline-, context- and data-parallel groups."""
-    groups = "_TENSOR_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP"
+    groups = (
+        "_TENSOR_PARALLEL_GROUP",
+        "_PIPELINE_PARALLEL_GROUP",
+        "_CONTEXT_PARALLEL_GROUP",
+        "_DATA_PARALLEL_GROUP",
+    )
     return DIALECT.are_there(*groups)

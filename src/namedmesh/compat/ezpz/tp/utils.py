@@ -1,4 +1,15 @@
 """ezpz's helpers for cutting tensors, lengths and vocabularies."""
 
-from namedmesh.compat.partition import *
-from namedmesh.compat.partition import __all__ as __all__
+from namedmesh.compat.partition import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    split_tensor_along_last_dim,
+)
+
+__all__ = [
+    "VocabUtility",
+    "divide_and_check_no_remainder",
+    "ensure_divisibility",
+    "split_tensor_along_last_dim",
+]

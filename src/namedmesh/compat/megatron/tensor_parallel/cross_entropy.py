@@ -42,4 +42,6 @@ def vocab_parallel_cross_entropy(
         tensor([[1.3863],
                 [1.3863]])
     """
-    return cross_entropy(vocab_parallel_logits, target, current_group(tp_group), torch.float32, label_smoothing)
+    return cross_entropy(
+        vocab_parallel_logits, target, current_group(tp_group), torch.float32, label_smoothing
+    )

@@ -103,7 +103,9 @@ class _Linear(_Layer):
 
     lengths = "output_size", "input_size"
 
-    def __init__(self, sizes: tuple[int, int], config: object, tp_group: ProcessGroup | None, is_expert: bool) -> None:
+    def __init__(
+        self, sizes: tuple[int, int], config: object, tp_group: ProcessGroup | None, is_expert: bool
+    ) -> None:
         super().__init__(config, tp_group, is_expert=is_expert)
         self.input_size, self.output_size = sizes
         self.config, self.is_expert = config, is_expert
@@ -190,7 +192,9 @@ class ColumnParallelLinear(_Linear):
             self.sequence_parallel = False
         self.allreduce_dgrad = ranks > 1 and not self.sequence_parallel and not disable_grad_reduce
         allocate = not skip_weight_param_allocation
-        self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test, allocate=allocate)
+        self.make_parameters(
+            init_method, stride, bias=bias, keep=keep_master_weight_for_test, allocate=allocate
+        )
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -260,9 +264,13 @@ class RowParallelLinear(_Linear):
     ) -> None:
         super().__init__((input_size, output_size), config, tp_group, is_expert)
         if self.sequence_parallel and not input_is_parallel:
-            raise ContractRuntimeError("sequence_parallel needs an input that is sharded already; pass input_is_parallel=True")
+            raise ContractRuntimeError(
+                "sequence_parallel needs an input that is sharded already; pass input_is_parallel=True"
+            )
         if self.explicit_expert_comm and not skip_bias_add:
-            raise ContractError("the bias of is_expert would count several times in a sum; pass skip_bias_add=True")
+            raise ContractError(
+                "the bias of is_expert would count several times in a sum; pass skip_bias_add=True"
+            )
         self.input_size_per_partition = input_size // self.group.size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test)

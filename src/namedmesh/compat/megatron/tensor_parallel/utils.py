@@ -87,7 +87,9 @@ def split_tensor_into_1d_equal_chunks(
         tensor([1, 2, 3, 4])
     """
     group = current_group(tp_group)
-    check_shards(tensor.numel(), group.size, what=f"the number of elements of a tensor of shape {tuple(tensor.shape)}")
+    check_shards(
+        tensor.numel(), group.size, what=f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
+    )
     shard = tensor.view(group.size, -1)[group.rank]
     return shard.detach().clone() if new_buffer else shard
 
