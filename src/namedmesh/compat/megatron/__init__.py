@@ -48,7 +48,9 @@ __all__ = [
 _PLACE, _OURS = "megatron.core", __name__
 _stand_in = _answers = Megatron(parallel_state)
 vars(parallel_state).update(_stand_in.ours)
-_known: dict[ModuleType, Megatron] = {}  # those of megatron-core: a second one would overwrite what the first has filled
+_known: dict[
+    ModuleType, Megatron
+] = {}  # those of megatron-core: a second one would overwrite what the first has filled
 mpu = parallel_state
 """The short name that much code imports it by."""
 

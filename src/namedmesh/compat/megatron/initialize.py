@@ -206,7 +206,9 @@ class _Seam:
                     self._know(layout.groups(axis), None, self.mesh.group(axis))
         return self.mesh
 
-    def _know(self, sets: Sequence[Sequence[int]], backend: str | None, group: Any, second: bool = False) -> None:
+    def _know(
+        self, sets: Sequence[Sequence[int]], backend: str | None, group: Any, second: bool = False
+    ) -> None:
         for members in sets:
             self.known[tuple(members), backend, second] = group
 
