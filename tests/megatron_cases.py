@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-
-from namedmesh.compat.megatron.variables import BINDING
-
-VARIABLES = BINDING.variables
 
 if TYPE_CHECKING:
     import random
@@ -140,17 +136,17 @@ def answers(module: Any, original: Any = None) -> dict[str, Any]:
 def reset(module: Any) -> None:
     """Forget everything: the original's own destruction leaves some variables behind."""
     module.destroy_model_parallel()
-    for name in filter(partial(hasattr, module), VARIABLES):
+    for name in variable_names(module):
         setattr(module, name, {} if name == "_HYBRID_DP_CP_GROUPS" else None)
 
 
 def variable_names(original: Any) -> list[str]:
     """The module-level variables that an original keeps its answers in."""
-    return [
-        name
-        for name, value in vars(original).items()
-        if re.fullmatch(r"_[A-Z][A-Z_]+|_global_process_group_list", name) and not callable(value)
-    ]
+    names = []
+    for name, value in vars(original).items():
+        if re.fullmatch(r"_[A-Z][A-Z_]+|_global_process_group_list", name) and not callable(value):
+            names.append(name)
+    return names
 
 
 def variables(module: Any, original: Any) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fake_world, run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import namedmesh
-from namedmesh import PlanError
+from namedmesh.compat import deepspeed
 from namedmesh.compat.deepspeed import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -301,19 +300,232 @@ def test_deepspeed_s_pipelines_run_on_our_grid() -> None:
     package = "namedmesh.compat.deepspeed"
     for losses, told in run_ranks(4, _train_pipeline, timeout=120):
         assert losses == pytest.approx(expected, abs=TOLERANCE)
-        assert told == [f"{package}.grid", f"{package}.topology", "Layout(pp=2, dp=2)"]
+        assert told == [f"{package}.topology"] * 2 + ["Layout(pp=2, dp=2)"]
 
 
-def test_parameters_that_deepspeed_cannot_train_are_refused() -> None:
-    with fake_world(2):
-        mesh = namedmesh.init_mesh(tp=2, device="cpu")
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        assert mark_parameters(model) == []
-        namedmesh.parallelize(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        with pytest.raises(PlanError) as caught:
-            mark_parameters(model)
-        assert str(caught.value) == (
-            "parameters 0.weight, 0.bias, 1.weight, 1.bias are DTensors, which DeepSpeed's optimizers cannot work with; use "
-            "layers whose parameters are plain shards, such as those of namedmesh.compat.megatron.tensor_parallel"
+# The same on the groups of a mesh that is bound as on DeepSpeed's own.
+
+
+def original() -> Any:
+    """DeepSpeed's module of groups."""
+    _quiet_deepspeed()
+    return importlib.import_module("deepspeed.utils.groups")
+
+
+def init_deepspeed() -> None:
+    vars(importlib.import_module("deepspeed.comm.comm"))["cdb"] = None
+    importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+class Experts(nn.Module):
+    """A layer of DeepSpeed's experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer: Any = importlib.import_module("deepspeed.moe.layer")
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = layer.MoE(
+            WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4, ep_size=2, capacity_factor=4.0, use_rts=False
         )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, balance, _ = self.experts(self.first(x).relu())
+        loss: torch.Tensor = self.last(x + hidden).square().mean() + 0.01 * balance
+        return loss
+
+
+class Attention(nn.Module):
+    """Ulysses: attention over whole sequences, of which each rank has a part."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__()
+        layer: Any = importlib.import_module("deepspeed.sequence.layer")
+        self.mix, self.last = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attention = layer.DistributedAttention(
+            self.attend, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
+        )
+
+    @staticmethod
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        return mixed.transpose(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(x).unflatten(-1, (2, 3 * WIDTH // 2)).chunk(3, -1)
+        mixed = self.attention(query.contiguous(), key.contiguous(), value.contiguous(), 0)
+        loss: torch.Tensor = self.last(mixed.flatten(2)).square().mean()
+        return loss
+
+
+def trained(groups: Any, case: str, stage: int, unit: Any, *, bound: bool) -> list[float]:
+    library: Any = importlib.import_module("deepspeed")
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1000,
+    }
+    given: dict[str, Any] = {}
+    if case == "ulysses" and not bound:
+        given["mpu"] = groups.mpu = unit
+    if case == "hpz":
+        config["zero_optimization"]["zero_hpz_partition_size"] = 2
+        with library.zero.Init(config_dict_or_path=config):
+            model: nn.Module = nn.Sequential(
+                nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)
+            )
+    else:
+        model = Experts() if case == "experts" else Attention(groups)
+    parameters: Any = list(model.parameters())
+    if case == "experts":
+        utils: Any = importlib.import_module("deepspeed.moe.utils")
+        parameters = utils.split_params_into_different_moe_groups_for_optimizer(
+            {"params": parameters, "name": "all"}
+        )
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, **given)
+    losses = []
+    source = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        loss = engine(torch.randn(2, 4, WIDTH, generator=source))
+        loss = loss.square().mean() if case == "hpz" else loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    engine.destroy()
+    groups._release_process_group_references()
+    return losses
+
+
+CASES = [("experts", 1), ("experts", 2), ("ulysses", 0), ("ulysses", 1), ("ulysses", 2), ("hpz", 3)]
+
+
+def _train_on_both() -> list[Any]:
+    warnings.simplefilter("ignore")
+    theirs = original()
+    init_deepspeed()
+    told = []
+    for case, stage in CASES:
+        mesh = namedmesh.init_mesh({"dp": 2, "sp": 2} if case == "ulysses" else {"dp": 4}, device="cpu")
+        if case == "experts":
+            mesh.add_view("expert", edp=2, ep=2)
+        expected = trained(theirs, case, stage, deepspeed.mpu(mesh), bound=False)
+        with deepspeed.bind(mesh):
+            got = trained(theirs, case, stage, None, bound=True)
         mesh.close()
+        told.append((case, stage, got, expected))
+    return told
+
+
+@pytest.mark.oracle("deepspeed")
+def test_deepspeed_trains_on_a_mesh_as_on_its_own_groups() -> None:
+    original()
+    for told in run_ranks(4, _train_on_both, timeout=120):
+        for case, stage, got, expected in told:
+            assert len(set(expected)) == 3
+            assert got == pytest.approx(expected, abs=1e-6), (case, stage)
+
+
+# Hugging Face's models, that DeepSpeed shards itself.
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "autotp": {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}},
+    "autoep": {
+        "zero_optimization": {"stage": 1},
+        "expert_parallel": {
+            "enabled": True,
+            "autoep_size": 2,
+            "preset_model": "mixtral",
+            "use_grouped_mm": False,
+        },
+    },
+}
+
+
+def play_an_older_transformers() -> None:
+    """DeepSpeed 0.19.8 asks with a default, which transformers 5.23 no longer takes."""
+    registry: Any = importlib.import_module("transformers.utils.output_capturing")._CanRecordRegistry
+    asked = registry.get
+    registry.get = lambda self, model, _=None: asked(self, model)
+
+
+def model_of(case: str) -> Any:
+    transformers: Any = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    if case == "autoep":
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+        )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def trained_by_itself(groups: Any, case: str) -> list[float]:
+    library: Any = importlib.import_module("deepspeed")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 1000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        **SHARDED[case],
+    }
+    engine, *_ = library.initialize(model=model_of(case), config=config)
+    source = torch.Generator().manual_seed(dist.get_rank() // 2 if case == "autotp" else dist.get_rank())
+    losses = []
+    for _ in range(3):
+        ids = torch.randint(32, (2, 4), generator=source)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    engine.destroy()
+    groups._release_process_group_references()
+    return losses
+
+
+def _sharded_on_both() -> list[Any]:
+    warnings.simplefilter("ignore")
+    theirs: Any = original()
+    play_an_older_transformers()
+    init_deepspeed()
+    told = []
+    for case in SHARDED:
+        expected = trained_by_itself(theirs, case)
+        mesh = namedmesh.init_mesh({"dp": 2, "tp": 2} if case == "autotp" else {"dp": 4}, device="cpu")
+        if case == "autoep":
+            mesh.add_view("expert", edp=2, ep=2)
+        with deepspeed.bind(mesh):
+            axis, group = (
+                ("tp", theirs._TENSOR_MODEL_PARALLEL_GROUP)
+                if case == "autotp"
+                else (
+                    "ep",
+                    theirs._EXPERT_PARALLEL_GROUP["ep_size_2"],
+                )
+            )
+            held = group is mesh.group(axis)
+            told.append((case, held, trained_by_itself(theirs, case), expected))
+        mesh.close()
+    return told
+
+
+@pytest.mark.oracle("deepspeed", "transformers")
+def test_deepspeed_shards_models_on_a_mesh_as_on_its_own_groups() -> None:
+    original()
+    for case in SHARDED:
+        model_of(case)
+    for name in ("auto_ep", "auto_ep_folding", "auto_ep_layer", "auto_tp", "layers"):
+        importlib.import_module(f"deepspeed.module_inject.{name}")
+    for told in run_ranks(4, _sharded_on_both, timeout=120):
+        for case, held, got, expected in told:
+            assert held
+            assert len(set(expected)) == 3
+            assert got == pytest.approx(expected, abs=1e-6), case

@@ -714,3 +714,12 @@ def attention_backward(
         *tensors, 0.0, causal, attn_mask=None, scale=scale
     )
     return result
+
+
+# --- dialects ---
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name, such as functional collectives take; torch has no public way to find it."""
+    group: dist.ProcessGroup = c10d._resolve_process_group(name)
+    return group

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.groups import kept_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterator, Mapping
 
     from torch.distributed import ProcessGroup
 
-    from namedmesh.groups import GroupMaker
     from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
     from namedmesh.options import GroupOptions
 
-__all__ = ["USUAL_AXES", "check_axes", "compare_mesh", "group_over", "own_axes"]
+__all__ = ["USUAL_AXES", "agreed_groups", "check_axes", "group_over", "own_axes"]
 
+_NOTHING: Mapping[str, object] = MappingProxyType({})
 _SPLIT_DP = ("dp_replicate", "dp_shard")
 USUAL_AXES = ("pp", "dp", "cp", "tp", *_SPLIT_DP)
 """The axes that every legacy API has groups over, with the two parts of dp."""
@@ -41,13 +44,12 @@ def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
 
 def group_over(
     mesh: NamedMesh,
-    maker: GroupMaker,
     axes: Collection[str],
     *,
     layout: Layout | None = None,
     options: GroupOptions | None = None,
 ) -> tuple[ProcessGroup, list[int]]:
-    """Return this rank's group over some of a legacy API's axes, made unless the mesh has it, and its ranks.
+    """Return this rank's group over some of a legacy API's axes, made unless it is there, and its ranks; every rank calls.
 
     The axes are those of the mesh, or of the layout of one of its views. Over axes that are not there it is the group of
     this rank alone. Without options they are those that the mesh has for the axes.
@@ -55,19 +57,24 @@ def group_over(
     layout = layout or mesh.layout
     own = own_axes(layout, axes)
     if not own:
-        return maker.alone(), [mesh.global_rank]
-    group = maker.make(layout, own, options or mesh.options_of(own))
+        return mesh.groups.alone(), [mesh.global_rank]
+    group = mesh.groups.over(layout, own, options or mesh.options_of(own))
     return group, list(layout.group(mesh.global_rank, *own))
 
 
-def compare_mesh(mesh: NamedMesh, maker: GroupMaker, kinds: Iterable[Collection[str]]) -> None:
-    """Compare a mesh, and the groups over some of its axes that will be made, with the other ranks; communicates."""
-    groups = []
-    for axes in kinds:
-        own = own_axes(mesh.layout, axes)
-        if own:
-            groups.append((mesh.layout, own, mesh.options_of(own)))
-    maker.compare({"layout": repr(mesh.layout)}, groups)
+@contextmanager
+def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] = _NOTHING) -> Iterator[None]:
+    """Make groups of a mesh in a context, once every rank has come with the same mesh and request; communicates."""
+    with mesh.agreed(call) as compare:
+        compare(
+            {
+                "layout": repr(mesh.layout),
+                "views": repr(mesh.views),
+                **request,
+                "groups that exist": kept_groups(),
+            }
+        )
+        yield
 
 
 def check_axes(

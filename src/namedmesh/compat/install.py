@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
 
-    from namedmesh.compat.binding import Binding
-
-__all__ = ["Original", "is_installed"]
+__all__ = ["Original", "as_imported", "is_installed", "when_imported"]
 
 _ABSENT = object()
 
@@ -24,34 +23,33 @@ class Original:
 
     Args:
         module: its module with the variables, such as ``"megatron.core.parallel_state"``.
-        binding: what fills them; None where the original keeps none.
-        replace: returns what takes the place of its functions and classes, or is added, by the module and the name. It is given
-            the imported module, and raises where that is not one that was compared. None where ours always stands in.
+        replace: is given the imported module, and returns what takes the place of its functions and classes, by name.
+            None where ours always stands in.
         stand_ins: where it is not installed: the module of ours that is found under each of its names.
+        restore: what to call when everything is put back, before.
     """
 
     def __init__(
         self,
         module: str,
-        binding: Binding | None,
-        replace: Callable[[Any], Mapping[tuple[str, str], object]] | None,
+        replace: Callable[[ModuleType], Mapping[str, object]] | None,
         stand_ins: Mapping[str, str],
+        restore: Callable[[], None] | None = None,
     ) -> None:
-        self.module, self.binding, self.replace, self.stand_ins = module, binding, replace, dict(stand_ins)
+        self.module, self.replace, self.stand_ins, self.restore = module, replace, dict(stand_ins), restore
         self.installed = False
-        self._undo: list[Callable[[], object]] = []
+        self._before: list[tuple[ModuleType, str, object]] = []
+        self._modules: dict[str, ModuleType] | None = None
 
     def install(self) -> None:
         """Let the original answer from our meshes; a second call does nothing.
 
-        Where it is installed it is imported, its variables are filled, and its functions that make groups are ours, also
-        in modules that imported them before. Where it is not, our modules are found under its names.
-
-        Raises:
-            ContractRuntimeError: a release that was not compared.
+        Where it is installed it is imported, and its functions that make groups are ours, also in modules that imported
+        them before. Where it is not, our modules are found under its names.
         """
         if self.installed:
             return
+        self.installed = True
         try:
             if self.replace is not None and is_installed(self.module):
                 module = import_module(self.module)
@@ -61,35 +59,32 @@ class Original:
         except BaseException:
             self.uninstall()
             raise
-        self.installed = True
 
     def uninstall(self) -> None:
         """Put everything back."""
-        while self._undo:
-            self._undo.pop()()
+        if self.installed and self.restore is not None:
+            self.restore()
+        while self._before:
+            holder, name, value = self._before.pop()
+            if value is _ABSENT:
+                vars(holder).pop(name, None)
+            else:
+                vars(holder)[name] = value
+        if self._modules is not None:
+            _forget_since(self._modules, self.module.partition(".")[0])
+        self._modules = None
         self.installed = False
 
-    def _take_over(self, module: ModuleType, replaced: Mapping[tuple[str, str], object]) -> None:
-        ours = {}
-        for (place, name), value in replaced.items():
-            original = import_module(place)
-            if hasattr(original, name):
-                ours[id(getattr(original, name))] = value
-            else:
-                self._set(original, name, value)
+    def _take_over(self, module: ModuleType, replaced: Mapping[str, object]) -> None:
+        ours = {id(getattr(module, name)): value for name, value in replaced.items()}
         for holder in list(sys.modules.values()):
             for known, value in list(getattr(holder, "__dict__", {}).items()):
                 if id(value) in ours:
                     self._set(holder, known, ours[id(value)])
-        if self.binding is not None:
-            self.binding.add_module(module)
-            self._undo.append(partial(self.binding.remove_module, module))
 
     def _stand_in(self) -> None:
         stand_ins = {name: import_module(ours) for name, ours in self.stand_ins.items()}
-        before = dict(sys.modules)
-        top = self.module.partition(".")[0]
-        self._undo.append(lambda: _forget_since(before, top))
+        self._modules = dict(sys.modules)
         sys.modules.update(stand_ins)  # the packages around them may import them
         for name, module in stand_ins.items():
             parts = name.split(".")
@@ -111,12 +106,54 @@ class Original:
             self._set(sys.modules[parent], child, package)
 
     def _set(self, holder: ModuleType, name: str, value: object) -> None:
-        before = vars(holder).get(name, _ABSENT)
+        self._before.append((holder, name, vars(holder).get(name, _ABSENT)))
         vars(holder)[name] = value
-        if before is _ABSENT:
-            self._undo.append(lambda: vars(holder).pop(name, None))
-        else:
-            self._undo.append(lambda: vars(holder).update({name: before}))
+
+
+def when_imported(name: str, call: Callable[[], object]) -> None:
+    """Call a function once a module was imported; at once where it was, or where its package is not installed."""
+    if not name or name in sys.modules or not is_installed(name.partition(".")[0]):
+        call()
+    else:
+        sys.meta_path.insert(0, _Watch(name, call))  # type: ignore[arg-type]
+
+
+class _Watch:
+    """A finder that finds one module as others do, and calls a function once that module was executed."""
+
+    def __init__(self, name: str, call: Callable[[], object]) -> None:
+        self.name, self.call = name, call
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how the module is imported; None for every other one."""
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            self.call()
+
+        loader.exec_module = execute_and_call
+        return spec
+
+
+def as_imported(module: ModuleType) -> ModuleType:
+    """Return a module as it is right after its import, whatever was assigned in it since: its code is executed again."""
+    file = module.__file__
+    spec = spec_from_file_location(module.__name__, file) if file else None
+    if spec is None or spec.loader is None:
+        return module
+    fresh = module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    return fresh
 
 
 def _forget_since(before: Mapping[str, ModuleType], top: str) -> None:
@@ -133,8 +170,6 @@ def is_installed(name: str) -> bool:
     try:
         return name in sys.modules or find_spec(name) is not None
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(
-            f"{error.name}."
-        ):  # not the module or a package around it, but what that imports
+        if not f"{name}.".startswith(f"{error.name}."):  # it is not the module or a package around it that is missing
             raise
         return False

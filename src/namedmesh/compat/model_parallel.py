@@ -1,50 +1,71 @@
 """What the dialects with one group for each of tp, pp, cp and dp share: fairscale's and ezpz's.
 
-Their ranks are laid out as (dp, pp, cp, tp), tp fastest. A dialect is a module with variables, whose accessors read
-them, and one :class:`ModelParallel`, which fills them.
+Their ranks are laid out as (dp, pp, cp, tp), tp fastest. Which variable is over which axes is a table,
+:data:`namedmesh.dialects.DIALECTS`; one :class:`ModelParallel` fills the variables, and its getters read them.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from namedmesh._torch import backward_pass
-from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over
-from namedmesh.compat.binding import Binding, Bound, require_default_group
+from namedmesh.agreement import agreed
+from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
+from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
-from namedmesh.groups import GroupPool, agreed
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
+from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from datetime import timedelta
     from types import ModuleType
 
     from torch import Tensor
 
-    from namedmesh.groups import GroupMaker
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["ModelParallel", "first_rank"]
+__all__ = ["ModelParallel", "first_rank", "itself", "rank", "ranks", "world_size"]
+
+T = TypeVar("T")
+
+
+# What accessors say of a variable; a group may be a stand-in that somebody assigned.
+
+
+def itself(value: Any) -> Any:
+    """Return the value of {}."""
+    return value
+
+
+def rank(group: Any) -> int:
+    """Return the index of this rank in {}."""
+    place: int = group.rank()
+    return place
+
+
+def world_size(group: Any) -> int:
+    """Return the number of ranks in {}."""
+    size: int = group.size()
+    return size
+
+
+def ranks(group: Any) -> list[int]:
+    """Return the global ranks of {}."""
+    return dist.get_process_group_ranks(group)
 
 
 def first_rank(group: Any) -> int:
-    """Return the global rank of the first of a group, or of a stand-in for neighboring ranks, as they are in this layout."""
-    if isinstance(group, dist.ProcessGroup):
-        return dist.get_process_group_ranks(group)[0]
-    size: int = group.size()
-    return dist.get_rank() // size * size
+    """Return the global rank of the first of {}."""
+    return ranks(group)[0]
 
 
 class ModelParallel:
@@ -53,27 +74,29 @@ class ModelParallel:
     Args:
         name: whose API it is.
         function: the name of its initialize function.
-        sizes: the name of the argument for the size of tp, pp and cp.
+        module: its module with the variables.
+        sizes: the names of the arguments for the sizes of tp, pp and cp.
     """
 
-    def __init__(self, name: str, function: str, sizes: Mapping[str, str]) -> None:
-        self.name, self.function, self.sizes = name, function, dict(sizes)
-        self.place = f"namedmesh.compat.{name}"
-        self._rows = DIALECTS[name].kinds
-        self._of_tp = next(row.variable for row in self._rows if row.axes == ("tp",))
-        self.binding = Binding(f"{name}'s model parallelism", function, f"{self.place}.bind")
-        self._module: Any = None
-        self._used: WeakSet[RankGroup] = WeakSet()  # the module keeps them, for as long as their mesh is open
+    def __init__(self, name: str, function: str, module: ModuleType, sizes: Mapping[str, str]) -> None:
+        self.name, self.function, self.sizes = name, function, sizes
+        self.rows = DIALECTS[name].kinds
+        self.own = State(f"{name}'s model parallelism", function, module)
+        self.state = self.own
+        self._states = {module: self.own}
 
-    def fill(self, module: ModuleType) -> None:
-        """Let a module of namedmesh have the variables; its name is that of the original's."""
-        self._module = module
-        self.binding.add_module(module)
+    def answer_from(self, original: ModuleType | None) -> None:
+        """Let the variables of the original's module answer from now on, or those of namedmesh's own."""
+        module = original or self.own.module
+        for name in self.own.names:
+            vars(module).setdefault(name, None)  # what only later sources have
+        if module not in self._states:
+            at_import: Any = SimpleNamespace(**self.own.empty)
+            self._states[module] = State(self.own.dialect, self.function, module, at_import, self.own.names)
+        self.state = self._states[module]
 
     def bind(self, mesh: NamedMesh) -> Bound:
-        """Answer from a mesh that exists; communicates the first time.
-
-        Every rank of the mesh calls it.
+        """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.
 
         Args:
             mesh: a mesh of axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and ``pp``, in any
@@ -81,7 +104,7 @@ class ModelParallel:
 
         Returns:
             A handle: in ``with bind(mesh):`` the mesh is selected, and the binding ends with the block. Otherwise it
-            lasts until the next one, :meth:`unbind`, or the mesh's end.
+            lasts until the next one, ``unbind()``, or the mesh's end.
 
         Raises:
             LayoutError: the mesh has axes that the dialect has no group for.
@@ -98,101 +121,106 @@ class ModelParallel:
             >>> mesh.close()
             >>> dist.destroy_process_group()
         """
-        bound = self.binding.rebind(mesh, ())
-        if bound is not None:
-            return bound
-        with mesh.agreed(f"{self.name}.bind") as maker:
+        call = f"{self.name}.bind"
+        require_open(mesh, call)
+        if self.state.is_bound(mesh):
+            return self.state.bind(mesh)
+        with agreed_groups(mesh, call):
             check_axes(mesh.layout, self.name)
-            compare_mesh(mesh, maker, [row.axes for row in self._rows])
-            groups = self._groups(mesh, maker)
-        return self.binding.take(mesh, (), groups)
+            values = self._values(mesh)
+        return self.state.take(mesh, values)
 
     def initialize(
-        self,
-        sizes: Mapping[str, int],
-        backends: Mapping[str, str | None],
-        timeout: timedelta | None = None,
+        self, sizes: Mapping[str, int], backends: Mapping[str, str | None], timeout: timedelta | None = None
     ) -> None:
         """Make a mesh over the world, of sizes of tp, pp and cp, with a backend for each axis, and answer from it."""
         require_default_group()
-        world = dist.get_world_size()
-        arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
-        arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
-        pool = GroupPool(defaults=GroupOptions(timeout=timeout))
-        with agreed(pool, f"{self.name}.{self.function}", range(world)) as maker:
-            self.binding.refuse_second()
-            tp = min(sizes["tp"], world)
-            fitted = {"dp": -1, **sizes, "tp": tp}
+        world, axes = dist.get_world_size(), DIALECTS[self.name].axes
+        fitted = {"dp": -1, **sizes, "tp": min(sizes["tp"], world)}
+        options = {axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None}
+        arguments = {name: sizes[axis] for axis, name in self.sizes.items()}
+        with agreed(f"{self.name}.{self.function}") as compare:
+            self.state.refuse_second()
             try:
-                axes = DIALECTS[self.name].axes
                 layout = Layout.from_shape(axes, [fitted[axis] for axis in axes], world_size=world)
             except LayoutError as error:
                 raise ContractError(*error.problems) from None
-            options = {
-                axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
-            }
-            if tp < sizes["tp"]:
+            if fitted["tp"] < sizes["tp"]:
                 warnings.warn(
-                    f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s {self.function} goes on "
-                    f"with {world}",
+                    f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s {self.function} goes "
+                    f"on with {world}",
                     stacklevel=3,
                 )
-            mesh = make_mesh(maker, layout, arguments, options)
-            groups = self._groups(mesh, maker)
-        self.binding.take(mesh, (), groups, owned=True)
+            mesh = make_mesh(compare, layout, arguments, options, GroupOptions(timeout=timeout))
+            values = self._values(mesh)
+        self.state.take(mesh, values, owned=True)
 
-    def missing(self, what: str) -> Any:
-        """Raise the ContractError of an accessor that has no value; it says why ``what`` is not there."""
-        shown = self.binding.shown
-        if shown is not None and self.binding.is_bound(shown):
-            raise ContractError(f"{what} is not there: it was set to None")
+    def destroy(self) -> None:
+        """Forget every group and assignment. A mesh that was made here is closed, with its groups; one that was bound stays."""
+        self.state.destroy()
+
+    def unbind(self) -> None:
+        """Forget the mesh that is bound; it stays as it is, with its groups."""
+        self.state.unbind()
+
+    def current_mesh(self) -> NamedMesh:
+        """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
+        return self.state.current_mesh()
+
+    def are_there(self, *variables: str) -> bool:
+        """Return whether variables have values."""
+        for name in variables:  # a loop: a graph of torch.compile takes no generator
+            if getattr(self.state.module, name) is None:
+                return False
+        return True
+
+    def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
+        """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""
+
+        def get() -> T:
+            value = getattr(self.state.module, variable)
+            if value is not None:
+                return answer(value)
+            return self.missing(variable) if before is None else before
+
+        get.__doc__ = (answer.__doc__ or "").format(variable)
+        return get
+
+    def missing(self, variable: str) -> Any:
+        """Raise the ContractError of an accessor whose variable has no value."""
         raise ContractError(
-            f"{what} is not there: {self.name}'s model parallelism is not initialized; call {self.function}(...), or "
-            f"{self.place}.bind(mesh) with a mesh that exists (once, on every rank)"
+            f"{variable} is None: {self.name}'s model parallelism is not initialized; call {self.function}(...), or "
+            f"namedmesh.compat.{self.name}.bind(mesh) with a mesh that exists"
         )
 
-    def peers(self) -> RankGroup:
-        """Return the tensor-parallel ranks of this moment.
+    def group(self) -> Group:
+        """Return the tensor-parallel ranks of this moment."""
+        variable = next(row.variable for row in self.rows if row.axes == ("tp",))
+        return Group.of(getattr(self.state.module, variable) or self.missing(variable))
 
-        A backward pass repeats the forwards that were checkpointed, and may do so after the ``with`` block that
-        selected their mesh: there they are the ranks that forwards had before, if all had the same.
-        """
-        if backward_pass() >= 0 and len(self._used) == 1:
-            (used,) = self._used
-            return used
-        group = getattr(self._module, self._of_tp) or self.missing("the tensor-parallel group")
-        peers: RankGroup | None = self._module._rank_group  # noqa: SLF001  a variable of the dialect
-        if peers is None or peers.process_group is not group:  # a group that was assigned by hand
-            peers = RankGroup(group)
-            self._module._rank_group = peers  # noqa: SLF001
-        # Code that was compiled for a forward is what repeats it; and up to torch 2.9 the compiler cannot look into the set.
-        if not torch.compiler.is_compiling() and peers not in self._used:
-            self._used.add(peers)
-        return peers
-
-    # The ways in and out of tensor-parallel regions, each with its partner as backward.
+    # The ways in and out of tensor-parallel regions, each with its partner as backward; results are new tensors.
 
     def copy(self, input_: Tensor) -> Tensor:
         """Hand in a tensor of any shape that every rank has; its gradient, a part on each rank, is summed."""
-        return sum_backward(input_, self.peers())
+        return enter(input_, self.group())
 
     def reduce(self, input_: Tensor) -> Tensor:
         """Sum the ranks' parts, of any shape, on every rank; the gradient is handed through."""
-        return sum_forward(input_, self.peers())
+        return leave(input_, self.group())
 
     def scatter(self, input_: Tensor) -> Tensor:
         """Keep this rank's ``(..., n / t)`` of an ``(..., n)`` that every rank has; a ContractError if t does not divide n."""
-        return scatter(input_, self.peers(), -1)
+        return scatter(input_, self.group(), -1)
 
     def gather(self, input_: Tensor) -> Tensor:
         """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its shard of the gradient."""
-        return gather(input_, self.peers(), -1)
+        return gather(input_, self.group(), -1)
 
-    def _groups(self, mesh: NamedMesh, maker: GroupMaker) -> dict[str, Any]:
+    def _values(self, mesh: NamedMesh) -> dict[str, Any]:
         """Return the value of each variable: the groups of the mesh, and their ranks."""
         values: dict[str, Any] = {}
-        for row in self._rows:
-            values[row.variable], ranks = group_over(mesh, maker, row.axes)
+        for row in self.rows:
+            values[row.variable], ranks = group_over(mesh, row.axes)
             if row.ranks:
                 values[row.ranks] = ranks
-        return values | {"_rank_group": RankGroup(values[self._of_tp])}
+        return values

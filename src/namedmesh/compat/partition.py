@@ -1,4 +1,7 @@
-"""The arithmetic of shards that the legacy APIs share: division without a remainder, and ranges of a vocabulary."""
+"""The arithmetic of shards that the legacy APIs share: division without a remainder, and ranges of a vocabulary.
+
+It is the module ``utils`` of fairscale's and of ezpz's dialect, too.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,10 @@ from namedmesh.tensor_parallel.collectives import split
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from namedmesh.tensor_parallel.collectives import RankGroup
+    from namedmesh.tensor_parallel.collectives import Group
 
 __all__ = [
     "VocabUtility",
-    "divide",
     "divide_and_check_no_remainder",
     "ensure_divisibility",
     "split_tensor_along_last_dim",
@@ -28,12 +30,10 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
         >>> ensure_divisibility(10, 4)
         Traceback (most recent call last):
         ...
-        namedmesh.compat.errors.ContractError: 10 is not divisible by 4; use 8 or 12, or another multiple of 4
+        namedmesh.compat.errors.ContractError: 10 is not divisible by 4; use a multiple of 4
     """
     if numerator % denominator:
-        raise ContractError(
-            f"{numerator} is not divisible by {denominator}; {_use_multiples(numerator, denominator)}"
-        )
+        raise ContractError(f"{numerator} is not divisible by {denominator}; use a multiple of {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -53,12 +53,10 @@ def check_shards(length: int, ranks: int, stride: int = 1, *, what: str) -> None
     """
     if stride < 1:
         raise ContractError(f"the stride is {stride}; it is a number of blocks, 1 or more")
-    shards = ranks * stride
-    if length % shards:
+    if length % (ranks * stride):
         blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
         raise ContractError(
-            f"{what} is {length}, which cannot be split into {ranks} equal shards{blocks}; "
-            f"{_use_multiples(length, shards)}"
+            f"{what} is {length}, which cannot be split into {ranks} equal shards{blocks}; use a multiple of {ranks * stride}"
         )
 
 
@@ -69,17 +67,10 @@ def check_even(tensor: Tensor, dim: int, ranks: int) -> None:
     )
 
 
-def scatter(whole: Tensor, group: RankGroup, dim: int) -> Tensor:
+def scatter(whole: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's shard of a tensor that every rank has, if the dim can be split; the gradient is gathered."""
     check_even(whole, dim, group.size)
     return split(whole, group, dim)
-
-
-def _use_multiples(number: int, factor: int) -> str:
-    """Return the remedy for a number that should be a multiple of a factor."""
-    below = number // factor * factor
-    nearest = f"{below} or {below + factor}" if below else f"{factor}"
-    return f"use {nearest}, or another multiple of {factor}"
 
 
 def split_tensor_along_last_dim(
@@ -107,8 +98,6 @@ class VocabUtility:
     Example:
         >>> [VocabUtility.vocab_range_from_global_vocab_size(12, rank, 4) for rank in range(4)]
         [(0, 3), (3, 6), (6, 9), (9, 12)]
-        >>> VocabUtility.vocab_range_from_per_partition_vocab_size(3, rank=2, world_size=4)
-        (6, 9)
     """
 
     @staticmethod

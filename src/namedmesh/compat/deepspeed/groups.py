@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from namedmesh.compat.binding import Binding, Bound
+from namedmesh.compat.axis_map import agreed_groups
 from namedmesh.compat.deepspeed.model_parallel_unit import mpu as make_mpu
-from namedmesh.compat.errors import ContractRuntimeError
+from namedmesh.compat.install import as_imported
+from namedmesh.compat.state import Bound, State
 from namedmesh.errors import PlanError, listing
-from namedmesh.groups import group_of_one
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,77 +22,57 @@ if TYPE_CHECKING:
 
 __all__ = ["bind", "mark_parameters", "unbind"]
 
-_BINDING = Binding(
-    "DeepSpeed",
-    "deepspeed.initialize",
-    "namedmesh.compat.deepspeed.bind",
-    [
-        "_ALL_TO_ALL_GROUP",
-        "_DATA_PARALLEL_GROUP",
-        "_EXPERT_DATA_PARALLEL_GROUP",
-        "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
-        "_EXPERT_PARALLEL_GROUP",
-        "_EXPERT_PARALLEL_GROUP_RANKS",
-        "_MODEL_PARALLEL_GROUP",
-        "_MPU_TENSOR_MODEL_PARALLEL_RANK",
-        "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
-        "_TENSOR_MODEL_PARALLEL_GROUP",
-        "_WORLD_GROUP",
-        "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
-        "expert_tensor_parallel_world_size",
-        "mesh_device",
-        "mpu",
-    ],
+_NAMES = (
+    "_ALL_TO_ALL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+    "_EXPERT_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP_RANKS",
+    "_MODEL_PARALLEL_GROUP",
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_WORLD_GROUP",
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+    "expert_tensor_parallel_world_size",
+    "mesh_device",
+    "mpu",
 )
+
+
+@cache
+def _state() -> State:
+    module = import_module("deepspeed.utils.groups")
+    return State("DeepSpeed", "deepspeed.initialize", module, as_imported(module), _NAMES)
 
 
 def bind(mesh: NamedMesh) -> Bound:
     """Let DeepSpeed's engine, MoE layers and ZeRO take their groups from a mesh.
 
-    Call it on every rank of the mesh before ``deepspeed.initialize``. The variables of ``deepspeed.utils.groups`` are
-    filled until the mesh is closed; its mpu is the mesh's. A view with axes ``ep`` and ``edp``, and ``etp`` where the
+    Every rank calls it before ``deepspeed.initialize``. The variables of ``deepspeed.utils.groups``, of a release of 0.19,
+    are filled until the mesh is closed; its mpu is the mesh's. A view with axes ``ep`` and ``edp``, and ``etp`` where the
     experts' layers are sharded, gives the groups of MoE layers whose ``ep_size`` is the size of ``ep``. For anything else
     DeepSpeed makes groups of its own.
 
     Args:
-        mesh: a mesh that :func:`namedmesh.compat.deepspeed.mpu` takes.
+        mesh: a mesh that :func:`namedmesh.compat.deepspeed.mpu` takes; it says what is refused.
 
     Returns:
         A handle: in ``with bind(mesh):`` the mesh is selected, and the binding ends with the block.
-
-    Raises:
-        ContractRuntimeError: DeepSpeed is not installed, or has none of these variables.
-        LayoutError: the mesh has an axis of no kind of parallelism of DeepSpeed's.
-        MeshError: ``mesh`` is no open mesh.
 
     Example, before ``deepspeed.initialize``::
 
         mesh = namedmesh.init_mesh(dp=-1, tp=2)
         namedmesh.compat.deepspeed.bind(mesh)
     """
-    _add_original()
-    return _BINDING.rebind(mesh, ()) or _BINDING.take(mesh, (), _values(mesh))
+    state = _state()
+    return state.bind(mesh) if state.is_bound(mesh) else state.take(mesh, _values(mesh))
 
 
-unbind = _BINDING.unbind
-
-
-@cache
-def _add_original() -> None:
-    try:
-        module = import_module("deepspeed.utils.groups")
-    except ModuleNotFoundError as error:
-        raise ContractRuntimeError(
-            f"bind() fills the groups of DeepSpeed, which cannot be imported ({error}); install it, or give mpu(mesh) to "
-            "what takes one"
-        ) from None
-    absent = [name for name in _BINDING.variables if not hasattr(module, name)]
-    if absent:
-        raise ContractRuntimeError(
-            f"deepspeed.utils.groups has no {', '.join(absent)}; namedmesh was compared with DeepSpeed 0.19 only: install "
-            "a release of it"
-        )
-    _BINDING.add_module(module)
+def unbind() -> None:
+    """Forget the mesh that is bound; it stays as it is, with its groups."""
+    _state().unbind()
 
 
 def _values(mesh: NamedMesh) -> dict[str, Any]:
@@ -104,12 +84,12 @@ def _values(mesh: NamedMesh) -> dict[str, Any]:
         "_TENSOR_MODEL_PARALLEL_GROUP": tensor,
         "_MODEL_PARALLEL_GROUP": tensor,
         "_DATA_PARALLEL_GROUP": unit.get_data_parallel_group(),
+        "_WORLD_GROUP": dist.group.WORLD,
     }
-    if mesh.layout.world_size == dist.get_world_size():
-        values["_WORLD_GROUP"] = dist.group.WORLD
     if "ep" in mesh:
         name = f"ep_size_{mesh.size('ep')}"
-        replicas = mesh.group("edp") if "edp" in mesh else group_of_one(mesh.pool)
+        with agreed_groups(mesh, "deepspeed.bind"):
+            replicas = mesh.group("edp") if "edp" in mesh else mesh.groups.alone()
         for variable, group in (("_EXPERT_PARALLEL", mesh.group("ep")), ("_EXPERT_DATA_PARALLEL", replicas)):
             values[f"{variable}_GROUP"] = {name: group}
             values[f"{variable}_GROUP_RANKS"] = {name: dist.get_process_group_ranks(group)}
@@ -118,18 +98,12 @@ def _values(mesh: NamedMesh) -> dict[str, Any]:
 
 
 def mark_parameters(model: nn.Module) -> list[str]:
-    """Mark the shards of tensor-parallel parameters as every version of DeepSpeed expects them.
+    """Mark the shards of tensor-parallel parameters as every version of DeepSpeed expects them; return their names.
 
     DeepSpeed counts a parameter that is not marked on the first model-parallel rank only, so without the mark the
     norm of the gradients, and what is clipped by it, is silently too small. Call it before
     ``deepspeed.initialize``. The layers of namedmesh's Megatron dialect mark their shards with
     ``tensor_model_parallel``, which DeepSpeed 0.19 reads; this adds ``model_parallel``, which all versions do.
-
-    Args:
-        model: a model of plain parameters.
-
-    Returns:
-        The names of the parameters that are shards.
 
     Raises:
         PlanError: there are DTensors among the parameters, which DeepSpeed's optimizers cannot work with.
@@ -141,8 +115,6 @@ def mark_parameters(model: nn.Module) -> list[str]:
         >>> layer = RowParallelLinear(4, 4, input_is_parallel=True, tp_group=torch.distributed.group.WORLD)
         >>> mark_parameters(layer)
         ['weight']
-        >>> layer.weight.model_parallel
-        True
         >>> torch.distributed.destroy_process_group()
     """
     parameters = dict(model.named_parameters())

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over
-from namedmesh.compat.binding import require_open
-from namedmesh.compat.errors import ContractAttributeError
-from namedmesh.errors import LayoutError, MeshError, did_you_mean
-from namedmesh.views import join_names
+from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
+from namedmesh.compat.state import require_open
+from namedmesh.errors import LayoutError, MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch.distributed as dist
 
-    from namedmesh.groups import GroupMaker
     from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["Answers", "Getters", "ModelParallelUnit", "SequenceParallelUnit", "answers", "axis_map", "mpu"]
+__all__ = ["ModelParallelUnit", "SequenceParallelUnit", "mpu"]
 
 _AXES = {
     "pipe": ("pp", "pipe"),
@@ -33,7 +30,6 @@ _AXES = {
 }
 # Axes that are one kind of parallelism together; two others of the same kind are a mistake.
 _TOGETHER = ({"dp_replicate", "dp_shard"}, {"sp", "cp"})
-_EXPERT = ("edp", "ep", "etp")
 
 
 def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
@@ -46,10 +42,10 @@ def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
     """
     axes, problems = {}, []
     for kind, names in _AXES.items():
-        own = axes[kind] = tuple([axis for axis in layout if axis in names])
+        own = axes[kind] = tuple(axis for axis in layout if axis in names)
         if len(own) > 1 and set(own) not in _TOGETHER:
             problems.append(
-                f"axes {join_names(own)} of {layout} both are what DeepSpeed calls {kind}; use one of them"
+                f"axes {' and '.join(map(repr, own))} of {layout} both are what DeepSpeed calls {kind}; use one of them"
             )
     if problems:
         raise LayoutError(*problems)
@@ -66,11 +62,11 @@ class Answers(NamedTuple):
     first_rank: int
 
 
-def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str]]) -> dict[str, Answers]:
-    """Return what the getters answer for each kind of parallelism, by the axes that it is over."""
+def answers(mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> dict[str, Answers]:
+    """Return what the getters answer for each kind of parallelism, by its axes; groups that are missing are made."""
     of_kinds = {}
     for kind, axes in kinds.items():
-        group, ranks = group_over(mesh, maker, axes)
+        group, ranks = group_over(mesh, axes)
         of_kinds[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
     return of_kinds
 
@@ -79,7 +75,11 @@ def _getter(kind: str, answer: str) -> Any:
     """Make a method that returns one answer for a kind of parallelism."""
 
     def getter(self: Getters) -> Any:
-        return self._answer(kind, answer)
+        if answer == "group" and self.mesh.closed:
+            raise MeshError(
+                f"the mesh over {self.mesh.layout} was closed; make another, and an mpu or a grid of it"
+            )
+        return getattr(self._answers[kind], answer)
 
     getter.__doc__ = f"Return this rank's {kind}-parallel {answer.replace('_', ' ')}."
     return getter
@@ -90,9 +90,6 @@ class Getters:
 
     mesh: NamedMesh
     _answers: dict[str, Answers]
-
-    def _answer(self, kind: str, answer: str) -> Any:
-        return getattr(self._answers[kind], answer)
 
     def get_global_rank(self) -> int:
         """Return this rank."""
@@ -114,9 +111,7 @@ class Getters:
 
 
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
-    """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; communicates.
-
-    Every rank of the mesh calls it. Groups over products of its axes are made unless they exist, and belong to it.
+    """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; every rank calls it; communicates.
 
     Args:
         mesh: a mesh with any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. One that it lacks
@@ -143,64 +138,33 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    call = "deepspeed.mpu"
-    require_open(mesh, call)
-    with mesh.agreed(call) as maker:
+    require_open(mesh, "deepspeed.mpu")
+    with agreed_groups(mesh, "deepspeed.mpu"):
         axes = axis_map(mesh.layout)
         check_axes(
             mesh.layout,
             "DeepSpeed",
             [name for names in _AXES.values() for name in names],
-            experts=_EXPERT,
+            experts=("edp", "ep", "etp"),
             instead="DeepSpeed makes its own groups for them; leave it out of the mesh",
         )
         kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
         sequence = kinds.pop("sequence")
-        if sequence:
-            kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
-        compare_mesh(mesh, maker, kinds.values())
-        unit = SequenceParallelUnit if sequence else ModelParallelUnit
-        return unit(mesh, answers(mesh, maker, kinds))
+        if not sequence:
+            return ModelParallelUnit(mesh, answers(mesh, kinds))
+        kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
+        return SequenceParallelUnit(mesh, answers(mesh, kinds))
 
 
 class ModelParallelUnit(Getters):
-    """Ranks, sizes and groups of one mesh under DeepSpeed's names; :func:`mpu` makes it.
+    """Ranks, sizes and groups of one mesh under DeepSpeed's names; :func:`mpu` makes it. ``mesh`` is the mesh.
 
     *Model*-parallel are the ranks of one replica, all its stages and slices: pp and tp. *Tensor-* (or slice-)
-    parallel are those that share a layer: tp. Groups of one rank are groups, too. Nothing here communicates.
-    ``mesh`` is the mesh.
+    parallel are those that share a layer: tp. Groups of one rank are groups, too.
     """
 
     def __init__(self, mesh: NamedMesh, answers: dict[str, Answers]) -> None:
-        self.mesh = mesh
-        self._answers = answers
-
-    def __getattr__(self, name: str) -> Any:
-        # DeepSpeed looks for names with hasattr: an answer here would change what it does.
-        if name == "initialize_sequence_parallel":
-            why = "DeepSpeed takes it for a sign that there is no data-parallel group"
-        elif "sequence" in name:
-            why = "its mesh has no axis 'sp' or 'cp'; make the mesh with one, such as init_mesh(dp=-1, sp=2)"
-        elif "expert" in name:
-            why = "DeepSpeed makes the groups of its experts itself"
-        else:
-            known = [each for each in dir(self) if each.startswith("get_")]
-            why = f"it has what DeepSpeed asks of an mpu{did_you_mean(name, known)}"
-        raise ContractAttributeError(f"the mpu has no {name!r}: {why}")
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.mesh!r}>"
-
-    def sequence_parallel_is_initialized(self) -> bool:
-        """Return whether ranks share a sequence, as Megatron-DeepSpeed asks: the mesh is open and has an axis sp or cp."""
-        return "sequence" in self._answers and not self.mesh.closed
-
-    sequence_data_parallel_is_initialized = sequence_parallel_is_initialized
-
-    def _answer(self, kind: str, answer: str) -> Any:
-        if answer == "group" and self.mesh.closed:
-            raise MeshError(f"the mesh over {self.mesh.layout} was closed; make another, and an mpu of it")
-        return getattr(self._answers[kind], answer)
+        self.mesh, self._answers = mesh, answers
 
     get_model_parallel_src_rank = _getter("model", "first_rank")
     get_data_parallel_src_rank = _getter("data", "first_rank")

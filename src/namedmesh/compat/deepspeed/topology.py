@@ -1,32 +1,38 @@
-"""DeepSpeed's topologies: named axes over ranks, computed by a :class:`namedmesh.Layout`.
+"""DeepSpeed's topologies, named axes over ranks computed by a :class:`namedmesh.Layout`, and its pipeline grid.
 
-``install()`` puts this module in place of the original's. Ranks are row-major, the last axis the fastest. Nothing here
-needs a process group, or torch. A topology of a million ranks costs what one of eight does, until all are asked for.
+``install()`` puts this module in place of the original's. Ranks are row-major, the last axis the fastest.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import namedtuple
 from functools import cached_property
-from importlib import import_module
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from namedmesh.agreement import agreed
+from namedmesh.compat.axis_map import agreed_groups
+from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map
 from namedmesh.compat.errors import (
     ContractAttributeError,
     ContractError,
     ContractIndexError,
     ContractTypeError,
 )
-from namedmesh.errors import LayoutError, did_you_mean, listing
+from namedmesh.compat.state import require_default_group, require_open
+from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
+from namedmesh.options import GroupOptions
 from namedmesh.sizes import RESERVED, product
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from namedmesh.compat.deepspeed.grid import PipelineParallelGrid
+    from namedmesh.mesh import NamedMesh
 
 __all__ = [
     "PipeDataParallelTopology",
@@ -40,22 +46,21 @@ _CANONICAL = {"pipe": "pp", "data": "dp", "model": "tp"}
 
 
 class ProcessTopology:
-    """Named axes over the ranks 0, 1, 2 and so on.
+    """Named axes over the ranks 0, 1, 2 and so on; a million of them cost what eight do, until all are asked for.
 
     Args:
         axes: the names, slowest axis first.
         dims: the size of each axis.
 
     Attributes:
-        axes, dims: the names and the sizes, as they were given.
         layout: the same as a :class:`namedmesh.Layout`, for ``namedmesh.init_mesh(topology.layout)``. There the
             axes pipe, data and model have the names pp, dp and tp.
         ProcessCoord: the named tuple that coordinates come in.
 
     Raises:
-        LayoutError: a name that no field of a named tuple can have, a size below 1, or more sizes than names.
+        LayoutError: no axis, a size below 1, or more sizes than names. What cannot be a name is Python's ValueError.
         ContractIndexError: fewer sizes than names.
-        ContractTypeError: names in one string, or a size that is no int.
+        ContractTypeError: names in one string.
 
     Example:
         >>> topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 2, 2])
@@ -65,52 +70,40 @@ class ProcessTopology:
         ([[0, 4], [1, 5], [2, 6], [3, 7]], [2, 3])
         >>> topology.get_rank_repr(3, omit_axes=["data"], outer_sep=".")
         'pipe_00.model_01'
-        >>> topology.layout, topology.mesh_axis("pipe")
-        (Layout(pp=2, dp=2, tp=2), 'pp')
+        >>> topology.layout
+        Layout(pp=2, dp=2, tp=2)
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if isinstance(axes, str):
             raise ContractTypeError(f"axes is the string {axes!r}; give a list with one name for each axis")
-        try:
-            self.ProcessCoord: Any = namedtuple("ProcessCoord", tuple(axes))  # type: ignore[misc]  # noqa: PYI024  a name per axis
-        except ValueError as error:
-            raise LayoutError(
-                f"axes {list(axes)} cannot be the fields of a coordinate: {error}; rename one"
-            ) from None
+        self.axes, self.dims = axes, dims
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", tuple(axes))  # type: ignore[misc]  # noqa: PYI024  a name per axis
         if len(dims) < len(axes):
             raise ContractIndexError(
                 f"{len(axes)} axes {list(axes)} but {len(dims)} dims {list(dims)}; give one size for each axis"
             )
-        for size in dims:
-            if not hasattr(size, "__index__"):
-                raise ContractTypeError(f"the dims {list(dims)} have {size!r}; a size is an int")
-        self.axes, self.dims = axes, dims
-        self.layout = Layout.from_shape(_mesh_names(axes), map(operator.index, dims))
+        self._places = [range(size) for size in dims]
+        self.layout = Layout.from_shape(_mesh_names(axes), dims)
         self._names = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """Return the rank at some coordinates, one for each axis.
 
         Raises:
-            LayoutError: too few coordinates, or too many.
-            ContractTypeError: as many coordinates as there are axes, but other names.
+            LayoutError: too few coordinates, or too many. Other names are Python's TypeError.
             ContractError: a coordinate outside of its axis.
         """
-        given = listing(f"{axis}={at!r}" for axis, at in coord_kwargs.items()) or "none"
-        words = product(self.axes, self.dims)
         if len(coord_kwargs) != len(self._names):
             raise LayoutError(
-                f"get_rank() got {len(coord_kwargs)} coordinates, {given}, for {words}; give one for each axis, or ask "
-                "filter_match() for all ranks that share some"
+                f"get_rank() got {len(coord_kwargs)} coordinates for {product(self.axes, self.dims)}; give one for each axis, or "
+                "ask filter_match() for all ranks that share some"
             )
-        unknown = [self._unknown(axis) for axis in coord_kwargs if axis not in self._names]
-        if unknown:
-            raise ContractTypeError(*unknown)
+        at = self.ProcessCoord(**coord_kwargs)
         ranks = self.filter_match(**coord_kwargs)
         if not ranks:
             raise ContractError(
-                f"the coordinates {given} are outside of {words}; those of an axis are 0 to its size - 1"
+                f"{at} is outside of {product(self.axes, self.dims)}; coordinates on an axis are 0 to its size - 1"
             )
         return ranks[0]
 
@@ -125,22 +118,13 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Return the coordinates of a rank, as the names of checkpoint files have them.
+        """Return the coordinates of a rank on all axes but some, as the names of checkpoint files have them.
 
-        Args:
-            rank: the rank.
-            omit_axes: axes to leave out.
-            inner_sep: what stands between an axis and the coordinate on it.
-            outer_sep: what stands between axes.
-
-        Raises:
-            LayoutError: the rank is not in the topology.
+        ``inner_sep`` stands between an axis and the coordinate on it, ``outer_sep`` between axes.
         """
         omitted = frozenset(omit_axes)
         shown = [axis for axis in self.axes if axis not in omitted]
-        if not shown:
-            return ""
-        at = self.get_coord(rank)._asdict()
+        at = self.get_coord(rank)._asdict() if shown else {}
         return outer_sep.join(f"{axis}{inner_sep}{at[axis]:02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
@@ -158,9 +142,7 @@ class ProcessTopology:
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the ranks of every group along an axis, by their first rank; none if the topology does not have it."""
-        if axis not in self.axes:
-            return []
-        return [list(ranks) for ranks in self.layout.groups(self._names[axis])]
+        return [list(ranks) for ranks in self.layout.groups(self._names[axis])] if axis in self.axes else []
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """Return every rank at coordinates on some axes, ascending; ContractAttributeError for a name that is no axis."""
@@ -176,8 +158,13 @@ class ProcessTopology:
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return every rank at one coordinate of an axis, ascending; LayoutError for an axis that is not there."""
-        name = self.mesh_axis(axis)
-        return list(self.layout.where(**{name: int(idx)})) if idx in range(self.layout[name]) else []
+        if axis not in self._names:
+            raise LayoutError(self._unknown(axis))
+        return (
+            list(self.layout.where(**{self._names[axis]: int(idx)}))
+            if idx in range(self.get_dim(axis))
+            else []
+        )
 
     def world_size(self) -> int:
         """Return the number of ranks."""
@@ -186,20 +173,12 @@ class ProcessTopology:
     @cached_property
     def mapping(self) -> dict[Any, int]:
         """Every coordinate with its rank, in the order of the ranks; computed on first use."""
-        coords = itertools.product(*map(range, self.layout.sizes))
-        return {self.ProcessCoord(*at): rank for rank, at in enumerate(coords)}
-
-    def mesh_axis(self, axis: str) -> str:
-        """Return the name that an axis has in :attr:`layout`; LayoutError for an axis that is not there."""
-        if axis not in self._names:
-            raise LayoutError(self._unknown(axis))
-        return self._names[axis]
+        return {self.ProcessCoord(*at): rank for rank, at in enumerate(itertools.product(*self._places))}
 
     def __str__(self) -> str:
         return str(self.mapping)
 
     def __repr__(self) -> str:
-        """Show what it was made from, whatever its size."""
         return f"{type(self).__name__}(axes={self.axes!r}, dims={self.dims!r})"
 
     def _unknown(self, axis: object) -> str:
@@ -207,24 +186,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """``num_dp`` pipelines of ``num_pp`` stages, replicas on neighboring ranks: the axes pipe and data.
-
-    Example:
-        >>> PipeDataParallelTopology(num_pp=2, num_dp=2).get_axis_comm_lists("data")
-        [[0, 1], [2, 3]]
-    """
+    """``num_dp`` pipelines of ``num_pp`` stages, replicas on neighboring ranks: the axes pipe and data."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same, with stages that are sharded over ``num_mp`` neighboring ranks: the axes pipe, data and model.
-
-    Example:
-        >>> PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=2).get_axis_comm_lists("data")
-        [[0, 2], [1, 3]]
-    """
+    """The same, with stages that are sharded over ``num_mp`` neighboring ranks: the axes pipe, data and model."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
@@ -258,40 +227,155 @@ def _mesh_names(axes: Sequence[str]) -> list[str]:
     names = [_CANONICAL.get(axis, axis) for axis in axes]
     if len({*names}) < len(names):
         names = [*axes]
-    for place, name in enumerate(names):
-        if name in {*RESERVED, "self"}:
-            names[place] += "_axis"
-    return names
+    return [f"{name}_axis" if name in {*RESERVED, "self"} else name for name in names]
 
 
-def validate_topology(topology: Any, world: int, rank: int) -> ProcessTopology:
-    """Return a topology for a grid, ours or DeepSpeed's, as one of ours; refuse one that no grid can have."""
-    ours = topology
-    if not isinstance(ours, ProcessTopology):
-        axes = topology.get_axis_names()
-        ours = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes])
-    sizes = product(ours.axes, ours.dims)
-    if ours.world_size() != world:
+# The grid.
+
+
+class PipelineParallelGrid(Getters):
+    """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models use them; communicates.
+
+    Every rank of the world makes one, with the same topology. The groups are those of a :class:`namedmesh.NamedMesh`,
+    ``mesh``, whose axes are called pp, dp and tp: no two of them have the same ranks.
+
+    Args:
+        topology: axes pipe and data, and possibly model and others. By default the prime factors of the number of
+            ranks go to pipe and data in turns.
+        process_group: taken, and not used, as in the original.
+
+    Attributes:
+        data_parallel_size, pipe_parallel_size, model_parallel_size, slice_parallel_size: the sizes of data, pipe and, the
+            same twice, model.
+        stage_id, data_parallel_id: this rank's coordinates; ``is_first_stage`` and ``is_last_stage`` follow.
+        ds_model_proc_group, ds_model_world_size, ds_model_rank: the group of one replica of the model, the ranks with the
+            same coordinate on data.
+        dp_group: the ranks along data, ``dp_proc_group`` their group, and ``dp_groups`` those of all such groups; so
+            ``pp_group``, ``pp_proc_group`` and ``pipe_groups`` along pipe, and ``slice_group``, ``slice_proc_group`` and
+            ``model_groups`` along model, the last one only if the model is sharded.
+        p2p_groups: for each rank, it and the next in its pipeline; after the last stage comes the first.
+
+    Raises:
+        ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
+        ContractAttributeError: the topology has no axis pipe, or no axis data.
+        AgreementError: the other ranks did not call this, or not with the same topology.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> _ = namedmesh.launch.init("cpu")     # plain python: a world of one
+        >>> grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=1, num_dp=1))
+        >>> grid.stage_id, grid.p2p_groups, grid.mesh.layout
+        (0, [[0, 0]], Layout(pp=1, dp=1))
+        >>> grid.close()
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  the original's signature
+        require_default_group("deepspeed.init_distributed()")
+        factors = _prime_factors(dist.get_world_size())
+        topology = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
+        names = topology.get_axis_names()
+        with agreed("deepspeed.PipelineParallelGrid") as compare:
+            layout = ProcessTopology(names, [topology.get_dim(axis) for axis in names]).layout
+            _check_grid(topology, layout)
+            mesh = make_mesh(compare, layout, {}, {}, GroupOptions())
+            self._fill(topology, mesh, {axis: (own,) for axis, own in zip(names, layout, strict=True)})
+        self._owned = True
+
+    @classmethod
+    def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
+        """Make a grid over a mesh that exists, whose groups it uses; every rank calls it; communicates.
+
+        Its axes pp, dp (or dp_replicate and dp_shard, one right after the other) and tp are DeepSpeed's pipe, data and
+        model; other axes keep their names. A pipe or data that it lacks has size 1.
+
+        Raises:
+            LayoutError: its axes make no topology.
+            MeshError: ``mesh`` is no open mesh.
+            AgreementError: the other ranks did not call this.
+        """
+        require_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
+        grid: Any = cls.__new__(cls)
+        with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
+            grid._fill(*_topology_of(mesh))
+        grid._owned = False
+        return grid
+
+    def _fill(self, topology: Any, mesh: NamedMesh, axes: Mapping[str, tuple[str, ...]]) -> None:
+        """Set this rank's coordinates and groups, by the mesh's axes for each of the topology's."""
+        self._topo, self.mesh, self.global_rank = topology, mesh, mesh.global_rank
+        self.world_size = mesh.layout.world_size
+        replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
+        kinds = {"pipe": axes["pipe"], "data": axes["data"], "model": replica, "slice": axes.get("model", ())}
+        self._answers = answers(mesh, kinds)
+        pipe, data, model, part = self._answers.values()
+        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
+        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
+        self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
+        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = part
+        self.model_parallel_size = self.slice_parallel_size
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.dp_groups, self.pipe_groups = map(topology.get_axis_comm_lists, ("data", "pipe"))
+        pairs = [
+            pair for ranks in self.pipe_groups for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+        ]
+        self.p2p_groups = [list(pair) for pair in sorted(pairs)]
+        if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
+            self.model_groups, self.mp_group = topology.get_axis_comm_lists("model"), list[int]()
+
+    def close(self) -> None:
+        """Close the mesh that the grid made; one that existed before stays."""
+        if self._owned:
+            self.mesh.close()
+
+    def _is_grid_valid(self) -> bool:
+        """Return whether the topology has as many ranks as the world."""
+        return prod(map(self._topo.get_dim, self._topo.get_axis_names())) == dist.get_world_size()
+
+    def topology(self) -> Any:
+        """Return the topology, as it was given."""
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank of another stage at this rank's other coordinates, or those that ``kwargs`` give in their place."""
+        at = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
+        rank: int = self._topo.get_rank(**at._asdict())
+        return rank
+
+    get_stage_id = Getters.get_pipe_parallel_rank
+    get_data_parallel_id = Getters.get_data_parallel_rank
+
+
+def _check_grid(topology: Any, layout: Layout) -> None:
+    """Refuse a topology that no grid can have."""
+    if layout.world_size != dist.get_world_size():
         raise ContractError(
-            f"the topology {sizes} has {ours.world_size()} ranks, but the world has {world}; change a size, or start "
-            "another number of ranks"
+            f"the topology {topology!r} has {layout.world_size} ranks, but the world has {dist.get_world_size()}; change a size, "
+            "or start another number of ranks"
         )
     for axis in ("pipe", "data"):
-        if axis not in ours.axes:
+        if axis not in topology.get_axis_names():
             raise ContractAttributeError(
-                f"the topology {sizes} has no axis {axis!r}; give it one, of size 1 if need be"
+                f"the topology {topology!r} has no axis {axis!r}; give it one, of size 1 if need be"
             )
-    theirs, expected = tuple(topology.get_coord(rank=rank)), tuple(ours.layout.coords(rank).values())
-    if theirs != expected:
+
+
+def _topology_of(mesh: NamedMesh) -> tuple[ProcessTopology, NamedMesh, dict[str, tuple[str, ...]]]:
+    """Return a topology over the ranks of a mesh, the mesh, and its axes for each of the topology's."""
+    layout, kinds = mesh.layout, axis_map(mesh.layout)
+    del kinds["sequence"]
+    names = {axis: kind for kind, own in kinds.items() for axis in own}
+    axes: dict[str, tuple[str, ...]] = {kind: () for kind in ("pipe", "data") if not kinds[kind]}
+    for axis in layout:  # two axes of one kind have the position of the first
+        kind = names.get(axis, axis)
+        axes[kind] = kinds.get(kind, (axis,))
+    topology = ProcessTopology(list(axes), [layout.size(*own) if own else 1 for own in axes.values()])
+    if kinds["data"] and topology.get_axis_comm_lists("data") != [
+        [*ranks] for ranks in layout.groups(*kinds["data"])
+    ]:
         raise LayoutError(
-            f"the topology {sizes} has rank {rank} at {theirs}, and row-major order at {expected}; the last axis has to be "
-            "the fastest"
+            f"axes {' and '.join(map(repr, kinds['data']))} do not adjoin in {layout}, and a topology of DeepSpeed's has one data "
+            "axis; put one right after the other"
         )
-    return ours
-
-
-def __getattr__(name: str) -> Any:
-    # The grid needs torch, which a topology can do without.
-    if name == "PipelineParallelGrid":
-        return import_module("namedmesh.compat.deepspeed.grid").PipelineParallelGrid
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return topology, mesh, axes

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from namedmesh.compat.ezpz import tp
-from namedmesh.compat.ezpz.dialect import DIALECT
 from namedmesh.compat.install import Original
 
 __all__ = ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
@@ -19,13 +18,10 @@ __all__ = ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
 _ORIGINAL = Original(
     "ezpz.tp",
     None,
-    None,
     {f"ezpz.{part}": f"{__name__}.{part}" for part in ("tp", "tp.layers", "tp.mappings", "tp.utils")},
 )
 
-bind = DIALECT.bind
-unbind = DIALECT.binding.unbind
-current_mesh = DIALECT.binding.current_mesh
+bind, unbind, current_mesh = tp.DIALECT.bind, tp.DIALECT.unbind, tp.DIALECT.current_mesh
 
 
 def install() -> None:

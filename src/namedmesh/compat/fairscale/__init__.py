@@ -12,14 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from namedmesh.compat.fairscale import cross_entropy, initialize, layers, mappings, utils
-from namedmesh.compat.fairscale.cross_entropy import *
+from namedmesh.compat.fairscale.cross_entropy import vocab_parallel_cross_entropy
 from namedmesh.compat.fairscale.initialize import *
 from namedmesh.compat.fairscale.layers import *
 from namedmesh.compat.fairscale.mappings import *
 from namedmesh.compat.install import Original
 
 __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
-    *cross_entropy.__all__,
     *initialize.__all__,
     *layers.__all__,
     *mappings.__all__,
@@ -30,26 +29,26 @@ __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     "mappings",
     "uninstall",
     "utils",
+    "vocab_parallel_cross_entropy",
 ]
 
 _PLACE = "fairscale.nn.model_parallel"
-_PARTS = ("cross_entropy", "initialize", "layers", "mappings", "utils")
+_PARTS = ("", ".cross_entropy", ".initialize", ".layers", ".mappings", ".utils")
 
 
-def _replace(module: Any) -> dict[tuple[str, str], object]:
-    """Return what takes the place of the original's functions.
-
-    Its own first rank is right only where neighbors share a layer; a mesh that is bound may have another order.
-    """
+def _replace(module: Any) -> dict[str, object]:
+    """Return what makes and destroys groups, and the first rank: the original's is right for neighboring ranks only."""
+    initialize.DIALECT.answer_from(module)
     names = ("initialize_model_parallel", "destroy_model_parallel", "get_model_parallel_src_rank")
-    return {(module.__name__, name): getattr(initialize, name) for name in names}
+    return {name: getattr(initialize, name) for name in names}
+
+
+def _restore() -> None:
+    initialize.DIALECT.answer_from(None)
 
 
 _ORIGINAL = Original(
-    f"{_PLACE}.initialize",
-    initialize.DIALECT.binding,
-    _replace,
-    {_PLACE: __name__} | {f"{_PLACE}.{part}": f"{__name__}.{part}" for part in _PARTS},
+    f"{_PLACE}.initialize", _replace, {_PLACE + part: __name__ + part for part in _PARTS}, _restore
 )
 
 
@@ -59,7 +58,7 @@ def install() -> None:
     Where fairscale is installed, the variables of ``fairscale.nn.model_parallel.initialize`` are filled from the mesh
     that the dialect is bound to, and its own accessors and layers work on our groups; the functions that make and
     destroy groups are ours, also where they were imported before. Where it is not, ``fairscale.nn.model_parallel`` and
-    its parts are this dialect's modules.
+    its parts are this dialect's modules. Bind meshes afterwards: from then on the dialect knows only what is filled there.
 
     Example, as the first lines of a program::
 

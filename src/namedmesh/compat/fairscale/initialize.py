@@ -19,14 +19,9 @@ Example:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch.distributed as dist
-
-from namedmesh.compat.model_parallel import ModelParallel, first_rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself, rank, ranks, world_size
 
 __all__ = [
     "bind",
@@ -58,22 +53,30 @@ _PIPELINE_PARALLEL_RANKS: Any = None
 _MODEL_PARALLEL_GROUP: Any = None
 _CONTEXT_PARALLEL_GROUP: Any = None
 _CONTEXT_PARALLEL_GROUP_RANKS: Any = None
-_rank_group: Any = None  # the model-parallel ranks, as the layers want them
 
-DIALECT = ModelParallel(
-    "fairscale",
-    "initialize_model_parallel",
-    {"tp": "model_parallel_size_", "pp": "pipeline_length", "cp": "context_parallel_size"},
-)
-DIALECT.fill(sys.modules[__name__])
+_SIZES = {"tp": "model_parallel_size_", "pp": "pipeline_length", "cp": "context_parallel_size"}
+DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__], _SIZES)
 
-bind = DIALECT.bind
-unbind = DIALECT.binding.unbind
-current_mesh = DIALECT.binding.current_mesh
-destroy_model_parallel = DIALECT.binding.destroy
+bind, unbind, current_mesh = DIALECT.bind, DIALECT.unbind, DIALECT.current_mesh
+destroy_model_parallel = DIALECT.destroy
+get_model_parallel_group = DIALECT.getter("_MODEL_PARALLEL_GROUP", itself)
+get_model_parallel_world_size = DIALECT.getter("_MODEL_PARALLEL_GROUP", world_size)
+get_model_parallel_rank = DIALECT.getter("_MODEL_PARALLEL_GROUP", rank)
+get_model_parallel_ranks = DIALECT.getter("_MODEL_PARALLEL_GROUP", ranks)
+get_model_parallel_src_rank = DIALECT.getter("_MODEL_PARALLEL_GROUP", first_rank)
+get_data_parallel_group = DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
+get_data_parallel_world_size = DIALECT.getter("_DATA_PARALLEL_GROUP", world_size)
+get_data_parallel_rank = DIALECT.getter("_DATA_PARALLEL_GROUP", rank)
+get_data_parallel_ranks = DIALECT.getter("_DATA_PARALLEL_GROUP", ranks)
+get_context_parallel_group = DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
+get_context_parallel_world_size = DIALECT.getter("_CONTEXT_PARALLEL_GROUP", world_size)
+get_context_parallel_rank = DIALECT.getter("_CONTEXT_PARALLEL_GROUP", rank)
+get_context_parallel_ranks = DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
+get_pipeline_parallel_group = DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
+get_pipeline_parallel_ranks = DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
 
 
-def initialize_model_parallel(
+def initialize_model_parallel(  # noqa: D417  four in one line
     model_parallel_size_: int,
     pipeline_length: int = 1,
     *,
@@ -83,24 +86,19 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     cp_backend: str | None = None,
 ) -> None:
-    """Make a mesh of axes dp, pp, cp and tp over the world, and answer from it; communicates.
-
-    Every rank of the world calls it with the same arguments. :func:`current_mesh` returns the mesh.
+    """Make a mesh of axes dp, pp, cp and tp over the world, and answer from it; every rank calls it alike; communicates.
 
     Args:
         model_parallel_size_: how many ranks share each layer (tp). A size above that of the world is reduced
             to it, with a warning.
         pipeline_length: how many stages the layers are in (pp).
-        model_parallel_backend: the backend of the model-parallel groups; by default the default group's.
-        pipeline_backend: that of the pipeline groups.
-        ddp_backend: that of the data-parallel groups.
+        model_parallel_backend, pipeline_backend, ddp_backend, cp_backend: the backends of the groups over tp, pp, dp and
+            cp; by default the default group's.
         context_parallel_size: how many ranks share each sequence (cp); by name only, because where it stands
             among the arguments depends on the version of fairscale.
-        cp_backend: the backend of the context-parallel groups.
 
     Raises:
-        ContractError: there is no default group, a second initialization, or sizes that do not divide the
-            world. After an error everything is as before.
+        ContractError: there is no default group, a second initialization, or sizes that do not divide the world.
         AgreementError: the other ranks did not call this, or not with the same arguments.
     """
     DIALECT.initialize(
@@ -111,81 +109,4 @@ def initialize_model_parallel(
 
 def model_parallel_is_initialized() -> bool:
     """Return whether there are model-, data- and pipeline-parallel groups."""
-    if _MODEL_PARALLEL_GROUP is None or _DATA_PARALLEL_GROUP is None:
-        return False
-    return _PIPELINE_PARALLEL_GROUP is not None
-
-
-def get_model_parallel_group() -> ProcessGroup:
-    """Return the model-parallel group."""
-    return _MODEL_PARALLEL_GROUP or DIALECT.missing("the model-parallel group")
-
-
-def get_model_parallel_world_size() -> int:
-    """Return the number of ranks in the model-parallel group."""
-    return get_model_parallel_group().size()
-
-
-def get_model_parallel_rank() -> int:
-    """Return the index of this rank in the model-parallel group."""
-    return get_model_parallel_group().rank()
-
-
-def get_data_parallel_group() -> ProcessGroup:
-    """Return the data-parallel group."""
-    return _DATA_PARALLEL_GROUP or DIALECT.missing("the data-parallel group")
-
-
-def get_data_parallel_world_size() -> int:
-    """Return the number of ranks in the data-parallel group."""
-    return get_data_parallel_group().size()
-
-
-def get_data_parallel_rank() -> int:
-    """Return the index of this rank in the data-parallel group."""
-    return get_data_parallel_group().rank()
-
-
-def get_context_parallel_group() -> ProcessGroup:
-    """Return the context-parallel group."""
-    return _CONTEXT_PARALLEL_GROUP or DIALECT.missing("the context-parallel group")
-
-
-def get_context_parallel_world_size() -> int:
-    """Return the number of ranks in the context-parallel group."""
-    return get_context_parallel_group().size()
-
-
-def get_context_parallel_rank() -> int:
-    """Return the index of this rank in the context-parallel group."""
-    return get_context_parallel_group().rank()
-
-
-def get_context_parallel_ranks() -> list[int]:
-    """Return the list of context-parallel ranks."""
-    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.missing("the list of context-parallel ranks")
-
-
-def get_pipeline_parallel_group() -> ProcessGroup:
-    """Return the pipeline-parallel group."""
-    return _PIPELINE_PARALLEL_GROUP or DIALECT.missing("the pipeline-parallel group")
-
-
-def get_pipeline_parallel_ranks() -> list[int]:
-    """Return the list of pipeline-parallel ranks."""
-    return _PIPELINE_PARALLEL_RANKS or DIALECT.missing("the list of pipeline-parallel ranks")
-
-
-def get_model_parallel_src_rank() -> int:
-    """Return the global rank of the first of the model-parallel ranks."""
-    return first_rank(get_model_parallel_group())
-
-
-def get_model_parallel_ranks() -> list[int]:
-    """Return the global ranks of the model-parallel group."""
-    return dist.get_process_group_ranks(get_model_parallel_group())
-
-
-def get_data_parallel_ranks() -> list[int]:
-    """Return the global ranks of the data-parallel group; the original has no variable for them."""
-    return dist.get_process_group_ranks(get_data_parallel_group())
+    return DIALECT.are_there("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP")

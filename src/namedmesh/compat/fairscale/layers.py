@@ -1,8 +1,5 @@
-"""fairscale's parallel layers, over the model-parallel ranks of this moment; each returns a tensor.
+"""fairscale's parallel layers, over the model-parallel ranks that they were made with; each returns a tensor.
 
-Arguments, attributes and results are the original's, but where its embeddings are not those of one whole
-``torch.nn.Embedding``: there ``padding_idx`` stops the gradient of one vector on every rank, ``scale_grad_by_freq``
-counts ids that other ranks hold, and ``max_norm`` of ``ParallelEmbedding`` is a limit for shards of vectors.
 Their documentation is that of the classes of the same names in :mod:`namedmesh.compat.layers`.
 """
 
@@ -10,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from namedmesh.compat import layers
 from namedmesh.compat.fairscale.initialize import DIALECT
-from namedmesh.compat.layers import draw_whole
 from namedmesh.compat.partition import divide
 
 if TYPE_CHECKING:
@@ -23,39 +21,28 @@ if TYPE_CHECKING:
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
-class _ModelParallel:
-    current_group = staticmethod(DIALECT.peers)
+class ColumnParallelLinear(layers.ColumnParallelLinear):
+    """A linear layer whose output features are sharded over the model-parallel ranks."""
+
+    current_group = staticmethod(DIALECT.group)
 
 
-class ColumnParallelLinear(_ModelParallel, layers.ColumnParallelLinear):
-    """A linear layer whose output features are sharded over the model-parallel ranks.
-
-    Example:
-        >>> import torch, torch.distributed as dist
-        >>> from namedmesh import launch
-        >>> from namedmesh.compat import fairscale
-        >>> _ = launch.init("cpu")
-        >>> fairscale.initialize_model_parallel(1)
-        >>> layer = ColumnParallelLinear(6, 8, bias=False, gather_output=False, init_method=lambda x: x)
-        >>> layer(torch.zeros(5, 6)).shape      # on each of t ranks: 8 / t features
-        torch.Size([5, 8])
-        >>> RowParallelLinear(8, 6, input_is_parallel=True)(torch.zeros(5, 8)).shape
-        torch.Size([5, 6])
-        >>> fairscale.destroy_model_parallel()
-        >>> dist.destroy_process_group()
-    """
-
-
-class RowParallelLinear(_ModelParallel, layers.RowParallelLinear):
+class RowParallelLinear(layers.RowParallelLinear):
     """A linear layer whose input features are sharded over the model-parallel ranks."""
 
+    current_group = staticmethod(DIALECT.group)
 
-class VocabParallelEmbedding(_ModelParallel, layers.VocabParallelEmbedding):
+
+class VocabParallelEmbedding(layers.VocabParallelEmbedding):
     """An embedding whose vocabulary is sharded over the model-parallel ranks."""
 
+    current_group = staticmethod(DIALECT.group)
 
-class ParallelEmbedding(_ModelParallel, layers.ParallelEmbedding):
+
+class ParallelEmbedding(layers.ParallelEmbedding):
     """An embedding whose features are sharded over the model-parallel ranks."""
+
+    current_group = staticmethod(DIALECT.group)
 
 
 def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
@@ -68,15 +55,12 @@ def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
     stride: int = 1,
     return_master_weight: bool = False,
 ) -> Tensor | None:
-    """Draw a whole weight, ``(out_features, in_features)``, and copy this rank's shard of it into ``weight``.
-
-    Ranks must be seeded alike. The dim that is sharded is made of ``stride`` blocks; a ContractError where they do not
-    divide the length of the shard.
-    """
-    group = DIALECT.peers()
+    """Draw a whole weight, ``(out_features, in_features)``, and copy this rank's shard of it into ``weight``."""
+    group = DIALECT.group()
     if group.size == 1:
         init_method(weight)
         return weight if return_master_weight else None
     divide(per_partition_size, stride)
-    whole = draw_whole(weight, (out_features, in_features), partition_dim, group, init_method, stride)
+    whole = torch.empty(out_features, in_features, dtype=weight.dtype)
+    layers.draw_whole(weight, whole, partition_dim, group, init_method, stride)
     return whole if return_master_weight else None

@@ -1,8 +1,4 @@
-"""fairscale's ways in and out of model-parallel regions, each with its partner as backward.
-
-Below, t is the number of model-parallel ranks, and the last dim, of length n, is split into t shards in rank order.
-Results are new tensors: the input is never written to (the original sums in place).
-"""
+"""fairscale's ways in and out of model-parallel regions; :class:`namedmesh.compat.model_parallel.ModelParallel` has them."""
 
 from namedmesh.compat.fairscale.initialize import DIALECT
 

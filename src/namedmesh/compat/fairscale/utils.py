@@ -1,4 +1,4 @@
-"""fairscale's helpers for splitting tensors, lengths and vocabularies."""
+"""fairscale's helpers for cutting tensors, lengths and vocabularies."""
 
 from namedmesh.compat.partition import (
     VocabUtility,

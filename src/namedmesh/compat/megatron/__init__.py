@@ -5,31 +5,38 @@ Three ways in, for code at different stages of a move:
 - *Unchanged code*: :func:`install` lets megatron-core answer from our meshes, or where it is not installed puts the
   dialect under its import path.
 - *Code that imports the dialect*: ``from namedmesh.compat.megatron import parallel_state``.
-- *Code with a mesh*: :func:`bind` lets the accessors answer from a mesh that exists, and :func:`current_mesh`
-  leads from the accessors back to the mesh; both have the same process groups.
+- *Code with a mesh*: :func:`bind` lets the accessors answer from a mesh that exists, and :func:`current_mesh` leads
+  from the accessors back to the mesh; both have the same process groups.
 
+The dialect has two parallel states: that of an installed megatron-core, whose own code answers, and a stand-in. After
+:func:`install` there is one, the original's, which is ``namedmesh.compat.megatron.parallel_state``, too.
 ``python -m namedmesh migrate PATH`` lists the legacy calls of a code base beside the mesh calls for them.
 """
 
 from __future__ import annotations
 
-from namedmesh.compat.binding import Bound
-from namedmesh.compat.megatron import parallel_state, tensor_parallel
-from namedmesh.compat.megatron.initialize import (
-    bind,
-    current_mesh,
-    destroy_model_parallel,
-    initialize_model_parallel,
-    unbind,
-)
-from namedmesh.compat.megatron.original import ORIGINAL, hyper_comm_grid
+import sys
+import warnings
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.compat.errors import ContractRuntimeError
+from namedmesh.compat.install import Original, as_imported, is_installed
+from namedmesh.compat.megatron import parallel_state
+from namedmesh.compat.megatron.initialize import Megatron
+from namedmesh.compat.state import Bound
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from namedmesh.mesh import NamedMesh
 
 __all__ = [
     "Bound",
     "bind",
     "current_mesh",
     "destroy_model_parallel",
-    "hyper_comm_grid",
     "initialize_model_parallel",
     "install",
     "parallel_state",
@@ -38,21 +45,90 @@ __all__ = [
     "uninstall",
 ]
 
+_PLACE, _OURS = "megatron.core", __name__
+_stand_in = _answers = Megatron(parallel_state)
+vars(parallel_state).update(_stand_in.ours)
+_known: dict[
+    ModuleType, Megatron
+] = {}  # those of megatron-core: a second one would overwrite what the first has filled
 mpu = parallel_state
 """The short name that much code imports it by."""
+
+from namedmesh.compat.megatron import tensor_parallel  # noqa: E402  its layers ask this package for groups
+
+
+def bind(mesh: NamedMesh, **options: Any) -> Bound:
+    """Answer from a mesh that exists; communicates the first time.
+
+    Every rank of the mesh calls it. An installed megatron-core (0.14 or later), which is imported, answers from the mesh,
+    too, whether :func:`install` was called or not.
+
+    Args:
+        mesh: a mesh of axes ``pp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``), ``cp`` and ``tp``, in any order; one
+            that it lacks is of size 1. Experts that are not laid out as everything else have a view:
+            ``mesh.add_view("expert", pp=..., edp=-1, ep=..., etp=...)``.
+        **options: arguments of ``initialize_model_parallel`` that no mesh determines, such as
+            ``virtual_pipeline_model_parallel_size`` or ``get_embedding_ranks``.
+
+    Returns:
+        What ``with`` takes: in the block the mesh is selected, afterwards the one before is bound again. Without
+        ``with`` the mesh stays bound until another one is, until :func:`unbind`, or until it is closed. While a mesh is
+        selected with ``with mesh:``, that one answers, whatever is bound.
+
+    Raises:
+        LayoutError: the mesh has an axis that Megatron has no group for.
+        MeshError: ``mesh`` is no open mesh of the whole world.
+        ContractError: what ``initialize_model_parallel`` raises for options that do not fit.
+        AgreementError: the other ranks did not call this, or not with the same arguments.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> from namedmesh.compat import megatron
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> with megatron.bind(mesh):
+        ...     print(megatron.parallel_state.get_tensor_model_parallel_group() is mesh.group("tp"))
+        True
+        >>> mesh.close(); dist.destroy_process_group()
+    """
+    if _answers is _stand_in and is_installed(_PLACE):
+        module = None
+        with warnings.catch_warnings(), suppress(ImportError):  # what cannot be imported needs no groups
+            warnings.simplefilter("ignore")
+            module = import_module(f"{_PLACE}.parallel_state")
+        if hasattr(module, "create_group"):
+            _original(module).bind(mesh, **options)  # type: ignore[arg-type]
+    return _answers.bind(mesh, **options)
+
+
+def unbind() -> None:
+    """Forget the mesh that is bound; it stays as it is, with its groups."""
+    for each in (_stand_in, *_known.values()):
+        each.state.unbind()
+
+
+def current_mesh() -> NamedMesh:
+    """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
+    return _answers.state.current_mesh()
+
+
+def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+    """Make a mesh of Megatron's sizes, and answer from it; the arguments are those of the release. Communicates."""
+    _answers.make(*args, **kwargs)
+
+
+def destroy_model_parallel() -> None:
+    """Forget every answer and assignment; the groups that ``initialize_model_parallel`` made are destroyed."""
+    _answers.end()
 
 
 def install() -> None:
     """Let megatron-core answer from our meshes; a second call does nothing.
 
-    Where it is installed, the variables of ``megatron.core.parallel_state`` are filled from the mesh that the dialect is
-    bound to: its own accessors, layers and process group collections work on our groups, with the signatures of its
-    release. Only ``initialize_model_parallel`` and ``destroy_model_parallel`` are ours, also where they were imported before.
-    Where it is not, ``megatron.core.parallel_state``, ``megatron.core.mpu`` and ``megatron.core.tensor_parallel`` are
-    this dialect's modules.
-
-    Raises:
-        ContractRuntimeError: the release of megatron-core is not one of 0.14 to 0.19, which were compared.
+    Where it is installed, its own ``initialize_model_parallel`` fills the variables of ``megatron.core.parallel_state`` on
+    the groups of a mesh: its own accessors, layers and process group collections work on our groups, with the
+    signatures of its release. Only ``initialize_model_parallel`` and ``destroy_model_parallel`` are ours, also where they
+    were imported before. Where it is not, ``megatron.core.parallel_state``, ``megatron.core.mpu`` and
+    ``megatron.core.tensor_parallel`` are this dialect's modules.
 
     Example, as the first lines of a program::
 
@@ -63,4 +139,57 @@ def install() -> None:
     ORIGINAL.install()
 
 
-uninstall = ORIGINAL.uninstall
+def uninstall() -> None:
+    """Put everything back; what the original's variables were filled with is forgotten."""
+    ORIGINAL.uninstall()
+
+
+def _original(module: ModuleType) -> Megatron:
+    """Return the dialect of megatron-core's own parallel state, one for each module.
+
+    Raises:
+        ContractRuntimeError: a release before 0.14.
+    """
+    if not hasattr(module, "create_group"):
+        raise ContractRuntimeError(
+            "this release of megatron-core makes its groups in another way than 0.14 to 0.19; install one of those, or "
+            "import the dialect as namedmesh.compat.megatron, without install()"
+        )
+    if module not in _known:
+        _known[module] = Megatron(module, as_imported(module))
+    return _known[module]
+
+
+def _replace(module: ModuleType) -> dict[str, object]:
+    original = _original(module)
+    _answer_from(original)
+    return original.ours
+
+
+def _restore() -> None:
+    if _answers is not _stand_in:
+        _answers.end()
+        _answer_from(_stand_in)
+
+
+def _answer_from(megatron: Megatron) -> None:
+    global _answers, parallel_state, mpu  # noqa: PLW0603  there is one truth
+    _answers = megatron
+    mpu = parallel_state = megatron.module
+    sys.modules[f"{_OURS}.parallel_state"] = megatron.module
+
+
+ORIGINAL = Original(
+    f"{_PLACE}.parallel_state",
+    _replace,
+    {
+        f"{_PLACE}.parallel_state": f"{_OURS}.parallel_state",
+        f"{_PLACE}.mpu": f"{_OURS}.parallel_state",
+        f"{_PLACE}.tensor_parallel": f"{_OURS}.tensor_parallel",
+        **{
+            f"{_PLACE}.tensor_parallel.{part}": f"{_OURS}.tensor_parallel.{part}"
+            for part in ("cross_entropy", "layers", "mappings", "utils")
+        },
+    },
+    _restore,
+)

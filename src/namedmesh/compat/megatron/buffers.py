@@ -1,4 +1,4 @@
-"""Memory that is allocated once and used again: the original's global buffers."""
+"""Memory that is allocated once and used again: the original's global buffer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from namedmesh._torch import symmetric_memory
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    import torch.distributed as dist
-
-__all__ = ["GlobalMemoryBuffer", "GlobalSymmetricMemoryBuffer"]
+__all__ = ["GlobalMemoryBuffer"]
 
 
 class GlobalMemoryBuffer:
@@ -54,24 +50,3 @@ class GlobalMemoryBuffer:
                 held = torch.empty(length, dtype=dtype, device=self._device, requires_grad=False)
             self.buffer[name, dtype] = held
         return held[:length].view(*tensor_shape)
-
-
-class GlobalSymmetricMemoryBuffer:
-    """One buffer that the ranks of a group can reach in each other's memory, where torch and the device can.
-
-    Args:
-        size_in_mb: its size in MiB.
-        process_group: the ranks that share it; all of them make it.
-    """
-
-    def __init__(self, size_in_mb: float, process_group: dist.ProcessGroup) -> None:
-        self.symm_buffer, self.symm_mem_hdl = symmetric_memory(int(size_in_mb * 2**20), process_group)
-
-    def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-        """Return a tensor at the start of the buffer and the handle to the peers' memory; None where it cannot be."""
-        length = prod(tensor_shape)
-        needed = length * dtype.itemsize
-        if self.symm_mem_hdl is None or self.symm_buffer is None or needed > self.symm_buffer.numel():
-            return {"tensor": None, "handle": None}
-        tensor = self.symm_buffer[:needed].view(dtype).view(*tensor_shape)
-        return {"tensor": tensor, "handle": self.symm_mem_hdl}

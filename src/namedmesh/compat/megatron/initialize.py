@@ -1,209 +1,276 @@
-"""Bind the dialect to a mesh, make a mesh for it, and destroy both."""
+"""Let an ``initialize_model_parallel`` of Megatron's make its variables on the groups of a mesh.
+
+Every release of megatron-core from 0.14 on makes all its groups by one function of the module, ``create_group``, and
+takes all its ranks from one class, ``RankGenerator``. Replaced for one call, they let the original's own code fill its
+variables from a mesh: what a release adds works without our knowing it. Our stand-in for the original has both, too.
+"""
 
 from __future__ import annotations
 
-import os
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.binding import Bound, require_default_group
-from namedmesh.compat.errors import ContractTypeError
-from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig, bindable
-from namedmesh.compat.megatron.groups import OVER_AXES, build_groups, group_options
-from namedmesh.compat.megatron.variables import BINDING
-from namedmesh.dialects import DENSE, EXPERT
-from namedmesh.errors import did_you_mean
-from namedmesh.groups import GroupPool, agreed
+from namedmesh._torch import is_registered
+from namedmesh.agreement import agreed
+from namedmesh.compat.axis_map import agreed_groups
+from namedmesh.compat.errors import ContractError, ContractTypeError
+from namedmesh.compat.megatron.mesh_ranks import MeshRanks, groups_over, layout_of, sets_like
+from namedmesh.compat.state import Bound, State, require_default_group, require_open
+from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
-from namedmesh.launch import default_group_device
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import ModuleType
 
+    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
-_P = ParamSpec("_P")
+__all__ = ["Megatron"]
+
+_DETERMINED = (  # by the mesh, or by the options of its groups
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size", "order", "rank_offset", "local_world_size",
+    "distributed_timeout_minutes",
+)  # fmt: skip
 
 
-def _takes_fields_of(
-    _: Callable[_P, ParallelConfig],
-) -> Callable[[Callable[[ParallelConfig], None]], Callable[_P, None]]:
-    """Let a function of a :class:`ParallelConfig` take its fields as arguments."""
-
-    def decorate(function: Callable[[ParallelConfig], None]) -> Callable[_P, None]:
-        arguments = signature(ParallelConfig)
-
-        @wraps(function)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            function(ParallelConfig(**arguments.bind(*args, **kwargs).arguments))
-
-        vars(call)["__signature__"] = arguments.replace(return_annotation=None)
-        return call
-
-    return decorate
-
-
-def bind(mesh: NamedMesh, **options: Any) -> Bound:
-    """Answer from a mesh that exists; communicates the first time.
-
-    Every rank of the mesh calls it. Groups that the mesh has are used, the others that Megatron knows are made,
-    and belong to the mesh. The mesh has axes ``tp``, ``cp`` (or DeepSpeed's ``sp``), ``dp`` (or ``dp_replicate`` and
-    ``dp_shard``) and ``pp``, in any order; one that it lacks is of size 1. The experts' are in a view with ``etp``,
-    ``ep`` and ``edp``.
+class Megatron:
+    """A ``parallel_state``, megatron-core's or ours in its place, whose variables follow our meshes.
 
     Args:
-        mesh: the mesh.
-        **options: those arguments of :func:`initialize_model_parallel` that a mesh does not determine:
-            ``virtual_pipeline_model_parallel_size``, ``hierarchical_context_parallel_sizes``,
-            ``hybrid_context_parallel``, ``num_distributed_optimizer_instances``, ``get_embedding_ranks``,
-            ``get_position_embedding_ranks``, ``create_gloo_process_groups`` and ``create_all_gather_group``.
-
-    Returns:
-        A handle: in ``with bind(mesh):`` the binding ends with the block. Otherwise it lasts until the next
-        one, :func:`unbind`, or the mesh's end.
-
-    Raises:
-        LayoutError: the mesh has axes that Megatron does not know.
-        MeshError: what was given is no open mesh.
-        ContractTypeError: an argument that a mesh determines, or an unknown one.
-        ContractError: sizes that do not divide, or ranks outside a pipeline from a callback.
-        AgreementError: the other ranks did not call this, or not with the same arguments.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> from namedmesh.compat.megatron import bind, parallel_state
-        >>> mesh = namedmesh.init_mesh(pp=1, dp=-1, tp=1, device="cpu")
-        >>> with bind(mesh):
-        ...     parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
-        True
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        module: the module.
+        at_import: the module as it is when it is imported; by default as it is at this moment.
     """
-    other = [name for name in options if name not in BINDABLE]
-    if other:
-        raise ContractTypeError(
-            *(
-                f"bind() takes no {name!r}{did_you_mean(name, BINDABLE)}; it takes {', '.join(BINDABLE)}"
-                for name in other
-            )
+
+    def __init__(self, module: ModuleType, at_import: ModuleType | None = None) -> None:
+        self.module = module
+        self.state = State("Megatron's parallel state", "initialize_model_parallel", module, at_import)
+        self.initialize, self.destroy = module.initialize_model_parallel, module.destroy_model_parallel
+        self.accepted = signature(self.initialize)
+
+        @wraps(self.initialize)
+        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+            self.make(*args, **kwargs)
+
+        @wraps(self.destroy)
+        def destroy_model_parallel() -> None:
+            self.end()
+
+        self.ours = {each.__name__: each for each in (initialize_model_parallel, destroy_model_parallel)}
+
+    def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
+        """Answer from a mesh that exists; communicates the first time. See :func:`namedmesh.compat.megatron.bind`."""
+        require_open(mesh, "megatron.bind")
+        self._check_options(options)
+        if self.state.is_bound(mesh, options):
+            return self.state.bind(mesh)
+        ranks = MeshRanks.of_mesh(mesh)
+        sizes = self._sizes(mesh, *ranks)
+        seam = _Seam(self.module, lambda: mesh)
+        seam.follow(*ranks)
+        with agreed_groups(mesh, "megatron.bind", _texts(options, ranks[0].get_ranks("pp")[0])):
+            generators = iter(ranks)
+            with self.state.blank() as values, seam.replacing(lambda *_, **__: next(generators)):
+                self.initialize(**sizes, **options)
+        mesh.before_close(seam.destroy_own)
+        return self.state.take(mesh, values, options)
+
+    def make(self, *args: Any, **kwargs: Any) -> None:
+        """Make Megatron's groups, and a mesh and a view of its experts' on them; communicates."""
+        require_default_group()
+        bound = self.accepted.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        self.state.refuse_second()
+        if given.get("rank_offset", 0) or given.get("local_world_size") not in {None, dist.get_world_size()}:
+            self.initialize(*args, **kwargs)  # over a part of the world, for which it makes groups of its own
+            return
+        call, timeout = (
+            "megatron.initialize_model_parallel",
+            timedelta(minutes=given["distributed_timeout_minutes"]),
         )
-    config = ParallelConfig(**options)
-    bound = BINDING.rebind(mesh, bindable(config))
-    if bound is not None:
-        return bound
-    with mesh.agreed("megatron.bind") as maker:
-        factorings = Factorings.of_mesh(mesh)
-        config.validate_for_mesh(factorings)
-        fields = config.fields_to_compare(factorings) | {"views": repr(mesh.views)}
-        located = [factorings.locate(row.axes) for row in OVER_AXES]
-        maker.compare(fields, [(layout, axes, mesh.options_of(axes)) for layout, axes in located if axes])
-        groups = build_groups(mesh, maker, factorings, config)
-    return BINDING.take(mesh, bindable(config), groups)
+        layouts: list[Layout] = []
+        original = self.module.RankGenerator
+
+        def generate(*args: Any, **kwargs: Any) -> MeshRanks:
+            """Take note of both layouts, the experts' last."""
+            layouts.append(layout_of(original(*args, **kwargs), experts=bool(layouts)))
+            ranks = MeshRanks.of_layouts(layouts[0], layouts[-1])[len(layouts) - 1]
+            seam.follow(ranks)
+            return ranks
+
+        def make() -> NamedMesh:
+            dense, expert = layouts
+            mesh = make_mesh(
+                compare, dense, _texts(given, dense.groups("pp")[0]), {}, GroupOptions(timeout=timeout)
+            )
+            mesh.take_view("expert", expert, {})
+            return mesh
+
+        seam = _Seam(self.module, make)
+        try:
+            with agreed(call) as compare, self.state.blank() as values, seam.replacing(generate):
+                self.initialize(*args, **kwargs)
+        except BaseException:
+            if seam.mesh is not None:
+                seam.mesh.close(destroy_groups=True)
+            raise
+        mesh = seam.found_mesh()
+        mesh.before_close(seam.destroy_own)
+        self.state.take(mesh, values, owned=True)
+
+    def end(self) -> None:
+        """Forget every answer and assignment; the groups that :meth:`make` made are destroyed."""
+        for name in self.state.names:  # it would destroy those of gloo, which others share
+            if name.endswith("_GLOO"):
+                vars(self.module)[name] = None
+        self.destroy()
+        self.state.destroy()
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        allowed = [name for name in self.accepted.parameters if name not in _DETERMINED]
+        problems = []
+        for name in options:
+            if name not in allowed:
+                problems.append(
+                    f"bind() takes no {name!r}{did_you_mean(name, allowed)}; it takes {', '.join(allowed)}"
+                )
+        if problems:
+            raise ContractTypeError(*problems)
+
+    def _sizes(self, mesh: NamedMesh, dense: MeshRanks, expert: MeshRanks) -> dict[str, int]:
+        sizes = {
+            "tensor_model_parallel_size": dense.size("tp"),
+            "pipeline_model_parallel_size": dense.size("pp"),
+            "context_parallel_size": dense.size("cp"),
+            "gtp_remat_size": dense.size("gtp_remat"),
+            "expert_model_parallel_size": expert.size("ep"),
+            "expert_tensor_parallel_size": expert.size("tp"),
+            "expert_gtp_remat_size": expert.size("gtp_remat"),
+        }
+        unknown = [name for name, size in sizes.items() if name not in self.accepted.parameters and size != 1]
+        if unknown:
+            raise LayoutError(
+                f"this release of megatron-core has no {', '.join(unknown)}, which {mesh.layout} needs; install a later one"
+            )
+        return {name: size for name, size in sizes.items() if name in self.accepted.parameters}
 
 
-unbind = BINDING.unbind
-current_mesh = BINDING.current_mesh
+class _Seam:
+    """Takes the place of ``create_group`` for one call: one communicator for each set of ranks, those of a mesh first.
 
-
-@_takes_fields_of(ParallelConfig)
-def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  the fields of the configuration
-    """Make a mesh of Megatron's sizes, with a view of the experts', and bind the accessors to it; communicates.
-
-    Every rank of the world calls it with the same arguments. :func:`current_mesh` returns the mesh. The order of
-    arguments is that of release 0.19.
-
-    Args:
-        tensor_model_parallel_size: how many ranks share each layer (tp).
-        pipeline_model_parallel_size: how many stages the layers are in (pp).
-        virtual_pipeline_model_parallel_size: how many virtual stages each rank has; needs pp above 1.
-        pipeline_model_parallel_comm_backend: the backend of the pipeline groups: None, "nccl" or "ucc".
-        use_sharp: let the switches reduce in the data-parallel groups (SHARP).
-        context_parallel_size: how many ranks share each sequence (cp).
-        hierarchical_context_parallel_sizes: the sizes of the levels of cp, innermost first.
-        hybrid_context_parallel: make a group for each power of two inside dp and cp.
-        expert_model_parallel_size: over how many ranks the experts are distributed (ep).
-        gtp_remat_size: over how many ranks weights are sharded that are gathered for each use (gtp_remat).
-        expert_gtp_remat_size: the same of the experts' weights (egtp_remat).
-        num_distributed_optimizer_instances: how many optimizer instances share the replicas.
-        expert_tensor_parallel_size: how many ranks share each expert (etp); by default tp.
-        nccl_communicator_config_path: a YAML file of NCCL settings by the names of groups.
-        distributed_timeout_minutes: the timeout of the groups, in minutes.
-        order: the parallelisms, the one whose ranks are adjacent first.
-        get_embedding_ranks: which ranks of a pipeline hold word embeddings; by default the first and the last.
-        get_position_embedding_ranks: which hold position embeddings; by default the first.
-        create_gloo_process_groups: make a gloo group beside each data-parallel group.
-        high_priority_stream_groups: names of groups, such as "dp_cp", whose NCCL streams go first.
-        sharp_enabled_group: "dp" (the default with ``use_sharp``) or "dp_replica".
-        rank_offset: the first rank; the ranks of the mesh are those from here.
-        local_world_size: the number of ranks of the mesh; by default that of the world. A rank outside of the mesh
-            need not call, and has no groups.
-        create_all_gather_group: make a second communicator over dp and cp, for all-gathers.
-
-    Raises:
-        ContractError: what the original asserts: no default group, a second initialization, what does not divide.
-        ContractRuntimeError: sizes that do not fit the world, or an order without a place for one of them.
-        ContractKeyError: the order names something unknown.
-        ContractFileNotFoundError: there is no file at the path.
-        AgreementError: the other ranks did not call this, or not with the same arguments.
-
-        After an error the state is as before, and no group is left over.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> from namedmesh.compat.megatron import current_mesh, parallel_state
-        >>> _ = namedmesh.launch.init("cpu")
-        >>> parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
-        >>> parallel_state.get_data_parallel_world_size(), current_mesh().layout
-        (1, Layout(pp=1, dp=1, cp=1, tp=1))
-        >>> parallel_state.destroy_model_parallel()
-        >>> dist.destroy_process_group()
+    As in the original, every rank asks for the groups of all ranks, in the same order. The first of one kind makes all.
     """
-    require_default_group()
-    world, start, size = dist.get_world_size(), config.rank_offset, config.local_world_size
-    ranks = range(world) if size is None else range(start, start + size)
-    if dist.get_rank() not in ranks:
-        config.validate(world)
-        BINDING.assign({"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer(default_group_device())})
-        return
-    defaults = GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes))
-    with agreed(GroupPool(defaults=defaults), "megatron.initialize_model_parallel", ranks) as maker:
-        dense, expert = config.validate(world)
-        BINDING.refuse_second()
-        factorings = Factorings(dense, expert)
-        options, wanted = group_options(factorings, config)
-        # NCCL lets one group use SHARP: the first that is created with this set.
-        os.environ.pop("NCCL_COLLNET_ENABLE", None)
-        if config.pipeline_model_parallel_comm_backend == "ucc":
-            _prepare_ucc()
-        fields = config.fields_to_compare(factorings)
-        mesh = make_mesh(maker, dense, fields, options[DENSE], groups=wanted)
-        view = mesh.create_view(expert, maker, options[EXPERT])
-        mesh.take_view(EXPERT, view, options[EXPERT])
-        groups = build_groups(mesh, maker, factorings, config)
-    BINDING.take(mesh, bindable(config), groups, owned=True)
+
+    def __init__(self, module: ModuleType, make: Callable[[], NamedMesh]) -> None:
+        self.module, self.create_own, self.make = module, module.create_group, make
+        self.mesh: NamedMesh | None = None
+        self.own: list[Any] = []
+        self.known: dict[Any, Any] = {}
+        self.layout: Layout | None = None
+        self.axes: tuple[str, ...] = ()
+
+    @contextmanager
+    def replacing(self, rank_generator: Callable[..., MeshRanks]) -> Iterator[None]:
+        """Replace ``create_group`` and ``RankGenerator`` in the module for a while."""
+        module = vars(self.module)
+        before = {name: module[name] for name in ("create_group", "RankGenerator")}
+        module.update(create_group=self.create, RankGenerator=rank_generator)
+        try:
+            yield
+        finally:
+            module.update(before)
+
+    def follow(self, *generators: MeshRanks) -> None:
+        """Know over which axes groups were asked for last."""
+        for generator in generators:
+            generator.note = self._note
+
+    def _note(self, layout: Layout, axes: tuple[str, ...]) -> None:
+        self.layout, self.axes = layout, axes
+
+    def found_mesh(self) -> NamedMesh:
+        """Return the mesh, which is made when the first group is asked for: by then the arguments were checked."""
+        if self.mesh is None:
+            self.mesh = self.make()
+            for layout in (self.mesh.layout, *self.mesh.views.values()):
+                for axis in layout:
+                    self._know(layout.groups(axis), None, self.mesh.group(axis))
+        return self.mesh
+
+    def _know(
+        self, sets: Sequence[Sequence[int]], backend: str | None, group: Any, second: bool = False
+    ) -> None:
+        for members in sets:
+            self.known[tuple(members), backend, second] = group
+
+    def create(
+        self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
+        use_local_synchronization: bool = False, group_desc: Any = None,
+    ) -> Any:  # fmt: skip
+        """Return the group over some ranks; what stands for none on the others."""
+        mesh = self.found_mesh()
+        if pg_options is not None or backend not in {None, "gloo"}:  # a group with settings of its own
+            group = self.create_own(
+                ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
+            )
+            if mesh.global_rank in ranks:
+                self.own.append(group)
+            return group
+        second = str(group_desc).endswith("_AG")  # it is there to be a second one over the same ranks
+        key = tuple(sorted(ranks)), backend, second
+        if key not in self.known:
+            sets, group = self._make(mesh, key[0], group_desc, backend, second=second)
+            self._know(sets, backend, group, second)
+        if mesh.global_rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        group = self.known[key]
+        listed = vars(self.module).get("_global_process_group_list") or [None]  # None: the default group
+        if group not in listed:
+            vars(self.module)["_global_process_group_list"] = [*listed, group]
+        return group
+
+    def _make(
+        self, mesh: NamedMesh, ranks: tuple[int, ...], label: str, backend: str | None, *, second: bool
+    ) -> tuple[Sequence[Sequence[int]], Any]:
+        """Make the groups of one kind, of which one is over some ranks: return the ranks of all, and this rank's."""
+        layout, axes = self.layout or mesh.layout, self.axes
+        groups: Sequence[Sequence[int]] = groups_over(layout, axes)
+        if len(ranks) == layout.world_size:
+            groups, axes = [tuple(layout.ranks)], layout.axes
+        whole = ranks in groups
+        options = mesh.options_of(axes) if whole else GroupOptions()
+        if backend == "gloo":
+            options = mesh.groups.gloo_options(options)
+        if second:
+            options = replace(options, share=False)
+        if whole:
+            return groups, mesh.groups.over(layout, axes, options) if axes else mesh.groups.alone()
+        sets = sets_like(ranks, groups)
+        if list(ranks) not in sets:
+            raise ContractError(
+                f"the group {label} is over ranks {list(ranks)}, which are no part of {list(groups[0])} or another of these; "
+                "a callback for embeddings chooses from the ranks of the pipeline that it is given"
+            )
+        return sets, mesh.groups.sets(sets, label, options)
+
+    def destroy_own(self) -> None:
+        """Destroy the groups with settings of their own; they were made for this call alone."""
+        while self.own:
+            group = self.own.pop()
+            if is_registered(group):
+                dist.destroy_process_group(group)
 
 
-def destroy_model_parallel() -> None:
-    """Forget every answer and assignment; the groups that ``initialize_model_parallel`` made are destroyed.
-
-    A mesh that was bound with :func:`bind` stays, with its groups. Without a state nothing happens.
-    """
-    BINDING.destroy()
-
-
-def _prepare_ucc() -> None:
-    """Set the environment for the UCC backend as the original does: where the user has not, and in any case."""
-    for name, value in (
-        ("TORCH_UCC_BLOCKING_WAIT", "none"),
-        ("UCC_EC_CUDA_STREAM_TASK_MODE", "driver"),
-        ("UCX_TLS", "ib,cuda_copy"),
-    ):
-        os.environ.setdefault(name, value)
-    os.environ |= {"NSYS_UCP_COMM_PARAMS": "1", "UCX_RNDV_THRESH": "0"}
-    os.environ |= {"UCX_NET_DEVICES": "all", "UCC_CL_BASIC_TLS": "^sharp,nccl"}
+def _texts(arguments: Mapping[str, Any], pipeline: Any) -> dict[str, str]:
+    """Return arguments as they are compared between ranks; a callback by its answer for one pipeline."""
+    pipeline = list(pipeline)
+    return {name: repr(value(pipeline) if callable(value) else value) for name, value in arguments.items()}

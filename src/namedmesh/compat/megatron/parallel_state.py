@@ -1,67 +1,36 @@
-"""Megatron's ``parallel_state``: the names, signatures and answers of release 0.19, over the groups of one NamedMesh.
+"""Stands in for ``megatron.core.parallel_state`` where megatron-core is not installed: names and answers of 0.19.
 
-Like the original it is a module with variables, which ``bind`` and ``initialize_model_parallel`` fill; an accessor reads
-its variable. Code may read and assign them, as it does the original's: an assignment stays with the mesh that the
-variables show.
-
-Every accessor raises :class:`~namedmesh.compat.errors.ContractError`, which is also an ``AssertionError``, where its
-group is not initialized or its flags contradict each other. With ``check_initialized=False`` it returns None where
-there is no group.
-
-Example:
-    >>> import namedmesh, torch.distributed as dist
-    >>> from namedmesh.compat.megatron import parallel_state
-    >>> _ = namedmesh.launch.init("cpu")
-    >>> parallel_state.initialize_model_parallel()
-    >>> parallel_state.get_tensor_model_parallel_world_size()
-    1
-    >>> parallel_state._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS
-    [0]
-    >>> parallel_state.destroy_model_parallel()
-    >>> dist.destroy_process_group()
+Like the original it is a module with variables; ``initialize_model_parallel`` fills them, and an accessor reads its
+own. One whose group is not there raises :class:`~namedmesh.compat.errors.ContractError`, an ``AssertionError``. Flags
+that stand at other places in other releases are keywords only.
 """
-# ruff: noqa: I001, PLC0414, PLW0603  names of the original that other modules define are exported, variables assigned
+# ruff: noqa: PLW0603, PLR0917, D103  the original's signatures; what an accessor answers is its name
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
+import logging
+import warnings
+from datetime import timedelta
+from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from namedmesh.compat.errors import ContractError, ContractKeyError
-from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
-from namedmesh.compat.megatron.groups import (
-    default_embedding_ranks as default_embedding_ranks,
-    default_position_embedding_ranks as default_position_embedding_ranks,
-)
-from namedmesh.compat.megatron.initialize import (
-    destroy_model_parallel as destroy_model_parallel,
-    initialize_model_parallel as initialize_model_parallel,
-)
-from namedmesh.compat.megatron.rank_generator import (
-    RankGenerator as RankGenerator,
-    generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
-)
-from namedmesh.compat.megatron.single_groups import (
-    create_all_gather_groups as create_all_gather_groups,
-    create_group as create_group,
-    create_hierarchical_groups as create_hierarchical_groups,
-    create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups,
-    get_nccl_options as get_nccl_options,
-    logger as logger,
-    overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs,
-    update_pg_timeout as update_pg_timeout,
-)
-from namedmesh.compat.megatron.variables import BINDING, missing, warn_deprecated, zero_or_raise
+from namedmesh._torch import set_group_timeout
+from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
+from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
+from namedmesh.compat.megatron.mesh_ranks import MEGATRON_WORDS, split
+from namedmesh.compat.megatron.rank_generator import RankGenerator, generate_masked_orthogonal_rank_groups
+from namedmesh.dialects import DENSE, MEGATRON_GROUPS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from collections.abc import Callable, Mapping, Sequence
 
-_SYMMETRIC_MEGABYTES = 256
+    from namedmesh.dialects import GroupSpec
 
-# The variables.
+logger = logging.getLogger(__name__)
 
 _DATA_PARALLEL_GROUP_WITH_CP: Any = None
 _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP: Any = None
@@ -127,25 +96,768 @@ _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: Any = None
 _global_process_group_list: Any = None
 
 
-# Whether there are groups.
+def missing(variable: str, check_initialized: bool = True) -> Any:
+    """Raise the error of an accessor whose variable is empty; return None where it is not to check."""
+    if not check_initialized:
+        return None
+    raise ContractError(
+        f"the {variable.strip('_').replace('_', ' ').lower()} is not initialized; call "
+        "initialize_model_parallel(...), with the option that makes this group, or "
+        "namedmesh.compat.megatron.bind(mesh)"
+    )
 
 
+# Groups.
+
+
+def create_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> Any:
+    """Create a group that belongs to the caller, as ``torch.distributed.new_group`` does; every rank calls."""
+    global _global_process_group_list
+    group = dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=timeout,
+        backend=backend,
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+    )
+    _global_process_group_list = _global_process_group_list or [None]  # the default group
+    if ranks is None or dist.get_rank() in ranks:
+        _global_process_group_list.append(group)
+    return group
+
+
+def _create_mine(sets: Sequence[Sequence[int]], **options: Any) -> Any:
+    """Create a group over each set of ranks, and return the one that this rank is in."""
+    mine = None
+    for ranks in sets:
+        group = create_group(ranks, **options)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def create_hierarchical_groups(
+    rank: int,
+    ranks: Sequence[int],
+    hierarchical_group_sizes: Sequence[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Any = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[Any], list[Any]]:
+    """Create the groups at each level of a hierarchy over some ranks, and return this rank's, and those of gloo."""
+    sizes = list(hierarchical_group_sizes)
+    if prod(sizes) != len(ranks):
+        raise ContractError(
+            f"the hierarchical sizes {sizes} multiply to {prod(sizes)}, but the group has {len(ranks)} ranks; change a size"
+        )
+    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
+    groups, twins = [], []
+    for level, size in enumerate(sizes):
+        sets = split(ranks, size, prod(sizes[:level]))
+        name = f"HIERARCHICAL_{group_desc}_L{level}"
+        groups.append(_create_mine(sets, timeout=timeout, pg_options=options[level], group_desc=name))
+        twin = None
+        if create_gloo_process_groups:
+            twin = _create_mine(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
+        twins.append(twin)
+    return (groups, twins) if rank in ranks else ([], [])
+
+
+def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
+    """Create groups of neighboring ranks, for each power of two from 2 to below the number of ranks."""
+    groups = {}
+    for power in range(1, len(ranks).bit_length() - 1):
+        size = 2**power
+        name = f"HYBRID_DP_CP_GROUP_{size}"
+        groups[size] = _create_mine(split(ranks, size), pg_options=pg_options, group_desc=name)
+    return groups if rank in ranks else {}
+
+
+def create_all_gather_groups(
+    for_expert_parallelism: bool = False, timeout: timedelta | None = None, nccl_comm_cfgs: Any = None
+) -> tuple[Any, Any]:
+    """Create second groups over the ranks of dp and cp, and of edp if asked, so that all-gathers overlap."""
+    get_nccl_options("dp_cp", nccl_comm_cfgs or {})
+    dense = _create_mine(
+        _sets_of("_DATA_PARALLEL_GROUP_WITH_CP"), timeout=timeout, group_desc="DATA_PARALLEL_GROUP_WITH_CP_AG"
+    )
+    sets = _sets_of("_EXPERT_DATA_PARALLEL_GROUP")
+    if not for_expert_parallelism or get_expert_model_parallel_world_size() == 1:
+        return dense, None
+    return dense, _create_mine(sets, timeout=timeout, group_desc="EXPERT_DATA_PARALLEL_GROUP_AG")
+
+
+def _sets_of(variable: str) -> list[list[int]]:
+    """Return the ranks of the groups that every rank has under a name; communicates."""
+    if not is_initialized():
+        raise ContractRuntimeError(
+            "create_all_gather_groups() needs the groups of the parallel state; call initialize_model_parallel(...) first"
+        )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dist.get_process_group_ranks(globals()[variable]))
+    return [list(ranks) for ranks in dict.fromkeys(map(tuple, everyone))]
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Any]) -> None:
+    """Return None for a group without NCCL settings; those of others are megatron-core's."""
+    if nccl_comm_cfgs.get(pg_name):
+        raise ContractError(
+            f"the settings of {pg_name!r} are made by megatron-core only; install it, or bind a mesh with these "
+            "GroupOptions"
+        )
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one setting of a group."""
+    nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
+
+
+def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
+    """Change the timeout of a group, or of all groups and the default one, after their ranks have met."""
+    groups = [pg]
+    if pg is None:
+        groups = _global_process_group_list or missing("_global_process_group_list")
+    dist.barrier(pg)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in groups:
+        set_group_timeout(timeout, group)
+
+
+# The groups of a job.
+
+
+def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold word embeddings: the first and the last."""
+    return [pp_ranks[0], pp_ranks[-1]] if len(pp_ranks) > 1 else [pp_ranks[0]]
+
+
+def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold position embeddings: the first."""
+    return [pp_ranks[0]]
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    *,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: int = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: Sequence[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
+    create_all_gather_group: bool | None = False,
+) -> None:
+    """Make the groups of a job of some sizes; every rank calls it with the same arguments, the original's."""
+    tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+    ep, gtp, egtp = expert_model_parallel_size, gtp_remat_size, expert_gtp_remat_size
+    etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
+    instances = num_distributed_optimizer_instances
+    settings = [use_sharp, sharp_enabled_group, nccl_communicator_config_path, high_priority_stream_groups]
+    if any(settings) or pipeline_model_parallel_comm_backend not in {None, "nccl"}:
+        raise ContractError(
+            "settings of NCCL, SHARP and the backends of pipelines are megatron-core's; install it, or leave them out"
+        )
+    if virtual_pipeline_model_parallel_size is not None and pp == 1:
+        raise ContractRuntimeError(
+            "virtual stages interleave the stages of a pipeline; set pipeline_model_parallel_size to 2 or more"
+        )
+    if max(gtp, egtp) > 1 and instances > 1:
+        raise ContractError(
+            "weights that are gathered for each use go with one optimizer instance; set "
+            "num_distributed_optimizer_instances to 1"
+        )
+    world = dist.get_world_size() if local_world_size is None else local_world_size
+    dp, edp = _what_is_left(world, tp, pp, cp, gtp), _what_is_left(world, etp, ep, pp, egtp)
+    dense = RankGenerator(tp, 1, dp, pp, cp, _with_gtp(order, "tp"), rank_offset, gtp)
+    expert = RankGenerator(etp, ep, edp, pp, 1, _with_gtp(order, "ep"), rank_offset, egtp)
+    if (not order.endswith("pp") and pp > 1 and dp != edp) or dense.get_ranks("pp") != expert.get_ranks("pp"):
+        raise ContractError(
+            f"the pipelines of the layers and of their experts do not fit together in the order {order!r}; put pp last in "
+            "it, or choose expert sizes that leave edp = dp"
+        )
+    for name, size in (("dp x cp", dp * cp), ("edp", edp)):
+        if instances < 1 or size % instances:
+            raise ContractError(
+                f"num_distributed_optimizer_instances is {instances}, which does not divide {name} = {size}; choose one that "
+                "does"
+            )
+    if hybrid_context_parallel and dp * cp % 2:
+        raise ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {dp * cp}")
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    gloo = {DENSE: create_gloo_process_groups and gtp == 1}
+    gloo["expert"] = gloo[DENSE] and egtp == 1
+    pipelines = {
+        "_EMBEDDING_GROUP": get_embedding_ranks or default_embedding_ranks,
+        "_POSITION_EMBEDDING_GROUP": get_position_embedding_ranks or default_position_embedding_ranks,
+    }
+    for row in MEGATRON_GROUPS:
+        token = "-".join(MEGATRON_WORDS.get(axis, axis) for axis in row.axes)
+        sets: Sequence[Sequence[int]] = (dense if row.view == DENSE else expert).get_ranks(token)
+        if row.variable in pipelines:
+            sets = [list(pipelines[row.variable](list(ranks))) for ranks in sets]
+        elif row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
+            models = expert.get_ranks("tp-ep-pp")
+            sets = [list(chain(*part)) for part in split(models, len(models) // instances)]
+        elif row.variable == "_DATA_PARALLEL_GROUP_WITH_CP_AG" and not create_all_gather_group:
+            continue
+        elif row.variable == "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS":
+            _make_hierarchical(row, sets, hierarchical_context_parallel_sizes or (), timeout)
+            continue
+        elif row.variable == "_HYBRID_DP_CP_GROUPS":
+            for ranks in sets if hybrid_context_parallel else ():
+                _HYBRID_DP_CP_GROUPS.update(create_hybrid_dp_cp_groups(dist.get_rank(), ranks, None))
+            continue
+        elif row.variable == "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP":
+            if instances == 1:
+                continue
+            sets = [part for ranks in sets for part in split(ranks, instances, edp // instances)]
+        elif "_INTRA_PARTIAL_" in row.variable:
+            if instances == 1:
+                _make_same(row, row.variable.replace("INTRA_PARTIAL_", ""))
+                continue
+            sets = [part for ranks in sets for part in split(ranks, len(ranks) // instances)]
+        _make(row, sets, timeout, gloo=gloo[row.view])
+    if virtual_pipeline_model_parallel_size is not None:
+        globals()["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+        set_virtual_pipeline_model_parallel_world_size(virtual_pipeline_model_parallel_size)
+    _set_global_memory_buffer()
+
+
+def _make(row: GroupSpec, sets: Sequence[Sequence[int]], timeout: timedelta, *, gloo: bool) -> None:
+    """Make the groups of a row of the table, and assign this rank's to the variables of the row."""
+    values, name = globals(), row.variable.strip("_")
+    values[row.variable] = _create_mine(sets, timeout=timeout, group_desc=name)
+    if row.ranks:
+        values[row.ranks] = next((list(ranks) for ranks in sets if dist.get_rank() in ranks), None)
+    if row.gloo and gloo:
+        values[row.gloo] = _create_mine(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
+
+
+def _make_same(row: GroupSpec, variable: str) -> None:
+    globals()[row.variable] = globals()[variable]
+    if row.gloo:
+        globals()[row.gloo] = globals()[f"{variable}_GLOO"]
+
+
+def _make_hierarchical(
+    row: GroupSpec, sets: Sequence[Sequence[int]], sizes: Sequence[int], timeout: timedelta
+) -> None:
+    for ranks in sets if sizes else ():
+        groups, _ = create_hierarchical_groups(
+            dist.get_rank(), ranks, sizes, timeout=timeout, group_desc="CONTEXT_PARALLEL_GROUP"
+        )
+        if groups:
+            globals()[row.variable] = groups
+
+
+def _what_is_left(world: int, *sizes: int) -> int:
+    if min(sizes) < 1 or world % prod(sizes):
+        raise ContractRuntimeError(
+            f"the sizes {' x '.join(map(str, sizes))} do not divide the world of {world} ranks; change a size"
+        )
+    return world // prod(sizes)
+
+
+def _with_gtp(order: str, after: str) -> str:
+    """Return an order with the axis ``gtp_remat`` after another one, or after tp; it stays where it is named."""
+    tokens = order.split("-")
+    if "gtp_remat" not in tokens:
+        place = next((tokens.index(name) + 1 for name in (after, "tp") if name in tokens), 0)
+        tokens.insert(place, "gtp_remat")
+    return "-".join(tokens)
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups, which belong to meshes."""
+
+
+# What is asked for: the group or its ranks, the size and the rank in it, and what overrides them.
+# fmt: off
 def is_initialized() -> bool:
-    """Return whether there are groups."""
     return _DATA_PARALLEL_GROUP is not None
 
-
 def is_unitialized() -> bool:
-    """Return whether there are no groups; deprecated and spelled as in the original."""
-    warn_deprecated("is_unitialized is deprecated; call is_initialized instead")
+    _deprecated("is_unitialized", "is_initialized")
     return not is_initialized()
 
-
 def model_parallel_is_initialized() -> bool:
-    """Return whether there are tensor-, pipeline- and data-parallel groups."""
     if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
         return False
     return _DATA_PARALLEL_GROUP is not None
+
+def has_separate_all_gather_group() -> bool:
+    return _DATA_PARALLEL_GROUP_WITH_CP_AG is not None
+
+def get_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _MODEL_PARALLEL_GROUP or missing("_MODEL_PARALLEL_GROUP", check_initialized)
+
+def get_model_parallel_src_rank() -> int:
+    return (_MODEL_PARALLEL_GLOBAL_RANKS or missing("_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
+
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP", check_initialized)
+
+def get_tensor_model_parallel_world_size() -> int:
+    if _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
+    return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).size()
+
+def get_tensor_model_parallel_rank() -> int:
+    if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
+        return _MPU_TENSOR_MODEL_PARALLEL_RANK
+    return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).rank()
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    global _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
+    _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    global _MPU_TENSOR_MODEL_PARALLEL_RANK
+    _MPU_TENSOR_MODEL_PARALLEL_RANK = rank
+
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP", check_initialized)
+
+def get_pipeline_model_parallel_world_size() -> int:
+    if _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).size()
+
+def get_pipeline_model_parallel_rank() -> int:
+    if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
+        return _MPU_PIPELINE_MODEL_PARALLEL_RANK
+    return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).rank()
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    global _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    global _MPU_PIPELINE_MODEL_PARALLEL_RANK
+    _MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
+
+def get_tensor_model_parallel_src_rank() -> int:
+    return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    ranks: Any = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
+    return ranks[(get_pipeline_model_parallel_rank() + 1) % get_pipeline_model_parallel_world_size()]
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    ranks: Any = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
+    return ranks[(get_pipeline_model_parallel_rank() - 1) % get_pipeline_model_parallel_world_size()]
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    return (_PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS"))[0]
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    ranks: Any = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
+    return ranks[get_pipeline_model_parallel_world_size() - 1]
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    return _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    return _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    global _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
+    _deprecated("set_virtual_pipeline_model_parallel_rank", "is_pipeline_first_stage(vp_stage=...)")
+    _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
+
+def get_embedding_group(check_initialized: bool = True) -> Any:
+    return _EMBEDDING_GROUP or missing("_EMBEDDING_GROUP", check_initialized)
+
+def get_position_embedding_group(check_initialized: bool = True) -> Any:
+    return _POSITION_EMBEDDING_GROUP or missing("_POSITION_EMBEDDING_GROUP", check_initialized)
+
+def is_rank_in_position_embedding_group() -> bool:
+    return dist.get_rank() in (_POSITION_EMBEDDING_GLOBAL_RANKS or ())
+
+def get_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
+    return _GTP_WEIGHT_REMAT_GROUP or missing("_GTP_WEIGHT_REMAT_GROUP", check_initialized)
+
+def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
+    ranks = _GTP_WEIGHT_REMAT_GLOBAL_RANKS
+    return ranks or missing("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
+
+def get_gtp_weight_remat_world_size() -> int:
+    return _GTP_WEIGHT_REMAT_GROUP.size() if _GTP_WEIGHT_REMAT_GROUP else 0
+
+def get_gtp_weight_remat_rank() -> int:
+    return _GTP_WEIGHT_REMAT_GROUP.rank() if _GTP_WEIGHT_REMAT_GROUP else 0
+
+def get_context_parallel_group(check_initialized: bool = True) -> Any:
+    return _CONTEXT_PARALLEL_GROUP or missing("_CONTEXT_PARALLEL_GROUP", check_initialized)
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> Any:
+    return _CONTEXT_PARALLEL_GLOBAL_RANKS or missing("_CONTEXT_PARALLEL_GLOBAL_RANKS", check_initialized)
+
+def get_context_parallel_world_size() -> int:
+    return _CONTEXT_PARALLEL_GROUP.size() if _CONTEXT_PARALLEL_GROUP else _zero("_CONTEXT_PARALLEL_GROUP")
+
+def get_context_parallel_rank() -> int:
+    return _CONTEXT_PARALLEL_GROUP.rank() if _CONTEXT_PARALLEL_GROUP else _zero("_CONTEXT_PARALLEL_GROUP")
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> Any:
+    groups = _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS
+    return groups or missing("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", check_initialized)
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
+    group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+    return group or missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", check_initialized)
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+    return group.size() if group else _zero("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+
+def get_tensor_and_context_parallel_rank() -> int:
+    group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+    return group.rank() if group else _zero("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    global _MPU_DATA_PARALLEL_RANK
+    _MPU_DATA_PARALLEL_RANK = rank
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    if with_context_parallel:
+        return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
+    return (_DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
+
+def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
+    return _EXPERT_GTP_WEIGHT_REMAT_GROUP or missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP", check_initialized)
+
+def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
+    ranks = _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS
+    return ranks or missing("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
+
+def get_expert_gtp_weight_remat_world_size() -> int:
+    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
+
+def get_expert_gtp_weight_remat_rank() -> int:
+    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
+
+def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _EXPERT_MODEL_PARALLEL_GROUP or missing("_EXPERT_MODEL_PARALLEL_GROUP", check_initialized)
+
+def get_expert_model_parallel_src_rank() -> int:
+    return (_EXPERT_MODEL_PARALLEL_RANKS or missing("_EXPERT_MODEL_PARALLEL_RANKS"))[0]
+
+def get_expert_model_parallel_world_size() -> int:
+    if _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
+    group = _EXPERT_MODEL_PARALLEL_GROUP
+    return group.size() if group else _zero("_EXPERT_MODEL_PARALLEL_GROUP")
+
+def get_expert_model_parallel_rank() -> int:
+    if _MPU_EXPERT_MODEL_PARALLEL_RANK is not None:
+        return _MPU_EXPERT_MODEL_PARALLEL_RANK
+    group = _EXPERT_MODEL_PARALLEL_GROUP
+    return group.rank() if group else _zero("_EXPERT_MODEL_PARALLEL_GROUP")
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    global _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
+    _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE = world_size
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    global _MPU_EXPERT_MODEL_PARALLEL_RANK
+    _MPU_EXPERT_MODEL_PARALLEL_RANK = rank
+
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
+    return _EXPERT_TENSOR_PARALLEL_GROUP or missing("_EXPERT_TENSOR_PARALLEL_GROUP", check_initialized)
+
+def get_expert_tensor_parallel_world_size() -> int:
+    if _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
+    group = _EXPERT_TENSOR_PARALLEL_GROUP
+    return group.size() if group else _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
+
+def get_expert_tensor_parallel_rank() -> int:
+    if _MPU_EXPERT_TENSOR_PARALLEL_RANK is not None:
+        return _MPU_EXPERT_TENSOR_PARALLEL_RANK
+    group = _EXPERT_TENSOR_PARALLEL_GROUP
+    return group.rank() if group else _MPU_TENSOR_MODEL_PARALLEL_RANK
+
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
+    global _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
+    _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = world_size
+
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
+    global _MPU_EXPERT_TENSOR_PARALLEL_RANK
+    _MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
+
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
+    group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
+    return group or missing("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", check_initialized)
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
+    return group.size() if group else _zero("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
+    return group.rank() if group else _zero("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
+    group = _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP
+    return group or missing("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", check_initialized)
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
+    group = _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+    return group or missing("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+
+def get_global_memory_buffer() -> Any:
+    return _GLOBAL_MEMORY_BUFFER or missing("_GLOBAL_MEMORY_BUFFER")
+
+def get_global_symmetric_memory_buffer() -> Any:
+    return _GLOBAL_SYMMETRIC_MEMORY_BUFFER or missing("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
+
+def destroy_global_memory_buffer() -> None:
+    global _GLOBAL_MEMORY_BUFFER
+    _GLOBAL_MEMORY_BUFFER = None
+
+def destroy_global_symmetric_memory_buffer() -> None:
+    global _GLOBAL_SYMMETRIC_MEMORY_BUFFER
+    _GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
+# fmt: on
+
+
+def _set_global_memory_buffer() -> None:
+    global _GLOBAL_MEMORY_BUFFER
+    if _GLOBAL_MEMORY_BUFFER is not None:
+        raise ContractError("there is a global memory buffer; call destroy_global_memory_buffer() first")
+    _GLOBAL_MEMORY_BUFFER = GlobalMemoryBuffer()
+
+
+def _set_global_symmetric_memory_buffer() -> None:
+    raise ContractError("buffers in symmetric memory are megatron-core's; install it")
+
+
+def _zero(variable: str) -> int:
+    """Return the original's answer without ``torch.distributed``."""
+    if dist.is_initialized():
+        missing(variable)
+    return 0
+
+
+def _deprecated(name: str, instead: str) -> None:
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warnings.warn(f"{name} is deprecated; call {instead} instead", DeprecationWarning, stacklevel=3)
+
+
+# What depends on flags.
+
+
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+    *,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
+    independent_all_gather: bool = False,
+) -> Any:
+    if not with_context_parallel:
+        if partial_data_parallel:
+            raise ContractError("partial_data_parallel goes with with_context_parallel=True only; say it too")
+        if with_gtp_remat:
+            return _DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing("_DATA_PARALLEL_GROUP")
+        return _DATA_PARALLEL_GROUP or missing("_DATA_PARALLEL_GROUP")
+    if partial_data_parallel:
+        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
+        if with_gtp_remat:
+            group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
+        return group or missing("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
+    if independent_all_gather:
+        return _DATA_PARALLEL_GROUP_WITH_CP_AG or missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+    if with_gtp_remat:
+        return _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT or missing("_DATA_PARALLEL_GROUP_WITH_CP")
+    return _DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP")
+
+
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> Any:
+    if not with_context_parallel:
+        if partial_data_parallel:
+            raise ContractError("partial_data_parallel goes with with_context_parallel=True only; say it too")
+        return _DATA_PARALLEL_GROUP_GLOO or missing("_DATA_PARALLEL_GROUP_GLOO")
+    group = _DATA_PARALLEL_GROUP_WITH_CP_GLOO
+    if partial_data_parallel:
+        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO
+    return group or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, *, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> int:
+    if _MPU_DATA_PARALLEL_WORLD_SIZE is not None:
+        return _MPU_DATA_PARALLEL_WORLD_SIZE
+    if not dist.is_initialized():
+        return 0
+    return get_data_parallel_group(
+        with_context_parallel, with_gtp_remat=with_gtp_remat, partial_data_parallel=partial_data_parallel
+    ).size()
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, *, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> int:
+    if _MPU_DATA_PARALLEL_RANK is not None:
+        return _MPU_DATA_PARALLEL_RANK
+    if not dist.is_initialized():
+        return 0
+    return get_data_parallel_group(
+        with_context_parallel, with_gtp_remat=with_gtp_remat, partial_data_parallel=partial_data_parallel
+    ).rank()
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> Any:
+    if partial_expert_data_parallel:
+        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+        if with_gtp_remat:
+            group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
+        return group or missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+    if with_gtp_remat:
+        return _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing(
+            "_EXPERT_DATA_PARALLEL_GROUP", check_initialized
+        )
+    return _EXPERT_DATA_PARALLEL_GROUP or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+
+
+def get_expert_data_parallel_world_size(
+    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    if not dist.is_initialized():
+        return 0
+    return get_expert_data_parallel_group(
+        with_gtp_remat=with_gtp_remat, partial_expert_data_parallel=partial_expert_data_parallel
+    ).size()
+
+
+def get_expert_data_parallel_rank(
+    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    if not dist.is_initialized():
+        return 0
+    return get_expert_data_parallel_group(
+        with_gtp_remat=with_gtp_remat, partial_expert_data_parallel=partial_expert_data_parallel
+    ).rank()
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
+    group = _EXPERT_DATA_PARALLEL_GROUP_GLOO
+    if partial_expert_data_parallel:
+        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO
+    return group or missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+
+
+def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
+    _deprecated("get_data_modulo_expert_parallel_group", "get_expert_data_parallel_group")
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+
+
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
+) -> Any:
+    if with_egtp_remat:
+        group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
+    else:
+        group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
+    return group or missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
+
+
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> Any:
+    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
+        return _DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP", check_initialized)
+    if group_size not in _HYBRID_DP_CP_GROUPS:
+        raise ContractKeyError(
+            f"there is no hybrid group of size {group_size}; make them with hybrid_context_parallel=True"
+        )
+    return _HYBRID_DP_CP_GROUPS[group_size]
+
+
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> Any:
+    if with_context_parallel:
+        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+    else:
+        group = _TENSOR_AND_DATA_PARALLEL_GROUP
+    return group or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
+
+
+def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
+    if with_context_parallel:
+        if tp_only_amax_red:
+            return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+    if tp_only_amax_red:
+        return _TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    stages = _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    if not ignore_virtual and stages is not None and _required(vp_stage) != 0:
+        return False
+    return get_pipeline_model_parallel_rank() == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    stages = _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    if not ignore_virtual and stages is not None and _required(vp_stage) != stages - 1:
+        return False
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+
+
+def _required(vp_stage: int | None) -> int:
+    if vp_stage is None:
+        raise ContractError("ignore_virtual=False asks about one virtual stage; say which with vp_stage=")
+    return vp_stage
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    ranks, rank = _EMBEDDING_GLOBAL_RANKS or (), dist.get_rank()
+    if ignore_virtual or rank not in ranks:
+        return rank in ranks
+    if rank == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return rank != ranks[-1] or is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
 
 
 def get_all_ranks() -> str:
@@ -159,771 +871,3 @@ def get_all_ranks() -> str:
         get_expert_model_parallel_rank(),
     )
     return "_".join(str(rank or 0) for rank in ranks)
-
-
-# Tensor-, model- and context-parallel groups.
-
-
-def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the ranks that together hold one replica of the model: ``mesh.group("pp", "tp")``."""
-    return _MODEL_PARALLEL_GROUP or missing("_MODEL_PARALLEL_GROUP", check_initialized)
-
-
-def get_model_parallel_src_rank() -> int:
-    """Return the first global rank of the model-parallel group."""
-    return (_MODEL_PARALLEL_GLOBAL_RANKS or missing("_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
-
-
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the ranks that share each layer: ``mesh.group("tp")``."""
-    return _TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP", check_initialized)
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return the first global rank of the tensor-parallel group."""
-    return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_tensor_model_parallel_group`, unless a setter overrides it."""
-    if _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is not None:
-        return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-    return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).size()
-
-
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Override what :func:`get_tensor_model_parallel_world_size` returns; None undoes it."""
-    global _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-    _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_tensor_model_parallel_group`, unless a setter overrides it."""
-    if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
-        return _MPU_TENSOR_MODEL_PARALLEL_RANK
-    return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).rank()
-
-
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Override what :func:`get_tensor_model_parallel_rank` returns; None undoes it."""
-    global _MPU_TENSOR_MODEL_PARALLEL_RANK
-    _MPU_TENSOR_MODEL_PARALLEL_RANK = rank
-
-
-def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group over which the weights are sharded that are gathered for each use."""
-    return _GTP_WEIGHT_REMAT_GROUP or missing("_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-
-
-def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
-    """Return the global ranks of the group over which the weights are sharded, ascending."""
-    return _GTP_WEIGHT_REMAT_GLOBAL_RANKS or missing("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-
-
-def get_gtp_weight_remat_world_size() -> int:
-    """Return the number of ranks in :func:`get_gtp_weight_remat_group`."""
-    return _GTP_WEIGHT_REMAT_GROUP.size() if _GTP_WEIGHT_REMAT_GROUP else 0
-
-
-def get_gtp_weight_remat_rank() -> int:
-    """Return this rank's index in :func:`get_gtp_weight_remat_group`."""
-    return _GTP_WEIGHT_REMAT_GROUP.rank() if _GTP_WEIGHT_REMAT_GROUP else 0
-
-
-def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the ranks that share each sequence: ``mesh.group("cp")``."""
-    return _CONTEXT_PARALLEL_GROUP or missing("_CONTEXT_PARALLEL_GROUP", check_initialized)
-
-
-def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
-    """Return the global ranks of the context-parallel group, ascending."""
-    return _CONTEXT_PARALLEL_GLOBAL_RANKS or missing("_CONTEXT_PARALLEL_GLOBAL_RANKS", check_initialized)
-
-
-def get_context_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_context_parallel_group`."""
-    if _CONTEXT_PARALLEL_GROUP is None:
-        return zero_or_raise("_CONTEXT_PARALLEL_GROUP")
-    return _CONTEXT_PARALLEL_GROUP.size()
-
-
-def get_context_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_context_parallel_group`."""
-    if _CONTEXT_PARALLEL_GROUP is None:
-        return zero_or_raise("_CONTEXT_PARALLEL_GROUP")
-    return _CONTEXT_PARALLEL_GROUP.rank()
-
-
-def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
-    """Return the groups of the levels of the context-parallel group, innermost first."""
-    return _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS or missing(
-        "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", check_initialized
-    )
-
-
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group over tp and cp together: ``mesh.group("cp", "tp")``."""
-    return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or missing(
-        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", check_initialized
-    )
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_tensor_and_context_parallel_group`."""
-    if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None:
-        return zero_or_raise("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-    return _TENSOR_AND_CONTEXT_PARALLEL_GROUP.size()
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_tensor_and_context_parallel_group`."""
-    if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None:
-        return zero_or_raise("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-    return _TENSOR_AND_CONTEXT_PARALLEL_GROUP.rank()
-
-
-def get_tensor_and_data_parallel_group(
-    check_initialized: bool = True, with_context_parallel: bool = False
-) -> ProcessGroup:
-    """Return the group over tp and dp, and cp if ``with_context_parallel``: every rank of one pipeline stage."""
-    if with_context_parallel:
-        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or missing(
-            "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", check_initialized
-        )
-    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
-
-
-def get_amax_reduction_group(
-    with_context_parallel: bool = False, tp_only_amax_red: bool = False
-) -> ProcessGroup:
-    """Return the group in which FP8 scaling reduces its maxima.
-
-    Args:
-        with_context_parallel: include the ranks of cp.
-        tp_only_amax_red: leave out the ranks of dp.
-    """
-    if with_context_parallel:
-        if tp_only_amax_red:
-            return get_tensor_and_context_parallel_group()
-        return get_tensor_and_data_parallel_group(with_context_parallel=True)
-    if tp_only_amax_red:
-        return _TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")
-    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
-
-
-# Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
-
-
-def get_data_parallel_group(
-    with_context_parallel: bool = False,
-    with_gtp_remat: bool = True,
-    partial_data_parallel: bool = False,
-    independent_all_gather: bool = False,
-) -> ProcessGroup:
-    """Return the group of the ranks that have other samples: ``mesh.group("dp", "gtp_remat")``.
-
-    Args:
-        with_context_parallel: together with the ranks that share a sequence, those of cp.
-        with_gtp_remat: False for the replicas of this rank's parameters only: ``mesh.group("dp")``.
-        partial_data_parallel: only those of this rank's optimizer instance; they include cp.
-        independent_all_gather: the second communicator over dp and cp, for all-gathers.
-    """
-    if not with_context_parallel:
-        if partial_data_parallel:
-            raise _partial_without_cp()
-        if with_gtp_remat:
-            return _DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing("_DATA_PARALLEL_GROUP")
-        return _DATA_PARALLEL_GROUP or missing("_DATA_PARALLEL_GROUP")
-    if partial_data_parallel:
-        if with_gtp_remat:
-            group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
-        else:
-            group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
-    elif independent_all_gather:
-        return _DATA_PARALLEL_GROUP_WITH_CP_AG or missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-    elif with_gtp_remat:
-        group = _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
-    else:
-        group = _DATA_PARALLEL_GROUP_WITH_CP
-    return group or missing("_DATA_PARALLEL_GROUP_WITH_CP")
-
-
-def _partial_without_cp() -> ContractError:
-    return ContractError(
-        "partial_data_parallel is True without with_context_parallel; a part for the optimizer includes the "
-        "context-parallel ranks, so say with_context_parallel=True too"
-    )
-
-
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-) -> int:
-    """Return the number of ranks in :func:`get_data_parallel_group`, unless ``_MPU_...`` overrides it."""
-    if _MPU_DATA_PARALLEL_WORLD_SIZE is not None:
-        return _MPU_DATA_PARALLEL_WORLD_SIZE
-    if not dist.is_initialized():
-        return 0
-    return get_data_parallel_group(with_context_parallel, with_gtp_remat, partial_data_parallel).size()
-
-
-def get_data_parallel_rank(
-    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-) -> int:
-    """Return this rank's index in :func:`get_data_parallel_group`, unless a setter overrides it."""
-    if _MPU_DATA_PARALLEL_RANK is not None:
-        return _MPU_DATA_PARALLEL_RANK
-    if not dist.is_initialized():
-        return 0
-    return get_data_parallel_group(with_context_parallel, with_gtp_remat, partial_data_parallel).rank()
-
-
-def set_data_parallel_rank(rank: int | None) -> None:
-    """Override what :func:`get_data_parallel_rank` returns; None undoes it."""
-    global _MPU_DATA_PARALLEL_RANK
-    _MPU_DATA_PARALLEL_RANK = rank
-
-
-def get_data_parallel_group_gloo(
-    with_context_parallel: bool = False, partial_data_parallel: bool = False
-) -> ProcessGroup:
-    """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU."""
-    if with_context_parallel:
-        if partial_data_parallel:
-            return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing(
-                "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
-            )
-        return _DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
-    group = _DATA_PARALLEL_GROUP_GLOO or missing("_DATA_PARALLEL_GROUP_GLOO")
-    if partial_data_parallel:
-        raise _partial_without_cp()
-    return group
-
-
-def has_separate_all_gather_group() -> bool:
-    """Return whether there is a second communicator over the data- and context-parallel ranks."""
-    return _DATA_PARALLEL_GROUP_WITH_CP_AG is not None
-
-
-def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
-    if with_context_parallel:
-        return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
-    return (_DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
-
-
-def get_hybrid_data_context_parallel_groups(
-    check_initialized: bool = True, group_size: int | None = None
-) -> ProcessGroup:
-    """Return a group of ``group_size`` neighboring ranks out of the data- and context-parallel group.
-
-    Args:
-        check_initialized: raise where there are no groups.
-        group_size: a power of two, or the size of the whole data- and context-parallel group; ContractKeyError is
-            raised for any other.
-    """
-    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        return _DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP", check_initialized)
-    groups = _HYBRID_DP_CP_GROUPS or {}
-    if group_size not in groups:
-        raise ContractKeyError(
-            f"there is no hybrid group of size {group_size}; there are {sorted(map(str, groups)) or 'none'}: "
-            "make them with hybrid_context_parallel=True"
-        )
-    return groups[group_size]
-
-
-# Pipeline stages, virtual stages, and the stages that share an embedding.
-
-
-def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the stages of this rank's pipeline: ``mesh.group("pp")``."""
-    return _PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP", check_initialized)
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_pipeline_model_parallel_group`, unless a setter overrides it."""
-    if _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is not None:
-        return _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).size()
-
-
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Override what :func:`get_pipeline_model_parallel_world_size` returns; None undoes it."""
-    global _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_pipeline_model_parallel_group`, unless a setter overrides it."""
-    if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
-        return _MPU_PIPELINE_MODEL_PARALLEL_RANK
-    return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).rank()
-
-
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Override what :func:`get_pipeline_model_parallel_rank` returns; None undoes it."""
-    global _MPU_PIPELINE_MODEL_PARALLEL_RANK
-    _MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """Return the global rank of the next stage; after the last comes the first: ``mesh.next("pp")``."""
-    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
-    return ranks[(get_pipeline_model_parallel_rank() + 1) % get_pipeline_model_parallel_world_size()]
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """Return the global rank of the previous stage; before the first comes the last: ``mesh.prev("pp")``."""
-    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
-    return ranks[(get_pipeline_model_parallel_rank() - 1) % get_pipeline_model_parallel_world_size()]
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Return the global rank of the first stage."""
-    return (_PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS"))[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Return the global rank of the last stage."""
-    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
-    return ranks[get_pipeline_model_parallel_world_size() - 1]
-
-
-def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank is the first stage.
-
-    Args:
-        ignore_virtual: look at the rank only.
-        vp_stage: the virtual stage that is asked about, where there are any and they are not ignored.
-    """
-    stages = _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    if not ignore_virtual and stages is not None and _required(vp_stage) != 0:
-        return False
-    return get_pipeline_model_parallel_rank() == 0
-
-
-def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank is the last stage; the arguments are those of :func:`is_pipeline_first_stage`."""
-    stages = _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    if not ignore_virtual and stages is not None and _required(vp_stage) != stages - 1:
-        return False
-    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
-
-
-def _required(vp_stage: int | None) -> int:
-    if vp_stage is None:
-        raise ContractError(
-            f"there are {_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE} virtual stages on each rank; say which one is meant "
-            "with vp_stage="
-        )
-    return vp_stage
-
-
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return the virtual stage that was set; None without virtual stages."""
-    return _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Return the number of virtual stages of each rank; None without virtual stages."""
-    return _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-
-
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Set the virtual stage; deprecated, as in the original: pass ``vp_stage`` to the functions that take it."""
-    global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
-    warn_deprecated(
-        "set_virtual_pipeline_model_parallel_rank is deprecated; pass vp_stage to is_pipeline_first_stage() and "
-        "is_pipeline_last_stage() instead"
-    )
-    _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
-
-
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Set the number of virtual stages of each rank."""
-    global _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-
-def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the stages that hold the word embeddings; only they have it."""
-    return _EMBEDDING_GROUP or missing("_EMBEDDING_GROUP", check_initialized)
-
-
-def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the stages that hold the position embeddings; only they have it."""
-    return _POSITION_EMBEDDING_GROUP or missing("_POSITION_EMBEDDING_GROUP", check_initialized)
-
-
-def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank holds word embeddings.
-
-    Args:
-        ignore_virtual: look at the rank only; otherwise the first rank of the group holds them in its first
-            virtual stage and the last one in its last.
-        vp_stage: the virtual stage that is asked about.
-    """
-    ranks, rank = _EMBEDDING_GLOBAL_RANKS, dist.get_rank()
-    if ranks is None or rank not in ranks:
-        return False
-    if ignore_virtual:
-        return True
-    if rank == ranks[0]:
-        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-    if rank == ranks[-1]:
-        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    return True
-
-
-def is_rank_in_position_embedding_group() -> bool:
-    """Return whether this rank holds position embeddings."""
-    return (
-        _POSITION_EMBEDDING_GLOBAL_RANKS is not None and dist.get_rank() in _POSITION_EMBEDDING_GLOBAL_RANKS
-    )
-
-
-# The experts' groups, and the groups of the instances of a distributed optimizer.
-
-
-def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group over which the experts' weights are sharded that are gathered for each use."""
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP or missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-
-
-def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
-    """Return the global ranks of the group over which the experts' weights are sharded, ascending."""
-    return _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS or missing(
-        "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized
-    )
-
-
-def get_expert_gtp_weight_remat_world_size() -> int:
-    """Return the number of ranks in :func:`get_expert_gtp_weight_remat_group`."""
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
-
-
-def get_expert_gtp_weight_remat_rank() -> int:
-    """Return this rank's index in :func:`get_expert_gtp_weight_remat_group`."""
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
-
-
-def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the ranks over which the experts are distributed: ``mesh.group("ep")``."""
-    return _EXPERT_MODEL_PARALLEL_GROUP or missing("_EXPERT_MODEL_PARALLEL_GROUP", check_initialized)
-
-
-def get_expert_model_parallel_src_rank() -> int:
-    """Return the first global rank of the expert-parallel group."""
-    return (_EXPERT_MODEL_PARALLEL_RANKS or missing("_EXPERT_MODEL_PARALLEL_RANKS"))[0]
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_expert_model_parallel_group`, unless a setter overrides it."""
-    if _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE is not None:
-        return _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
-    if _EXPERT_MODEL_PARALLEL_GROUP is None:
-        return zero_or_raise("_EXPERT_MODEL_PARALLEL_GROUP")
-    return _EXPERT_MODEL_PARALLEL_GROUP.size()
-
-
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Override what :func:`get_expert_model_parallel_world_size` returns; None undoes it."""
-    global _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
-    _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE = world_size
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_expert_model_parallel_group`, unless a setter overrides it."""
-    if _MPU_EXPERT_MODEL_PARALLEL_RANK is not None:
-        return _MPU_EXPERT_MODEL_PARALLEL_RANK
-    if _EXPERT_MODEL_PARALLEL_GROUP is None:
-        return zero_or_raise("_EXPERT_MODEL_PARALLEL_GROUP")
-    return _EXPERT_MODEL_PARALLEL_GROUP.rank()
-
-
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Override what :func:`get_expert_model_parallel_rank` returns; None undoes it."""
-    global _MPU_EXPERT_MODEL_PARALLEL_RANK
-    _MPU_EXPERT_MODEL_PARALLEL_RANK = rank
-
-
-def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the ranks that share each expert: ``mesh.group("etp")``."""
-    return _EXPERT_TENSOR_PARALLEL_GROUP or missing("_EXPERT_TENSOR_PARALLEL_GROUP", check_initialized)
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_expert_tensor_parallel_group`, unless a setter overrides it."""
-    if _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE is not None:
-        return _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
-    if _EXPERT_TENSOR_PARALLEL_GROUP is None:
-        return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-    return _EXPERT_TENSOR_PARALLEL_GROUP.size()
-
-
-def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Override what :func:`get_expert_tensor_parallel_world_size` returns; None undoes it."""
-    global _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
-    _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = world_size
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_expert_tensor_parallel_group`, unless a setter overrides it."""
-    if _MPU_EXPERT_TENSOR_PARALLEL_RANK is not None:
-        return _MPU_EXPERT_TENSOR_PARALLEL_RANK
-    if _EXPERT_TENSOR_PARALLEL_GROUP is None:
-        return _MPU_TENSOR_MODEL_PARALLEL_RANK
-    return _EXPERT_TENSOR_PARALLEL_GROUP.rank()
-
-
-def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Override what :func:`get_expert_tensor_parallel_rank` returns; None undoes it."""
-    global _MPU_EXPERT_TENSOR_PARALLEL_RANK
-    _MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
-
-
-def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group over etp and ep together: one full set of the experts of a layer."""
-    return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP or missing(
-        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", check_initialized
-    )
-
-
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_expert_tensor_and_model_parallel_group`."""
-    if _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP is None:
-        return zero_or_raise("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
-    return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP.size()
-
-
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_expert_tensor_and_model_parallel_group`."""
-    if _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP is None:
-        return zero_or_raise("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
-    return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP.rank()
-
-
-def get_expert_tensor_model_pipeline_parallel_group(
-    check_initialized: bool = True, with_egtp_remat: bool = False
-) -> ProcessGroup:
-    """Return the group over etp, ep and pp, and egtp_remat if asked: one full set of the experts of the model."""
-    if with_egtp_remat:
-        return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP or missing(
-            "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized
-        )
-    return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP or missing(
-        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized
-    )
-
-
-def get_expert_data_parallel_group(
-    check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> ProcessGroup:
-    """Return the group of the ranks that have the same experts and other samples.
-
-    Args:
-        check_initialized: raise where there is no such group.
-        with_gtp_remat: False for the replicas of this rank's experts only: ``mesh.group("edp")``.
-        partial_expert_data_parallel: only those of this rank's optimizer instance.
-    """
-    if not partial_expert_data_parallel:
-        if with_gtp_remat:
-            return _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing(
-                "_EXPERT_DATA_PARALLEL_GROUP", check_initialized
-            )
-        group = _EXPERT_DATA_PARALLEL_GROUP
-    elif with_gtp_remat:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
-    else:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-    return group or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
-
-
-def get_expert_data_parallel_world_size(
-    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return the number of ranks in :func:`get_expert_data_parallel_group`."""
-    if not dist.is_initialized():
-        return 0
-    return get_expert_data_parallel_group(True, with_gtp_remat, partial_expert_data_parallel).size()
-
-
-def get_expert_data_parallel_rank(
-    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return this rank's index in :func:`get_expert_data_parallel_group`."""
-    if not dist.is_initialized():
-        return 0
-    return get_expert_data_parallel_group(True, with_gtp_remat, partial_expert_data_parallel).rank()
-
-
-def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """Return :func:`get_expert_data_parallel_group`, of which this is the deprecated name."""
-    warn_deprecated(
-        "get_data_modulo_expert_parallel_group is deprecated; call get_expert_data_parallel_group instead"
-    )
-    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
-
-
-def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """Return the gloo group over the ranks of :func:`get_expert_data_parallel_group`."""
-    if partial_expert_data_parallel:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO
-    else:
-        group = _EXPERT_DATA_PARALLEL_GROUP_GLOO
-    return group or missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
-
-
-def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of every rank of this rank's optimizer instance; the world, where there is one instance."""
-    return _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP or missing(
-        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", check_initialized
-    )
-
-
-def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group of the ranks that hold the same part of the state in each optimizer instance."""
-    return _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or missing(
-        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized
-    )
-
-
-# The names of Megatron-DeepSpeed. Its sequence parallelism is cp here, or an axis sp of a mesh that is bound.
-
-
-def sequence_parallel_is_initialized() -> bool:
-    """Return whether there are sequence- and data-parallel groups, of one rank too."""
-    return _CONTEXT_PARALLEL_GROUP is not None and _DATA_PARALLEL_GROUP is not None
-
-
-def sequence_data_parallel_is_initialized() -> bool:
-    """Return whether there is a group over the data- and sequence-parallel ranks."""
-    return _DATA_PARALLEL_GROUP_WITH_CP is not None
-
-
-def get_sequence_parallel_group() -> ProcessGroup:
-    """Return the group of the ranks that share each sequence, :func:`get_context_parallel_group`."""
-    return get_context_parallel_group()
-
-
-def get_sequence_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_sequence_parallel_group`."""
-    return get_sequence_parallel_group().size()
-
-
-def get_sequence_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_sequence_parallel_group`."""
-    return get_sequence_parallel_group().rank()
-
-
-def get_sequence_parallel_src_rank() -> int:
-    """Return the first global rank of :func:`get_sequence_parallel_group`."""
-    return get_context_parallel_global_ranks()[0]
-
-
-def get_sequence_data_parallel_group() -> ProcessGroup:
-    """Return the group of the ranks with the same parameters, over which ZeRO shards: ``mesh.group("dp", "cp")``."""
-    return get_data_parallel_group(with_context_parallel=True, with_gtp_remat=False)
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    """Return the number of ranks in :func:`get_sequence_data_parallel_group`."""
-    return get_sequence_data_parallel_group().size()
-
-
-def get_sequence_data_parallel_rank() -> int:
-    """Return this rank's index in :func:`get_sequence_data_parallel_group`."""
-    return get_sequence_data_parallel_group().rank()
-
-
-def get_data_parallel_group_ranks() -> list[int]:
-    """Return the global ranks of the data-parallel group, ascending."""
-    return _DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS")
-
-
-def get_model_parallel_world_size() -> int:
-    """Return the number of tensor-parallel ranks; ContractError where there is a pipeline, too."""
-    _refuse_pipeline("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
-    return get_tensor_model_parallel_world_size()
-
-
-def get_model_parallel_rank() -> int:
-    """Return this rank's index among the tensor-parallel ranks; ContractError where there is a pipeline, too."""
-    _refuse_pipeline("get_model_parallel_rank", "get_tensor_model_parallel_rank")
-    return get_tensor_model_parallel_rank()
-
-
-def _refuse_pipeline(name: str, instead: str) -> None:
-    stages = get_pipeline_model_parallel_world_size()
-    if stages != 1:
-        raise ContractError(
-            f"{name}() is of the tensor-parallel ranks, and there are {stages} pipeline stages, which are model-parallel, "
-            f"too; call {instead}()"
-        )
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        # The mpu of trees before megatron.core has the layers, mappings and helpers for tensors, too.
-        tensor_parallel = import_module(f"{__package__}.tensor_parallel")
-        if name in tensor_parallel.__all__:
-            return getattr(tensor_parallel, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-# Buffers.
-
-
-def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Return the buffer for temporary tensors, which is made with the groups."""
-    return _GLOBAL_MEMORY_BUFFER or missing("_GLOBAL_MEMORY_BUFFER")
-
-
-def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
-    """Return the buffer in symmetric memory, once ``_set_global_symmetric_memory_buffer()`` has made it."""
-    return _GLOBAL_SYMMETRIC_MEMORY_BUFFER or missing("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
-
-
-def destroy_global_memory_buffer() -> None:
-    """Release the buffer for temporary tensors."""
-    global _GLOBAL_MEMORY_BUFFER
-    _GLOBAL_MEMORY_BUFFER = None
-
-
-def destroy_global_symmetric_memory_buffer() -> None:
-    """Release the buffer in symmetric memory."""
-    global _GLOBAL_SYMMETRIC_MEMORY_BUFFER
-    _GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
-
-
-def _set_global_memory_buffer() -> None:
-    """Make the buffer for temporary tensors."""
-    global _GLOBAL_MEMORY_BUFFER
-    if _GLOBAL_MEMORY_BUFFER is not None:
-        raise ContractError("there is a global memory buffer; call destroy_global_memory_buffer() first")
-    _GLOBAL_MEMORY_BUFFER = GlobalMemoryBuffer(None if BINDING.shown is None else BINDING.shown.device)
-
-
-def _set_global_symmetric_memory_buffer() -> None:
-    """Make the buffer in the symmetric memory of the tensor-parallel ranks, all of which call this."""
-    global _GLOBAL_SYMMETRIC_MEMORY_BUFFER
-    if _GLOBAL_SYMMETRIC_MEMORY_BUFFER is not None:
-        raise ContractError(
-            "there is a global symmetric memory buffer; call destroy_global_symmetric_memory_buffer() first"
-        )
-    _GLOBAL_SYMMETRIC_MEMORY_BUFFER = GlobalSymmetricMemoryBuffer(
-        size_in_mb=_SYMMETRIC_MEGABYTES, process_group=get_tensor_model_parallel_group()
-    )
-
-
-if not TYPE_CHECKING:  # Megatron's names: what the modules of the dialect define
-    __all__ = [
-        name
-        for name, value in list(globals().items())
-        if not name.startswith("_")
-        and name not in {"BINDING", "missing", "warn_deprecated", "zero_or_raise"}
-        and (value is logger or getattr(value, "__module__", "").startswith(f"{__package__}."))
-    ]
-
-BINDING.add_module(sys.modules[__name__])

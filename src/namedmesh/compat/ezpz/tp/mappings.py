@@ -1,10 +1,6 @@
-"""``ezpz.tp.mappings``: ways in and out of tensor-parallel regions, each with its partner as backward.
+"""ezpz's ways in and out of tensor-parallel regions; :class:`namedmesh.compat.model_parallel.ModelParallel` has them."""
 
-Below, t is the number of tensor-parallel ranks, and the last dim, of length n, is split into t shards in rank order.
-Results are new tensors: the input is never written to.
-"""
-
-from namedmesh.compat.ezpz.dialect import DIALECT
+from namedmesh.compat.ezpz.tp import DIALECT
 
 __all__ = [
     "copy_to_tensor_parallel_region",

@@ -1,4 +1,4 @@
-"""``ezpz.tp.utils``: helpers for cutting tensors, lengths and vocabularies."""
+"""ezpz's helpers for cutting tensors, lengths and vocabularies."""
 
 from namedmesh.compat.partition import (
     VocabUtility,

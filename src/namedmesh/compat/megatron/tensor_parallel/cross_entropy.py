@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from namedmesh.compat.cross_entropy import cross_entropy
 from namedmesh.compat.megatron.tensor_parallel.utils import current_group
 
@@ -40,4 +42,6 @@ def vocab_parallel_cross_entropy(
         tensor([[1.3863],
                 [1.3863]])
     """
-    return cross_entropy(vocab_parallel_logits, target, current_group(tp_group), label_smoothing)
+    return cross_entropy(
+        vocab_parallel_logits, target, current_group(tp_group), torch.float32, label_smoothing
+    )

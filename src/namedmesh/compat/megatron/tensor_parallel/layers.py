@@ -18,8 +18,7 @@ batch size. What is said here of an argument holds for every layer that has it:
 - ``stride``: the number of blocks that the sharded features are made of, each sharded on its own.
 - ``is_expert``: the layer belongs to an expert: its ranks are those of the expert layout, and whoever dispatches the tokens
   communicates.
-- ``tp_comm_buffer_name``: taken, and not used.
-- ``tp_group``: the ranks; left out, the tensor-model-parallel group.
+- ``tp_group``: the ranks; left out, the tensor-model-parallel group. ``tp_comm_buffer_name`` and the buffers are not used.
 
 Example:
     >>> import torch
@@ -41,10 +40,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
+from namedmesh._torch import group_named
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import ParallelLayer, ParallelLinear, VocabEmbedding
+from namedmesh.compat.layers import ALONE, ParallelLayer, VocabEmbedding
 from namedmesh.compat.megatron.tensor_parallel.utils import (
     accelerator,
     copy_tensor_model_parallel_attributes,
@@ -54,8 +55,7 @@ from namedmesh.compat.megatron.tensor_parallel.utils import (
     set_tensor_model_parallel_attributes,
 )
 from namedmesh.compat.partition import check_shards, scatter
-from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.linear import ColumnInput, column, row
+from namedmesh.tensor_parallel.collectives import enter, gather, leave
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,7 +80,7 @@ class _Layer(ParallelLayer):
 
     def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
         super().__init__()
-        self._group = current_group(tp_group, is_expert=is_expert)
+        self.group = current_group(tp_group, is_expert=is_expert)
         self.params_dtype = getattr(config, "params_dtype", None)
         self.params_device = None if getattr(config, "use_cpu_initialization", False) else accelerator()
         self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
@@ -88,20 +88,17 @@ class _Layer(ParallelLayer):
         for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
             if getattr(config, name, False):
                 raise ContractRuntimeError(
-                    f"{type(self).__name__}: {name} is set, but adding up gradients inside the matrix product needs APEX's CUDA "
-                    f"extension fused_weight_gradient_mlp_cuda, which namedmesh's layers do not call; set {name}=False"
+                    f"{type(self).__name__}: {name} needs APEX's CUDA extension, which namedmesh's layers do not call; set "
+                    f"{name}=False"
                 )
-
-    def current_group(self) -> RankGroup:
-        return self._group
 
     @property
     def tp_group(self) -> ProcessGroup | None:
         """The ranks that share the layer; None where ``torch.distributed`` has not been initialized."""
-        return self._group.process_group
+        return group_named(self.group.name) if self.group.name else None
 
 
-class _Linear(_Layer, ParallelLinear):
+class _Linear(_Layer):
     """What the column and the row layer share: the marks of the parameters, and an extra state that is empty."""
 
     lengths = "output_size", "input_size"
@@ -116,13 +113,16 @@ class _Linear(_Layer, ParallelLinear):
         self.sequence_parallel = getattr(config, "sequence_parallel", False)
         self.gradient_accumulation_fusion = False
         # The experts' tokens are gathered and summed by who dispatches them.
-        self.explicit_expert_comm = is_expert and (self._group.size > 1 or self.expert_parallel)
+        self.explicit_expert_comm = is_expert and (self.group.size > 1 or self.expert_parallel)
         # A state from before there was an extra one, or from a plain linear layer, loads all the same.
         self.register_load_state_dict_pre_hook(_allow_no_extra_state)  # type: ignore[no-untyped-call]
 
-    def make_parameters(self, initialize: Initializer, stride: int, **choices: bool) -> None:
+    def make_parameters(
+        self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, allocate: bool = True
+    ) -> None:
         """Make this rank's shards, and mark them."""
-        super().make_parameters(initialize, stride, **choices)
+        self.make_weight(initialize, stride, keep=keep, allocate=allocate)
+        self.make_bias(bias)
         for parameter in self.parameters(recurse=False):
             if parameter is self.weight or self.dim == 0:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=self.dim, stride=stride)
@@ -151,7 +151,6 @@ class ColumnParallelLinear(_Linear):
         gather_output: join the output features on every rank. Left out, it is False where a ``config`` is
             given and True where none is: each as its generation of the interface has it.
         skip_weight_param_allocation: make no weight; one is passed to every forward.
-        embedding_activation_buffer, grad_output_buffer: kept, and not used.
         disable_grad_reduce: leave the input's gradient this rank's part, to be summed later.
 
     Raises:
@@ -179,7 +178,7 @@ class ColumnParallelLinear(_Linear):
         tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__((input_size, output_size), config, tp_group, is_expert)
-        ranks = self._group.size
+        ranks = self.group.size
         self.output_size_per_partition = output_size // ranks
         self.gather_output = config is None if gather_output is None else gather_output
         self.skip_bias_add, self.disable_grad_reduce = skip_bias_add, disable_grad_reduce
@@ -187,18 +186,14 @@ class ColumnParallelLinear(_Linear):
         self.grad_output_buffer = grad_output_buffer
         if self.sequence_parallel and ranks == 1:
             warnings.warn(
-                "sequence_parallel is set, but there is one tensor-parallel rank only and nothing to cut; "
-                "ColumnParallelLinear goes on without it",
+                "sequence_parallel is set, but there is one tensor-parallel rank only; ColumnParallelLinear goes on without it",
                 stacklevel=2,
             )
             self.sequence_parallel = False
         self.allreduce_dgrad = ranks > 1 and not self.sequence_parallel and not disable_grad_reduce
+        allocate = not skip_weight_param_allocation
         self.make_parameters(
-            init_method,
-            stride,
-            bias=bias,
-            keep=keep_master_weight_for_test,
-            allocate=not skip_weight_param_allocation,
+            init_method, stride, bias=bias, keep=keep_master_weight_for_test, allocate=allocate
         )
 
     def forward(
@@ -212,26 +207,20 @@ class ColumnParallelLinear(_Linear):
             weight: the shard to use instead of the layer's own; a ContractRuntimeError if it has another shape.
             runtime_gather_output: join the output features or not, whatever the layer was made with.
         """
-        group, bias = self._group, None if self.skip_bias_add else self.bias
         weight = self.weight if weight is None else weight
         expected = (self.output_size_per_partition, self.input_size)
-        if weight is None:
+        if weight is None or weight.shape != expected:
+            got = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
             raise ContractRuntimeError(
-                "ColumnParallelLinear was made with skip_weight_param_allocation=True, and its forward got "
-                "no weight; pass weight="
-            )
-        if weight.shape != expected:
-            raise ContractRuntimeError(
-                f"ColumnParallelLinear got a weight of shape {tuple(weight.shape)}; pass this rank's shard, of "
-                f"shape {expected}"
+                f"ColumnParallelLinear got {got}; pass this rank's shard, of shape {expected}, to its forward"
             )
         if self.sequence_parallel and not self.explicit_expert_comm:
-            output = column(input_, weight, bias, ColumnInput(group, 0, gather_again=True))
-        else:
-            summed = not (self.disable_grad_reduce or self.explicit_expert_comm)
-            output = column(input_, weight, bias, ColumnInput(group if summed else ALONE))
+            input_ = enter(input_, self.group, 0)
+        elif not (self.disable_grad_reduce or self.explicit_expert_comm):
+            input_ = enter(input_, self.group)
+        output = F.linear(input_, weight, None if self.skip_bias_add else self.bias)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
-            output = gather(output, group, -1)
+            output = gather(output, self.group, -1)
         return output, self.bias if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
@@ -276,15 +265,13 @@ class RowParallelLinear(_Linear):
         super().__init__((input_size, output_size), config, tp_group, is_expert)
         if self.sequence_parallel and not input_is_parallel:
             raise ContractRuntimeError(
-                "RowParallelLinear got sequence_parallel with input_is_parallel=False; its input features must "
-                "be cut already, as ColumnParallelLinear leaves them: pass input_is_parallel=True"
+                "sequence_parallel needs an input that is sharded already; pass input_is_parallel=True"
             )
         if self.explicit_expert_comm and not skip_bias_add:
             raise ContractError(
-                "RowParallelLinear got is_expert with skip_bias_add=False; each rank's output is a part of a sum, "
-                "in which the bias would count several times: pass skip_bias_add=True"
+                "the bias of is_expert would count several times in a sum; pass skip_bias_add=True"
             )
-        self.input_size_per_partition = input_size // self._group.size
+        self.input_size_per_partition = input_size // self.group.size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test)
         if self.bias is not None:
@@ -301,16 +288,12 @@ class RowParallelLinear(_Linear):
             input_: ``(s, b, input_size / t)``, this rank's features, where the input is parallel; otherwise
                 ``(s, b, input_size)``, the same on every rank.
         """
-        group = self._group
+        group = ALONE if self.explicit_expert_comm else self.group
         if not self.input_is_parallel:
-            input_ = scatter(input_, group, -1)
-        if self.explicit_expert_comm:
-            output = row(input_, self.weight, None, ALONE)
-        elif self.sequence_parallel:
+            input_ = scatter(input_, self.group, -1)
+        if self.sequence_parallel:
             check_shards(input_.shape[0], group.size, what="the length of dim 0 of the output")
-            output = row(input_, self.weight, None, group, 0)
-        else:
-            output = row(input_, self.weight, None, group)
+        output = leave(F.linear(input_, self.weight), group, 0 if self.sequence_parallel else None)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
@@ -320,13 +303,8 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
     """An embedding whose vocabulary is sharded over the tensor-parallel ranks.
 
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
-    and without, ``vocab_end_index``.
-
-    Args:
-        num_embeddings: the number of ids, of all ranks together.
-        embedding_dim: features of a vector.
-        reduce_scatter_embeddings: swap the first two dims of the output and leave each rank its shard of the
-            sequence, as sequence parallelism wants it.
+    and without, ``vocab_end_index``. With ``reduce_scatter_embeddings`` the first two dims of the output are swapped, and
+    each rank keeps its shard of the sequence, as sequence parallelism wants it.
 
     Raises:
         ContractError: the ranks do not divide ``num_embeddings``; pad the vocabulary.
@@ -353,11 +331,14 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         """Return ``(b, s, embedding_dim)``, the same on every rank; scattered this rank's ``(s / t, b, embedding_dim)``.
 
         Args:
-            input_: ids, ``(b, s)``, the same on every rank. On several ranks one outside of the vocabulary gets zeros.
+            input_: ids, ``(b, s)``, the same on every rank. One outside of the vocabulary gets zeros; on one rank it is an
+                IndexError.
         """
-        group = self._group
-        vectors = self.look_up(input_)
+        if self.group.size == 1:
+            vectors = self.weight[input_] if self.deterministic_mode else F.embedding(input_, self.weight)
+        else:
+            vectors = self.look_up(input_, deterministic=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
-            return sum_forward(vectors, group)
-        check_shards(vectors.shape[1], group.size, what="the length of dim 1 of the ids")
-        return sum_scatter(vectors.transpose(0, 1), group, 0)
+            return leave(vectors, self.group)
+        check_shards(vectors.shape[1], self.group.size, what="the length of dim 1 of the ids")
+        return leave(vectors.transpose(0, 1), self.group, 0)

@@ -15,20 +15,14 @@ from torch import Tensor
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.tensor_parallel.utils import current_group
 from namedmesh.compat.partition import check_even, scatter
-from namedmesh.tensor_parallel.collectives import (
-    RankGroup,
-    exchange,
-    gather,
-    gather_parts,
-    sum_backward,
-    sum_forward,
-    sum_scatter,
-)
+from namedmesh.tensor_parallel.collectives import enter, exchange, gather, leave
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
+
+    from namedmesh.tensor_parallel.collectives import Group
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",
@@ -45,44 +39,52 @@ __all__ = [
     "scatter_to_tensor_model_parallel_region",
 ]
 
-Group: TypeAlias = "ProcessGroup | None"
+Ranks: TypeAlias = "ProcessGroup | None"
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
     """Hand in a tensor of any shape that every rank has; its gradient, a part on each rank, is summed."""
-    return sum_backward(input_, current_group(group))
+    return enter(input_, current_group(group))
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
     """Sum the ranks' parts, of any shape, on every rank; the gradient is handed through."""
-    return sum_forward(input_, current_group(group))
+    return leave(input_, current_group(group))
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
     """Keep this rank's ``(..., n / t)`` of an ``(..., n)`` that every rank has; the gradient is gathered."""
     return scatter(input_, current_group(group), -1)
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its shard of the gradient.
-
-    It is for ranks that go on with the same computation. Where they differ, use
-    :func:`all_gather_last_dim_from_tensor_parallel_region`.
-    """
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
+    """Join the ranks' ``(..., n / t)`` to ``(..., n)``, for ranks that go on alike; each gets its shard of the gradient."""
     return gather(input_, current_group(group), -1)
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
     """Keep this rank's ``(s / t, ...)`` of an ``(s, ...)`` that every rank has; the gradient is gathered."""
     return scatter(input_, current_group(group), 0)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
+    """Join the ranks' ``(..., n / t)`` to ``(..., n)``, for ranks that go on with different parts; the gradients are summed."""
+    return enter(input_, current_group(group), -1)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
+    """Sum the ranks' ``(..., n)``, of which each rank keeps its ``(..., n / t)``; the gradient is gathered."""
+    ranks = current_group(group)
+    check_even(input_, -1, ranks.size)
+    return leave(input_, ranks, -1)
 
 
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
-    group: Group = None,
+    group: Ranks = None,
     output_split_sizes: Sequence[int] | None = None,
-    use_global_buffer: bool = False,  # noqa: ARG001  see below
+    use_global_buffer: bool = False,  # noqa: ARG001  the result is a tensor of its own, which no next call overwrites
 ) -> Tensor:
     """Join the ranks' ``(s / t, ...)`` to ``(s, ...)``, on every rank.
 
@@ -92,60 +94,50 @@ def gather_from_sequence_parallel_region(
             layer: the gradients are summed, and each rank gets its shard. False where they all do the same:
             the gradient is only split.
         group: the ranks.
-        output_split_sizes: the lengths of all ranks' shards, where they differ.
-        use_global_buffer: taken and not used. The result is a tensor of its own, because the next call would
-            overwrite a shared one.
-
-    Raises:
-        ContractError: the sizes are not one for each rank, or not the length of this rank's shard.
+        output_split_sizes: the lengths of all ranks' shards, where they differ; a ContractError where they do not fit.
+        use_global_buffer: taken and not used.
     """
     ranks = current_group(group)
-    if output_split_sizes is not None:
-        return _gather_uneven(input_, ranks, output_split_sizes, sum_gradients=tensor_parallel_output_grad)
-    return gather_parts(input_, ranks, 0) if tensor_parallel_output_grad else gather(input_, ranks, 0)
+    if output_split_sizes is None:
+        return enter(input_, ranks, 0) if tensor_parallel_output_grad else gather(input_, ranks, 0)
+    # Every rank sends its own shard to each of them.
+    lengths = [int(length) for length in output_split_sizes]
+    length = input_.shape[0]
+    if len(lengths) != ranks.size or lengths[ranks.rank] != length:
+        raise ContractError(
+            f"output_split_sizes are {lengths}, and rank {ranks.rank} of {ranks.size} has a shard of length {length}; pass the "
+            "length of every rank's shard, in rank order"
+        )
+    sent = input_ if tensor_parallel_output_grad else input_.detach()
+    whole = _exchange(torch.cat([sent] * ranks.size), ranks, [length] * ranks.size, lengths)
+    if tensor_parallel_output_grad or ranks.size == 1:
+        return whole
+    before = sum(lengths[: ranks.rank])
+    return torch.cat([whole[:before], input_, whole[before + length :]])
 
 
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
-    group: Group = None,
+    group: Ranks = None,
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,  # noqa: ARG001  as above
 ) -> Tensor:
     """Sum the ranks' ``(s, ...)``, of which each rank keeps its ``(s / t, ...)``; the gradient is gathered.
 
-    Args:
-        input_: this rank's part of the sum.
-        group: the ranks.
-        input_split_sizes: the lengths of the shards, where they differ; they add up to s.
-        use_global_buffer: taken and not used.
-
-    Raises:
-        ContractError: t does not divide s, or the sizes are not one for each rank or do not add up to s.
+    ``input_split_sizes`` are the lengths of the shards, where they differ; a ContractError where they do not add up to s.
     """
     ranks = current_group(group)
-    if input_split_sizes is not None:
-        return _sum_scatter_uneven(input_, ranks, input_split_sizes)
-    check_even(input_, 0, ranks.size)
-    return sum_scatter(input_, ranks, 0)
-
-
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Join the ranks' ``(..., n / t)`` to ``(..., n)``; the gradients are summed, and each rank gets its shard.
-
-    It is for ranks that go on with different parts of the work.
-    """
-    return gather_parts(input_, current_group(group), -1)
-
-
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Sum the ranks' ``(..., n)``, of which each rank keeps its ``(..., n / t)``; the gradient is gathered."""
-    ranks = current_group(group)
-    check_even(input_, -1, ranks.size)
-    return sum_scatter(input_, ranks, -1)
+    if input_split_sizes is None:
+        check_even(input_, 0, ranks.size)
+        return leave(input_, ranks, 0)
+    length = int(input_split_sizes[ranks.rank])
+    received = _exchange(input_, ranks, input_split_sizes, [length] * ranks.size)
+    parts: Tensor = received.unflatten(0, (ranks.size, length))
+    return parts.sum(0)
 
 
 def all_to_all(
-    group: Group,
+    group: Ranks,
     input_: Tensor,
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
@@ -153,105 +145,43 @@ def all_to_all(
     """Send a shard of the first dim to each rank, and join in rank order what they send; gradients travel the other way.
 
     Args:
-        group: the ranks. It must be named.
+        group: the ranks; a ContractError without.
         input_: ``(n, ...)``: the shard for rank 0, then the one for rank 1, and so on.
         output_split_sizes_: the lengths of what each rank sends here; equal shards by default.
-        input_split_sizes: the lengths of the shards to send; equal ones by default.
-
-    Raises:
-        ContractError: there is no group, the lengths are not one for each rank or do not add up to n, or by
-            default t does not divide n.
+        input_split_sizes: the lengths of the shards to send, which add up to n; equal ones by default.
     """
     if group is None:
         raise ContractError("all_to_all was called without a group; pass the process group of its ranks")
     return _exchange(input_, current_group(group), input_split_sizes, output_split_sizes_)
 
 
-def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
+def all_to_all_sp2hp(input_: Tensor, group: Ranks = None) -> Tensor:
     """Exchange tokens that are sharded over the ranks, ``(tokens / t, h)``, for features that are, ``(tokens, h / t)``.
 
     More dims before the last are taken as one.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh import launch
-        >>> _ = launch.init("cpu")
-        >>> all_to_all_sp2hp(torch.zeros(2, 3, 4), group=torch.distributed.group.WORLD).shape
-        torch.Size([6, 4])
-        >>> torch.distributed.destroy_process_group()
     """
     ranks = current_group(group)
     check_even(input_, -1, ranks.size)
     rows = input_.reshape(-1, input_.shape[-1])
     # A block of features for each rank, one below the other.
-    return _exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
+    return exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
 
 
-def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
+def all_to_all_hp2sp(input_: Tensor, group: Ranks = None) -> Tensor:
     """Exchange features that are sharded over the ranks for tokens that are: the way back from :func:`all_to_all_sp2hp`."""
     ranks = current_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
     check_even(rows, 0, ranks.size)
-    return torch.cat(_exchange(rows, ranks).chunk(ranks.size), dim=-1)
+    return torch.cat(exchange(rows, ranks).chunk(ranks.size), dim=-1)
 
 
-def _exchange(
-    outgoing: Tensor,
-    group: RankGroup,
-    send: Sequence[int] | None = None,
-    receive: Sequence[int] | None = None,
-) -> Tensor:
+def _exchange(x: Tensor, group: Group, send: Sequence[int] | None, receive: Sequence[int] | None) -> Tensor:
     """Send a shard of dim 0 to each rank, and join what is received; of equal lengths, unless they are given."""
-    if not torch.compiler.is_compiling():  # lengths that are computed are known when the graph runs
-        send, receive = (None if sizes is None else _checked(sizes, group) for sizes in (send, receive))
-        length = outgoing.shape[0]
-        what = f"dim 0 of shape {tuple(outgoing.shape)} has length {length}"
-        if send is not None and sum(send) != length:
-            raise ContractError(
-                f"the lengths to send {send} add up to {sum(send)}, but {what}; they must add up to it"
-            )
-        if send is None and length % group.size:
-            raise ContractError(
-                f"{what}, which cannot be split into {group.size} equal shards; pass the length of each shard"
-            )
-    return exchange(outgoing, group, (send, receive))
-
-
-def _checked(sizes: Sequence[int], group: RankGroup) -> list[int]:
-    """Return the lengths of the ranks' shards as integers, one for each rank."""
-    lengths = [int(size) for size in sizes]
-    if len(lengths) != group.size or min(lengths) < 0:
+    if send is None:
+        check_even(x, 0, group.size)
+    elif not torch.compiler.is_compiling() and (len(send) != group.size or sum(send) != x.shape[0]):
         raise ContractError(
-            f"the sizes are {lengths}, for {group.size} ranks; pass one length for each rank, none negative"
+            f"the lengths to send are {[*map(int, send)]}, for {group.size} ranks and dim 0 of shape {tuple(x.shape)}; pass "
+            "one for each rank, which add up to it"
         )
-    return lengths
-
-
-def _gather_uneven(shard: Tensor, group: RankGroup, sizes: Sequence[int], *, sum_gradients: bool) -> Tensor:
-    """Join shards of different lengths along dim 0: every rank sends its own to each of them."""
-    lengths = _checked(sizes, group)
-    length = lengths[group.rank]
-    if shard.shape[0] != length:
-        raise ContractError(
-            f"rank {group.rank} has a shard of length {shard.shape[0]} (shape {tuple(shard.shape)}), but the "
-            f"sizes {lengths} say {length}; pass the length of every rank's shard, in rank order"
-        )
-    if group.size == 1:
-        return shard
-    sent = shard if sum_gradients else shard.detach()
-    whole = _exchange(torch.cat([sent] * group.size), group, [length] * group.size, lengths)
-    if sum_gradients:
-        return whole
-    before = sum(lengths[: group.rank])
-    return torch.cat([whole[:before], shard, whole[before + length :]])
-
-
-def _sum_scatter_uneven(partial: Tensor, group: RankGroup, sizes: Sequence[int]) -> Tensor:
-    """Sum the ranks' parts, of which each rank keeps a shard of dim 0 of another length."""
-    lengths = _checked(sizes, group)
-    length = lengths[group.rank]
-    received = _exchange(partial, group, lengths, [length] * group.size)
-    if group.size == 1:
-        return received
-    parts: Tensor = received.unflatten(0, (group.size, length))
-    return parts.sum(0)
+    return exchange(x, group, (send, receive))

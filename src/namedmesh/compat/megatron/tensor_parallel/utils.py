@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from namedmesh.compat.errors import ContractError
+from namedmesh.compat.layers import ALONE
 from namedmesh.compat.partition import (
     VocabUtility,
     check_shards,
@@ -20,16 +21,20 @@ from namedmesh.compat.partition import (
     split_tensor_along_last_dim,
 )
 from namedmesh.launch import default_group_device
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
+from namedmesh.tensor_parallel.collectives import Group, all_gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
     "VocabUtility",
+    "copy_tensor_model_parallel_attributes",
     "divide",
     "ensure_divisibility",
     "gather_split_1d_tensor",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
     "split_tensor_along_last_dim",
     "split_tensor_into_1d_equal_chunks",
 ]
@@ -43,21 +48,21 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def current_group(group: ProcessGroup | None, *, is_expert: bool = False) -> RankGroup:
+def current_group(group: ProcessGroup | None, *, is_expert: bool = False) -> Group:
     """Return the group that a call names or, where it names none, the tensor-parallel group, of experts if asked.
 
     Where ``torch.distributed`` has not been initialized it is this process alone. Where only model parallelism has not, it
     is a ContractError.
     """
-    if group is None and dist.is_initialized():
-        # Here, not at the top: whoever names his groups needs no global state.
+    if group is None and not dist.is_initialized():
+        return ALONE
+    if group is None:
+        # Here, not at the top: install() may put the original's in its place, and whoever names his groups needs neither.
         from namedmesh.compat.megatron import parallel_state
 
-        if is_expert:
-            group = parallel_state.get_expert_tensor_parallel_group()
-        else:
-            group = parallel_state.get_tensor_model_parallel_group()
-    return RankGroup(group)
+        kind = "get_expert_tensor_parallel_group" if is_expert else "get_tensor_model_parallel_group"
+        group = getattr(parallel_state, kind)()
+    return Group.of(group)
 
 
 def accelerator() -> torch.device | None:
@@ -72,60 +77,40 @@ def accelerator() -> torch.device | None:
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Return this rank's shard of a tensor's numbers, in one dim.
+    """Return this rank's shard of the numbers of a contiguous tensor that every rank has, in one dim.
 
-    Args:
-        tensor: contiguous, the same on every rank. Of its n numbers, rank r of t gets those from r * n / t up to
-            (r + 1) * n / t; a ContractError where t does not divide n.
-        new_buffer: hand out a copy that is no part of any graph, instead of a view.
-        tp_group: the ranks; left out, the tensor-model-parallel group.
+    It is a view, with ``new_buffer`` a copy that is no part of any graph; a ContractError where the ranks do not divide the
+    numbers.
 
     Example:
         >>> split_tensor_into_1d_equal_chunks(torch.tensor([[1, 2], [3, 4]]))    # plain python: one rank
         tensor([1, 2, 3, 4])
     """
     group = current_group(tp_group)
-    what = f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
-    check_shards(tensor.numel(), group.size, what=what)
+    check_shards(
+        tensor.numel(), group.size, what=f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
+    )
     shard = tensor.view(group.size, -1)[group.rank]
     return shard.detach().clone() if new_buffer else shard
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
-    """Gather all ranks' shards, of equal lengths, in one dim: the way back from :func:`split_tensor_into_1d_equal_chunks`.
-
-    The result is a new tensor, the same on every rank, through which no gradient flows.
-
-    Example:
-        >>> gather_split_1d_tensor(torch.tensor([1, 2]))
-        tensor([1, 2])
-    """
+    """Gather all ranks' shards, of equal lengths, in one dim; a new tensor, through which no gradient flows."""
     group = current_group(tp_group)
     shard = tensor.detach()
     return shard.clone() if group.size == 1 else all_gather(shard, group, 0)
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor as a shard of a larger one, or as a whole one.
-
-    Args:
-        tensor: a parameter; a ContractError where it is marked already.
-        is_parallel: whether it is a shard: each rank has another one.
-        dim: the dim along which the whole was sharded.
-        stride: the number of blocks, each of which was sharded on its own.
+    """Mark a tensor as a shard (``is_parallel``) of ``stride`` blocks along a dim; a ContractError where it is marked.
 
     Example:
         >>> import torch
-        >>> weight, master, norm = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2)
+        >>> weight, master = torch.zeros(2, 3), torch.zeros(2, 3)
         >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
         >>> copy_tensor_model_parallel_attributes(master, weight)
-        >>> master.tensor_model_parallel, master.partition_dim, master.partition_stride
-        (True, 0, 1)
-        >>> set_defaults_if_not_set_tensor_model_parallel_attributes(norm)
-        >>> norm.tensor_model_parallel, norm.partition_dim
-        (False, -1)
-        >>> param_is_not_tensor_parallel_duplicate(weight)
-        True
+        >>> master.tensor_model_parallel, master.partition_dim, param_is_not_tensor_parallel_duplicate(master)
+        (True, 0, True)
     """
     present = [name for name in _DEFAULTS if hasattr(tensor, name)]
     if present:

@@ -1,0 +1,206 @@
+"""The variables of a legacy module, kept for each mesh: those of one mesh are in the module at a time.
+
+Megatron, fairscale, ezpz and DeepSpeed keep their groups in module-level variables, which legacy code reads and assigns.
+The module is namedmesh's own, or once ``install()`` was called the original's, whose own code then answers.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from namedmesh import current
+from namedmesh.compat.errors import ContractError
+from namedmesh.errors import MeshError
+from namedmesh.mesh import NamedMesh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from types import ModuleType
+
+__all__ = ["Bound", "State", "require_default_group", "require_open"]
+
+
+class State:
+    """The variables of one module, and what they are for each mesh; make one for a module and process.
+
+    They show the mesh that was selected with ``with mesh:``, in whatever thread, or else the one that was bound last. What
+    legacy code assigns while they show a mesh comes back with it; what it assigned without a mesh comes back without one.
+
+    Args:
+        dialect: its name, for messages.
+        initialize: its function that makes a mesh, for messages.
+        module: the module.
+        at_import: the module as it is when it is imported; by default as it is at this moment.
+        names: the variables; by default all private ones that are None, a list or a dictionary at import.
+    """
+
+    def __init__(
+        self,
+        dialect: str,
+        initialize: str,
+        module: ModuleType,
+        at_import: ModuleType | None = None,
+        names: Iterable[str] = (),
+    ) -> None:
+        self.dialect, self.initialize, self.module = dialect, initialize, module
+        values = vars(at_import or module)
+        self.names = tuple(names) or tuple(name for name in values if _is_variable(name, values[name]))
+        self.empty = {name: values[name] for name in self.names}
+        self.without = self._read()  # a mesh
+        self.saved: WeakKeyDictionary[NamedMesh, dict[str, Any]] = WeakKeyDictionary()
+        self.bound: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()  # what each was bound with
+        self.shown: NamedMesh | None = None
+        self.base: NamedMesh | None = None
+        self.owned: NamedMesh | None = None
+        current.watch(self)
+
+    def _read(self) -> dict[str, Any]:
+        return {name: vars(self.module)[name] for name in self.names}
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        """Fill the variables; those without a value are as at import, with containers of their own."""
+        for name, value in self.empty.items():
+            vars(self.module)[name] = values[name] if name in values else _copied(value)
+
+    @contextmanager
+    def blank(self) -> Iterator[dict[str, Any]]:
+        """Let an initialize function fill the variables as if there were no other mesh; yield what they become.
+
+        Afterwards they are as before, until :meth:`take` is given what they became.
+        """
+        before = self._read()
+        made: dict[str, Any] = {}
+        if self.shown is not None:
+            self._write({})
+        else:  # what was assigned by hand stays, as in the original, which fills containers in place
+            self._write({name: _copied(value) for name, value in before.items()})
+        try:
+            yield made
+            made |= self._read()
+        finally:
+            self._write(before)
+
+    def take(
+        self, mesh: NamedMesh, values: Mapping[str, Any], request: object = None, *, owned: bool = False
+    ) -> Bound:
+        """Answer from a mesh with the variables that were made for it.
+
+        Args:
+            mesh: the mesh.
+            values: the value of each variable that is not as at import.
+            request: what they were made with.
+            owned: whether the dialect made the mesh, and closes it when it is destroyed.
+        """
+        if self.shown is mesh:
+            self._write(values)
+        self.saved[mesh], self.bound[mesh] = dict(values), request
+        if owned:
+            self.owned = mesh
+        return self.bind(mesh)
+
+    def bind(self, mesh: NamedMesh) -> Bound:
+        """Answer from a mesh whose variables were made."""
+        before, self.base = self.base, mesh
+        self.changed()
+        return Bound(self, mesh, before)
+
+    def is_bound(self, mesh: NamedMesh, request: object = None) -> bool:
+        """Return whether a mesh has its variables, made with a request."""
+        return mesh in self.bound and self.bound[mesh] == request
+
+    def current_mesh(self) -> NamedMesh:
+        """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
+        if self.shown is None or self.shown not in self.bound:
+            raise MeshError(
+                f"{self.dialect} is not bound to a mesh; call {self.initialize}(...) or bind(mesh) first"
+            )
+        return self.shown
+
+    def refuse_second(self) -> None:
+        """Refuse to make a mesh for the dialect where it has one, or where another one is selected."""
+        mesh = self.owned or self.base or self.shown
+        if mesh is not None:
+            raise ContractError(
+                f"{self.dialect} is already initialized, for {mesh.layout}; call the function that destroys it first, or "
+                "bind another mesh beside it with bind(mesh)"
+            )
+
+    def unbind(self) -> None:
+        """Forget the mesh that is bound; it stays as it is, with its groups."""
+        if self.base is not None:
+            self.changed(self.base)
+
+    def destroy(self) -> None:
+        """Forget every mesh and assignment. A mesh that the dialect made is closed, with its groups; one that was bound stays."""
+        owned = self.owned
+        self.saved.clear()
+        self.bound.clear()
+        self.base = self.shown = self.owned = None
+        self.without = {}
+        self._write({})
+        if owned is not None:
+            owned.close(destroy_groups=True)
+
+    def changed(self, closed: NamedMesh | None = None) -> None:
+        """Follow a mesh that was selected, deselected or closed."""
+        if closed is not None:
+            self.saved.pop(closed, None)
+            self.bound.pop(closed, None)
+            self.base = None if self.base is closed else self.base
+            self.owned = None if self.owned is closed else self.owned
+        mesh = current.selection() or self.base
+        if mesh is self.shown and mesh is not closed:
+            return
+        if self.shown is None:
+            self.without = self._read()
+        elif self.shown is not closed:
+            self.saved[self.shown] = self._read()
+        self._write(self.without if mesh is None else self.saved.get(mesh, {}))
+        self.shown = mesh
+
+
+class Bound:
+    """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it."""
+
+    def __init__(self, state: State, mesh: NamedMesh, before: NamedMesh | None) -> None:
+        self.mesh, self._state, self._before = mesh, state, before
+
+    def __enter__(self) -> NamedMesh:
+        return self.mesh.__enter__()
+
+    def __exit__(self, *_error: object) -> None:
+        state, before = self._state, self._before
+        if state.base is self.mesh:  # what was bound in the block stays
+            state.base = before if before in state.bound else None
+        self.mesh.__exit__(None, None, None)
+
+
+def require_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
+    """Raise ContractError where there is no default group, which ``namedmesh.launch.init()`` makes, or another call."""
+    if not dist.is_initialized():
+        raise ContractError(
+            f"torch.distributed has no default group; call namedmesh.launch.init() or {or_call} first"
+        )
+
+
+def require_open(mesh: object, call: str) -> None:
+    """Raise MeshError where ``call`` was given something else than an open NamedMesh."""
+    if not isinstance(mesh, NamedMesh):
+        raise MeshError(
+            f"{call} got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
+        )
+    if mesh.closed:
+        raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict)) else value
+
+
+def _is_variable(name: str, value: object) -> bool:
+    private = name.startswith("_") and not name.startswith("__")
+    return private and (value is None or isinstance(value, (list, dict)))

@@ -1,0 +1,533 @@
+"""DeepSpeed's topologies, grid, mpu and groups on a mesh, against DeepSpeed's own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+import sys
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from installing import run_python, without
+from legacy import comparable, kind_of, outcome
+from messages import refuses
+from ranks import fake_world, live_groups, run_ranks, summed
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import namedmesh
+from namedmesh import Layout, MeshError, PlanError
+from namedmesh.compat import deepspeed
+from namedmesh.compat.deepspeed import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    mpu,
+    topology,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Names that a mesh has other words for, that its functions take as arguments, and that tuples have as methods.
+NAMES = ("pipe", "data", "model", "pp", "dp", "tp", "expert", "device", "layout", "self", "a", "x1", "slice")
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """DeepSpeed's module. Of its communication layer a grid uses three functions that torch has too."""
+    module = importlib.import_module("deepspeed.runtime.pipe.topology")
+    monkeypatch.setattr(module, "dist", dist)
+    return module
+
+
+# --- topologies ---------------------------------------------------------------------------------------------
+
+
+def answer(topo: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return outcome(lambda: getattr(topo, name)(*args, **kwargs))
+
+
+def questions(source: random.Random, axes: list[str], dims: list[int]) -> list[tuple[Any, ...]]:
+    """What is asked of a topology: sensible things, and others."""
+    world = prod(dims)
+    asked: list[tuple[Any, ...]] = [(name, (), {}) for name in ("get_axis_names", "world_size", "__str__")]
+    for rank in (0, world - 1, source.randrange(world), -1, world, 0.0, 1.5, "0", None, True):
+        asked += [("get_coord", (rank,), {}), ("get_coord", (), {"rank": rank})]
+        for omit in ([], ["data", "pipe"], axes[:1], axes, ("nothing",), "data", None):
+            asked.append(("get_rank_repr", (rank,), {"omit_axes": omit}))
+        asked.append(("get_rank_repr", (rank,), {"inner_sep": "=", "outer_sep": ", "}))
+    for axis in [*axes, "data", "nothing", None, 3]:
+        asked += [("get_dim", (axis,), {}), ("get_axis_comm_lists", (axis,), {})]
+        asked += [("get_axis_list", (), {"axis": axis, "idx": at}) for at in (-1, 0, 1, 2, 9, 1.0, "0", None)]
+    for _ in range(12):
+        pairs = source.sample(list(zip(axes, dims, strict=True)), len(axes))
+        at: dict[str, Any] = {
+            axis: source.choice([*range(dim), *range(dim), -1, dim, 0.0, "0"]) for axis, dim in pairs
+        }
+        some = dict(source.sample(list(at.items()), source.randint(0, len(at))))
+        swapped = {**dict(list(at.items())[1:]), "nothing": 0}
+        for which in (at, some, {**some, "nothing": 0}, swapped, {"nothing": 0, **some}):
+            if "self" not in which:  # a keyword that no method can take
+                asked += [("get_rank", (), which), ("filter_match", (), which)]
+    return asked
+
+
+@pytest.mark.oracle("deepspeed")
+def test_the_same_answers_in_random_topologies(theirs: Any) -> None:
+    source, refused, answered = random.Random(11), set(), 0
+    while answered < 20_000:
+        axes = source.sample(NAMES, source.randint(1, 5))
+        dims = [source.choice((1, 1, 2, 2, 3, 4, 5, 7)) for _ in axes]
+        if prod(dims) > 240:
+            continue
+        both = [module.ProcessTopology(list(axes), list(dims)) for module in (theirs, topology)]
+        assert comparable(vars(both[0])["mapping"]) == comparable(both[1].mapping)
+        for asked in questions(source, axes, dims):
+            wanted, got = (answer(topo, *asked) for topo in both)
+            assert got == wanted, (axes, dims, asked)
+            if isinstance(wanted, type):
+                refused.add(wanted)
+            answered += not isinstance(wanted, type)
+    assert refused >= {ValueError, AssertionError, AttributeError, TypeError}
+
+
+MADE: list[tuple[Any, Any]] = [
+    (["a", "a"], [2, 2]),
+    (["for", "b"], [2, 2]),
+    (["_a", "b-c"], [2, 2]),
+    ([1], [2]),
+    (["a", "b"], [2]),
+    (["a", "b"], [2, 1.5]),
+    (["a"], ["2"]),
+    (["a"], [None]),
+    ("ab", [2, 2]),
+]
+
+
+@pytest.mark.oracle("deepspeed")
+def test_what_cannot_be_made_and_the_named_topologies(theirs: Any) -> None:
+    for axes, dims in MADE:
+        wanted = outcome(theirs.ProcessTopology, axes, dims)
+        assert isinstance(wanted, type)
+        assert outcome(ProcessTopology, axes, dims) is wanted
+    for pp, mp, dp in product((1, 2, 3), repeat=3):
+        for name, sizes in (
+            ("PipeDataParallelTopology", (pp, dp)),
+            ("PipeModelDataParallelTopology", (pp, mp, dp)),
+        ):
+            wanted, got = (getattr(module, name)(*sizes) for module in (theirs, topology))
+            assert (str(got), got.axes, got.dims) == (str(wanted), wanted.axes, wanted.dims)
+    for number in range(-2, 200):
+        assert outcome(topology._prime_factors, number) == outcome(theirs._prime_factors, number)
+
+
+@pytest.mark.oracle("deepspeed")
+def test_the_same_names_and_arguments(theirs: Any) -> None:
+    for name in (
+        "ProcessTopology",
+        "PipeDataParallelTopology",
+        "PipeModelDataParallelTopology",
+        "PipelineParallelGrid",
+    ):
+        wanted, got = getattr(theirs, name), getattr(topology, name)
+        for key in {
+            key
+            for key in vars(wanted)
+            if key == "__init__" or (not key.startswith("_") and key != "topology")
+        }:
+            parameters = [inspect.signature(getattr(one, key)).parameters.values() for one in (wanted, got)]
+            told = [[(one.name, outcome(tuple, one.default)) for one in each] for each in parameters]
+            assert told[0] == told[1], (name, key)
+
+
+@pytest.mark.parametrize(
+    ("axes", "dims", "text"),
+    [
+        (["a", "b"], [2, 0], "axis 'b' has size 0; ..."),
+        (["a"], [2, 3], "1 ... 2 ..."),
+        ([], [], "no axis is named; ..."),
+    ],
+)
+def test_what_the_original_makes_nonsense_of_is_refused(axes: Any, dims: Any, text: str) -> None:
+    refuses(lambda: ProcessTopology(axes, dims), ValueError, text)
+
+
+def test_mistakes_are_explained() -> None:
+    topo = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
+    mistakes: list[tuple[type[Exception], Callable[[], Any], str]] = [
+        (
+            ValueError,
+            lambda: topo.get_rank(pipe=1, data=0),
+            "get_rank() got 2 coordinates for pipe=2 x data=3 x model=2; ...",
+        ),
+        (
+            AssertionError,
+            lambda: topo.get_rank(pipe=2, data=0, model=-1),
+            "ProcessCoord(pipe=2, data=0, model=-1) is outside of ...",
+        ),
+        (
+            ValueError,
+            lambda: topo.get_coord(12),
+            "rank 12 is not in the topology of pipe=2 ...; its ranks are 0 to 11",
+        ),
+        (
+            AttributeError,
+            lambda: topo.filter_match(stage=0),
+            "axis 'stage' is not one of ('pipe', 'data', 'model')",
+        ),
+        (ValueError, lambda: topo.get_axis_list("dada", 0), "axis 'dada' ...; did you mean 'data'?"),
+        (
+            IndexError,
+            lambda: ProcessTopology(["a", "b"], [2]),
+            "2 axes ['a', 'b'] but 1 dims [2]; give one size for each axis",
+        ),
+        (
+            TypeError,
+            lambda: ProcessTopology("ab", [2, 2]),
+            "axes is the string 'ab'; give a list with one name for each axis",
+        ),
+    ]
+    for kind, call, text in mistakes:
+        refuses(call, kind, text)
+
+
+def test_a_million_ranks_without_a_dictionary_of_them() -> None:
+    topo = PipeModelDataParallelTopology(16, 8, 8192)
+    assert topo.world_size() == 1_048_576
+    assert topo.get_rank(**topo.get_coord(777_777)._asdict()) == 777_777
+    assert topo.get_rank_repr(777_777, omit_axes=[]) == "pipe_11-data_7110-model_01"
+    assert topo.get_axis_comm_lists("pipe")[-1][-1] == 1_048_575
+    assert topo.filter_match(pipe=1, model=3)[:2] == [65_539, 65_547]
+    assert repr(topo) == "PipeModelDataParallelTopology(axes=['pipe', 'data', 'model'], dims=[16, 8192, 8])"
+    assert "mapping" not in vars(topo)
+
+
+# --- the grid -----------------------------------------------------------------------------------------------
+
+
+def everything(grid: Any) -> dict[str, Any]:
+    """Every attribute and every answer of a grid, groups by their ranks."""
+    told: dict[str, Any] = {"topology": str(grid.topology()), "_topo": grid._topo is grid.topology()}
+    for name in dir(grid):
+        known = name.startswith("_") and name != "_is_grid_valid"
+        if (
+            known
+            or name in {"topology", "stage_to_global", "mesh", "close", "from_mesh"}
+            or not hasattr(grid, name)
+        ):
+            continue
+        value = getattr(grid, name)
+        told[name] = comparable(value() if inspect.ismethod(value) else value)
+    for stage in (*range(grid.pipe_parallel_size), -1, 99):
+        for more in ({}, {"data": 0}, {"data": 99}, {"nothing": 0}):
+            told[f"{stage} {more}"] = outcome(grid.stage_to_global, stage, **more)
+    return told
+
+
+def made_by(module: Any, axes: list[str], dims: list[int]) -> Any:
+    """A grid's answers, or the builtin type of what is raised instead."""
+    try:
+        grid = module.PipelineParallelGrid(module.ProcessTopology(list(axes), list(dims)) if axes else None)
+    except Exception as error:  # noqa: BLE001  which one is what is compared
+        return kind_of(error)
+    told = everything(grid)
+    if hasattr(grid, "close"):
+        assert len({*grid.mesh.communicators}) <= 6
+        grid.close()
+    return told
+
+
+@pytest.mark.oracle("deepspeed")
+def test_the_same_grids_in_random_topologies(theirs: Any) -> None:
+    source, refused = random.Random(5), []
+    for number in range(110):
+        axes = ["pipe", "data", *source.sample(["model", "expert", "pp", "seq"], source.choice((0, 1, 1, 2)))]
+        source.shuffle(axes)
+        if source.random() < 0.15:
+            axes.pop()
+        dims = [source.choice((1, 2, 2, 3)) for _ in axes]
+        world = prod(dims) * (2 if number % 13 == 5 else 1)
+        if number < 14:  # without a topology
+            axes, dims, world = [], [], number + 1
+        for rank in {0, world - 1, source.randrange(world)}:
+            with fake_world(world, rank):
+                wanted, got = (made_by(module, axes, dims) for module in (theirs, topology))
+                assert got == wanted, (axes, dims, rank)
+        refused.append(wanted)
+    assert refused.count(AttributeError) > 5
+    assert refused.count(AssertionError) > 5
+
+
+@pytest.mark.oracle("deepspeed")
+@pytest.mark.parametrize(
+    ("sizes", "axes", "dims"),
+    [
+        ({"pp": 2, "dp": 3, "tp": 2}, ["pipe", "data", "model"], [2, 3, 2]),
+        ({"dp": 3, "tp": 4}, ["pipe", "data", "model"], [1, 3, 4]),
+        ({"tp": 12}, ["pipe", "data", "model"], [1, 1, 12]),
+        ({"tp": 2, "pp": 3, "dp": 2}, ["model", "pipe", "data"], [2, 3, 2]),
+        ({"pp": 2, "dp_replicate": 2, "dp_shard": 3}, ["pipe", "data"], [2, 6]),
+        ({"pipe": 2, "ep": 2, "data": 3}, ["pipe", "ep", "data"], [2, 2, 3]),
+    ],
+)
+def test_a_grid_and_a_unit_over_a_mesh_are_the_original_s(
+    theirs: Any, sizes: Any, axes: list[str], dims: list[int]
+) -> None:
+    for rank in (0, 7, 11):
+        with fake_world(12, rank):
+            own = theirs.ProcessTopology(axes, dims)
+            mesh = namedmesh.init_mesh(Layout(**sizes), device="cpu")
+            grid = PipelineParallelGrid.from_mesh(mesh)
+            expected = everything(theirs.PipelineParallelGrid(own))
+            assert everything(grid) == expected
+            if "ep" not in sizes:
+                told = asked(mpu(mesh))
+                shared = told.keys() & expected.keys()
+                assert len(shared) >= 17
+                assert {name: told[name] for name in shared} == {name: expected[name] for name in shared}
+            grid.close()
+            assert not mesh.closed
+            of_theirs = PipelineParallelGrid(topology=own) if "ep" in sizes else None
+            assert of_theirs is None or of_theirs.topology() is own
+            mesh.close()
+
+
+def on_gloo() -> tuple[Any, ...]:
+    grid = PipelineParallelGrid(ProcessTopology(["pipe", "data", "model"], [2, 2, 2]))
+    groups = {name: group for name, group in vars(grid).items() if isinstance(group, dist.ProcessGroup)}
+    right = [
+        summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group))
+        for group in groups.values()
+    ]
+    grid.close()
+    made = live_groups()
+    for _ in range(3):
+        PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2)).close()
+    return {name: group.size() for name, group in groups.items()}, all(right), live_groups() - made
+
+
+def test_groups_work_on_gloo_and_are_used_again() -> None:
+    sizes = {"pp_proc_group": 2, "dp_proc_group": 2, "ds_model_proc_group": 4, "slice_proc_group": 2}
+    assert run_ranks(8, on_gloo) == [(sizes, True, 0)] * 8
+
+
+def test_mistakes_with_a_grid() -> None:
+    refuses(
+        PipelineParallelGrid,
+        AssertionError,
+        "torch.distributed has no default group; ... deepspeed.init_distributed() first",
+    )
+    with fake_world(8, 3):
+        four, no_pipe = PipeDataParallelTopology(2, 2), ProcessTopology(["data", "model"], [2, 4])
+        refuses(
+            lambda: PipelineParallelGrid(four),
+            AssertionError,
+            "the topology ... has 4 ranks, but the world has 8; ...",
+        )
+        refuses(
+            lambda: PipelineParallelGrid(no_pipe),
+            AttributeError,
+            "the topology ... has no axis 'pipe'; give it one, ...",
+        )
+
+
+# --- the unit -----------------------------------------------------------------------------------------------
+
+ALWAYS = {
+    *(
+        f"get_{kind}_parallel_{what}"
+        for kind in ("model", "data", "slice", "pipe")
+        for what in ("group", "rank", "world_size")
+    ),
+    *(
+        f"get_{kind}_model_parallel_{what}"
+        for kind in ("tensor", "pipeline")
+        for what in ("group", "rank", "world_size")
+    ),
+    *(f"get_{kind}_parallel_src_rank" for kind in ("model", "data", "tensor_model")),
+    "get_data_parallel_group_ranks",
+    "get_global_rank",
+}
+SEQUENCE = {
+    f"get_sequence{kind}_parallel_{what}"
+    for kind in ("", "_data")
+    for what in ("group", "rank", "world_size")
+}
+
+
+def asked(unit: Any) -> dict[str, Any]:
+    return {name: comparable(getattr(unit, name)()) for name in dir(unit) if name.startswith("get_")}
+
+
+def test_a_unit_says_what_its_mesh_means_and_nothing_else() -> None:
+    with fake_world(16, 11):
+        mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, device="cpu")
+        unit = mpu(mesh)
+        told = asked(unit)
+        assert set(told) == ALWAYS
+        assert unit.get_pipe_parallel_group() is mesh.group("pp")
+        assert told["get_model_parallel_group"] == ("group", [2, 3, 10, 11])
+        assert (told["get_model_parallel_rank"], told["get_model_parallel_src_rank"]) == (3, 2)
+        assert told["get_data_parallel_group_ranks"] == [9, 11, 13, 15]
+        assert not hasattr(unit, "get_sequence_parallel_group")
+        mesh.close()
+        assert unit.get_model_parallel_world_size() == 4
+        with pytest.raises(MeshError, match="was closed; make another, and an mpu or a grid of it"):
+            unit.get_model_parallel_group()
+
+
+@pytest.mark.parametrize("axes", [("sp",), ("cp",), ("cp", "sp")])
+def test_sequence_parallelism_only_where_the_mesh_has_it(axes: tuple[str, ...]) -> None:
+    with fake_world(16, 9):
+        mesh = namedmesh.init_mesh(dp=-1, **dict.fromkeys(axes, 2), device="cpu")  # type: ignore[arg-type]
+        unit = mpu(mesh)
+        told, ranks = asked(unit), [8, 9, 10, 11][: 2 ** len(axes)]
+        assert set(told) == ALWAYS | SEQUENCE
+        texts = [inspect.getdoc(getattr(type(unit), name)) for name in sorted(told)]
+        assert len(set(texts) - {None}) == 23  # one text for each answer; tensor is slice, and pipeline pipe
+        assert told["get_sequence_parallel_group"] == ("group", ranks)
+        assert (told["get_sequence_parallel_world_size"], told["get_sequence_parallel_rank"]) == (
+            len(ranks),
+            1,
+        )
+        assert told["get_sequence_data_parallel_group"] == ("group", list(range(16)))
+        assert told["get_data_parallel_group_ranks"] == list(range(9 % len(ranks), 16, len(ranks)))
+        assert unit.get_model_parallel_world_size() == 1
+        assert not hasattr(
+            unit, "initialize_sequence_parallel"
+        )  # DeepSpeed would ignore the data-parallel group
+        mesh.close()
+
+
+# --- DeepSpeed's own variables ------------------------------------------------------------------------------
+
+
+def groups_module() -> Any:
+    """DeepSpeed's module, without what it compiles."""
+    importlib.import_module("deepspeed.runtime.engine")
+    vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
+    return sys.modules["deepspeed.utils.groups"]
+
+
+def answers(groups: Any) -> dict[str, Any]:
+    """What every getter without arguments says."""
+    told = {}
+    for name, getter in vars(groups).items():
+        makes_groups = name == "_get_local_all_to_all_group"  # by the number of devices
+        if name.startswith(("get_", "_get_")) and not getter.__code__.co_argcount and not makes_groups:
+            told[name] = outcome(getter)
+    return told
+
+
+@pytest.mark.oracle("deepspeed")
+def test_a_bound_mesh_is_answered_as_an_mpu_is() -> None:
+    """The getters answer as where the engine was given the mpu; the tensor-parallel ones, which it leaves out, too."""
+    module, source, compared = groups_module(), random.Random(1), 0
+    for _ in range(25):
+        sizes = {axis: source.choice([1, 2, 3]) for axis in ("pp", "dp", "sp", "tp")}
+        layout = Layout(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"})
+        with fake_world(layout.world_size, source.randrange(layout.world_size)):
+            sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
+            importlib.import_module("deepspeed").init_distributed(
+                "gloo", auto_mpi_discovery=False, verbose=False
+            )
+            mesh = namedmesh.init_mesh(layout, device="cpu")
+            vars(module)["mpu"] = mpu(mesh)
+            expected = answers(module)
+            module._release_process_group_references()
+            deepspeed.bind(mesh)
+            told = answers(module)
+            for name, wanted in expected.items():
+                if not isinstance(wanted, type):
+                    assert told[name] == wanted, (sizes, name)
+                    compared += 1
+            mesh.close()
+            assert module.mpu is module._TENSOR_MODEL_PARALLEL_GROUP is None
+    assert compared > 300
+
+
+@pytest.mark.oracle("deepspeed")
+def test_a_bound_mesh_gives_its_groups_and_its_view_of_the_experts() -> None:
+    module = groups_module()
+    with fake_world(16, rank=5):
+        mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, device="cpu")
+        mesh.add_view("expert", pp=2, edp=2, ep=2, etp=2)
+        other = namedmesh.init_mesh(dp=8, tp=2, device="cpu")
+        deepspeed.bind(mesh)
+        assert module._get_data_parallel_group() is module.get_data_parallel_group() is mesh.group("dp")
+        assert module.get_tensor_model_parallel_group() is mesh.group("tp")
+        assert module._get_expert_parallel_group("ep_size_2") is mesh.group("ep")
+        assert module._get_expert_data_parallel_group("ep_size_2") is mesh.group("edp")
+        assert {"ep_size_2": list(mesh.ranks("ep"))} == module._EXPERT_PARALLEL_GROUP_RANKS
+        assert module._get_expert_model_parallel_world_size() == module.expert_tensor_parallel_world_size == 2
+        with deepspeed.bind(other):
+            assert module.get_tensor_model_parallel_group() is other.group("tp")
+            assert not module._EXPERT_PARALLEL_GROUP
+        assert module.get_tensor_model_parallel_group() is mesh.group("tp")
+        deepspeed.unbind()
+        assert module.mpu is None
+        assert module.expert_tensor_parallel_world_size == 1
+        for each in (mesh, other):
+            each.close()
+
+
+def test_parameters_that_deepspeed_cannot_train_are_refused() -> None:
+    with fake_world(2):
+        mesh = namedmesh.init_mesh(tp=2, device="cpu")
+        model = nn.Linear(4, 4, bias=False)
+        assert deepspeed.mark_parameters(model) == []
+        model.weight = nn.Parameter(
+            distribute_tensor(torch.zeros(4, 4), mesh["tp"], [Shard(0)], src_data_rank=None)
+        )
+        with pytest.raises(
+            PlanError, match="parameters weight are DTensors, which DeepSpeed's optimizers cannot work with"
+        ):
+            deepspeed.mark_parameters(model)
+        mesh.close()
+
+
+# --- under the original's path ------------------------------------------------------------------------------
+
+INSTALL = """
+import sys
+from namedmesh.compat import deepspeed as ours
+ours.install(); ours.install()
+"""
+INSTALLED = f"""
+from deepspeed.runtime.pipe import module as early
+{INSTALL}
+from deepspeed.runtime.pipe import ProcessTopology, module
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, _prime_factors
+assert ProcessTopology is ours.ProcessTopology
+assert PipelineParallelGrid is module.PipelineParallelGrid is ours.PipelineParallelGrid
+ours.uninstall()
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+assert PipelineParallelGrid is module.PipelineParallelGrid is not ours.PipelineParallelGrid
+"""
+ABSENT = f"""{INSTALL}
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, _prime_factors
+import deepspeed.runtime.pipe
+assert deepspeed.runtime.pipe.topology.ProcessTopology is ours.ProcessTopology
+ours.uninstall()
+assert not [name for name in sys.modules if name.startswith("deepspeed")]
+"""
+
+
+@pytest.mark.oracle("deepspeed")
+@pytest.mark.parametrize("late", [False, True])
+def test_deepspeed_imports_ours_once_installed(late: bool) -> None:
+    run_python(
+        INSTALLED if late else INSTALLED.replace("from deepspeed.runtime.pipe import module as early", ""),
+        action="ignore",
+    )
+
+
+def test_the_path_is_there_without_deepspeed_too() -> None:
+    run_python(without("deepspeed") + ABSENT)

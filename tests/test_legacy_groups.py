@@ -1,0 +1,696 @@
+"""fairscale's and ezpz's groups and variables, three overlapping groups, and several dialects on one mesh."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+import sys
+import textwrap
+import warnings
+from datetime import timedelta
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from installing import run_python, without
+from legacy import apart, numbers, original, outcome
+from messages import error_of, refuses, says
+from ranks import fake_world, live_groups, run_ranks, summed
+
+import namedmesh
+from namedmesh import Layout, LayoutError, MeshError
+from namedmesh.compat import deepspeed, ezpz, fairscale
+from namedmesh.compat.ezpz import tp
+from namedmesh.compat.fairscale import initialize as state
+from namedmesh.compat.process_groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+START = "fairscale.nn.model_parallel.initialize"
+AXES = ("tensor", "context", "pipeline", "data")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_bound() -> Iterator[None]:
+    yield
+    fairscale.destroy_model_parallel()
+    tp.destroy_tensor_parallel()
+    assert not fairscale.model_parallel_is_initialized()
+    assert not tp.tensor_parallel_is_initialized()
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def parameters(function: Any) -> list[tuple[Any, ...]]:
+    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.oracle("fairscale")
+def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
+    seen = set()
+    for part in ("cross_entropy", "initialize", "layers", "mappings", "utils"):
+        theirs = original(f"fairscale.nn.model_parallel.{part}")
+        ours = importlib.import_module(f"namedmesh.compat.fairscale.{part}")
+        for name, value in vars(theirs).items():
+            if name.startswith("_") or getattr(value, "__module__", "") != theirs.__name__:
+                continue
+            seen.add(name)
+            wanted, got = parameters(value), parameters(getattr(ours, name))
+            assert got[: len(wanted)] == wanted, name
+            assert all(default is not inspect.Parameter.empty for *_, default in got[len(wanted) :])
+    assert len(seen) == 25
+    assert seen <= {*dir(fairscale), *dir(fairscale.utils)}
+    assert {name for name in vars(original(START)) if name.isupper() and name.startswith("_")} <= set(
+        dir(state)
+    )
+
+
+EZPZ = {
+    "initialize_tensor_parallel": "tensor_parallel_size=1, pipeline_parallel_size=1, context_parallel_size=1, "
+    "tensor_parallel_backend=None, pipeline_parallel_backend=None, context_parallel_backend=None, "
+    "data_parallel_backend=None, timeout=None",
+    "ensure_divisibility": "numerator, denominator",
+    "divide_and_check_no_remainder": "numerator, denominator",
+    "split_tensor_along_last_dim": "tensor, num_partitions, contiguous_split_chunks=False",
+    "layers.ColumnParallelLinear": "in_features, out_features, bias=True, gather_output=True, "
+    "init_method=xavier_normal_, stride=1, keep_master_weight_for_test=False",
+    "layers.RowParallelLinear": "in_features, out_features, bias=True, input_is_parallel=False, "
+    "init_method=xavier_normal_, stride=1, keep_master_weight_for_test=False",
+    "layers.ColumnParallelLinear.get_master_weight": "self",
+    "utils.VocabUtility.vocab_range_from_global_vocab_size": "global_vocab_size, rank, world_size",
+    **{
+        f"mappings.{name}_tensor_parallel_region": "input_"
+        for name in ("copy_to", "reduce_from", "scatter_to", "gather_from")
+    },
+    **{
+        f"get_{axis}_parallel_{answer}": ""
+        for axis in AXES
+        for answer in ("group", "ranks", "rank", "world_size")
+    },
+    **dict.fromkeys(
+        ("get_tensor_parallel_src_rank", "tensor_parallel_is_initialized", "destroy_tensor_parallel"), ""
+    ),
+}
+
+
+def test_every_name_of_ezpz_s_is_there_with_its_arguments() -> None:
+    for name, signature in EZPZ.items():
+        function: Any = tp
+        for part in name.split("."):
+            function = getattr(function, part)
+        found = []
+        for one in inspect.signature(function).parameters.values():
+            default = "" if one.default is one.empty else f"={getattr(one.default, '__name__', one.default)}"
+            found.append(one.name + default)
+        assert ", ".join(found) == signature
+
+
+def test_modules_export_what_they_name() -> None:
+    for module in (
+        fairscale,
+        state,
+        fairscale.layers,
+        fairscale.mappings,
+        fairscale.utils,
+        ezpz,
+        tp,
+        tp.layers,
+        tp.mappings,
+    ):
+        assert len(module.__all__) == len({*module.__all__})
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+    doc = inspect.getdoc(fairscale.get_model_parallel_rank)
+    assert doc == "Return the index of this rank in _MODEL_PARALLEL_GROUP."
+
+
+# --- groups -------------------------------------------------------------------------------------------------
+
+ASKED = [
+    *(
+        f"get_{kind}_parallel_{what}"
+        for kind in ("model", "data")
+        for what in ("group", "rank", "world_size")
+    ),
+    "get_model_parallel_src_rank",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_ranks",
+    "model_parallel_is_initialized",
+]
+
+
+def fairscale_s(module: Any, *sizes: int) -> Any:
+    """What a module of fairscale's answers for some sizes, after it and in between; or the kind of its error."""
+    before = [outcome(getattr(module, name)) for name in ASKED]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = outcome(module.initialize_model_parallel, *sizes)
+    told = [outcome(getattr(module, name)) for name in ASKED]
+    again = outcome(module.initialize_model_parallel, *sizes)
+    module.destroy_model_parallel()
+    return before, made, told, again, [outcome(getattr(module, name)) for name in ASKED]
+
+
+@pytest.mark.oracle("fairscale")
+def test_fairscale_s_groups_in_random_configurations() -> None:
+    source, kinds = random.Random(4), []
+    for _ in range(120):
+        world = source.choice((1, 2, 4, 6, 8, 12, 16, 24))
+        sizes = source.choice((1, 2, 3, 4, 6, 8, 16)), source.choice((1, 1, 2, 3, 4))
+        for rank in {0, world - 1, source.randrange(world)}:
+            with fake_world(world, rank):
+                told = [fairscale_s(module, *sizes) for module in (original(START), state)]
+            assert told[0] == told[1], (world, rank, sizes)
+        kinds.append("refused" if told[0][1] else "cut" if sizes[0] > world else "made")
+    assert min(kinds.count(kind) for kind in ("refused", "cut", "made")) > 10
+
+
+def on_gloo() -> list[Any]:
+    told = []
+    for sizes in ((2, 2), (4, 1), (8, 1)):
+        theirs = fairscale_s(original(START), *sizes)
+        before = live_groups()
+        state.initialize_model_parallel(*sizes)
+        groups = [
+            getattr(state, f"get_{kind}_parallel_group")()
+            for kind in ("model", "data", "pipeline", "context")
+        ]
+        right = [
+            summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)) for group in groups
+        ]
+        state.destroy_model_parallel()
+        told.append((theirs == fairscale_s(state, *sizes), all(right), live_groups() - before))
+    return told
+
+
+@pytest.mark.oracle("fairscale")
+def test_fairscale_s_groups_on_gloo_leave_nothing_behind() -> None:
+    original(START)
+    assert run_ranks(8, on_gloo) == [[(True, True, 0)] * 3] * 8
+
+
+def by_hand(rank: int, sizes: tuple[int, ...]) -> dict[str, list[int]]:
+    """The groups of a rank of t x c x p x d, tp fastest, then cp, pp and dp."""
+    found, step = {}, 1
+    for axis, size in zip(AXES, sizes, strict=True):
+        first = rank - rank // step % size * step
+        found[axis] = [first + place * step for place in range(size)]
+        step *= size
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1, 1, 1, 6), (4, 2, 1, 3), (2, 1, 3, 1), (3, 2, 2, 1)])
+def test_groups_by_hand(sizes: tuple[int, int, int, int]) -> None:
+    t, c, p, d = sizes
+    for rank in range(t * p * c * d):
+        expected = by_hand(rank, sizes)
+        with fake_world(t * p * c * d, rank):
+            tp.initialize_tensor_parallel(t, p, c)
+            fairscale.initialize_model_parallel(t, p, context_parallel_size=c)
+            for axis, ranks in expected.items():
+                kinds = ("group", "ranks", "rank", "world_size")
+                group, *numbers_ = (getattr(tp, f"get_{axis}_parallel_{kind}")() for kind in kinds)
+                assert dist.get_process_group_ranks(group) == ranks
+                assert numbers_ == [ranks, ranks.index(rank), len(ranks)]
+                assert getattr(state, f"get_{axis.replace('tensor', 'model')}_parallel_ranks")() == ranks
+            assert (
+                tp.get_tensor_parallel_src_rank()
+                == state.get_model_parallel_src_rank()
+                == expected["tensor"][0]
+            )
+            assert state.get_context_parallel_rank() == tp.get_context_parallel_rank()
+            fairscale.destroy_model_parallel()
+            tp.destroy_tensor_parallel()
+
+
+def test_before_initialization_ezpz_s_rank_is_alone() -> None:
+    assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
+    with pytest.raises(AssertionError, match="not initialized"):
+        tp.get_pipeline_parallel_rank()
+
+
+# --- the variables, and the mesh behind them ----------------------------------------------------------------
+
+
+def test_variables_can_be_assigned() -> None:
+    with fake_world(8, 3):
+        tp.initialize_tensor_parallel(2, 2, tensor_parallel_backend="fake", timeout=timedelta(seconds=60))
+        mesh = ezpz.current_mesh()
+        assert mesh is namedmesh.current_mesh()
+        assert str(mesh.layout) == "dp=2 x pp=2 x cp=1 x tp=2 (8 ranks)"
+        assert tp._TENSOR_PARALLEL_GROUP is mesh.group("tp")
+        assert (tp._TENSOR_PARALLEL_RANKS, tp._CONTEXT_PARALLEL_GROUP_RANKS) == ([2, 3], [3])
+        tp._TENSOR_PARALLEL_GROUP = dist.group.WORLD
+        assert (tp.get_tensor_parallel_world_size(), tp.get_tensor_parallel_src_rank()) == (8, 0)
+        assert tp.layers.ColumnParallelLinear(4, 8).weight.shape == (1, 4)
+        tp._DATA_PARALLEL_RANKS = "patched"
+        assert tp.get_data_parallel_ranks() == "patched"  # type: ignore[comparison-overlap]
+        tp._CONTEXT_PARALLEL_GROUP = None
+        assert not tp.tensor_parallel_is_initialized()
+        tp.destroy_tensor_parallel()
+        assert tp._TENSOR_PARALLEL_GROUP is tp._DATA_PARALLEL_RANKS is None
+        assert mesh.closed
+
+
+def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
+    with fake_world(8, 5):
+        first, second = (namedmesh.init_mesh(dp=-1, tp=size, device="cpu") for size in (2, 4))
+        fairscale.bind(first)
+        layer = fairscale.ColumnParallelLinear(4, 8)
+        with fairscale.bind(second):
+            assert layer(torch.zeros(1, 4)).shape == (1, 8)
+            assert fairscale.ColumnParallelLinear(4, 8).weight.shape == (2, 4)
+        for mesh in (first, second):
+            mesh.close()
+
+
+@pytest.mark.parametrize("dialect", [fairscale, ezpz])
+def test_with_switches_between_meshes(dialect: Any) -> None:
+    module, size = (
+        (state, state.get_model_parallel_world_size)
+        if dialect is fairscale
+        else (tp, tp.get_tensor_parallel_world_size)
+    )
+    with fake_world(8, 5):
+        first, second = (namedmesh.init_mesh(dp=-1, tp=size, device="cpu") for size in (2, 4))
+        stranger = namedmesh.init_mesh(dp=8, device="cpu")
+        dialect.bind(first)
+        with dialect.bind(second) as bound:
+            assert bound is second is dialect.current_mesh()
+            assert size() == 4
+            module._PIPELINE_PARALLEL_RANKS = "patched"
+            with first:
+                assert size() == 2
+                assert module._PIPELINE_PARALLEL_RANKS == [5]
+            assert module._PIPELINE_PARALLEL_RANKS == "patched"  # it stays with its mesh
+        assert size() == 2
+        with stranger, pytest.raises(MeshError, match="is not bound to a mesh"):
+            dialect.current_mesh()
+        with dialect.bind(second):
+            first.close()
+            assert size() == 4
+        with pytest.raises(MeshError):
+            dialect.current_mesh()
+        dialect.bind(second)
+        dialect.unbind()
+        assert module._DATA_PARALLEL_GROUP is None
+        for mesh in (second, stranger):
+            mesh.close()
+
+
+def compiled(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    return (
+        fairscale.copy_to_model_parallel_region(x) + 1,
+        state.get_model_parallel_rank(),
+        tp.get_tensor_parallel_world_size(),
+    )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function:DeprecationWarning"
+)  # of torch's compiler about itself
+def test_accessors_make_no_break_in_a_graph() -> None:
+    with fake_world(8, 5):
+        mesh = namedmesh.init_mesh(dp=4, tp=2, device="cpu")
+        fairscale.bind(mesh)
+        ezpz.bind(mesh)
+        function = torch.compile(compiled, backend="eager", fullgraph=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert [function(torch.ones(2))[1:] for _ in range(2)] == [(1, 2)] * 2
+        mesh.close()
+
+
+# --- one mesh for several -----------------------------------------------------------------------------------
+
+
+def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
+    """Every dialect's group over each axis, and the mesh's."""
+    unit, bound = deepspeed.mpu(mesh), ProcessGroups.bind(mesh)
+    found = {
+        "tp": [
+            state.get_model_parallel_group(),
+            tp.get_tensor_parallel_group(),
+            unit.get_slice_parallel_group(),
+            bound.tp_group,
+        ],
+        "pp": [
+            state.get_pipeline_parallel_group(),
+            tp.get_pipeline_parallel_group(),
+            unit.get_pipe_parallel_group(),
+            bound.pp_group,
+        ],
+        "dp": [
+            state.get_data_parallel_group(),
+            tp.get_data_parallel_group(),
+            unit.get_data_parallel_group(),
+            bound.dp_group,
+        ],
+    }
+    for axis in found.keys() & {*mesh.layout}:
+        found[axis] += [mesh.group(axis), mesh[axis].get_group()]
+    return found
+
+
+def share() -> list[Any]:
+    told: list[Any] = []
+    for sizes in (
+        {"pp": 2, "dp": 2, "tp": 2},
+        {"tp": 2, "dp": 4},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        {"dp": 8},
+    ):
+        mesh = namedmesh.init_mesh(Layout(**sizes))
+        for dialect in (fairscale, ezpz):
+            dialect.bind(mesh)
+        for groups in of_axes(mesh).values():
+            told += [
+                len({*groups}) == 1,
+                summed(groups[0], dist.get_rank()) == sum(dist.get_process_group_ranks(groups[0])),
+            ]
+        held = len(mesh.communicators)
+        for dialect in (fairscale, ezpz):
+            dialect.bind(mesh)
+        told.append(len(mesh.communicators) == held)
+        fairscale.destroy_model_parallel()
+        told.append(not mesh.closed and not state.model_parallel_is_initialized())
+        dist.barrier()
+        mesh.close()
+        told.append(not tp.tensor_parallel_is_initialized())
+    return told
+
+
+def test_dialects_that_are_bound_to_one_mesh_share_its_groups() -> None:
+    assert run_ranks(8, share) == [[True] * 36] * 8
+
+
+def three_groups(rank: int, sizes: tuple[int, int, int]) -> None:
+    groups = ProcessGroups(*sizes)
+    ranks = by_hand(rank, (sizes[0], 1, *sizes[1:]))
+    for axis, one in (("tensor", groups.tp_group), ("pipeline", groups.pp_group), ("data", groups.dp_group)):
+        assert dist.get_process_group_ranks(one) == ranks[axis]
+    assert (groups.tp_size, groups.pp_size, groups.dp_size) == sizes
+    places = [ranks[axis].index(rank) for axis in ("tensor", "pipeline", "data")]
+    assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
+    assert (groups.is_first_stage, groups.is_last_stage) == (places[1] == 0, places[1] == sizes[1] - 1)
+    groups.close()
+    assert groups.mesh.closed
+
+
+def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    for sizes in ((2, 2, 2), (1, 1, 8), (8, 1, 1), (1, 8, 1), (2, 4, 1)):
+        for rank in range(8):
+            with fake_world(8, rank):
+                three_groups(rank, sizes)
+    with fake_world(12):
+        groups = ProcessGroups(2, 3, 2)
+        groups.log(1)
+        groups.log(0)
+        groups.close()
+        with pytest.raises(LayoutError, match="dp=2 x pp=2 x tp=2 needs 8 ranks, but the world has 12"):
+            ProcessGroups(2, 2, 2)
+    assert capsys.readouterr().out == "world size 12: tp=2, pp=3, dp=2\n"
+
+
+# --- unmodified code ----------------------------------------------------------------------------------------
+
+
+def train_llama(ours: bool, present: bool) -> tuple[bool, list[float], dict[str, Any]]:
+    """Losses and final weights, as lists, of three steps of the reference-style model."""
+    warnings.simplefilter("ignore" if present else "error")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fairscale"]:
+        del sys.modules[name]  # in a forked rank: as if it had not been imported yet, or were not installed
+    if not present:
+        exec(without("fairscale"), {})  # noqa: S102  our own
+    if ours:
+        fairscale.install()
+    llama = importlib.import_module("old_llama")
+    rank, size = llama.setup(dist.get_world_size()), dist.get_world_size()
+    torch.set_default_dtype(torch.float64)
+    model = llama.Transformer()
+    with torch.no_grad():
+        for seed, (name, parameter) in enumerate(model.named_parameters()):
+            if "norm" not in name:
+                dim = cut_along(name)
+                shape = [length * (size if at == dim else 1) for at, length in enumerate(parameter.shape)]
+                parameter.copy_(numbers(*shape, seed=seed).chunk(size, dim)[rank] * 0.2)
+    tokens = torch.randint(0, llama.VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = {name: parameter.detach().tolist() for name, parameter in model.named_parameters()}
+    used = llama.fs_init.initialize_model_parallel is fairscale.initialize_model_parallel
+    llama.fs_init.destroy_model_parallel()
+    return used, losses, weights
+
+
+def cut_along(name: str) -> int:
+    return {"wo": 1, "w2": 1, "tok_embeddings": 1}.get(name.split(".")[-2], 0)
+
+
+def check_llama(ranks: list[Any], alone: Any) -> None:
+    for _, losses, _ in ranks:
+        assert losses == pytest.approx(alone[1], abs=1e-12)
+    assert alone[1][-1] < alone[1][0]
+    for name, whole in alone[2].items():
+        shards = [torch.tensor(weights[name], dtype=torch.float64) for _, _, weights in ranks]
+        joined = shards[0] if "norm" in name else torch.cat(shards, cut_along(name))
+        assert apart(joined, torch.tensor(whole, dtype=torch.float64)) < 1e-12, name
+
+
+def test_an_unmodified_llama_trains_on_two_ranks_as_on_one() -> None:
+    alone = run_ranks(1, train_llama, True, False)[0]
+    ranks = run_ranks(2, train_llama, True, False)
+    assert all(used for used, _, _ in (alone, *ranks))
+    check_llama(ranks, alone)
+
+
+@pytest.mark.oracle("fairscale")
+def test_an_unmodified_llama_trains_as_on_fairscale() -> None:
+    originals = run_ranks(2, train_llama, False, True)
+    alone = run_ranks(1, train_llama, True, True)[0]
+    assert alone[0]
+    assert not any(used for used, _, _ in originals)
+    check_llama(originals, alone)
+    check_llama(run_ranks(2, train_llama, True, True), alone)
+
+
+ABSENT = {
+    "fairscale": """
+        from namedmesh.compat import fairscale as ours
+        ours.install(); ours.install()
+        import fairscale.nn.model_parallel.initialize as fs_init
+        import fairscale.nn.model_parallel as mpu
+        from fairscale.nn.model_parallel import get_model_parallel_rank, initialize, layers, mappings, utils
+        from fairscale.nn.model_parallel.cross_entropy import vocab_parallel_cross_entropy
+        assert fs_init is initialize is ours.initialize and mpu is ours and layers is ours.layers and utils is ours.utils
+        """,
+    "ezpz": """
+        from namedmesh.compat import ezpz as ours
+        ours.install(); ours.install()
+        import ezpz.tp as short
+        import ezpz.tp.layers
+        from ezpz.tp import get_tensor_parallel_rank, mappings
+        from ezpz.tp.utils import VocabUtility
+        assert short is ezpz.tp is ours.tp and ezpz.tp.layers is ours.tp.layers and mappings is ours.tp.mappings
+        """,
+}
+
+
+@pytest.mark.parametrize("package", ABSENT)
+def test_without_the_original_its_import_paths_are_made_up(package: str) -> None:
+    end = f"""
+        ours.uninstall(); ours.uninstall()
+        try:
+            import {package}
+        except ModuleNotFoundError:
+            print("gone")
+        """
+    assert run_python(without(package) + textwrap.dedent(ABSENT[package]) + textwrap.dedent(end)) == "gone\n"
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.parametrize("late", [False, True])
+def test_with_fairscale_its_own_modules_answer_from_our_meshes(late: bool) -> None:
+    first = "from fairscale.nn.model_parallel import initialize_model_parallel\ntheirs = initialize_model_parallel\n"
+    code = first * late
+    code += textwrap.dedent("""
+        import namedmesh
+        from namedmesh.compat import fairscale as ours
+        for turn in range(2):
+            ours.install()
+            from fairscale.nn.model_parallel import get_model_parallel_group, initialize, initialize_model_parallel, layers
+            assert layers is not ours.layers and initialize is not ours.initialize
+            assert initialize_model_parallel is ours.initialize_model_parallel
+            namedmesh.launch.init("cpu")
+            initialize_model_parallel(1)
+            mesh = ours.current_mesh()
+            assert get_model_parallel_group() is mesh.group("tp") is ours.get_model_parallel_group()
+            assert initialize._PIPELINE_PARALLEL_RANKS == ours.get_context_parallel_ranks() == [0]
+            assert ours.initialize._MODEL_PARALLEL_GROUP is None  # there is one truth
+            initialize.destroy_model_parallel()
+            assert mesh.closed and not initialize.model_parallel_is_initialized()
+            ours.uninstall()
+        from fairscale.nn.model_parallel import initialize_model_parallel
+        print(initialize_model_parallel.__module__)
+    """).replace('    namedmesh.launch.init("cpu")', '    turn or namedmesh.launch.init("cpu")')
+    code += "assert initialize_model_parallel is theirs\n" * late
+    assert run_python(code, action="ignore") == "fairscale.nn.model_parallel.initialize\n"
+
+
+def axes_in_another_order() -> list[int]:
+    """What fairscale's first rank is where model-parallel ranks are no neighbors."""
+    fairscale.install()
+    from fairscale.nn.model_parallel import get_model_parallel_src_rank
+
+    mesh = namedmesh.init_mesh(tp=2, dp=-1)
+    with fairscale.bind(mesh):
+        told = [get_model_parallel_src_rank(), mesh.ranks("tp")[0]]
+    mesh.close()
+    return told
+
+
+@pytest.mark.oracle("fairscale")
+def test_the_first_rank_is_right_in_another_order_of_the_axes() -> None:
+    assert run_ranks(4, axes_in_another_order) == [[rank % 2] * 2 for rank in range(4)]
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+NOT_THERE = (
+    " is None: fairscale's model parallelism is not initialized; call initialize_model_parallel(...), or "
+    "namedmesh.compat.fairscale.bind(mesh) with a mesh that exists"
+)
+
+
+def test_mistakes_are_reported() -> None:
+    refuses(fairscale.get_model_parallel_group, AssertionError, "_MODEL_PARALLEL_GROUP" + NOT_THERE)
+    refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
+    refuses(
+        lambda: fairscale.initialize_model_parallel(1),
+        AssertionError,
+        "torch.distributed has no default group; ...",
+    )
+    refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
+    with fake_world(8):
+        before = live_groups()
+        for sizes, text in (
+            ((2, 3), "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."),
+            ((0,), "axis 'tp' ..."),
+        ):
+            refuses(lambda sizes=sizes: fairscale.initialize_model_parallel(*sizes), AssertionError, text)  # type: ignore[misc]
+        assert live_groups() == before
+        fairscale.initialize_model_parallel(4)
+        refuses(
+            lambda: fairscale.initialize_model_parallel(2), AssertionError, "fairscale's ... for ... tp=4 ..."
+        )
+
+
+BINDS: list[Callable[[Any], object]] = [
+    fairscale.bind,
+    ezpz.bind,
+    deepspeed.mpu,
+    deepspeed.PipelineParallelGrid.from_mesh,
+    ProcessGroups.bind,
+]
+
+
+@pytest.mark.parametrize("bind", BINDS)
+def test_what_is_no_open_mesh_is_refused(bind: Callable[[Any], object]) -> None:
+    with pytest.raises(MeshError, match=r"^\S+ got a NoneType; give it a NamedMesh, such as"):
+        bind(None)
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=8, device="cpu")
+        mesh.close()
+        with pytest.raises(
+            MeshError, match=r"^the mesh over dp=8 \(8 ranks\) was closed; give \S+ an open one"
+        ):
+            bind(mesh)
+
+
+@pytest.mark.parametrize(
+    ("bind", "sizes", "text"),
+    [
+        (
+            fairscale.bind,
+            {"dp": 4, "xp": 2},
+            "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ...",
+        ),
+        (ezpz.bind, {"dp": 4, "dp_shard": 2}, "the mesh has both 'dp' and 'dp_shard'; use one or the other"),
+        (ProcessGroups.bind, {"dp": 4, "cp": 2}, "axis 'cp' has no place in ProcessGroups's groups, ..."),
+        (
+            deepspeed.PipelineParallelGrid.from_mesh,
+            {"dp_shard": 2, "tp": 2, "dp_replicate": 2},
+            "axes 'dp_shard' and 'dp_replicate' do not adjoin in dp_shard=2 x tp=2 x dp_replicate=2 (8 ranks), and a "
+            "topology of DeepSpeed's has one data axis; put one right after the other",
+        ),
+        (
+            deepspeed.PipelineParallelGrid.from_mesh,
+            {"pp": 2, "pipe": 2, "dp": 2},
+            "axes 'pp' and 'pipe' of pp=2 x pipe=2 x dp=2 (8 ranks) both are what DeepSpeed calls pipe; use one of them",
+        ),
+        (
+            deepspeed.mpu,
+            {"dp": 2, "ep": 2, "tq": 2},
+            "2 problems:\n"
+            "  - axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; leave it out of the mesh\n"
+            "  - axis 'tq' has no place in DeepSpeed's groups, ...",
+        ),
+    ],
+)
+def test_meshes_that_a_dialect_cannot_be_bound_to(
+    bind: Callable[[Any], object], sizes: dict[str, int], text: str
+) -> None:
+    with fake_world(8, 3):
+        mesh = namedmesh.init_mesh(Layout(**sizes), device="cpu")
+        with pytest.raises(LayoutError, match=says(text)):
+            bind(mesh)
+        mesh.close()
+
+
+def test_a_size_above_the_world_is_cut_down() -> None:
+    with fake_world(4):
+        with pytest.warns(UserWarning, match="is 8") as caught:
+            fairscale.initialize_model_parallel(8)
+        assert fairscale.get_model_parallel_world_size() == 4
+    text = "model_parallel_size_ is 8, but the world has 4 ranks; fairscale's initialize_model_parallel goes on with 4"
+    assert str(caught[0].message) == text
+    assert caught[0].filename == __file__
+
+
+# A call that gets a size of tensor parallelism, or of the pipeline; 2 is right, and 3 is not.
+STARTS: dict[str, Callable[[int], Any]] = {
+    "fairscale.initialize_model_parallel": fairscale.initialize_model_parallel,
+    "ezpz.initialize_tensor_parallel": tp.initialize_tensor_parallel,
+    "deepspeed.PipelineParallelGrid": lambda size: deepspeed.PipelineParallelGrid(
+        deepspeed.PipeDataParallelTopology(size, 4 // size if size != 3 else 2)
+    ),
+}
+
+
+def disagree(call: str, size: int) -> str:
+    start = STARTS[call]
+    return error_of(lambda: start(size if dist.get_rank() == 3 else 2))
+
+
+@pytest.mark.parametrize(("call", "size"), [*product(STARTS, (4, 3))])
+def test_ranks_that_differ_or_fail_are_reported_instead_of_hanging(call: str, size: int) -> None:
+    *others, guilty = run_ranks(4, disagree, call, size)
+    for text in others:
+        assert text.startswith("AgreementError: ")
+        assert (
+            ("differs between ranks: " in text and " on rank 3" in text)
+            if size == 4
+            else f"rank 3 gave up on {call}" in text
+        )
+    assert guilty.startswith("AgreementError" if size == 4 else "ContractError")

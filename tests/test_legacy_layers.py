@@ -1,0 +1,759 @@
+"""The layers, mappings and losses of the dialects do what the originals' do, rank by rank; ezpz's what fairscale's do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from legacy import agrees, apart, difference, facts, numbers, original, results, shard
+from messages import refuses
+from ranks import fake_world, run_ranks
+from torch import Tensor, nn
+
+from namedmesh.compat import fairscale
+from namedmesh.compat.ezpz import tp as ezpz
+from namedmesh.compat.layers import fill_shard
+from namedmesh.compat.megatron import parallel_state, tensor_parallel
+from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+V, H, OUT = 16, 12, 24
+S, B = 8, 3  # sequence and batch
+
+
+@contextmanager
+def started() -> Iterator[None]:
+    """fairscale's and ezpz's dialect over the whole world, in double precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    fairscale.initialize_model_parallel(dist.get_world_size())
+    ezpz.initialize_tensor_parallel(dist.get_world_size())
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)  # a fake world is in the process of the tests
+        fairscale.destroy_model_parallel()
+        ezpz.destroy_tensor_parallel()
+
+
+# --- against one process ------------------------------------------------------------------------------------
+
+
+def linear_difference(make: Any, kind: str, arguments: dict[str, Any]) -> float:
+    """A linear layer beside a whole one: output and gradients, and the shards of three blocks."""
+    dim = int(kind == "Row")
+    torch.manual_seed(3)
+    layer = make(H, OUT, keep_master_weight_for_test=True, **arguments)
+    whole = nn.Linear(H, OUT, dtype=torch.float64)
+    with torch.no_grad():
+        whole.weight.copy_(layer.master_weight)
+        whole.bias.copy_(numbers(OUT, seed=4))
+        layer.bias.copy_(whole.bias if dim else shard(whole.bias, 0))
+    inputs = [numbers(5, H, seed=1).requires_grad_() for _ in range(2)]
+    outputs = [whole(inputs[0]), layer(inputs[1])]
+    if isinstance(outputs[1], tuple):
+        outputs[1] = outputs[1][0]
+    cut = 1 if arguments.get("gather_output") is False else None
+    gradient = numbers(5, OUT, seed=2)
+    outputs[0].backward(gradient)
+    outputs[1].backward(shard(gradient, cut))
+    torch.manual_seed(3)
+    striped = make(H, OUT, stride=3, keep_master_weight_for_test=True)
+    joined = torch.cat(
+        [shard(block, dim) for block in striped.master_weight.to(striped.weight.dtype).chunk(3, dim)], dim
+    )
+    return max(
+        apart(outputs[1], shard(outputs[0], cut)),
+        apart(inputs[1].grad, inputs[0].grad),
+        apart(layer.weight, shard(whole.weight, dim)),
+        apart(layer.weight.grad, shard(whole.weight.grad, dim)),  # type: ignore[arg-type]
+        apart(layer.bias.grad, shard(whole.bias.grad, None if dim else 0)),  # type: ignore[arg-type]
+        apart(striped.weight, joined),
+    )
+
+
+EMBEDDINGS: list[dict[str, Any]] = [{}, {"padding_idx": 5}, {"padding_idx": -2}, {"sparse": True}]
+
+
+def embedding_difference(make: Any, dim: int, options: dict[str, Any]) -> float:
+    """An embedding beside a whole one: output and gradient."""
+    ids = torch.randint(0, V - 4, (3, 7), generator=torch.Generator().manual_seed(1))  # some never come
+    layer, whole = make(V, H, init_method=nn.init.ones_, **options), nn.Embedding(V, H, **options)
+    with torch.no_grad():
+        whole.weight.copy_(numbers(V, H, seed=5))
+        layer.weight.copy_(shard(whole.weight, dim))
+    outputs = [whole(ids), layer(ids)]
+    for output in outputs:
+        output.backward(numbers(3, 7, H, seed=6))
+    wanted = shard(whole.weight.grad.to_dense(), dim)  # type: ignore[union-attr]
+    return max(apart(outputs[1], outputs[0]), apart(layer.weight.grad.to_dense(), wanted))
+
+
+def layers_beside_whole_ones() -> dict[str, float]:
+    found = {}
+    with started():
+        config = SimpleNamespace(params_dtype=torch.float64)
+        for module in (fairscale.layers, ezpz.layers, tensor_parallel):
+            more = {"config": config, "tp_group": dist.group.WORLD} if module is tensor_parallel else {}
+            for kind, arguments in (
+                ("Column", {"gather_output": True}),
+                ("Column", {"gather_output": False}),
+                ("Row", {}),
+            ):
+                make = partial(getattr(module, f"{kind}ParallelLinear"), **more)
+                found[f"{module.__name__} {kind} {arguments}"] = linear_difference(make, kind, arguments)
+            for options in EMBEDDINGS if module is not tensor_parallel else EMBEDDINGS[:1]:
+                make = partial(module.VocabParallelEmbedding, **more)
+                found[f"{module.__name__} vocabulary {options}"] = embedding_difference(make, 0, options)
+                if module is not tensor_parallel:
+                    made = embedding_difference(module.ParallelEmbedding, 1, options)
+                    found[f"{module.__name__} features {options}"] = made
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_layers_are_shards_of_whole_ones(world_size: int) -> None:
+    for found in run_ranks(world_size, layers_beside_whole_ones):
+        assert len(found) == 3 * 3 + 2 * 2 * 4 + 1
+        assert agrees(found), found
+
+
+# --- fairscale, and ezpz -----------------------------------------------------------------------------------
+
+KEPT = {"keep_master_weight_for_test": True}
+KINDS = {
+    "column": ("ColumnParallelLinear", (H, OUT)),
+    "row": ("RowParallelLinear", (H, OUT)),
+    "vocabulary": ("VocabParallelEmbedding", (V, H)),
+    "features": ("ParallelEmbedding", (V, H)),
+}
+# The arguments of a layer, and what it is given.
+LAYERS: dict[str, tuple[dict[str, Any], str]] = {
+    "column": (KEPT, "whole"),
+    "column, no gather": ({"gather_output": False}, "whole"),
+    "column, no bias": ({"bias": False}, "whole"),
+    "column, stride": ({"stride": 3, **KEPT}, "whole"),
+    "row": (KEPT, "whole"),
+    "row, parallel input": ({"input_is_parallel": True}, "shard"),
+    "row, no bias": ({"bias": False}, "whole"),
+    "row, stride": ({"stride": 3, **KEPT}, "whole"),
+    "vocabulary": ({}, "ids"),
+    "vocabulary, a stranger": ({}, "strange ids"),
+    "vocabulary, padding": ({"padding_idx": 0}, "ids of the first"),
+    "vocabulary, sparse": ({"sparse": True}, "ids"),
+    "features": ({}, "ids"),
+    "features, padding": ({"padding_idx": 3}, "ids"),
+    "features, sparse": ({"sparse": True}, "ids"),
+}
+
+
+def given(kind: str) -> Tensor:
+    if kind in {"whole", "shard"}:
+        return shard(numbers(5, 3, H, seed=1), -1 if kind == "shard" else None)
+    ids = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(2))
+    if kind == "strange ids":
+        ids[0, :2] = torch.tensor([-1, V])
+    # The original takes the padding id for one of each rank's part.
+    return ids % (V // dist.get_world_size()) if kind == "ids of the first" else ids
+
+
+def compare_fairscale() -> dict[str, Any]:
+    start, theirs = (original(f"fairscale.nn.model_parallel.{part}") for part in ("initialize", "layers"))
+    start.initialize_model_parallel(dist.get_world_size())
+    found: dict[str, Any] = {}
+    with started():
+        for name, (arguments, value) in LAYERS.items():
+            kind, sizes = KINDS[name.partition(",")[0]]
+            for module in (fairscale.layers, ezpz.layers):
+                layers = []
+                for each in (theirs, module):
+                    torch.manual_seed(7)
+                    layers.append(getattr(each, kind)(*sizes, init_method=nn.init.normal_, **arguments))
+                one, other = layers
+                known = {key for key in vars(one) if not key.startswith("_")} - {
+                    "training",
+                    "master_weight",
+                    "norm_type",
+                }
+                same = {"attributes": all(getattr(other, key) == getattr(one, key) for key in known)}
+                if kind.endswith("Linear"):
+                    same["gathered"] = apart(one.get_master_weight(), other.get_master_weight()) == 0
+                    same["master"] = apart(getattr(one, "master_weight", None), other.master_weight) == 0
+                found[f"{module.__name__} {name}"] = same | facts(one, other, given(value))
+        found |= compare_mappings(original)
+        drawn = [drawn_weights(module) for module in (theirs, fairscale.layers)]
+        found["drawn"] = drawn[0] == drawn[1]
+        one, other = (module.ColumnParallelLinear(H, OUT) for module in (theirs, fairscale.layers))
+        other.load_state_dict(one.state_dict())
+        for name, layer in (("copied", copy.deepcopy(other)), ("pickled", pickle.loads(pickle.dumps(other)))):  # noqa: S301  our own
+            one.weight.requires_grad_(False)
+            layer.weight.requires_grad_(False)
+            found[name] = max(
+                map(apart, *(results(each, given("whole"), [each.bias]) for each in (one, layer)))
+            )
+    start.destroy_model_parallel()
+    return found
+
+
+def drawn_weights(module: Any) -> list[Any]:
+    """What the function that fills a shard leaves in it, and returns."""
+    drawn = []
+    for dim, stride, keep in ((0, 1, True), (1, 1, False), (0, 3, True), (1, 3, True)):
+        shape = [OUT, H]
+        shape[dim] //= dist.get_world_size()
+        weight = torch.zeros(shape)
+        torch.manual_seed(5)
+        whole = module._initialize_affine_weight(
+            weight, OUT, H, shape[dim], dim, nn.init.normal_, stride, keep
+        )
+        drawn.append([weight.tolist(), None if whole is None else whole.tolist()])
+    return drawn
+
+
+def compare_mappings(original: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    theirs = original("fairscale.nn.model_parallel.mappings")
+    for name in fairscale.mappings.__all__:
+        value = numbers(3, 2, 8, seed=1 if name.startswith(("copy", "scatter")) else dist.get_rank())
+        of_ezpz = getattr(ezpz.mappings, name.replace("model_parallel", "tensor_parallel"))
+        for ours in (getattr(fairscale.mappings, name), of_ezpz):
+            found[f"{name} {ours}"] = difference((getattr(theirs, name), ours), value)
+    parts = numbers(3, 2, 8, seed=dist.get_rank()) * 3
+    target = torch.randint(0, 8 * dist.get_world_size(), (3, 2), generator=torch.Generator().manual_seed(1))
+    their_loss = original("fairscale.nn.model_parallel.cross_entropy").vocab_parallel_cross_entropy
+    losses = [partial(_loss, loss, target) for loss in (their_loss, fairscale.vocab_parallel_cross_entropy)]
+    found["loss"] = difference(losses, parts)
+    found["loss in float32"] = difference(losses, parts.float()) < 1e-5
+    kept = parts.clone()
+    fairscale.vocab_parallel_cross_entropy(parts, target)
+    fairscale.reduce_from_model_parallel_region(parts)
+    found["left as it is"] = torch.equal(parts, kept)
+    return found
+
+
+def _loss(loss: Any, target: Tensor, logits: Tensor) -> Tensor:
+    made: Tensor = loss(logits, target)
+    return made
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_fairscale_s_and_ezpz_s_are_fairscale_s(world_size: int) -> None:
+    original("fairscale.nn.model_parallel.layers")  # before the ranks are forked, once
+    for found in run_ranks(world_size, compare_fairscale):
+        wrong = {name: one for name, one in found.items() if not agrees(one)}
+        # On one rank the original keeps the parameter itself as the master weight.
+        assert not wrong if world_size > 1 else all("master" in one for one in wrong.values()), wrong
+        assert len(found) == 2 * len(LAYERS) + 8 + 3 + 3
+
+
+# --- Megatron -----------------------------------------------------------------------------------------------
+
+APART = {"skip_bias_add": True}
+SEQUENCE, EXPERTS = {"sequence_parallel": True}, {"expert_model_parallel_size": 2, "sequence_parallel": True}
+# A layer's arguments and its configuration's. The input of a row layer is sharded already, unless it is whole.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "column": ({}, {}),
+    "column, gathered": ({"gather_output": True}, {}),
+    "column, no bias": ({"bias": False}, {}),
+    "column, bias apart": (APART, {}),
+    "column, stride": ({"stride": 2, **KEPT}, {}),
+    "column, unreduced": ({"disable_grad_reduce": True}, {}),
+    "column, sequence": ({}, SEQUENCE),
+    "column, sequence, unreduced": ({"disable_grad_reduce": True}, SEQUENCE),
+    "column, expert": ({"is_expert": True}, EXPERTS),
+    "row": ({}, {}),
+    "row, whole input": ({}, {}),
+    "row, no bias": ({"bias": False}, {}),
+    "row, bias apart": (APART, {}),
+    "row, stride": ({"stride": 3, **KEPT}, {}),
+    "row, sequence": ({}, SEQUENCE),
+    "row, sequence, bias apart": (APART, SEQUENCE),
+    "row, expert": ({"is_expert": True, **APART}, EXPERTS),
+    "column, frozen": ({}, {}),
+    "column, sequence, frozen": ({}, SEQUENCE),
+    "row, frozen": ({}, {}),
+    "row, bfloat16": ({}, {"params_dtype": torch.bfloat16}),
+}
+MARKS = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "allreduce",
+    "sequence_parallel",
+    "expert_tp",
+    "is_qkv",
+)
+
+
+def config_of(**settings: Any) -> Any:
+    from megatron.core import ModelParallelConfig
+
+    usual = {"use_cpu_initialization": True, "params_dtype": torch.float64}
+    return ModelParallelConfig(tensor_model_parallel_size=dist.get_world_size(), **(usual | settings))
+
+
+def pair(name: str, group: Any) -> tuple[Any, Any]:
+    """The original's layer and ours, made from the same seed."""
+    arguments, settings = CASES[name]
+    kind = "Row" if name.startswith("row") else "Column"
+    if kind == "Row":
+        arguments = {"input_is_parallel": "whole" not in name, **arguments}
+    defaults = {"bias": True, "skip_bias_add": False, "config": config_of(**settings), "tp_group": group}
+    made = []
+    for module in (original("megatron.core.tensor_parallel.layers"), our_layers):
+        torch.manual_seed(7)
+        make = getattr(module, f"{kind}ParallelLinear")
+        layer = make(H, OUT, init_method=nn.init.xavier_normal_, **{**defaults, **arguments})
+        made.append(layer.requires_grad_("frozen" not in name))
+    return made[0], made[1]
+
+
+def marks_of(module: nn.Module) -> list[list[Any]]:
+    return [[getattr(parameter, mark, "absent") for mark in MARKS] for parameter in module.parameters()]
+
+
+def compare_megatron() -> dict[str, Any]:
+    """Everything over megatron-core's parallel state; it allocates on CUDA whatever it is told."""
+    state = original("megatron.core.parallel_state")
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    state.initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)
+    group = state.get_tensor_model_parallel_group()
+    found: dict[str, Any] = {}
+    for name, (_, settings) in CASES.items():
+        theirs, ours = pair(name, group)
+        dim = 0 if name.startswith("column, sequence") else None
+        dim = -1 if getattr(ours, "input_is_parallel", False) else dim
+        value = shard(numbers(S, B, H, seed=1).to(settings.get("params_dtype", torch.float64)), dim)
+        found[name] = facts(theirs, ours, value) | {
+            "marks": marks_of(theirs) == marks_of(ours),
+            "master": apart(getattr(theirs, "master_weight", None), ours.master_weight) == 0,
+            "state": list(theirs.state_dict()) == list(ours.state_dict()),
+            "group": ours.tp_group is group,
+        }
+        if "bfloat16" in name:
+            found[name]["apart"] = found[name]["apart"] < 5e-2
+    return found | compare_embeddings(group) | carry_states(group) | compare_functions(group)
+
+
+def compare_embeddings(group: Any) -> dict[str, Any]:
+    theirs = original("megatron.core.tensor_parallel.layers")
+    ids = torch.randint(0, OUT, (B, S), generator=torch.Generator().manual_seed(3))
+    if dist.get_world_size() > 1:
+        ids[0, :2] = torch.tensor([-1, OUT])  # of no rank: zeros
+    found: dict[str, Any] = {}
+    for deterministic in (False, True):
+        for scattered in (False, True):
+            config, made = config_of(deterministic_mode=deterministic), []
+            for module in (theirs, our_layers):
+                torch.manual_seed(7)
+                arguments = {"reduce_scatter_embeddings": scattered, "config": config, "tp_group": group}
+                made.append(module.VocabParallelEmbedding(OUT, H, init_method=nn.init.normal_, **arguments))
+            ranges = ("vocab_start_index", "vocab_end_index", "num_embeddings_per_partition")
+            found[f"embedding {deterministic} {scattered}"] = facts(made[0], made[1], ids) | {
+                "marks": marks_of(made[0]) == marks_of(made[1]),
+                "range": all(getattr(made[0], name) == getattr(made[1], name) for name in ranges),
+            }
+    weight = numbers(OUT // dist.get_world_size(), H, seed=dist.get_rank()).requires_grad_()
+    calls = []
+    for module in (theirs, our_layers):  # a layer without a weight of its own, gathered when it is called
+        arguments = {"skip_weight_param_allocation": True, "config": config_of(), "tp_group": group}
+        layer = module.ColumnParallelLinear(H, OUT, init_method=nn.init.zeros_, **arguments)
+        calls.append(partial(layer, weight=weight, runtime_gather_output=True))
+    return found | {"shared weight": difference(calls, numbers(S, B, H, seed=1), [weight])}
+
+
+def carry_states(group: Any) -> dict[str, bool]:
+    """Each layer's state into the other's, and one without the extra entry."""
+    found = {}
+    for name in ("column", "row"):
+        theirs, ours = pair(name, group)
+        for source, target in ((theirs, ours), (ours, theirs)):
+            with torch.no_grad():
+                for parameter in source.parameters():
+                    parameter.normal_()
+            target.load_state_dict(source.state_dict())
+            found[f"{name} into {type(target).__module__}"] = all(
+                map(torch.equal, source.parameters(), target.parameters())
+            )
+        old = {f"0.{key}": value for key, value in ours.state_dict().items() if "extra" not in key}
+        found[f"old {name}"] = (
+            str(nn.Sequential(ours).load_state_dict(old)) == "<All keys matched successfully>"
+        )
+    return found
+
+
+MAPPINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "copy_to_tensor_model_parallel_region": ((S, B, H), {}),
+    "reduce_from_tensor_model_parallel_region": ((S, B, H), {}),
+    "scatter_to_tensor_model_parallel_region": ((S, B, H), {}),
+    "gather_from_tensor_model_parallel_region": ((S, B, 3), {}),
+    "scatter_to_sequence_parallel_region": ((S, B, H), {}),
+    "gather_from_sequence_parallel_region": ((2, B, H), {}),
+    "gather_from_sequence_parallel_region ": ((2, B, H), {"tensor_parallel_output_grad": False}),
+    "gather_from_sequence_parallel_region  ": ((2, B, H), {"use_global_buffer": True}),
+    "reduce_scatter_to_sequence_parallel_region": ((S, B, H), {}),
+    "all_gather_last_dim_from_tensor_parallel_region": ((S, B, 3), {}),
+    "reduce_scatter_last_dim_to_tensor_parallel_region": ((S, B, H), {}),
+    "all_to_all_sp2hp": ((2, B, H), {}),
+    "all_to_all_hp2sp": ((S, B, 3), {}),
+    "all_to_all": ((S, H), {}),
+}
+
+
+def compare_functions(group: Any) -> dict[str, Any]:
+    theirs, found = original("megatron.core.tensor_parallel.mappings"), dict[str, Any]()
+    for name, (shape, arguments) in MAPPINGS.items():
+        functions = [getattr(module, name.strip()) for module in (theirs, tensor_parallel)]
+        calls = [partial(function, group=group, **arguments) for function in functions]
+        if name == "all_to_all":  # here the group comes first
+            calls = [partial(function, group) for function in functions]
+        found[name] = difference(calls, numbers(*shape, seed=20 + dist.get_rank()))
+    return found | compare_losses(group) | compare_helpers(group)
+
+
+def compare_losses(group: Any) -> dict[str, Any]:
+    theirs = original("megatron.core.tensor_parallel").vocab_parallel_cross_entropy
+    ours = partial(tensor_parallel.vocab_parallel_cross_entropy, tp_group=group)
+    whole = numbers(S, B, OUT, seed=1).mul(4)
+    target = torch.randint(0, OUT, (S, B), generator=torch.Generator().manual_seed(2))
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for smoothing in (0.0, 0.2):
+            calls = [partial(loss, target=target, label_smoothing=smoothing) for loss in (theirs, ours)]
+            found[f"loss {dtype} {smoothing}"] = difference(calls, shard(whole, -1).to(dtype)) < 4e-6
+    value = shard(whole, -1).float().requires_grad_()
+    kept = value.detach().clone()
+    plain = whole.float().requires_grad_()
+    wanted = F.cross_entropy(plain.flatten(0, 1), target.flatten(), reduction="none").view(S, B)
+    wanted.sum().backward()
+    loss = ours(value, target)
+    loss.sum().backward()
+    found["loss untouched"] = torch.equal(value, kept)
+    found["loss of one process"] = apart(loss, wanted) < 4e-6
+    found["gradient of one process"] = apart(value.grad, shard(plain.grad, -1)) < 4e-6  # type: ignore[arg-type]
+    strange = target.clone()
+    strange[0, 0], strange[1, 1] = -100, OUT
+    found["loss of strangers"] = apart(theirs(kept.clone(), strange), ours(kept, strange)) < 4e-6
+    return found
+
+
+def compare_helpers(group: Any) -> dict[str, bool]:
+    theirs = original("megatron.core.tensor_parallel.utils")
+    value = numbers(4, 6, seed=dist.get_rank())
+    cut = [module.split_tensor_into_1d_equal_chunks for module in (theirs, tensor_parallel)]
+    view = cut[1](value, tp_group=group)
+    joined = [module.gather_split_1d_tensor(view, tp_group=group) for module in (theirs, tensor_parallel)]
+    found = {
+        "chunks": torch.equal(cut[0](value, tp_group=group), view),
+        "new chunks": torch.equal(cut[0](value, new_buffer=True, tp_group=group), cut[1](value, True, group)),
+        "a view": view.untyped_storage().data_ptr() == value.untyped_storage().data_ptr(),
+        "joined": torch.equal(*joined),
+        "duplicate": tensor_parallel.param_is_not_tensor_parallel_duplicate(value, group)
+        == (dist.get_rank() == 0),
+    }
+    marked = []
+    for module in (original("megatron.core.tensor_parallel.layers"), our_layers):
+        one, other, plain = (torch.zeros(2) for _ in range(3))
+        module.set_tensor_model_parallel_attributes(one, True, 1, 2)
+        module.copy_tensor_model_parallel_attributes(other, one)
+        for tensor in (other, plain):
+            module.set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)
+        marked.append([vars(tensor) for tensor in (one, other, plain)])
+    return found | {"marks": marked[0] == marked[1]}
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_megatron_s_are_megatron_core_s(world_size: int) -> None:
+    original("megatron.core.tensor_parallel")  # before the ranks are forked, once
+    for rank, found in enumerate(run_ranks(world_size, compare_megatron)):
+        wrong = {name: one for name, one in found.items() if not agrees(one)}
+        assert not wrong, (rank, wrong)
+        assert len(found) == len(CASES) + 5 + 6 + len(MAPPINGS) + 10 + 6
+
+
+# --- Megatron's, where the original has nothing to compare --------------------------------------------------
+
+
+def uneven() -> dict[str, float]:
+    """Shards of different lengths, against all ranks' tensors put together here."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    group, lengths = dist.group.WORLD, [3, 0, 4, 1][:ranks]
+    start, total = sum(lengths[:me]), sum(lengths)
+    mine = slice(start, start + lengths[me])
+    shards = [numbers(length, 2, seed=rank) for rank, length in enumerate(lengths)]
+    parts = [numbers(total, 2, seed=10 + rank) for rank in range(ranks)]
+    gradients = [numbers(total, 2, seed=50 + rank) for rank in range(ranks)]  # as ``results`` draws them
+    gather = partial(
+        tensor_parallel.gather_from_sequence_parallel_region, group=group, output_split_sizes=lengths
+    )
+    out, back = results(gather, shards[me])
+    found = {
+        "gathered": apart(out, torch.cat(shards)),
+        "gradient": apart(back, torch.stack(gradients).sum(0)[mine]),
+    }
+    out, back = results(partial(gather, tensor_parallel_output_grad=False), shards[me])
+    found |= {
+        "gathered alike": apart(out, torch.cat(shards)),
+        "gradient alike": apart(back, gradients[me][mine]),
+    }
+    scatter = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+    out, back = results(partial(scatter, group=group, input_split_sizes=lengths), parts[me])
+    cut = [numbers(length, 2, seed=50 + rank) for rank, length in enumerate(lengths)]
+    found |= {
+        "scattered": apart(out, torch.stack(parts).sum(0)[mine]),
+        "its gradient": apart(back, torch.cat(cut)),
+    }
+    # Rank i sends i + 2j rows to rank j.
+    counts = [[i + 2 * j for j in range(ranks)] for i in range(ranks)]
+    outgoing = [numbers(sum(row), 2, seed=i) for i, row in enumerate(counts)]
+    receive = [row[me] for row in counts]
+    out, back = results(lambda x: tensor_parallel.all_to_all(group, x, receive, counts[me]), outgoing[me])
+    from_each = [whole.split(row)[me] for whole, row in zip(outgoing, counts, strict=True)]
+    # What a rank received, and so its gradient, has a shard from each rank.
+    received = [[row[i] for row in counts] for i in range(ranks)]
+    gradient = [numbers(sum(one), 2, seed=50 + i) for i, one in enumerate(received)]
+    returned = [whole.split(one)[me] for whole, one in zip(gradient, received, strict=True)]
+    return found | {
+        "exchanged": apart(out, torch.cat(from_each)),
+        "and back": apart(back, torch.cat(returned)),
+    }
+
+
+def test_shards_of_different_lengths() -> None:
+    for found in run_ranks(4, uneven):
+        assert agrees(found), found
+
+
+def default_groups() -> list[Any]:
+    """Layers and functions without a group, over the tensor-parallel half of the world; frozen weights."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    layer = our_layers.ColumnParallelLinear(4, 6)
+    expert = our_layers.ColumnParallelLinear(4, 6, is_expert=True, gather_output=False)
+    layer.weight.requires_grad_(False)
+    output, bias = layer(torch.ones(2, 4))
+    output.sum().backward()  # in megatron-core a bias beside a frozen weight silently does not learn
+    total = tensor_parallel.reduce_from_tensor_model_parallel_region(torch.tensor([float(dist.get_rank())]))
+    loss = tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([4]))
+    found = [
+        layer.tp_group is group,
+        expert.tp_group is parallel_state.get_expert_tensor_parallel_group(),
+        tuple(output.shape),
+        bias,
+        layer.bias.grad.tolist() == [2.0] * 3,
+        total.item(),
+        round(loss.item(), 4),
+        tensor_parallel.param_is_not_tensor_parallel_duplicate(torch.zeros(1)),
+    ]
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_the_group_is_the_tensor_parallel_one_unless_named() -> None:
+    same = [True, True, (2, 6), None, True]
+    totals = [1.0, 1.0, 5.0, 5.0]
+    assert run_ranks(4, default_groups) == [
+        [*same, total, 1.7918, rank % 2 == 0] for rank, total in enumerate(totals)
+    ]
+
+
+def test_the_two_generations_have_their_own_defaults() -> None:
+    """Here on one rank, without ``torch.distributed``."""
+    old = our_layers.ColumnParallelLinear(4, 6)
+    new = our_layers.ColumnParallelLinear(4, 6, config=SimpleNamespace())
+    assert (old.gather_output, new.gather_output, old.tp_group) == (True, False, None)
+    output, bias = old(torch.ones(2, 4))
+    assert bias is None
+    torch.testing.assert_close(output, F.linear(torch.ones(2, 4), old.weight, old.bias))
+    row = our_layers.RowParallelLinear(4, 6, skip_bias_add=True)
+    assert row(torch.ones(2, 4))[1] is row.bias
+    assert repr(row) == "RowParallelLinear(in_features=4, out_features=6, bias=True, TP=1)"
+    embedding = our_layers.VocabParallelEmbedding(8, 4, nn.init.zeros_)
+    assert embedding(torch.tensor([[7]])).tolist() == [[[0.0] * 4]]
+    assert repr(embedding) == "VocabParallelEmbedding(8, 4, TP=1)"
+    for config in (None, SimpleNamespace(deterministic_mode=True)):
+        with pytest.raises(IndexError):
+            our_layers.VocabParallelEmbedding(8, 4, config=config)(torch.tensor([[8]]))
+    with torch.device("meta"):
+        assert our_layers.RowParallelLinear(4, 6).weight.is_meta
+    with pytest.warns(UserWarning, match="goes on without it"):
+        layer = our_layers.ColumnParallelLinear(4, 6, config=SimpleNamespace(sequence_parallel=True))
+    assert layer.sequence_parallel is False
+
+
+def _refuse(_weight: Tensor) -> None:
+    raise AssertionError("filled")
+
+
+def test_weights_can_be_left_unfilled_or_drawn_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(perform_initialization=False)
+    layer = our_layers.ColumnParallelLinear(4, 6, config=config, init_method=_refuse)
+    assert vars(layer.weight)["tensor_model_parallel"]
+    monkeypatch.setattr(our_layers, "accelerator", lambda: torch.device("cpu"))
+    with fake_world(2):
+        arguments: dict[str, Any] = {"init_method": Tensor.normal_, "tp_group": dist.group.WORLD}
+        row = our_layers.RowParallelLinear(6, 4, keep_master_weight_for_test=True, **arguments)
+    assert row.weight.shape == (4, 3)
+    assert row.weight.std() > 0
+    assert row.master_weight is None
+
+
+def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
+    drawn, after = [], []
+    for rank in range(2):
+        torch.manual_seed(11)
+        peers: Any = SimpleNamespace(size=2, rank=rank)
+        both = torch.zeros(5), torch.zeros(5)
+        for one in both:
+            fill_shard(one, nn.init.normal_, peers)
+        drawn += [tuple(one.tolist()) for one in both]
+        after.append(torch.rand(3).tolist())
+    assert len(set(drawn)) == 4
+    assert after[0] == after[1]  # what comes later is still the same on all ranks
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+PLAIN_MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "out_features is 10, which cannot be split into 4 equal shards; use a multiple of 4": (
+        lambda one: one.layers.ColumnParallelLinear(4, 10)
+    ),
+    "in_features is 12, ... of 2 blocks (the stride); use a multiple of 8": (
+        lambda one: one.layers.RowParallelLinear(12, 4, stride=2)
+    ),
+    "the length of dim -1 of a tensor of shape (2, 6) is 6, ...": (
+        lambda one: one.layers.RowParallelLinear(4, 4)(torch.zeros(2, 6))
+    ),
+    "num_embeddings is 65, ...": lambda one: one.layers.VocabParallelEmbedding(65, 4),
+    "embedding_dim is 6, ...": lambda one: one.layers.ParallelEmbedding(8, 6),
+    "padding_idx is 8, and the ids run from 0 to 7; name one of them, or None": (
+        lambda one: one.layers.ParallelEmbedding(8, 4, padding_idx=8)
+    ),
+    "max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out": (
+        lambda one: one.layers.VocabParallelEmbedding(8, 4, max_norm=1.0)
+    ),
+    "max_norm and scale_grad_by_freq ...": lambda one: one.layers.ParallelEmbedding(
+        8, 4, scale_grad_by_freq=True
+    ),
+    "4 is not divisible by 3; ...": lambda _: fairscale.layers._initialize_affine_weight(
+        torch.zeros(4, 4), 16, 4, 4, 0, nn.init.zeros_, stride=3
+    ),
+    "the target has shape (3,) and the logits (2, 4); ...": (
+        lambda _: fairscale.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3))
+    ),
+}
+
+
+@pytest.mark.parametrize("text", PLAIN_MISTAKES)
+def test_mistakes_with_plain_layers(text: str) -> None:
+    with fake_world(4), started():
+        for dialect in (fairscale, ezpz):
+            refuses(partial(PLAIN_MISTAKES[text], dialect), AssertionError, text)
+        assert fairscale.RowParallelLinear(4, 6).weight.shape == (6, 1)
+    with fake_world(1), started():
+        assert ezpz.layers.RowParallelLinear(4, 6, stride=3).weight.shape == (
+            6,
+            4,
+        )  # a whole weight has no blocks
+
+
+COLUMN, ROW, VOCABULARY = (
+    our_layers.ColumnParallelLinear,
+    our_layers.RowParallelLinear,
+    our_layers.VocabParallelEmbedding,
+)
+FUSED, IN_SEQUENCE = SimpleNamespace(gradient_accumulation_fusion=True), SimpleNamespace(**SEQUENCE)
+LOSS, GATHER = (
+    tensor_parallel.vocab_parallel_cross_entropy,
+    tensor_parallel.gather_from_sequence_parallel_region,
+)
+SUM = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+# What rank 0 of 4 says, and of which call with their group.
+ASSERTIONS: dict[str, Callable[[Any], Any]] = {
+    "output_size is 10, which ... 4 equal shards; ...": lambda group: COLUMN(4, 10, tp_group=group),
+    "the stride is 0; it is a number of blocks, 1 or more": lambda group: ROW(4, 4, stride=0, tp_group=group),
+    "the bias of is_expert would count several times in a sum; pass skip_bias_add=True": (
+        lambda group: ROW(4, 4, is_expert=True, tp_group=group)
+    ),
+    "the length of dim 0 of the output is 6, ...": (
+        lambda group: ROW(4, 4, config=IN_SEQUENCE, input_is_parallel=True, tp_group=group)(
+            torch.zeros(6, 2, 1)
+        )
+    ),
+    "the length of dim 1 of the ids is 5, ...": (
+        lambda group: VOCABULARY(8, 4, reduce_scatter_embeddings=True, tp_group=group)(
+            torch.zeros(2, 5).long()
+        )
+    ),
+    "the length ... 0 ... (6, 2) is 6, ...": (
+        lambda group: tensor_parallel.scatter_to_sequence_parallel_region(torch.zeros(6, 2), group)
+    ),
+    "output_split_sizes are [1, 2, 3, 4], and rank 0 of 4 has a shard of length 2; pass the length of every rank's shard, in "
+    "rank order": lambda group: GATHER(torch.zeros(2), True, group, [1, 2, 3, 4]),
+    "output_split_sizes are [1, 2], ...": lambda group: GATHER(torch.zeros(2), True, group, [1, 2]),
+    "the lengths to send are [1, 2, 3, 4], for 4 ranks and dim 0 of shape (9,); pass one for each rank, which add up to it": (
+        lambda group: SUM(torch.zeros(9), group, [1, 2, 3, 4])
+    ),
+    "the length ... (6,) is 6, ...": lambda group: tensor_parallel.all_to_all(group, torch.zeros(6)),
+    "all_to_all was called without a group; pass the process group of its ranks": (
+        lambda _: tensor_parallel.all_to_all(None, torch.zeros(6))
+    ),
+    "2 problems:\n"
+    "  - the target has shape (3,) and the logits (2, 4); pass one id for each row of logits: shape (2,)\n"
+    "  - label_smoothing is 1.0, for a part of 4 entries; it can be 0, or between 0 and 1 where there are several entries": (
+        lambda group: LOSS(torch.zeros(2, 4), torch.zeros(3), 1.0, group)
+    ),
+    "label_smoothing is 0.5, for a part of 1 ...": lambda group: LOSS(
+        torch.zeros(2, 1), torch.zeros(2), 0.5, group
+    ),
+    "the number of elements ... (2, 3) is 6, ...": (
+        lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)
+    ),
+    "the tensor of shape (2, 4) has tensor_model_parallel, partition_dim, partition_stride already; mark a tensor "
+    "once, or delete the attributes first": (
+        lambda group: our_layers.set_tensor_model_parallel_attributes(
+            COLUMN(4, 8, tp_group=group).weight, True, 0, 1
+        )
+    ),
+}
+RUNTIME_ERRORS: dict[str, Callable[[Any], Any]] = {
+    "ColumnParallelLinear: gradient_accumulation_fusion needs APEX's CUDA extension, which namedmesh's layers do not call; "
+    "set gradient_accumulation_fusion=False": lambda group: COLUMN(4, 4, config=FUSED, tp_group=group),
+    "sequence_parallel needs an input that is sharded already; pass input_is_parallel=True": (
+        lambda group: ROW(4, 4, config=IN_SEQUENCE, tp_group=group)
+    ),
+    "ColumnParallelLinear got no weight; pass this rank's shard, of shape (2, 4), to its forward": (
+        lambda group: COLUMN(4, 8, skip_weight_param_allocation=True, tp_group=group)(torch.zeros(1, 4))
+    ),
+    "ColumnParallelLinear got a weight of shape (4, 6); ...": (
+        lambda group: COLUMN(4, 8, tp_group=group)(torch.zeros(1, 4), weight=torch.zeros(4, 6))
+    ),
+}
+
+
+@pytest.mark.parametrize("text", [*ASSERTIONS, *RUNTIME_ERRORS])
+def test_mistakes_with_megatron_s_layers(text: str) -> None:
+    with fake_world(4):
+        call = (ASSERTIONS | RUNTIME_ERRORS)[text]
+        refuses(lambda: call(dist.group.WORLD), AssertionError if text in ASSERTIONS else RuntimeError, text)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_can_be_copied_and_pickled(rank: int) -> None:
+    with fake_world(2, rank):
+        layer = our_layers.ColumnParallelLinear(4, 6, tp_group=dist.group.WORLD)
+        for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):  # noqa: S301  our own
+            assert copied.tp_group is dist.group.WORLD
+            copied.load_state_dict(layer.state_dict())
