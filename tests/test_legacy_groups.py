@@ -592,6 +592,7 @@ BINDS: list[Callable[[Any], object]] = [
     fairscale.bind,
     ezpz.bind,
     deepspeed.mpu,
+    deepspeed.PipelineParallelGrid.from_mesh,
     ProcessGroups.bind,
 ]
 

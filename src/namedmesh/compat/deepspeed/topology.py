@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.agreement import agreed
+from namedmesh.compat.axis_map import agreed_groups
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers
 from namedmesh.compat.errors import (
     ContractAttributeError,
@@ -21,7 +22,7 @@ from namedmesh.compat.errors import (
     ContractIndexError,
     ContractTypeError,
 )
-from namedmesh.compat.state import require_default_group
+from namedmesh.compat.state import require_default_group, require_open
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
@@ -226,6 +227,8 @@ class PipelineParallelGrid(Getters):
         >>> dist.destroy_process_group()
     """
 
+    _owned = False
+
     def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  the original's signature
         require_default_group("deepspeed.init_distributed()")
         factors = _prime_factors(dist.get_world_size())
@@ -234,14 +237,33 @@ class PipelineParallelGrid(Getters):
         with agreed("deepspeed.PipelineParallelGrid") as compare:
             layout = ProcessTopology(names, [topology.get_dim(axis) for axis in names]).layout
             _check_grid(topology, layout)
-            mesh = make_mesh(compare, layout, {}, {}, GroupOptions())
-            axes = dict(zip(names, layout, strict=True))
-            replica = [own for axis, own in axes.items() if axis != "data"]
-            part = [axes["model"]] if "model" in axes else []
-            kinds = {"pipe": [axes["pipe"]], "data": [axes["data"]], "model": replica, "slice": part}
-            self._answers = answers(mesh, kinds)
+            self._fill(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
+        self._owned = True
+
+    @classmethod
+    def from_mesh(cls, mesh: NamedMesh) -> Self:
+        """Make a grid over a mesh that exists, whose groups it uses; every rank calls it; communicates.
+
+        Its axes pp, dp and tp are DeepSpeed's pipe, data and model; the first two must be there. Others keep their names.
+        """
+        require_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
+        words = {name: kind for kind, name in _CANONICAL.items()}
+        topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
+        grid = cls.__new__(cls)
+        with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
+            _check_grid(topology, mesh.layout)
+            grid._fill(topology, mesh)
+        return grid
+
+    def _fill(self, topology: Any, mesh: NamedMesh) -> None:
+        """Set this rank's coordinates and groups."""
         self._topo, self.mesh, self.global_rank = topology, mesh, mesh.global_rank
-        self.world_size = layout.world_size
+        self.world_size = mesh.layout.world_size
+        axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
+        replica = [own for axis, own in axes.items() if axis != "data"]
+        part = [axes["model"]] if "model" in axes else []
+        kinds = {"pipe": [axes["pipe"]], "data": [axes["data"]], "model": replica, "slice": part}
+        self._answers = answers(mesh, kinds)
         pipe, data, model, sliced = self._answers.values()
         self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
         self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
@@ -259,8 +281,9 @@ class PipelineParallelGrid(Getters):
             self.model_groups, self.mp_group = topology.get_axis_comm_lists("model"), list[int]()
 
     def close(self) -> None:
-        """Close the mesh of the grid."""
-        self.mesh.close()
+        """Close the mesh that the grid made; one that existed before stays."""
+        if self._owned:
+            self.mesh.close()
 
     def _is_grid_valid(self) -> bool:
         """Return whether the topology has as many ranks as the world."""
