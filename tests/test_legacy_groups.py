@@ -10,6 +10,7 @@ import textwrap
 import warnings
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -318,7 +319,9 @@ def test_accessors_make_no_break_in_a_graph(place: str) -> None:
         def answering(x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
             for call in calls:  # no graph hands out a group
                 call()
-            return fairscale.copy_to_model_parallel_region(x) + 1 if place == "fairscale" else x, [call() for call in plain]
+            return fairscale.copy_to_model_parallel_region(x) + 1 if place == "fairscale" else x, [
+                call() for call in plain
+            ]
 
         torch._dynamo.reset()
         compiled = torch.compile(answering, backend="eager", fullgraph=True)
@@ -388,6 +391,12 @@ def share() -> list[Any]:
 
 def test_dialects_that_are_bound_to_one_mesh_share_its_groups() -> None:
     assert run_ranks(8, share) == [[True] * 36] * 8
+
+
+def test_the_page_of_the_book_runs() -> None:
+    text = (Path(__file__).parents[1] / "examples" / "README.md").read_text(encoding="utf-8")
+    page = text.partition("## fairscale and ezpz")[2].partition("```python")[2].partition("```")[0]
+    assert "bind" in run_python(page + "print(fairscale.bind)")
 
 
 def three_groups(rank: int, sizes: tuple[int, int, int]) -> None:

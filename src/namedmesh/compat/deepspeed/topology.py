@@ -32,6 +32,9 @@ from namedmesh.sizes import product
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from typing_extensions import Self
+
+    from namedmesh.mesh import NamedMesh
 
 __all__ = [
     "PipeDataParallelTopology",
@@ -287,7 +290,7 @@ class PipelineParallelGrid(Getters):
 
     def _is_grid_valid(self) -> bool:
         """Return whether the topology has as many ranks as the world."""
-        return self.world_size == dist.get_world_size()
+        return bool(self.world_size == dist.get_world_size())
 
     def topology(self) -> Any:
         """Return the topology, as it was given."""
