@@ -255,7 +255,7 @@ class PipelineParallelGrid(Getters):
         grid = cls.__new__(cls)
         with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
             _check_grid(topology, mesh.layout)
-            grid._fill(topology, mesh)
+            grid._fill(topology, mesh)  # noqa: SLF001  its own
         return grid
 
     def _fill(self, topology: Any, mesh: NamedMesh) -> None:
