@@ -89,7 +89,8 @@ def release(which: str) -> Iterator[Any]:
         _imported[which] = {
             name: each for name, each in sys.modules.items() if name.partition(".")[0] == "megatron"
         }
-        vars(module).update(_at_first.setdefault(which, dict(vars(module))))
+        first = _at_first.setdefault(which, {**vars(module), "_HYBRID_DP_CP_GROUPS": {}})
+        vars(module).update({**first, "_HYBRID_DP_CP_GROUPS": {}})
         yield module
     finally:
         megatron.uninstall()

@@ -66,7 +66,7 @@ def test_with_megatron_core_its_own_modules_answer_from_our_meshes(late: bool) -
         from megatron.core import mpu, parallel_state
         from megatron.core.parallel_state import get_tensor_model_parallel_group, initialize_model_parallel
         import megatron.core.tensor_parallel.layers as layers
-        assert mpu is parallel_state is not ours.parallel_state
+        assert mpu is parallel_state is ours.parallel_state is ours.mpu
         assert layers.get_tensor_model_parallel_rank is parallel_state.get_tensor_model_parallel_rank
         namedmesh.launch.init("cpu")
         initialize_model_parallel(1)
@@ -74,21 +74,17 @@ def test_with_megatron_core_its_own_modules_answer_from_our_meshes(late: bool) -
         group = get_tensor_model_parallel_group()
         assert group is mesh.group("tp") is ours.parallel_state.get_tensor_model_parallel_group()
         assert parallel_state._DATA_PARALLEL_GLOBAL_RANKS == [0]
-        assert mpu.get_sequence_data_parallel_group() is mpu.get_data_parallel_group()
         parallel_state._MPU_TENSOR_MODEL_PARALLEL_RANK = 7
         other = namedmesh.init_mesh(dp=1, cp=1, device="cpu")
         with other:
             assert not parallel_state.is_initialized()
             assert parallel_state._MPU_TENSOR_MODEL_PARALLEL_RANK is None
         assert parallel_state.get_tensor_model_parallel_rank() == 7
-        ours.uninstall()
-        assert not parallel_state.is_initialized() and ours.parallel_state.is_initialized()
-        assert not hasattr(parallel_state, "get_sequence_parallel_group")
-        ours.install()
-        assert parallel_state.get_tensor_model_parallel_group() is group
         parallel_state.destroy_model_parallel()
         assert mesh.closed and not parallel_state.is_initialized()
+        initialize_model_parallel(1)
         ours.uninstall()
+        assert not parallel_state.is_initialized() and ours.parallel_state is not parallel_state
         from megatron.core.parallel_state import initialize_model_parallel
         print(initialize_model_parallel.__module__, getattr(initialize_model_parallel, "__wrapped__", None))
     """)
@@ -96,60 +92,34 @@ def test_with_megatron_core_its_own_modules_answer_from_our_meshes(late: bool) -
     assert run_python(code, action="ignore") == "megatron.core.parallel_state None\n"
 
 
-def _made_by_hand() -> list[Any]:
-    """What the original's own functions make beside the groups of our mesh, and do with all of them."""
-    from megatron.core import parallel_state
-
-    vars(torch.cuda)["synchronize"] = lambda: None
-    rank = dist.get_rank()
-    parallel_state.initialize_model_parallel(2)
-    known = parallel_state._global_process_group_list
-    assert megatron.current_mesh().group("tp") in known
-    mine = parallel_state.create_group([0, 3], group_desc="mine")
-    levels, gloo = parallel_state.create_hierarchical_groups(
-        rank, [0, 1, 2, 3], [2, 2], create_gloo_process_groups=True, group_desc="levels"
-    )
-    made = [*levels, *gloo, *parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1, 2, 3], None).values()]
-    if hasattr(parallel_state, "create_all_gather_groups"):
-        usual = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        second, none = parallel_state.create_all_gather_groups()
-        assert second is not usual
-        assert dist.get_process_group_ranks(second) == dist.get_process_group_ranks(usual)
-        assert none is None
-        made.append(second)
-    if rank in {0, 3}:
-        made.append(mine)
-    assert set(made) <= set(known)
-    for group in made:
-        total = torch.tensor([float(rank)])
-        dist.all_reduce(total, group=group)
-        assert total.item() == sum(dist.get_process_group_ranks(group))
-    parallel_state.update_pg_timeout(timedelta(minutes=7))
-    groups = [dist.group.WORLD, *known[1:]]
-    timeouts = {group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups}
-    parallel_state.destroy_model_parallel()
-    assert parallel_state._global_process_group_list is None
-    return [[dist.get_process_group_ranks(level) for level in (*levels, *gloo)], timeouts]
-
-
 @pytest.mark.parametrize("which", RELEASES)
-def test_what_makes_groups_by_hand_stays_the_original_s_and_works_beside_our_groups(which: str) -> None:
-    pytest.importorskip("einops")
+def test_only_what_makes_and_destroys_groups_is_ours(which: str) -> None:
     with release(which) as original:
         functions = {name: value for name, value in vars(original).items() if inspect.isfunction(value)}
         megatron.install()
         ours = {name for name, value in functions.items() if getattr(original, name) is not value}
         assert ours == {"initialize_model_parallel", "destroy_model_parallel"}
-        for rank, (levels, timeouts) in enumerate(run_ranks(4, _made_by_hand)):
-            pair, across = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-            assert levels == [pair, across, pair, across]
-            assert timeouts == {420}
+        megatron.uninstall()
+        assert all(getattr(original, name) is value for name, value in functions.items())
+
+
+def test_a_release_that_makes_groups_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    old: Any = ModuleType("megatron.core.parallel_state")
+    monkeypatch.setitem(sys.modules, old.__name__, old)
+    with pytest.raises(RuntimeError, match=r"another way than 0\.14 to 0\.19; install one of those"):
+        megatron.install()
+    assert not megatron.ORIGINAL.installed
+    with fake_world(2):
+        mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
+        megatron.bind(mesh, create_gloo_process_groups=False)  # the stand-in
+        assert megatron.parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
+        mesh.close()
 
 
 def _destroyed() -> list[object]:
     from megatron.core import parallel_state
 
-    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    mesh = namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(minutes=30))  # Megatron's, so that they share
     parallel_state.initialize_model_parallel(2)
     made = megatron.current_mesh()
     told: list[object] = []
@@ -160,10 +130,9 @@ def _destroyed() -> list[object]:
     buffers["tp"] = object()
     with megatron.bind(mesh):
         parallel_state.destroy_model_parallel()
-        group = parallel_state.get_data_parallel_group_gloo()
-        assert group is mesh.group("dp")
+        assert not parallel_state.is_initialized()
         total = torch.ones(())
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=mesh.group("dp"))
     return [*told, len(buffers), made.closed, total.item()]
 
 
@@ -193,7 +162,7 @@ def _gpt_losses(handed_over: bool, sizes: dict[str, int], steps: int) -> tuple[l
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    mine = megatron.original.ORIGINAL.installed
+    mine = megatron.ORIGINAL.installed
     # The dropout that it draws for is 0, and the tracker keeps states of CUDA devices.
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     parallel_state.initialize_model_parallel(**sizes)
@@ -296,18 +265,17 @@ def test_a_collection_keeps_the_groups_of_a_mesh_that_was_bound_for_a_moment() -
     with fake_world(4, 3):
         mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
         megatron.install()
-        with megatron.bind(mesh):
+        with megatron.bind(mesh, create_gloo_process_groups=False):
             groups = ProcessGroupCollection.use_mpu_process_groups()
         assert groups.tp is mesh.group("tp")
         assert groups.dp_cp is mesh.group("dp")
         assert not real.is_initialized()
-        assert not megatron.parallel_state.is_initialized()
         mesh.close()
         megatron.uninstall()
 
 
 def _pipelined() -> list[list[float]]:
-    """Losses of megatron-core's own schedule: on the accessors' groups, and on a grid's that are handed over."""
+    """Losses of megatron-core's own schedule: on the accessors' groups, and on those that are handed over."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -319,7 +287,6 @@ def _pipelined() -> list[list[float]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     parallel_state.initialize_model_parallel(2, 2)
-    mesh = megatron.current_mesh()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage)
     model: Any = torch.nn.Linear(4, 4, bias=False)
@@ -349,14 +316,7 @@ def _pipelined() -> list[list[float]]:
         return [each["loss"] for each in told]
 
     told = [losses()]
-    grid = megatron.hyper_comm_grid(mesh)
-    assert grid.get_pg(["dp", "tp"]) is mesh.group("dp", "tp")
-    groups: Any = ProcessGroupCollection()
-    groups.pp, groups.pos_embd = grid.get_pg("pp"), None
-    # Of torch, and so made by everyone: ranks that each name their own stages meet under one name, and may hang.
-    ends = [dist.new_group(ranks) for ranks in grid.get_rank_enum("pp")]
-    groups.embd = next(group for group in ends if group != dist.GroupMember.NON_GROUP_MEMBER)
-    groups.tp, groups.cp, groups.dp_cp = (grid.get_pg(dims) for dims in ("tp", "cp", ["dp", "cp"]))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     talks = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=model.config)
     told.append(losses(p2p_communicator=talks, pg_collection=groups))
     parallel_state.destroy_model_parallel()
@@ -379,36 +339,3 @@ def test_megatron_core_s_pipeline_schedule_runs_on_our_groups() -> None:
     ]
     for told in (second, last):
         assert told[0] == told[1] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("which", RELEASES)
-def test_a_grid_of_megatron_core_has_the_groups_of_a_mesh(
-    which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with release(which), fake_world(9, 4):
-        mesh = namedmesh.init_mesh(namedmesh.Layout(dp=2, cp=2, tp=2, rank_offset=1), device="cpu", part=True)
-        mesh.flatten("dp", "cp")
-        grid = megatron.hyper_comm_grid(mesh)
-        assert grid.dim_names == ["tp", "cp", "dp"]
-        assert grid.get_pg("tp") is mesh.group("tp")
-        assert grid.get_pg(["dp", "cp"]) is grid.get_pg(["cp", "dp"]) is mesh.group("dp", "cp")
-        for dims in ("tp", "cp", ["cp", "dp"]):
-            mine = dist.get_process_group_ranks(grid.get_pg(dims))
-            assert mine in grid.get_rank_enum(dims)
-        with pytest.raises(KeyError):
-            grid.get_pg(["tp", "cp"])
-        mesh.close()
-
-
-def test_without_megatron_core_there_is_no_grid_to_fill() -> None:
-    code = without("megatron") + textwrap.dedent("""
-        import namedmesh
-        from namedmesh.compat import megatron
-        mesh = namedmesh.init_mesh(dp=-1, device="cpu")
-        try:
-            megatron.hyper_comm_grid(mesh)
-        except RuntimeError as error:
-            print(str(error).rpartition(";")[2])
-    """)
-    assert run_python(code) == " install it\n"

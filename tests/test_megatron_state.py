@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
 import random
-import re
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import (
-    VARIABLES,
     answers,
     kind_of,
     last_only,
@@ -24,19 +21,19 @@ from megatron_cases import (
     variables,
 )
 from megatron_newest import NEWEST, RELEASES, release
-from messages import says
-from ranks import fake_world, live_groups, run_ranks
+from ranks import fake_world, live_groups, run_ranks, summed
 
 import namedmesh
-from namedmesh import NamedMesh, NamedMeshError
+from namedmesh import GroupOptions, NamedMeshError
 from namedmesh.compat import megatron
-from namedmesh.compat.megatron import groups, parallel_state
+from namedmesh.compat.megatron import parallel_state
 from namedmesh.dialects import MEGATRON_GROUPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 VALID_CASES = 110  # of each release
+NO_GLOO = {"create_gloo_process_groups": False}  # a fake world makes none
 
 
 @pytest.fixture(autouse=True)
@@ -53,108 +50,51 @@ def theirs(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield module
 
 
-def oracle() -> Any:
-    return importlib.import_module("megatron.core.parallel_state")
-
-
 # The names.
 
 
 @pytest.mark.oracle(NEWEST)
-def test_every_public_name_is_there_with_the_same_signature() -> None:
+def test_every_public_name_is_there_with_the_same_arguments() -> None:
+    """What stands at another place in other releases is taken by name only."""
     with release("newest") as theirs:
-        functions = {
-            name: value
-            for name, value in vars(theirs).items()
-            if inspect.isfunction(value) and value.__module__ == theirs.__name__
-        }
+        functions = {}
+        for name, value in vars(theirs).items():
+            if inspect.isfunction(value) and value.__module__ == theirs.__name__:
+                functions[name] = value
         del functions["_inject_gtp_remat_axis"]
         assert len(functions) >= 88
         for name, function in functions.items():
-            ours, original = (inspect.signature(each) for each in (getattr(parallel_state, name), function))
-            told = [
-                [
-                    (parameter.name, parameter.kind, parameter.default)
-                    for parameter in each.parameters.values()
-                ]
-                for each in (ours, original)
-            ]
-            # What release 0.16 has more stands behind, by name.
-            assert told[0][: len(told[1])] == told[1], name
-            assert all(default is not inspect.Parameter.empty for _, _, default in told[0][len(told[1]) :]), (
-                name
-            )
-        ours, original = (
-            inspect.signature(kind) for kind in (parallel_state.RankGenerator, theirs.RankGenerator)
+            ours = dict(inspect.signature(getattr(parallel_state, name)).parameters)
+            original = dict(inspect.signature(function).parameters)
+            assert list(ours)[: len(original)] == list(original), name
+            for argument, parameter in original.items():
+                assert ours[argument].default == parameter.default, (name, argument)
+            more = [ours[argument] for argument in ours if argument not in original]
+            assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in more), name
+        assert list(inspect.signature(parallel_state.RankGenerator).parameters) == list(
+            inspect.signature(theirs.RankGenerator).parameters
         )
-        assert list(ours.parameters) == list(original.parameters)
+        for name in ("initialize_model_parallel", "destroy_model_parallel"):
+            assert getattr(parallel_state, name).__doc__
 
 
-def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:  # noqa: C901  one loop over the rows
-    """The accessor that a row names answers with the row's variable, over the row's axes."""
-    with fake_world(64, 13):
-        parallel_state.initialize_model_parallel(
-            2,
-            2,
-            gtp_remat_size=2,
-            expert_gtp_remat_size=2,
-            context_parallel_size=2,
-            hierarchical_context_parallel_sizes=[2],
-            hybrid_context_parallel=True,
-            expert_model_parallel_size=2,
-            create_all_gather_group=True,
-        )
-        mesh = megatron.current_mesh()
-        layouts = {"dense": mesh.layout, "expert": mesh.views["expert"]}
-        for row in MEGATRON_GROUPS:
-            name, *flags = row.name.split()
-            arguments: dict[str, Any] = dict.fromkeys(flags, True)
-            if name in {"data_parallel", "expert_data_parallel"}:
-                arguments.setdefault("with_gtp_remat", False)
-            ranks = list(layouts[row.view].group(13, *row.axes))
-            if name == "hierarchical_context_parallel":
-                assert [
-                    dist.get_process_group_ranks(group) for group in getattr(parallel_state, row.variable)
-                ] == [ranks]
-                assert parallel_state.get_hierarchical_context_parallel_groups() is getattr(
-                    parallel_state, row.variable
-                )
-                continue
-            if name == "hybrid_data_context_parallel":
-                assert getattr(parallel_state, row.variable) == {
-                    size: parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
-                    for size in (2, 4)
-                }
-                continue
-            if name == "inter_distributed_optimizer_instance":  # there is one instance only
-                assert getattr(parallel_state, row.variable) is None
-                continue
-            if row.name in {"embedding", "position_embedding"}:
-                ranks = ranks[:1] if row.members == "first" else [ranks[0], ranks[-1]]
-                assert getattr(parallel_state, row.ranks) == (ranks if 13 in ranks else None)
-                if 13 not in ranks:
-                    continue
-            group = getattr(parallel_state, f"get_{name}_group")(**arguments)
-            assert group is getattr(parallel_state, row.variable), row.name
-            assert dist.get_process_group_ranks(group) == ranks, row.name
-            if row.ranks:
-                assert getattr(parallel_state, row.ranks) == ranks
-            if row.gloo:  # there are none beside weights that are gathered for each use
-                assert getattr(parallel_state, row.gloo) is None
-    with fake_world(32, 13):
-        parallel_state.initialize_model_parallel(2, 2, context_parallel_size=2)
-        for row in MEGATRON_GROUPS:
-            if row.gloo:
-                name, *flags = row.name.split()
-                arguments = dict.fromkeys(flags, True)
-                gloo = getattr(parallel_state, f"get_{name}_group_gloo")(**arguments)
-                assert gloo is getattr(parallel_state, row.gloo)
+def test_flags_that_moved_between_releases_are_keywords() -> None:
+    with fake_world(8, 5):
+        parallel_state.initialize_model_parallel(2, context_parallel_size=2, **NO_GLOO)
+        for call in (
+            parallel_state.get_data_parallel_group,
+            parallel_state.get_data_parallel_world_size,
+            parallel_state.get_data_parallel_rank,
+            parallel_state.get_expert_data_parallel_group,
+        ):
+            with pytest.raises(TypeError, match="positional"):
+                call(True, True)
 
 
 def test_every_module_level_variable_is_there(theirs: Any) -> None:
     names = set(variable_names(theirs))
     assert len(names) >= 50
-    assert names <= set(VARIABLES) <= set(dir(parallel_state))
+    assert names <= set(variable_names(parallel_state))
 
 
 # The answers.
@@ -166,6 +106,7 @@ def test_the_same_answers_in_random_configurations(theirs: Any) -> None:
     source = random.Random(20)
     newest = hasattr(theirs, "get_gtp_weight_remat_group")
     calls = [theirs.initialize_model_parallel]
+    stand_in = parallel_state.initialize_model_parallel
     megatron.install()
     calls.append(theirs.initialize_model_parallel)
     assert inspect.signature(calls[0]) == inspect.signature(calls[1])
@@ -177,15 +118,16 @@ def test_the_same_answers_in_random_configurations(theirs: Any) -> None:
             with fake_world(world, rank):
                 told = [_outcome(call, theirs, arguments, theirs) for call in calls]
                 if newest:
-                    initialize = parallel_state.initialize_model_parallel
-                    told.append(_outcome(initialize, parallel_state, arguments, theirs))
+                    told.append(_outcome(stand_in, parallel_state, arguments, theirs))
             assert told[1:] == told[:1] * (len(told) - 1), (world, rank, arguments)
         valid += isinstance(told[0], dict)
         refused += not isinstance(told[0], dict)
     assert refused > VALID_CASES // 20
 
 
-def _outcome(initialize: Any, module: Any, arguments: dict[str, Any], original: Any) -> Any:
+def _outcome(
+    initialize: Callable[..., object], module: Any, arguments: dict[str, Any], original: Any
+) -> Any:
     try:
         initialize(**arguments)
     except Exception as error:  # noqa: BLE001  which one is what is compared
@@ -206,8 +148,6 @@ CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
         "num_distributed_optimizer_instances": 2,
         "hierarchical_context_parallel_sizes": [2, 1],
         "create_all_gather_group": True,
-        "use_sharp": True,
-        "sharp_enabled_group": "dp_replica",
     },
     {
         "pipeline_model_parallel_size": 4,
@@ -216,12 +156,7 @@ CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
         "get_embedding_ranks": middle_and_last,
         "get_position_embedding_ranks": last_only,
     },
-    {
-        "context_parallel_size": 4,
-        "hybrid_context_parallel": True,
-        "order": "dp-cp-tp-pp-ep",
-        "use_sharp": True,
-    },
+    {"context_parallel_size": 4, "hybrid_context_parallel": True, "order": "dp-cp-tp-pp-ep"},
 )
 
 
@@ -230,111 +165,43 @@ def _on_gloo() -> list[Any]:
 
 
 def _case_on_gloo(arguments: dict[str, Any]) -> Any:
-    theirs = oracle()
+    from megatron.core import parallel_state as theirs
+
     before = live_groups()
-    told = [_outcome_and_sharp(theirs, arguments)]
+    told = [_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs)]
+    made = live_groups() - before
     megatron.install()
-    told.append(_outcome_and_sharp(theirs, arguments))
+    told.append(_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs))
     megatron.uninstall()
-    reset_groups = live_groups()
+    after = live_groups()
     parallel_state.initialize_model_parallel(**arguments)
-    sums = {}
-    for name in VARIABLES:
+    mesh = megatron.current_mesh()
+    shared = live_groups() - after < made
+    right = []
+    for name in variable_names(parallel_state):
         for group in _groups_of(getattr(parallel_state, name)):
-            tensor = torch.tensor([float(dist.get_rank())])
-            dist.all_reduce(tensor, group=group)
-            sums[name] = (tensor.item(), sum(dist.get_process_group_ranks(group)), dist.get_backend(group))
+            ranks = dist.get_process_group_ranks(group)
+            right.append(summed(group, dist.get_rank()) == sum(ranks) and dist.get_backend(group) == "gloo")
     parallel_state.destroy_model_parallel()
-    return told, sums, live_groups() == reset_groups >= before
-
-
-def _outcome_and_sharp(theirs: Any, arguments: dict[str, Any]) -> Any:
-    """Also for which ranks NCCL would make a communicator with SHARP, and what it would read then and afterwards."""
-    told = set()
-
-    def barrier(group: Any, device_ids: list[int]) -> None:
-        assert device_ids == [0]
-        told.add((tuple(dist.get_process_group_ranks(group)), os.environ.get("NCCL_COLLNET_ENABLE")))
-
-    def build_groups(mesh: NamedMesh, *others: Any) -> Any:
-        device, mesh.device = mesh.device, torch.device("cuda", 0)
-        values = groups.build_groups(mesh, *others)
-        mesh.device = device
-        return values
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("NCCL_COLLNET_ENABLE", "1")  # of somebody else, for every group
-        patched.setattr(dist, "barrier", barrier)
-        patched.setattr(f"{megatron.__name__}.initialize.build_groups", build_groups)
-        patched.setattr(torch.cuda, "current_device", lambda: 0)
-        patched.setattr(torch.cuda, "synchronize", lambda: None)
-        outcome = _outcome(theirs.initialize_model_parallel, theirs, arguments, theirs)
-        return outcome, told, os.environ.get("NCCL_COLLNET_ENABLE")
+    return told, right, shared, mesh.closed and live_groups() == after
 
 
 def _groups_of(value: Any) -> list[dist.ProcessGroup]:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    values = value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, dist.ProcessGroup)]
 
 
 @pytest.mark.oracle("megatron.core")
 def test_the_same_answers_and_working_groups_on_gloo() -> None:
-    for results in run_ranks(8, _on_gloo, timeout=180):
-        for arguments, (told, sums, left) in zip(CASES_ON_GLOO, results, strict=True):
+    with release("installed"):
+        found = run_ranks(8, _on_gloo, timeout=180)
+    for results in found:
+        for arguments, (told, right, shared, left) in zip(CASES_ON_GLOO, results, strict=True):
             assert told[0] == told[1], arguments
-            assert bool(told[0][1]) == ("use_sharp" in arguments)
-            assert len(sums) >= 20
-            assert all(measured == expected for measured, expected, _ in sums.values())
-            assert {backend for _, _, backend in sums.values()} == {"gloo"}
-            assert left
-
-
-@pytest.mark.oracle(NEWEST)
-def test_rank_generator_as_the_original() -> None:
-    with release("newest") as theirs:
-        _compare_rank_generators(theirs)
-
-
-def _compare_rank_generators(theirs: Any) -> None:
-    source = random.Random(3)
-    for _ in range(200):
-        sizes = {name: source.choice((1, 2, 3)) for name in ("tp", "dp", "pp", "cp", "ep")}
-        sizes["ep" if source.random() < 0.5 else "cp"] = 1
-        order = "-".join(source.sample(["tp", "dp", "pp", "cp", "ep"], source.choice((4, 5))))
-        told: list[Any] = []
-        for module in (theirs, parallel_state):
-            try:
-                ranks = module.RankGenerator(**sizes, order=order, rank_offset=7)
-                tokens = ["tp", "dp", "pp", "tp-pp", "dp-cp", "pp-tp-dp", "cp"]
-                told.append(
-                    [ranks.get_ranks(token) for token in tokens]
-                    + [
-                        ranks.order,
-                        ranks.ordered_size,
-                        ranks.world_size,
-                        ranks.name_to_size,
-                        ranks.rank_offset,
-                    ]
-                    + [ranks.get_mask(ranks.order, "tp-dp")]
-                )
-            except Exception as error:  # noqa: BLE001  which one is what is compared
-                told.append(kind_of(error))
-        assert told[0] == told[1], (sizes, order)
-
-
-@pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize("world", [8, 24, 48, 25])
-def test_masked_groups_as_the_original(world: int) -> None:
-    source = random.Random(world)
-    for _ in range(50):
-        mask = [source.random() < 0.5 for _ in range(3)]
-        told = []
-        for module in (oracle(), parallel_state):
-            try:
-                told.append(module.generate_masked_orthogonal_rank_groups(world, [2, 3, 4], mask))
-            except Exception as error:  # noqa: BLE001  which one is what is compared
-                told.append(kind_of(error))
-        assert told[0] == told[1], mask
+            assert len(right) >= 20
+            assert all([*right, shared, left]), arguments
 
 
 def test_the_worked_example_of_sixteen_ranks() -> None:
@@ -342,7 +209,7 @@ def test_the_worked_example_of_sixteen_ranks() -> None:
     replica = [0, 1, 4, 5, 8, 9, 12, 13]
     for rank in range(16):
         with fake_world(16, rank):
-            parallel_state.initialize_model_parallel(2, 4, create_gloo_process_groups=False)
+            parallel_state.initialize_model_parallel(2, 4, **NO_GLOO)
             group = parallel_state.get_data_parallel_group()
             assert tuple(dist.get_process_group_ranks(group)) == next(pair for pair in data if rank in pair)
             mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
@@ -351,208 +218,167 @@ def test_the_worked_example_of_sixteen_ranks() -> None:
             parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize(
-    ("world", "tp", "pp", "sp"), [(8, 1, 1, 2), (8, 1, 1, 8), (6, 1, 1, 3), (8, 2, 2, 1), (8, 2, 1, 1)]
-)
-@pytest.mark.parametrize("axis", ["sp", "cp", None])
-def test_the_names_of_megatron_deepspeed(world: int, tp: int, pp: int, sp: int, axis: str | None) -> None:
-    """Against its arithmetic: sp neighbors share a sequence, and sp above 1 goes without tp and pp."""
-    for rank in range(world):
-        with fake_world(world, rank):
-            if axis is None:
-                parallel_state.initialize_model_parallel(
-                    tp, pp, context_parallel_size=sp, create_gloo_process_groups=False
-                )
-            else:
-                sizes = {"pp": pp, "dp": -1, axis: sp, "tp": tp}
-                mesh = namedmesh.init_mesh(namedmesh.Layout(**sizes, world_size=world), device="cpu")
-                megatron.bind(mesh)
-            sequence = list(range(rank // sp * sp, rank // sp * sp + sp))
-            stage = world // pp
-            data = list(range(rank // stage * stage + rank % (tp * sp), (rank // stage + 1) * stage, tp * sp))
-            both = list(range(world)) if sp > 1 else data
-            told = {
-                name: getattr(parallel_state, f"get_{name}")
-                for name in ("sequence_parallel", "sequence_data_parallel", "model_parallel")
-                for name in (f"{name}_group", f"{name}_world_size", f"{name}_rank")
-            }
-            for name, ranks in (("sequence_parallel", sequence), ("sequence_data_parallel", both)):
-                assert dist.get_process_group_ranks(told[f"{name}_group"]()) == ranks
-                assert told[f"{name}_world_size"]() == len(ranks)
-                assert told[f"{name}_rank"]() == ranks.index(rank)
-            assert parallel_state.get_sequence_parallel_src_rank() == sequence[0]
-            assert parallel_state.get_data_parallel_group_ranks() == data
-            assert parallel_state.sequence_parallel_is_initialized()
-            assert parallel_state.sequence_data_parallel_is_initialized()
-            if pp == 1:
-                assert told["model_parallel_world_size"]() == tp
-                assert told["model_parallel_rank"]() == rank % tp
-            else:
-                with pytest.raises(AssertionError, match="there are 2 pipeline stages"):
-                    told["model_parallel_rank"]()
-            megatron.current_mesh().close()
-            assert not parallel_state.sequence_parallel_is_initialized()
-            assert not parallel_state.sequence_data_parallel_is_initialized()
+@pytest.mark.oracle(NEWEST)
+def test_ranks_are_generated_as_by_the_original() -> None:
+    source = random.Random(3)
+    tokens = ["tp", "dp", "pp", "tp-pp", "dp-cp", "pp-tp-dp", "cp"]
+    with release("newest") as theirs:
+        for _ in range(200):
+            sizes = {name: source.choice((1, 2, 3)) for name in ("tp", "dp", "pp", "cp", "ep")}
+            sizes["ep" if source.random() < 0.5 else "cp"] = 1
+            order = "-".join(source.sample(["tp", "dp", "pp", "cp", "ep"], source.choice((4, 5))))
+            told: list[Any] = []
+            for module in (theirs, parallel_state):
+                try:
+                    ranks = module.RankGenerator(**sizes, order=order, rank_offset=7)
+                    facts = [ranks.order, ranks.ordered_size, ranks.world_size, ranks.name_to_size]
+                    told.append(
+                        [*(ranks.get_ranks(token) for token in tokens), *facts, ranks.get_mask(order, "tp")]
+                    )
+                except Exception as error:  # noqa: BLE001  which one is what is compared
+                    told.append(kind_of(error))
+            assert told[0] == told[1], (sizes, order)
+        for world in (8, 24, 48, 25):
+            for _ in range(20):
+                mask = [source.random() < 0.5 for _ in range(3)]
+                told = []
+                for module in (theirs, parallel_state):
+                    try:
+                        told.append(module.generate_masked_orthogonal_rank_groups(world, [2, 3, 4], mask))
+                    except Exception as error:  # noqa: BLE001  which one is what is compared
+                        told.append(kind_of(error))
+                assert told[0] == told[1], mask
 
 
-def test_the_mpu_has_the_names_of_tensor_parallelism_as_before_megatron_core() -> None:
-    for name in ("divide", "split_tensor_into_1d_equal_chunks", "copy_to_tensor_model_parallel_region"):
-        assert getattr(megatron.mpu, name) is getattr(megatron.tensor_parallel, name)
-    assert not hasattr(megatron.mpu, "get_expert_groups")
-
-
-# Releases, and parts of a world.
-
-
-@pytest.mark.oracle("megatron.core")
-def test_releases_that_were_not_compared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = oracle()
-    core = importlib.import_module("megatron.core")
-    for version in ("0.12.3", "0.13.1", "0.20.0"):
-        with monkeypatch.context() as patched:
-            patched.setattr(core, "__version__", version)
-            with pytest.raises(
-                RuntimeError, match=rf"^megatron-core {version} is imported, .* releases 0\.14 to 0\.19"
-            ):
-                megatron.install()
-    with monkeypatch.context() as patched:
-        patched.delattr(core, "__version__")  # as in the tree of Megatron-DeepSpeed
-        with pytest.raises(RuntimeError, match="megatron-core without a version is imported"):
-            megatron.install()
-    with monkeypatch.context() as patched:
-        patched.setattr(theirs, "_SLICE_PARALLEL_GROUP", None, raising=False)
-        with pytest.raises(RuntimeError, match=r"has _SLICE_PARALLEL_GROUP, which namedmesh does not know"):
-            megatron.install()
-    assert theirs.initialize_model_parallel is not parallel_state.initialize_model_parallel
-
-
-def _two_worlds() -> list[Any]:
-    rank = dist.get_rank()
-    before = live_groups()
-    start = rank // 4 * 4
-    parallel_state.initialize_model_parallel(2, gtp_remat_size=2, rank_offset=start, local_world_size=4)
-    told: list[Any] = [parallel_state._MODEL_PARALLEL_GLOBAL_RANKS]
-    for group in (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_gtp_weight_remat_group(),
-    ):
-        tensor = torch.tensor([float(rank)])
-        dist.all_reduce(tensor, group=group)
-        told.append(tensor.item())
-    parallel_state.destroy_model_parallel()
-    # A rank outside of the mesh may call, and has no groups.
-    parallel_state.initialize_model_parallel(2, local_world_size=4)
-    told.append([parallel_state.is_initialized(), parallel_state.get_global_memory_buffer() is not None])
-    parallel_state.destroy_model_parallel()
-    return [*told, live_groups() == before]
-
-
-def test_two_parallel_states_side_by_side() -> None:
-    for rank, told in enumerate(run_ranks(8, _two_worlds)):
-        start, place = rank // 4 * 4, rank % 4
-        members = [start, start + 1, start + 2, start + 3]
-        assert told[0] == members
-        assert told[1] == sum(members[:2] if place < 2 else members[2:])
-        assert told[2] == sum(members[place % 2 :: 2])
-        assert told[3:] == [[rank < 4, True], True]
-
-
-def _all_gather_groups() -> list[Any]:
-    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, order="dp-tp-cp-ep-pp")
-    dense, expert = parallel_state.create_all_gather_groups(for_expert_parallelism=True)
-    same = dense is not parallel_state.get_data_parallel_group(with_context_parallel=True)
-    told = [dist.get_process_group_ranks(group) for group in (dense, expert)]
-    expected = [parallel_state._DATA_PARALLEL_GLOBAL_RANKS_WITH_CP]
-    expected.append(dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group()))
-    none = parallel_state.create_all_gather_groups()[1]
-    parallel_state.destroy_model_parallel()
-    return [told == expected, same, none]
-
-
-def test_a_second_group_for_all_gathers_where_groups_are_not_shared() -> None:
-    with fake_world(8, 5):
-        mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2, share_groups=False, device="cpu")
-        megatron.bind(mesh, create_all_gather_group=True)
-        usual = parallel_state.get_data_parallel_group(True)
-        second = parallel_state.get_data_parallel_group(True, independent_all_gather=True)
-        assert second is not usual
-        assert dist.get_process_group_ranks(second) == dist.get_process_group_ranks(usual) == [1, 3, 5, 7]
-        assert len({parallel_state.get_data_parallel_group(), usual, second}) == 3
-        mesh.close()
-
-
-def test_groups_for_all_gathers_are_second_ones_over_the_same_ranks() -> None:
-    with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
-        parallel_state.create_all_gather_groups()
-    assert run_ranks(4, _all_gather_groups) == [[True, True, None]] * 4
-
-
-# State.
-
-
-def test_the_accessors_and_the_mesh_hand_out_the_same_groups() -> None:
-    with fake_world(16, 5):
+def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:
+    """The accessor that a row names answers with the row's variable, over the row's axes."""
+    with fake_world(64, 13):
         parallel_state.initialize_model_parallel(
-            2, 2, context_parallel_size=2, expert_model_parallel_size=2, create_gloo_process_groups=False
+            2,
+            2,
+            gtp_remat_size=2,
+            expert_gtp_remat_size=2,
+            context_parallel_size=2,
+            hierarchical_context_parallel_sizes=[2],
+            hybrid_context_parallel=True,
+            expert_model_parallel_size=2,
+            create_all_gather_group=True,
         )
         mesh = megatron.current_mesh()
-        assert mesh is namedmesh.current_mesh()
-        assert mesh["tp"].get_group() is parallel_state.get_tensor_model_parallel_group()
-        pairs = {
-            parallel_state.get_pipeline_model_parallel_group(): mesh.group("pp"),
-            parallel_state.get_data_parallel_group(): mesh.group("dp"),
-            parallel_state.get_data_parallel_group(with_context_parallel=True): mesh.group("dp", "cp"),
-            parallel_state.get_model_parallel_group(): mesh.group("pp", "tp"),
-            parallel_state.get_expert_model_parallel_group(): mesh["ep"].get_group(),
-            parallel_state.get_expert_data_parallel_group(): mesh.group("edp"),
-            parallel_state.get_expert_tensor_and_model_parallel_group(): mesh.group("ep", "etp"),
-        }
-        assert all(group is of_mesh for group, of_mesh in pairs.items())
-        assert mesh.flatten("dp", "cp").get_group() is parallel_state.get_data_parallel_group(True)
+        layouts = {"dense": mesh.layout, "expert": mesh.views["expert"]}
+        compared = 0
+        for row in MEGATRON_GROUPS:
+            name, *flags = row.name.split()
+            function = getattr(parallel_state, f"get_{name}_group", None)
+            value = getattr(parallel_state, row.variable)
+            if function is None or not isinstance(value, dist.ProcessGroup):
+                continue  # several, or none on this rank: in the comparison with the original
+            if name in {"data_parallel", "expert_data_parallel"} and "with_gtp_remat" not in flags:
+                assert function(**dict.fromkeys(flags, True), with_gtp_remat=False) is value, row.name
+            else:
+                assert function(**dict.fromkeys(flags, True)) is value, row.name
+            ranks = list(layouts[row.view].group(13, *row.axes))
+            if row.members == "all":
+                assert dist.get_process_group_ranks(value) == ranks, row.name
+            compared += 1
+        assert compared >= 25
 
 
-def test_binding_a_mesh_that_exists() -> None:
-    with fake_world(16, 5):
-        mesh = namedmesh.init_mesh(pp=2, dp_replicate=2, dp_shard=2, tp=2, device="cpu")
-        megatron.bind(mesh)
-        assert parallel_state.get_data_parallel_world_size() == 4
-        assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
-        assert parallel_state.get_context_parallel_world_size() == 1
-        assert parallel_state._DATA_PARALLEL_GLOBAL_RANKS == [1, 3, 5, 7]
-        assert parallel_state.get_expert_data_parallel_group() is parallel_state.get_data_parallel_group()
-        held = len(mesh.communicators)
-        megatron.bind(mesh)
-        assert len(mesh.communicators) == held
-        assert parallel_state.get_data_parallel_group_gloo().size() == 4
-        megatron.bind(mesh, create_gloo_process_groups=False)
-        assert parallel_state._DATA_PARALLEL_GROUP_GLOO is None
-        parallel_state.destroy_model_parallel()
-        assert not parallel_state.is_initialized()
-        assert mesh.size("tp") == 2  # it was not ours to close
-        mesh.close()
+# Meshes that are bound.
 
 
-def test_a_bound_expert_view_is_the_original_s_expert_groups() -> None:
-    with fake_world(16, 5):
-        mesh = namedmesh.init_mesh(pp=2, dp=-1, cp=2, tp=2, device="cpu")
-        mesh.add_view("expert", pp=2, edp=-1, ep=4, etp=1)
-        megatron.bind(mesh)
-        told = answers(parallel_state)
-        mesh.close()
-        assert not parallel_state.is_initialized()
-        parallel_state.initialize_model_parallel(
-            2, 2, context_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1
-        )
-        assert told == answers(parallel_state)
+MESHES: tuple[tuple[dict[str, int], dict[str, int], dict[str, Any], dict[str, Any]], ...] = (
+    # the mesh, the view of its experts, options of bind, and what Megatron is asked for the same ranks
+    (
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2},
+        {},
+        {},
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "order": "tp-cp-ep-dp-pp",
+        },
+    ),
+    (
+        {"tp": 2, "pp": 2, "dp": 8},
+        {},
+        {},
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "order": "dp-ep-pp-tp"},
+    ),
+    (
+        {"pp": 2, "dp": 4, "cp": 2, "tp": 2},
+        {"pp": 2, "edp": 4, "ep": 4, "etp": 1},
+        {"hybrid_context_parallel": True, "num_distributed_optimizer_instances": 2},
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    (
+        {"dp": 4, "cp": 4, "tp": 2},
+        {"edp": 2, "ep": 8, "etp": 2},
+        {"hierarchical_context_parallel_sizes": [2, 2]},
+        {
+            "tensor_model_parallel_size": 2,
+            "context_parallel_size": 4,
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 2,
+        },
+    ),
+    (
+        {"pp": 4, "dp": 4, "tp": 2},
+        {},
+        {
+            "virtual_pipeline_model_parallel_size": 2,
+            "get_embedding_ranks": middle_and_last,
+            "get_position_embedding_ranks": last_only,
+        },
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
+    ),
+    ({"dp": 32}, {}, {}, {}),
+)
 
 
+@pytest.mark.parametrize("case", range(len(MESHES)))
+def test_a_bound_mesh_answers_as_the_original_over_the_same_ranks(theirs: Any, case: int) -> None:
+    """Without install(), too: both parallel states, from one set of groups."""
+    sizes, experts, options, arguments = MESHES[case]
+    experts = experts or {"pp": sizes.get("pp", 1), "edp": -1, "ep": 1, "etp": sizes.get("tp", 1)}
+    options = options | NO_GLOO
+    for rank in (0, 5, 21, 31):
+        with fake_world(32, rank):
+            told = [_outcome(theirs.initialize_model_parallel, theirs, arguments | options, theirs)]
+            mesh = namedmesh.init_mesh(sizes, device="cpu")
+            if MESHES[case][1]:
+                mesh.add_view("expert", **experts)
+            megatron.bind(mesh, **options)
+            told += [answers(each, theirs) | variables(each, theirs) for each in (theirs, parallel_state)]
+            held = len(mesh.communicators)
+            assert len({each.ranks for each in mesh.communicators}) == held
+            assert theirs.get_tensor_model_parallel_group() is parallel_state.get_tensor_model_parallel_group()
+            if "tp" in sizes:
+                assert theirs.get_tensor_model_parallel_group() is mesh.group("tp")
+            megatron.bind(mesh, **options)
+            assert len(mesh.communicators) == held
+            mesh.close()
+            assert not theirs.is_initialized()
+            assert not parallel_state.is_initialized()
+        if hasattr(theirs, "get_gtp_weight_remat_group"):
+            assert told[0] == told[2], rank
+        assert told[0] == told[1], rank
+
+
+@pytest.mark.oracle(NEWEST)
 def test_a_bound_mesh_shards_weights_that_are_gathered_for_each_use() -> None:
-    with fake_world(32, 13):
+    with release("newest"), fake_world(32, 13):
         mesh = namedmesh.init_mesh(pp=2, dp=-1, cp=2, gtp_remat=2, tp=2, device="cpu")
         mesh.add_view("expert", pp=2, edp=-1, egtp_remat=2, ep=2, etp=1)
         megatron.bind(mesh)
         assert parallel_state.get_gtp_weight_remat_group() is mesh.group("gtp_remat")
-        assert parallel_state.get_data_parallel_group() is mesh.group("dp", "gtp_remat")
         told = answers(parallel_state)
         mesh.close()
         parallel_state.initialize_model_parallel(
@@ -567,18 +393,88 @@ def test_a_bound_mesh_shards_weights_that_are_gathered_for_each_use() -> None:
         assert told == answers(parallel_state)
 
 
-def test_what_is_set_stays_with_its_mesh() -> None:
+def test_a_bound_mesh_keeps_the_options_of_its_groups() -> None:
+    slow = {"tp": GroupOptions(timeout=timedelta(hours=3))}
+    with fake_world(16, 5):
+        mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, options=slow, device="cpu")
+        megatron.bind(mesh, **NO_GLOO)
+        assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
+        assert parallel_state.get_pipeline_model_parallel_group() is mesh.group("pp")
+        parallel_state.destroy_model_parallel()
+        assert mesh.size("tp") == 2  # it was not Megatron's to close
+        mesh.close()
+
+
+def test_a_second_group_for_all_gathers_is_another_one_over_the_same_ranks() -> None:
     with fake_world(8, 5):
-        first, second = (namedmesh.init_mesh(dp=-1, tp=size, device="cpu") for size in (2, 4))
-        megatron.bind(first)
-        with megatron.bind(second):
-            parallel_state.set_tensor_model_parallel_rank(9)
-            with first:
-                assert parallel_state.get_tensor_model_parallel_rank() == 1
-            assert parallel_state.get_tensor_model_parallel_rank() == 9
-        assert parallel_state.get_tensor_model_parallel_rank() == 1
-        for mesh in (first, second):
-            mesh.close()
+        parallel_state.initialize_model_parallel(
+            2, context_parallel_size=2, create_all_gather_group=True, **NO_GLOO
+        )
+        usual = parallel_state.get_data_parallel_group(True)
+        second = parallel_state.get_data_parallel_group(True, independent_all_gather=True)
+        assert second is not usual
+        assert dist.get_process_group_ranks(second) == dist.get_process_group_ranks(usual)
+
+
+def test_the_accessors_and_the_mesh_hand_out_the_same_groups() -> None:
+    with fake_world(16, 5):
+        parallel_state.initialize_model_parallel(
+            2, 2, context_parallel_size=2, expert_model_parallel_size=2, **NO_GLOO
+        )
+        mesh = megatron.current_mesh()
+        assert mesh is namedmesh.current_mesh()
+        assert mesh["tp"].get_group() is parallel_state.get_tensor_model_parallel_group()
+        assert mesh.flatten("dp", "cp").get_group() is parallel_state.get_data_parallel_group(True)
+        assert mesh.flatten("pp", "tp").get_group() is parallel_state.get_model_parallel_group()
+        assert mesh.group("ep") is parallel_state.get_expert_model_parallel_group()
+        assert mesh.group("edp") is parallel_state.get_expert_data_parallel_group()
+
+
+def _settings() -> list[Any]:
+    """Groups with settings of their own come from the original's function, and end with the rest."""
+    from megatron.core import parallel_state as theirs
+
+    mine = object()
+    theirs.get_nccl_options = lambda name, _: mine if name == "tp" else None
+    new_group = dist.new_group
+
+    def without_settings(*args: Any, pg_options: Any = None, **kwargs: Any) -> Any:
+        assert pg_options in {None, mine}
+        return new_group(*args, **kwargs)
+
+    vars(dist)["new_group"] = without_settings
+    megatron.install()
+    before = live_groups()
+    theirs.initialize_model_parallel(2)
+    group = theirs.get_tensor_model_parallel_group()
+    listed = group in theirs._global_process_group_list
+    told = [group is not megatron.current_mesh().group("tp"), summed(group), listed]
+    theirs.destroy_model_parallel()
+    return [*told, live_groups() == before]
+
+
+@pytest.mark.oracle("megatron.core")
+def test_groups_with_settings_are_the_original_s_own_and_end_with_the_rest() -> None:
+    with release("installed"):
+        assert run_ranks(4, _settings) == [[True, 2.0, True, True]] * 4
+
+
+# Parts of a world.
+
+
+@pytest.mark.oracle(NEWEST)
+def test_a_part_of_the_world_has_the_original_s_groups_and_no_mesh() -> None:
+    with release("newest") as theirs, fake_world(8, 5):
+        megatron.install()
+        theirs.initialize_model_parallel(2, rank_offset=4, local_world_size=4, **NO_GLOO)
+        assert dist.get_process_group_ranks(theirs.get_data_parallel_group()) == [5, 7]
+        with pytest.raises(namedmesh.MeshError, match="is not bound to a mesh"):
+            megatron.current_mesh()
+        theirs.destroy_model_parallel()
+        assert not theirs.is_initialized()
+
+
+# State.
 
 
 SETTABLE = [
@@ -594,65 +490,78 @@ SETTABLE = [
 ]
 
 
-@pytest.mark.oracle("megatron.core")
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize("initialized", [True, False])
-def test_what_is_set_takes_precedence_as_in_the_original(initialized: bool) -> None:
+def test_what_is_set_takes_precedence_as_in_the_original(theirs: Any, initialized: bool) -> None:
     told = []
-    theirs = oracle()
-    calls = [theirs.initialize_model_parallel]
+    calls = [(theirs, theirs.initialize_model_parallel)]
+    calls.append((parallel_state, parallel_state.initialize_model_parallel))
     megatron.install()
-    calls.append(theirs.initialize_model_parallel)
-    for module, initialize in (*((theirs, call) for call in calls), (parallel_state, calls[1])):
+    calls.append((theirs, theirs.initialize_model_parallel))
+    for module, initialize in calls:
         with fake_world(16, 13):
+            module.set_tensor_model_parallel_world_size(64)  # before there are groups, and it stays
             if initialized:
-                initialize(2, 4, create_gloo_process_groups=False)
-            seen = []
+                initialize(2, 4, **NO_GLOO)
+            seen = [module.get_tensor_model_parallel_world_size()]
             for number, name in enumerate([*SETTABLE, "data_parallel_rank"]):
                 getattr(module, f"set_{name}")(number % 3)
                 seen.append(getattr(module, f"get_{name}")())
-            if module is theirs:
-                seen.append(answers(theirs))
             reset(module)
             told.append(seen)
-    megatron.uninstall()
-    assert told[0] == told[1]
-    assert told[2] == told[0][:-1]
-
-
-def test_what_was_set_before_the_groups_are_made_still_wins() -> None:
-    with fake_world(8, 3):
-        parallel_state.set_tensor_model_parallel_world_size(64)
-        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
-        assert parallel_state.get_tensor_model_parallel_world_size() == 64
-        assert parallel_state.get_tensor_model_parallel_rank() == 1
-        parallel_state.set_tensor_model_parallel_world_size(None)
-        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+    assert told[0] == told[1] == told[2]
 
 
 def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unittest import mock
-
     with fake_world(8, 3):
-        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(2, **NO_GLOO)
         own = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
         wide = parallel_state.get_data_parallel_group()
         with monkeypatch.context() as patched:
             patched.setattr(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", wide)
             assert parallel_state.get_tensor_model_parallel_group() is wide
             assert parallel_state.get_tensor_model_parallel_world_size() == 4
-        assert parallel_state.get_tensor_model_parallel_world_size() == 2
-        with mock.patch.object(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", wide):
-            assert parallel_state.get_tensor_model_parallel_rank() == 1
-        with mock.patch("namedmesh.compat.megatron.parallel_state._MPU_TENSOR_MODEL_PARALLEL_RANK", 5):
-            assert parallel_state.get_tensor_model_parallel_rank() == 5
         assert parallel_state.get_tensor_model_parallel_group() is own
         parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
         assert not parallel_state.model_parallel_is_initialized()
         assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
-        with pytest.raises(AssertionError, match=r"the tensor model parallel group .*: it was set to None"):
-            parallel_state.get_tensor_model_parallel_group()
-        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = own
-        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+
+
+def test_the_original_s_own_initializations_before_do_not_count(theirs: Any) -> None:
+    """Its destruction leaves variables behind, which are nobody's assignment."""
+    with fake_world(8, 3):
+        theirs.initialize_model_parallel(2, 2, **NO_GLOO)
+        theirs.destroy_model_parallel()
+        megatron.install()
+        for sizes in ((2, 2), (4, 1)):
+            theirs.initialize_model_parallel(*sizes, **NO_GLOO)
+            assert megatron.current_mesh().size("tp") == sizes[0]
+            theirs.destroy_model_parallel()
+            assert all(not getattr(theirs, name) for name in variable_names(theirs))
+
+
+def test_what_was_made_before_comes_back_after_a_mesh(theirs: Any) -> None:
+    with fake_world(8, 3):
+        theirs.initialize_model_parallel(2, **NO_GLOO)
+        group = theirs.get_tensor_model_parallel_group()
+        megatron.install()
+        with namedmesh.init_mesh(dp=8, device="cpu") as other:
+            assert not theirs.is_initialized()
+        assert theirs.get_tensor_model_parallel_group() is group
+        with pytest.raises(AssertionError, match="already initialized"):
+            theirs.initialize_model_parallel(4, **NO_GLOO)
+        theirs.destroy_model_parallel()
+        other.close()
+
+
+def test_containers_belong_to_one_initialization() -> None:
+    with fake_world(8, 3):
+        for expected in ({2}, set()):
+            parallel_state.initialize_model_parallel(
+                2, context_parallel_size=4, hybrid_context_parallel=bool(expected), **NO_GLOO
+            )
+            assert set(parallel_state._HYBRID_DP_CP_GROUPS) == expected
+            parallel_state.destroy_model_parallel()
 
 
 # What is made beside the mesh.
@@ -661,242 +570,50 @@ def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatc
 def _own_groups() -> list[Any]:
     rank = dist.get_rank()
     parallel_state.initialize_model_parallel(2)
+    known = parallel_state._global_process_group_list
     told: list[Any] = []
-    group = parallel_state.create_group([0, 3], group_desc="mine")
-    told.append(len(parallel_state._global_process_group_list))
-    if rank in {0, 3}:
-        told.append(dist.get_process_group_ranks(group))
+    parallel_state.create_group([0, 3], group_desc="mine")
     levels, gloo = parallel_state.create_hierarchical_groups(
         rank, [0, 1, 2, 3], [2, 2], create_gloo_process_groups=True, group_desc="levels"
     )
     told.append([dist.get_process_group_ranks(level) for level in (*levels, *gloo)])
     hybrid = parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1, 2, 3], None)
     told.append({size: dist.get_process_group_ranks(group) for size, group in hybrid.items()})
-    from datetime import timedelta
-
+    second, none = parallel_state.create_all_gather_groups()
+    told.append((dist.get_process_group_ranks(second), none, second in known))
     parallel_state.update_pg_timeout(timedelta(minutes=7))
-    told.append(
-        {
-            str(each._get_backend(torch.device("cpu")).options._timeout)
-            for each in (dist.group.WORLD, *parallel_state._global_process_group_list[1:])
-        }
-    )
-    parallel_state.update_pg_timeout(timedelta(minutes=3), parallel_state.get_tensor_model_parallel_group())
-    tp = parallel_state.get_tensor_model_parallel_group()
-    told.append(str(tp._get_backend(torch.device("cpu")).options._timeout))
+    timeouts = set()
+    for group in (dist.group.WORLD, *known[1:]):
+        timeouts.add(group._get_backend(torch.device("cpu")).options._timeout.seconds)
     parallel_state.destroy_model_parallel()
-    return told
+    return [*told, timeouts]
 
 
 def test_groups_beside_the_mesh_and_their_timeouts() -> None:
-    for rank, told in enumerate(run_ranks(4, _own_groups)):
-        first, *members = told[:-4]
-        assert members == ([[0, 3]] if rank in (0, 3) else [])
-        assert first >= 4
+    for rank, (levels, hybrid, second, timeouts) in enumerate(run_ranks(4, _own_groups)):
         pair, across = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        assert told[-4] == [pair, across, pair, across]
-        assert told[-3] == {2: pair}
-        assert told[-2] == {"0:07:00"}
-        assert told[-1] == "0:03:00"
+        assert levels == [pair, across, pair, across]
+        assert hybrid == {2: pair}
+        assert second == (across, None, True)
+        assert timeouts == {420}
 
 
 def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
     with pytest.raises(AssertionError, match="the global memory buffer is not initialized"):
         parallel_state.get_global_memory_buffer()
     with fake_world(4):
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(**NO_GLOO)
         buffer = parallel_state.get_global_memory_buffer()
         small = buffer.get_tensor((2, 3), torch.float32, "mpu")
         assert buffer.get_tensor((4,), torch.float32, "mpu").data_ptr() == small.data_ptr()
         assert buffer.get_tensor((70,), torch.float32, "mpu").shape == (70,)
         with pytest.raises(AssertionError, match="call destroy_global_memory_buffer"):
             parallel_state._set_global_memory_buffer()
-        parallel_state.destroy_global_memory_buffer()
-        parallel_state._set_global_memory_buffer()
-        parallel_state._set_global_symmetric_memory_buffer()
-        symmetric = parallel_state.get_global_symmetric_memory_buffer()
-        if not torch.cuda.is_available():
-            assert symmetric.maybe_get_tensor((2,), torch.int8) == {"tensor": None, "handle": None}
-        parallel_state.destroy_global_symmetric_memory_buffer()
-        with pytest.raises(AssertionError, match="call _set_global_symmetric_memory_buffer"):
-            parallel_state.get_global_symmetric_memory_buffer()
-
-
-def test_nccl_settings() -> None:
-    assert parallel_state.get_nccl_options("tp", {}) is None
-    if not dist.is_nccl_available():
-        with pytest.raises(namedmesh.MeshError, match="this torch was built without NCCL"):
-            parallel_state.get_nccl_options("tp", {"tp": {"max_ctas": 8}})
-    with pytest.raises(RuntimeError, match="net_name of 'tp' is 'tcp'; it is 'IB' or 'socket'"):
-        parallel_state.get_nccl_options("tp", {"tp": {"net_name": "tcp"}})
-    with pytest.raises(RuntimeError, match="tp: NCCL has no setting 'max_cta'"):
-        parallel_state.get_nccl_options("tp", {"tp": {"max_cta": 1}})
-
-
-def test_options_reach_the_groups_that_they_name(tmp_path: Any) -> None:
-    path = tmp_path / "nccl.yaml"
-    path.write_text("tp: {max_ctas: 8}\ndp_cp: {min_ctas: 2}\nintra_dp_cp: {max_ctas: 4}\n")
-    with fake_world(16, 5):
-        parallel_state.initialize_model_parallel(
-            2,
-            context_parallel_size=2,
-            num_distributed_optimizer_instances=2,
-            nccl_communicator_config_path=str(path),
-            high_priority_stream_groups=["ep_dp", "tp"],
-            create_gloo_process_groups=False,
-        )
-        mesh = megatron.current_mesh()
-        told = {axes: mesh.options_of(axes) for axes in (("tp",), ("dp", "cp"), ("cp", "tp"), ("edp",))}
-        assert told["tp",] == namedmesh.GroupOptions(nccl={"max_ctas": 8}, high_priority=True)
-        assert told["dp", "cp"] == namedmesh.GroupOptions(nccl={"min_ctas": 2})
-        assert told["cp", "tp"] == namedmesh.GroupOptions()
-        assert told["edp",] == namedmesh.GroupOptions(high_priority=True)
-        # Groups over the same ranks with different options are not shared.
-        assert mesh.group("edp") is not mesh.group("dp", "cp")
-        assert mesh.group("edp").size() == mesh.group("dp", "cp").size()
+        with pytest.raises(AssertionError, match="symmetric memory are megatron-core's"):
+            parallel_state._set_global_symmetric_memory_buffer()
 
 
 # Mistakes.
-
-
-MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
-    (
-        {"tensor_model_parallel_size": 3},
-        "2 problems:\n"
-        "  - tp=3 x pp=1 x cp=1 = 3 does not divide the world of 8 ranks; change a size, or the number of ranks to a multiple of "
-        "3\n"
-        "  - etp=3 x ep=1 x pp=1 = 3 does not divide the world of 8 ranks; ...",
-    ),
-    (
-        {"virtual_pipeline_model_parallel_size": 2},
-        "virtual_pipeline_model_parallel_size is 2, but pipeline_model_parallel_size is 1; virtual stages interleave "
-        "the stages of a pipeline, which needs 2 or more",
-    ),
-    (
-        {"order": "tp-dpp-pp"},
-        "'dpp' in the order 'tp-dpp-pp' is not one of tp, pp, dp, ep, cp; did you mean 'pp'?",
-    ),
-    (
-        {"order": "tp-dp", "pipeline_model_parallel_size": 2},
-        "the size of pp is 2, but the order 'tp-dp' has no place for it; add 'pp'",
-    ),
-    ({"expert_model_parallel_size": 3}, "etp=1 x ep=3 x pp=1 = 3 does not divide ..."),
-    (
-        {"nccl_communicator_config_path": "/no/such.yaml"},
-        "nccl_communicator_config_path is '/no/such.yaml', and there is no such file; give the path of a YAML file such "
-        "as 'tp: {max_ctas: 32}', or leave it out",
-    ),
-    (
-        {"num_distributed_optimizer_instances": 3},
-        "2 problems:\n"
-        "  - num_distributed_optimizer_instances is 3, which does not divide dp x cp = 8\n"
-        "  - num_distributed_optimizer_instances is 3, which does not divide edp = 8",
-    ),
-    (
-        {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
-        "hierarchical_context_parallel_sizes are [2, 3], which multiply to 6; they have to multiply to the "
-        "context-parallel size, which is 4",
-    ),
-    (
-        {"pipeline_model_parallel_comm_backend": "mpi"},
-        "pipeline_model_parallel_comm_backend is 'mpi'; it is None (the default backend), 'nccl' or 'ucc'",
-    ),
-    (
-        {"gtp_remat_size": 2, "num_distributed_optimizer_instances": 2},
-        "num_distributed_optimizer_instances is 2 and gtp_remat_size is 2; weights that are gathered for each use go "
-        "with one optimizer instance only",
-    ),
-    (
-        {"tensor_model_parallel_size": 2, "gtp_remat_size": 3},
-        "tp=2 x pp=1 x cp=1 x gtp_remat=3 = 6 does not divide ...",
-    ),
-    (
-        {"rank_offset": 6, "local_world_size": 4},
-        "rank_offset is 6 and local_world_size is 4, which are not ranks of the world of 8; change one of them",
-    ),
-    (
-        {"sharp_enabled_group": "dp"},
-        "sharp_enabled_group is 'dp', but use_sharp is off; say use_sharp=True, or leave the group out",
-    ),
-    (
-        {"use_sharp": True, "sharp_enabled_group": "tp"},
-        "sharp_enabled_group is 'tp'; it is 'dp' or 'dp_replica'",
-    ),
-    (
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 1,
-            "order": "tp-pp-dp",
-        },
-        "the pipelines of cp=1 x dp=2 x pp=2 x tp=2 (8 ranks) and of the experts' ep=1 x edp=4 x pp=2 x etp=1 (8 ranks) do not fit "
-        "together in the order 'tp-pp-dp'; put pp last in the order, or choose expert sizes that leave edp = dp",
-    ),
-)
-
-
-@pytest.mark.parametrize(("arguments", "text"), MISTAKES)
-def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], text: str) -> None:
-    with fake_world(8):
-        before = live_groups()
-        with pytest.raises(NamedMeshError, match=says(text)):
-            parallel_state.initialize_model_parallel(**arguments, create_gloo_process_groups=False)
-        assert live_groups() == before
-        assert all(getattr(parallel_state, name) in (None, {}) for name in VARIABLES)
-        with pytest.raises(namedmesh.MeshError, match="no mesh is alive"):
-            namedmesh.current_mesh()
-
-
-@pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        arguments
-        for arguments, _ in MISTAKES
-        if not {"pipeline_model_parallel_comm_backend", "gtp_remat_size", "rank_offset"} & set(arguments)
-    ],
-)
-def test_mistakes_have_the_original_s_type(arguments: dict[str, Any]) -> None:
-    with fake_world(8):
-        told = [
-            _outcome(
-                module.initialize_model_parallel,
-                module,
-                arguments | {"create_gloo_process_groups": False},
-                oracle(),
-            )
-            for module in (oracle(), parallel_state)
-        ]
-    assert told[0] == told[1]
-    assert isinstance(told[0], type)
-
-
-def test_use_before_and_twice() -> None:
-    with pytest.raises(AssertionError) as caught:
-        parallel_state.get_tensor_model_parallel_group()
-    assert str(caught.value) == (
-        "the tensor model parallel group is not initialized; call initialize_model_parallel(...), or "
-        "namedmesh.compat.megatron.bind(mesh) with a mesh that exists (once, on every rank)"
-    )
-    with pytest.raises(AssertionError, match=r"call namedmesh\.launch\.init\(\) or torch"):
-        parallel_state.initialize_model_parallel()
-    assert parallel_state.get_data_parallel_world_size() == 0
-    with pytest.raises(namedmesh.MeshError, match="state is not bound"):
-        megatron.current_mesh()
-    with fake_world(8):
-        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
-        told = answers(parallel_state)
-        with pytest.raises(AssertionError) as caught:
-            parallel_state.initialize_model_parallel(4, create_gloo_process_groups=False)
-        assert str(caught.value) == (
-            "Megatron's parallel state is already initialized, for pp=1 x dp=4 x cp=1 x tp=2 (8 ranks); call the function "
-            "that destroys it first, or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
-        )
-        assert answers(parallel_state) == told
-        # Sizes that do not fit come first, as in the original.
-        with pytest.raises(RuntimeError, match="tp=3 x pp=1 x cp=1 = 3 does not divide"):
-            parallel_state.initialize_model_parallel(3, create_gloo_process_groups=False)
-        assert answers(parallel_state) == told
 
 
 def nowhere(pp_ranks: list[int]) -> list[int]:
@@ -904,14 +621,61 @@ def nowhere(pp_ranks: list[int]) -> list[int]:
     return [rank + 100 for rank in pp_ranks]
 
 
-def test_a_callback_that_leaves_its_pipeline() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tensor_model_parallel_size": 3}, "the sizes 3 x 1 x 1 x 1 do not divide the world of 8 ranks"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "set pipeline_model_parallel_size to 2 or more"),
+        (
+            {"order": "tp-dpp-pp"},
+            "'dpp' in the order 'tp-gtp_remat-dpp-pp' is not one of .* did you mean 'pp'?",
+        ),
+        ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "the order .* has no place for it; add 'pp'"),
+        ({"num_distributed_optimizer_instances": 3}, "which does not divide dp x cp = 8"),
+        (
+            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
+            r"\[2, 3\] multiply to 6",
+        ),
+        ({"use_sharp": True}, "settings of NCCL, SHARP .* are megatron-core's; install it"),
+        ({"pipeline_model_parallel_size": 2, "get_embedding_ranks": nowhere}, r"ranks \[100, 104\], which"),
+    ],
+)
+def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], text: str) -> None:
     with fake_world(8):
         before = live_groups()
-        with pytest.raises(
-            AssertionError, match=re.escape("nowhere chose [100, 104] of the pipeline [0, 4]")
-        ):
-            parallel_state.initialize_model_parallel(
-                1, 2, get_embedding_ranks=nowhere, create_gloo_process_groups=False
-            )
+        with pytest.raises(NamedMeshError, match=text):
+            parallel_state.initialize_model_parallel(**arguments, **NO_GLOO)
         assert live_groups() == before
-        assert not parallel_state.is_initialized()
+        assert all(not getattr(parallel_state, name) for name in variable_names(parallel_state))
+        with pytest.raises(namedmesh.MeshError, match="no mesh is alive"):
+            namedmesh.current_mesh()
+
+
+def test_options_that_a_mesh_determines_are_not_bound() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=4, tp=2, device="cpu")
+        with pytest.raises(TypeError, match="takes no 'order'.*it takes virtual_pipeline_model_parallel_size"):
+            megatron.bind(mesh, order="tp-dp")
+        mesh.close()
+
+
+def test_use_before_and_twice() -> None:
+    with pytest.raises(AssertionError) as caught:
+        parallel_state.get_tensor_model_parallel_group()
+    assert str(caught.value) == (
+        "the tensor model parallel group is not initialized; call initialize_model_parallel(...), with the option that "
+        "makes this group, or namedmesh.compat.megatron.bind(mesh)"
+    )
+    with pytest.raises(AssertionError, match=r"call namedmesh\.launch\.init\(\) or torch"):
+        parallel_state.initialize_model_parallel()
+    assert parallel_state.get_data_parallel_world_size() == 0
+    with pytest.raises(namedmesh.MeshError, match="state is not bound"):
+        megatron.current_mesh()
+    with fake_world(8):
+        parallel_state.initialize_model_parallel(2, **NO_GLOO)
+        told = answers(parallel_state)
+        with pytest.raises(
+            AssertionError, match="already initialized, for pp=1 x dp=4 x cp=1 x tp=2 .8 ranks.; "
+        ):
+            parallel_state.initialize_model_parallel(4, **NO_GLOO)
+        assert answers(parallel_state) == told

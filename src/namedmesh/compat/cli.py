@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from namedmesh.compat.install import is_installed
+from namedmesh.compat.install import is_installed, when_imported
 
 __all__ = ["COMMANDS", "DIALECTS"]
 
-DIALECTS = ("megatron", "deepspeed", "fairscale", "ezpz")
-"""The dialects that can be installed."""
+DIALECTS = {
+    "megatron": "megatron.core.parallel_state",
+    "deepspeed": "deepspeed.runtime.pipe.topology",
+    "fairscale": "fairscale.nn.model_parallel.initialize",
+    "ezpz": "",
+}
+"""The dialects that can be installed, and the module whose import they wait for; ours always stands in for ezpz."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +26,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--dialect",
         action="append",
         choices=DIALECTS,
-        help="install only this one; may be repeated (default: all)",
+        help="install only this one, once its original is imported; may be repeated (default: all)",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument(
@@ -36,7 +42,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not words or not (arguments.module or Path(words[0]).is_file()):
         arguments.parser.error(f"there is no script {words[0]!r}" if words else "name a script to run")
     for dialect in arguments.dialect or DIALECTS:
-        import_module(f"namedmesh.compat.{dialect}").install()
+        when_imported(DIALECTS[dialect], partial(_install, dialect))
     import runpy
 
     sys.path[0] = str(Path.cwd() if arguments.module else Path(words[0]).resolve().parent)
@@ -48,6 +54,10 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         arguments.parser.error(f"there is no module {words[0]!r}")
     return 0
+
+
+def _install(dialect: str) -> None:
+    import_module(f"namedmesh.compat.{dialect}").install()
 
 
 COMMANDS = {

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
 
-__all__ = ["Original", "as_imported", "is_installed"]
+__all__ = ["Original", "as_imported", "is_installed", "when_imported"]
 
 _ABSENT = object()
 
@@ -59,14 +59,6 @@ class Original:
         except BaseException:
             self.uninstall()
             raise
-
-    def install_when_imported(self) -> None:
-        """Install once somebody imports the original; at once where ours stands in for it, which nothing imports."""
-        top = self.module.partition(".")[0]
-        if self.replace is None or self.module in sys.modules or not is_installed(top):
-            self.install()
-        else:
-            sys.meta_path.insert(0, _Watch(self))
 
     def uninstall(self) -> None:
         """Put everything back."""
@@ -118,17 +110,25 @@ class Original:
         vars(holder)[name] = value
 
 
-class _Watch:
-    """A finder that finds one module as others do, and installs a dialect once that module was executed."""
+def when_imported(name: str, call: Callable[[], object]) -> None:
+    """Call a function once a module was imported; at once where it was, or where its package is not installed."""
+    if not name or name in sys.modules or not is_installed(name.partition(".")[0]):
+        call()
+    else:
+        sys.meta_path.insert(0, _Watch(name, call))  # type: ignore[arg-type]
 
-    def __init__(self, original: Original) -> None:
-        self.original = original
+
+class _Watch:
+    """A finder that finds one module as others do, and calls a function once that module was executed."""
+
+    def __init__(self, name: str, call: Callable[[], object]) -> None:
+        self.name, self.call = name, call
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return how the module is imported; None for every other one."""
-        if name != self.original.module:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         spec = PathFinder.find_spec(name, path)
@@ -137,11 +137,11 @@ class _Watch:
         loader: Any = spec.loader
         execute = loader.exec_module
 
-        def execute_and_install(module: ModuleType) -> None:
+        def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            self.original.install()
+            self.call()
 
-        loader.exec_module = execute_and_install
+        loader.exec_module = execute_and_call
         return spec
 
 

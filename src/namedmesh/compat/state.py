@@ -64,8 +64,7 @@ class State:
     def _write(self, values: Mapping[str, Any]) -> None:
         """Fill the variables; those without a value are as at import, with containers of their own."""
         for name, value in self.empty.items():
-            fresh = value.copy() if isinstance(value, (list, dict)) else value
-            vars(self.module)[name] = values.get(name, fresh)
+            vars(self.module)[name] = values[name] if name in values else _copied(value)
 
     @contextmanager
     def blank(self) -> Iterator[dict[str, Any]]:
@@ -75,8 +74,10 @@ class State:
         """
         before = self._read()
         made: dict[str, Any] = {}
-        # Without a mesh, what was assigned by hand stays, as in the original.
-        self._write({} if self.shown is not None else before)
+        if self.shown is not None:
+            self._write({})
+        else:  # what was assigned by hand stays, as in the original, which fills containers in place
+            self._write({name: _copied(value) for name, value in before.items()})
         try:
             yield made
             made |= self._read()
@@ -194,6 +195,10 @@ def require_open(mesh: object, call: str) -> None:
         )
     if mesh.closed:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict)) else value
 
 
 def _is_variable(name: str, value: object) -> bool:

@@ -16,6 +16,8 @@ The dialect has two parallel states: that of an installed megatron-core, whose o
 from __future__ import annotations
 
 import sys
+import warnings
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,9 @@ __all__ = [
 _PLACE, _OURS = "megatron.core", __name__
 _stand_in = _answers = Megatron(parallel_state)
 vars(parallel_state).update(_stand_in.ours)
-_known: dict[ModuleType, Megatron] = {}  # those of megatron-core: a second one would overwrite what the first has filled
+_known: dict[
+    ModuleType, Megatron
+] = {}  # those of megatron-core: a second one would overwrite what the first has filled
 mpu = parallel_state
 """The short name that much code imports it by."""
 
@@ -86,12 +90,14 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
-    bound = _answers.bind(mesh, **options)
-    if _answers is _stand_in and is_installed(f"{_PLACE}.parallel_state"):
-        module = import_module(f"{_PLACE}.parallel_state")
+    if _answers is _stand_in and is_installed(_PLACE):
+        module = None
+        with warnings.catch_warnings(), suppress(ImportError):  # what cannot be imported needs no groups
+            warnings.simplefilter("ignore")
+            module = import_module(f"{_PLACE}.parallel_state")
         if hasattr(module, "create_group"):
-            _original(module).bind(mesh, **options)
-    return bound
+            _original(module).bind(mesh, **options)  # type: ignore[arg-type]
+    return _answers.bind(mesh, **options)
 
 
 def unbind() -> None:

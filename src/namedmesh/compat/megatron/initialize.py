@@ -201,7 +201,16 @@ class _Seam:
         """Return the mesh, which is made when the first group is asked for: by then the arguments were checked."""
         if self.mesh is None:
             self.mesh = self.make()
+            for layout in (self.mesh.layout, *self.mesh.views.values()):
+                for axis in layout:
+                    self._know(layout.groups(axis), None, self.mesh.group(axis))
         return self.mesh
+
+    def _know(
+        self, sets: Sequence[Sequence[int]], backend: str | None, group: Any, second: bool = False
+    ) -> None:
+        for members in sets:
+            self.known[tuple(members), backend, second] = group
 
     def create(
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
@@ -220,8 +229,7 @@ class _Seam:
         key = tuple(sorted(ranks)), backend, second
         if key not in self.known:
             sets, group = self._make(mesh, key[0], group_desc, backend, second=second)
-            for members in sets:
-                self.known[tuple(members), backend, second] = group
+            self._know(sets, backend, group, second)
         if mesh.global_rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         group = self.known[key]

@@ -409,8 +409,9 @@ def is_unitialized() -> bool:
     return not is_initialized()
 
 def model_parallel_is_initialized() -> bool:
-    groups = _TENSOR_MODEL_PARALLEL_GROUP, _PIPELINE_MODEL_PARALLEL_GROUP, _DATA_PARALLEL_GROUP
-    return None not in groups
+    if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
+        return False
+    return _DATA_PARALLEL_GROUP is not None
 
 def has_separate_all_gather_group() -> bool:
     return _DATA_PARALLEL_GROUP_WITH_CP_AG is not None
@@ -464,8 +465,7 @@ def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     _MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
 
 def get_tensor_model_parallel_src_rank() -> int:
-    ranks = _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS
-    return (ranks or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
+    return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
 
 def get_pipeline_model_parallel_next_rank() -> int:
     ranks: Any = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
@@ -552,9 +552,9 @@ def set_data_parallel_rank(rank: int | None) -> None:
     _MPU_DATA_PARALLEL_RANK = rank
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    if not is_initialized():
-        missing("_DATA_PARALLEL_GLOBAL_RANKS")
-    return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP if with_context_parallel else _DATA_PARALLEL_GLOBAL_RANKS)[0]
+    if with_context_parallel:
+        return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
+    return (_DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
 
 def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
     return _EXPERT_GTP_WEIGHT_REMAT_GROUP or missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP", check_initialized)
@@ -690,8 +690,9 @@ def get_data_parallel_group(
     if not with_context_parallel:
         if partial_data_parallel:
             raise ContractError("partial_data_parallel goes with with_context_parallel=True only; say it too")
-        group = _DATA_PARALLEL_GROUP_WITH_GTP_REMAT if with_gtp_remat else _DATA_PARALLEL_GROUP
-        return group or missing("_DATA_PARALLEL_GROUP")
+        if with_gtp_remat:
+            return _DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing("_DATA_PARALLEL_GROUP")
+        return _DATA_PARALLEL_GROUP or missing("_DATA_PARALLEL_GROUP")
     if partial_data_parallel:
         group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
         if with_gtp_remat:
@@ -699,8 +700,9 @@ def get_data_parallel_group(
         return group or missing("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
     if independent_all_gather:
         return _DATA_PARALLEL_GROUP_WITH_CP_AG or missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-    group = _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT if with_gtp_remat else _DATA_PARALLEL_GROUP_WITH_CP
-    return group or missing("_DATA_PARALLEL_GROUP_WITH_CP")
+    if with_gtp_remat:
+        return _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT or missing("_DATA_PARALLEL_GROUP_WITH_CP")
+    return _DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP")
 
 
 def get_data_parallel_group_gloo(
@@ -747,9 +749,12 @@ def get_expert_data_parallel_group(
         group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
         if with_gtp_remat:
             group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
-    else:
-        group = _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT if with_gtp_remat else _EXPERT_DATA_PARALLEL_GROUP
-    return group or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+        return group or missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+    if with_gtp_remat:
+        return _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing(
+            "_EXPERT_DATA_PARALLEL_GROUP", check_initialized
+        )
+    return _EXPERT_DATA_PARALLEL_GROUP or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_expert_data_parallel_world_size(
@@ -787,9 +792,10 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> Any:
-    group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
     if with_egtp_remat:
         group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
+    else:
+        group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
     return group or missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
 
 
@@ -808,18 +814,21 @@ def get_hybrid_data_context_parallel_groups(
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Any:
-    group = _TENSOR_AND_DATA_PARALLEL_GROUP
     if with_context_parallel:
         group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+    else:
+        group = _TENSOR_AND_DATA_PARALLEL_GROUP
     return group or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
-    if not tp_only_amax_red:
-        return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
     if with_context_parallel:
-        return get_tensor_and_context_parallel_group()
-    return get_tensor_model_parallel_group()
+        if tp_only_amax_red:
+            return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+    if tp_only_amax_red:
+        return _TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

@@ -107,10 +107,11 @@ def generate_masked_orthogonal_rank_groups(
     names = [f"axis{place}" for place in range(len(parallel_size))]
     layout = Layout.from_shape(names[::-1], list(parallel_size)[::-1])
     axes = [name for name, inside in zip(names, mask, strict=True) if inside]
-    if world_size > layout.world_size:
+    groups = [list(ranks) for ranks in layout.groups(*axes)] if axes else [[rank] for rank in layout.ranks]
+    count = world_size // len(groups[0])
+    if count > len(groups):
         raise ContractError(
             f"the world has {world_size} ranks, but the sizes {list(parallel_size)} multiply to {layout.world_size}; change a "
             "size"
         )
-    groups = [list(ranks) for ranks in layout.groups(*axes)] if axes else [[rank] for rank in layout.ranks]
-    return groups[: world_size // len(groups[0])]
+    return groups[:count]

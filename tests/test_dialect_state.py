@@ -1,0 +1,176 @@
+"""Which mesh a dialect answers from: bound, selected, in several threads, closed and destroyed."""
+
+from __future__ import annotations
+
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+from messages import error_of
+from ranks import fake_world, live_groups, run_ranks, summed
+
+import namedmesh
+from namedmesh import LayoutError, MeshError, NamedMesh
+from namedmesh.compat import fairscale, megatron
+from namedmesh.compat.megatron import parallel_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NO_GLOO = {"create_gloo_process_groups": False}
+tp_size = parallel_state.get_tensor_model_parallel_world_size
+
+
+@pytest.fixture
+def meshes() -> Iterator[tuple[NamedMesh, NamedMesh]]:
+    """Two meshes of a fake world, which Megatron knows; the second one is bound."""
+    with fake_world(8, 5):
+        first, second = (namedmesh.init_mesh(dp=-1, tp=size, device="cpu") for size in (2, 4))
+        for mesh in (first, second):
+            megatron.bind(mesh, **NO_GLOO)
+        yield first, second
+        megatron.unbind()
+        parallel_state.destroy_model_parallel()
+        for mesh in (first, second):
+            mesh.close()
+
+
+def bind(mesh: NamedMesh) -> megatron.Bound:
+    """Bind a mesh again, as it was."""
+    return megatron.bind(mesh, **NO_GLOO)
+
+
+def test_the_selected_mesh_answers_before_the_bound_one(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+    first, second = meshes
+    assert megatron.current_mesh() is second
+    parallel_state._PIPELINE_GLOBAL_RANKS = "patched"
+    with first:
+        assert tp_size() == 2
+        assert parallel_state._PIPELINE_GLOBAL_RANKS == [5]
+        bind(first)  # takes effect when nothing is selected any more
+    assert megatron.current_mesh() is first
+    with second:
+        assert parallel_state._PIPELINE_GLOBAL_RANKS == "patched"  # it stays with its mesh
+    stranger = namedmesh.init_mesh(dp=8, device="cpu")
+    with stranger, pytest.raises(AssertionError, match="is not initialized"):
+        tp_size()
+    with stranger, pytest.raises(AssertionError, match="already initialized"):
+        parallel_state.initialize_model_parallel(2, **NO_GLOO)
+    stranger.close()
+
+
+def test_two_threads_in_one_mesh(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+    """The selection is the process's: who leaves first takes nothing from the other."""
+    first, second = meshes
+    seen: list[int] = []
+
+    def look() -> None:
+        with first:
+            seen.append(tp_size())
+
+    with first:
+        thread = Thread(target=look)
+        thread.start()
+        thread.join()
+        seen.append(tp_size())
+    assert [*seen, tp_size()] == [2, 2, 4]
+    assert megatron.current_mesh() is second
+
+
+def test_leaving_a_binding_goes_back_to_the_one_before(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+    first, second = meshes
+    with bind(first):
+        assert tp_size() == 2
+        with bind(second):
+            assert tp_size() == 4
+        assert tp_size() == 2
+    assert megatron.current_mesh() is second
+    with bind(first):
+        bind(second)
+        assert tp_size() == 2  # the block's, until it ends
+    assert megatron.current_mesh() is second
+    bind(first)
+    with bind(second):
+        first.close()
+        assert tp_size() == 4
+    assert not parallel_state.is_initialized()
+
+
+def test_destroying_forgets_every_mesh_and_closes_none_that_was_bound(
+    meshes: tuple[NamedMesh, NamedMesh],
+) -> None:
+    first, second = meshes
+    with first:
+        parallel_state.destroy_model_parallel()
+        assert not parallel_state.is_initialized()
+    assert not parallel_state.is_initialized()
+    assert not first.closed
+    assert not second.closed
+    with second, pytest.raises(MeshError, match="is not bound to a mesh"):
+        megatron.current_mesh()
+    with bind(first):
+        assert tp_size() == 2  # its groups were never gone
+
+
+def test_a_closed_mesh_answers_no_more(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+    first, second = meshes
+    with first:
+        first.close()
+        assert not parallel_state.is_initialized()
+    assert megatron.current_mesh() is second
+    megatron.unbind()
+    assert not parallel_state.is_initialized()
+    with pytest.raises(MeshError, match="was closed; give megatron.bind an open one"):
+        bind(first)
+
+
+def test_what_is_no_mesh_for_megatron_is_refused() -> None:
+    with pytest.raises(MeshError, match=r"^megatron\.bind got a NoneType; give it a NamedMesh"):
+        megatron.bind(None)  # type: ignore[arg-type]
+    with fake_world(8, 3):
+        for axis, text in (("xp", "axis 'xp' has no place in Megatron's groups"), ("ep", "add a view for it")):
+            mesh = namedmesh.init_mesh({"dp": 4, axis: 2}, device="cpu")
+            with pytest.raises(LayoutError, match=text):
+                bind(mesh)
+            mesh.close()
+
+
+def _disagree() -> list[str]:
+    last = dist.get_rank() == 3
+    start = parallel_state.initialize_model_parallel
+    return [error_of(lambda size=size: start(size if last else 2)) for size in (4, 3)]  # type: ignore[misc]
+
+
+def test_ranks_that_differ_or_fail_are_reported_instead_of_hanging() -> None:
+    *others, guilty = run_ranks(4, _disagree)
+    for differs, _ in (*others, guilty):
+        assert differs.startswith("AgreementError: ")
+        assert "tensor_model_parallel_size differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3" in differs
+    for _, failed in others:
+        assert "rank 3 gave up on megatron.initialize_model_parallel" in failed
+    assert guilty[1].startswith("ContractRuntimeError: ")
+
+
+def _again_and_again() -> list[bool]:
+    """Meshes of two dialects, made and destroyed: whether the groups add up their ranks, and stay as few."""
+    before, right = live_groups(), []
+    for turn in range(6):
+        parallel_state.initialize_model_parallel(
+            2,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+            num_distributed_optimizer_instances=1 + turn % 2,
+        )
+        mesh: Any = megatron.current_mesh()
+        fairscale.bind(mesh)
+        group = fairscale.get_model_parallel_group()
+        right.append(group is parallel_state.get_tensor_model_parallel_group())
+        right.append(summed(group, dist.get_rank()) == sum(mesh.ranks("tp")))
+        parallel_state.destroy_model_parallel()
+        right.append(not fairscale.model_parallel_is_initialized() and live_groups() == before)
+    return right
+
+
+def test_dialects_share_groups_and_leave_none_behind() -> None:
+    assert run_ranks(4, _again_and_again, timeout=180) == [[True] * 18] * 4
