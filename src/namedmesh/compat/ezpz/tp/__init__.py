@@ -24,6 +24,36 @@ from namedmesh.compat.partition import *  # noqa: F403  all of them
 if TYPE_CHECKING:
     from datetime import timedelta
 
+__all__ = [
+    "VocabUtility",
+    "destroy_tensor_parallel",
+    "divide_and_check_no_remainder",
+    "ensure_divisibility",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_rank",
+    "get_pipeline_parallel_ranks",
+    "get_pipeline_parallel_world_size",
+    "get_tensor_parallel_group",
+    "get_tensor_parallel_rank",
+    "get_tensor_parallel_ranks",
+    "get_tensor_parallel_src_rank",
+    "get_tensor_parallel_world_size",
+    "initialize_tensor_parallel",
+    "layers",
+    "mappings",
+    "split_tensor_along_last_dim",
+    "tensor_parallel_is_initialized",
+    "utils",
+]
+
 _DATA_PARALLEL_GROUP: Any = None
 _DATA_PARALLEL_RANKS: Any = None
 _PIPELINE_PARALLEL_GROUP: Any = None
@@ -36,7 +66,7 @@ _TENSOR_PARALLEL_RANKS: Any = None
 _SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "cp": "context_parallel_size"}
 DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__], _SIZES)
 
-from namedmesh.compat.ezpz.tp import layers, mappings, utils  # noqa: E402, F401  they need the dialect
+from namedmesh.compat.ezpz.tp import layers, mappings, utils  # noqa: E402  they need the dialect
 
 destroy_tensor_parallel = DIALECT.destroy
 get_tensor_parallel_group = DIALECT.getter("_TENSOR_PARALLEL_GROUP", itself)
