@@ -169,10 +169,7 @@ class ModelParallel:
 
     def are_there(self, *variables: str) -> bool:
         """Return whether variables have values."""
-        for name in variables:  # a loop: a graph of torch.compile takes no generator
-            if getattr(self.state.module, name) is None:
-                return False
-        return True
+        return None not in [getattr(self.state.module, name) for name in variables]
 
     def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
         """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""
