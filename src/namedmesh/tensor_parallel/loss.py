@@ -141,16 +141,16 @@ class _CrossEntropy(torch.autograd.Function):
         mine = target - group.rank * part
         elsewhere = (mine < 0) | (mine >= part)
         mine = mine.masked_fill(elsewhere, 0)
-        own = torch.logsumexp(logits.to(rows.dtype), -1)
-        highest = all_reduce(own, group, "max")
-        of_target = logits.gather(-1, mine.unsqueeze(-1)).squeeze(-1).to(rows.dtype).masked_fill(elsewhere, 0)
-        mean = logits.mean(-1, dtype=rows.dtype) if rows.spread else torch.zeros_like(own)
-        sums = [torch.exp(own - highest), of_target]
+        highest = all_reduce(logits.amax(-1).to(rows.dtype), group, "max")
+        shifted = logits - highest.unsqueeze(-1)  # in the larger of the two types
+        of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+        mean = shifted.mean(-1) if rows.spread else torch.zeros_like(of_target)
+        sums = [shifted.exp().sum(-1), of_target]
         if not rows.over_part:
             sums.append(mean / group.size)
         total, of_target, *means = all_reduce(torch.stack(sums), group).unbind()
-        lse = highest + total.log()
-        loss = lse - (1 - rows.spread) * of_target - rows.spread * (means[0] if means else mean)
+        loss = total.log() - (1 - rows.spread) * of_target - rows.spread * (means[0] if means else mean)
+        lse = total.log() + highest
         if rows.z_loss:
             loss = loss + rows.z_loss * lse.square()
         ctx.save_for_backward(logits, lse, elsewhere, mine, counts)

@@ -1,0 +1,359 @@
+"""Column and row styles: torch's own by type and options, with native operations on local tensors inside."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from namedmesh._torch import has_forward_hooks, local_parameters
+from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave, split
+from namedmesh.tensor_parallel.loss import refuse_strangers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+_WHOLE, _PARTS = (Replicate(),), (Partial(),)
+
+
+class Wiring(NamedTuple):
+    """How a sharded layer is connected: its ranks, the sharded dim of its input and of its output (None: whole)."""
+
+    group: Group
+    input_dim: int | None
+    output_dim: int | None
+    use_local_output: bool = True
+
+
+class ColumnLinear(nn.Linear):
+    """An ``nn.Linear`` of whose output features each rank has some. Made by :class:`ColwiseParallel`."""
+
+    wiring: Wiring
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """Return this rank's output features, or those of all ranks."""
+        group, _, output_dim, _ = self.wiring
+        weight, bias = local(self.weight, self.bias)
+        y = F.linear(column_input(input, self.wiring), weight, bias)
+        return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
+
+
+class RowLinear(nn.Linear):
+    """An ``nn.Linear`` of whose input features each rank has some. Made by :class:`RowwiseParallel`."""
+
+    wiring: Wiring
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """Return the sum of all ranks' products: whole, or this rank's shard of another dim."""
+        group, input_dim, output_dim, _ = self.wiring
+        if isinstance(input, DTensor):
+            x = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
+        else:
+            x = input if input_dim is not None else split(input, group, input.ndim - 1)
+        # Where each rank has some of the tokens, it makes a part of the bias's gradient.
+        weight, bias = local(self.weight, self.bias, parts=(False, output_dim is not None))
+        y = leave(F.linear(x, weight), group, output_dim)
+        if bias is not None:  # after the sum, so that it counts once
+            y = y + bias.to(y.dtype)
+        return delivered(self, y)
+
+
+class ColumnEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` of whose vectors each rank has some features. Made by :class:`ColwiseParallel`."""
+
+    wiring: Wiring
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        """Return this rank's features of every vector, or those of all ranks."""
+        group, _, output_dim, _ = self.wiring
+        ids = input.full_tensor() if isinstance(input, DTensor) else input
+        weight, _ = local(self.weight)
+        y = F.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
+
+
+class RowEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` of whose vocabulary each rank has a part. Made by :class:`RowwiseParallel`."""
+
+    wiring: Wiring
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        """Return the sum of all ranks' vectors, of which one is not zero: whole, or this rank's shard of a dim."""
+        group, _, output_dim, _ = self.wiring
+        ids = input.full_tensor() if isinstance(input, DTensor) else input
+        refuse_strangers(ids, self.num_embeddings, "index out of range in self")
+        weight, _ = local(self.weight)
+        rows = weight.shape[0]
+        first = group.rank * rows
+        mine = ids - first
+        elsewhere = (mine < 0) | (mine >= rows)
+        padding = None
+        if self.padding_idx is not None and first <= self.padding_idx < first + rows:
+            padding = self.padding_idx - first
+        y = F.embedding(mine.masked_fill(elsewhere, 0), weight, padding)
+        return delivered(self, leave(y.masked_fill(elsewhere.unsqueeze(-1), 0), group, output_dim))
+
+
+def local(
+    weight: Tensor, bias: Tensor | None = None, *, parts: tuple[bool, bool] = (False, False)
+) -> Sequence[Any]:
+    """Return this rank's tensors of a weight and a bias; ``parts``: of whose gradient each rank makes a part."""
+    if not isinstance(weight, DTensor):
+        return weight, bias
+    layouts = [_PARTS if parts[0] else weight.placements]
+    if not isinstance(bias, DTensor):
+        return local_parameters([weight], layouts)[0], bias
+    layouts.append(_PARTS if parts[1] else bias.placements)
+    return local_parameters([weight, bias], layouts)
+
+
+def column_input(x: Tensor, wiring: Wiring) -> Tensor:
+    """Return the whole input of a column layer, of whose gradient each rank makes a part."""
+    if not isinstance(x, DTensor):
+        return enter(autocast(x), wiring.group, wiring.input_dim)
+    # Whoever made it sums the parts of its gradient, of all its users at once.
+    whole = x if x.placements == _WHOLE else x.redistribute(placements=_WHOLE)
+    return whole.to_local(grad_placements=_PARTS)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Return an activation in the type that a linear gives it under autocast, so that no more is sent than that."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return x
+    return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(torch.get_autocast_dtype(device))
+
+
+def delivered(module: Any, y: Tensor) -> Tensor:
+    """Return a layer's output as its style says: this rank's plain tensor, or a DTensor around it."""
+    if module.wiring.use_local_output:
+        return y
+    dim = module.wiring.output_dim
+    layout = Replicate() if dim is None else Shard(y.ndim - 1 if dim == -1 else dim)
+    return DTensor.from_local(y, module.weight.device_mesh, (layout,), run_check=False)
+
+
+def sharded_dim(layout: Placement) -> int | None:
+    """Return the dim that a layout shards; None where it is whole."""
+    return layout.dim if isinstance(layout, Shard) else None
+
+
+def shard_parameters(
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], src_data_rank: int | None
+) -> None:
+    """Replace a module's own parameters with DTensors; frozen ones stay frozen, and keep what users have noted on them."""
+    for name, placement in placements.items():
+        shard = distribute_tensor(
+            module.get_parameter(name), mesh, [placement], src_data_rank=src_data_rank
+        )
+        replace_parameter(module, name, shard)
+
+
+def replace_parameter(module: nn.Module, name: str, shard: Tensor) -> None:
+    """Put a shard in the place of a parameter, with what users have noted on that, such as that it has no weight decay."""
+    old = module.get_parameter(name)
+    new = nn.Parameter(shard, requires_grad=old.requires_grad)
+    vars(new).update({**vars(old), **vars(new)})
+    module.register_parameter(name, new)
+
+
+class _Short:
+    """A style with a short way for the layers and layouts that it knows; all others go torch's way."""
+
+    kinds: Mapping[type, type]
+
+    def __init__(self, *, heads: int | None = None, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        self.heads = heads
+
+    def size_problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  of any module
+        """Return a sentence if the ranks would get parts of heads."""
+        if not self.heads or self.heads % tp_size == 0:
+            return []
+        return [
+            f"{self.heads} heads are not divisible by the tp size {tp_size}; choose a tp size that divides {self.heads}"
+        ]
+
+    def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        kind = self.kinds.get(type(module))
+        changed = "forward" in vars(module) or has_forward_hooks(module)
+        if kind is None or changed or not self.knows(module):
+            applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style
+            applied.register_forward_hook(_synchronous)
+            return applied
+        shard_parameters(module, device_mesh, self.placements(module), self.src_data_rank)
+        rewire(module, kind, self, device_mesh)
+        return module
+
+
+def rewire(module: Any, kind: type, style: Any, mesh: DeviceMesh) -> None:
+    """Give a layer with sharded parameters the forward for them."""
+    module.__class__ = kind
+    dims = sharded_dim(style.input_layouts[0]), sharded_dim(style.output_layouts[0])
+    module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output)
+
+
+def _synchronous(_module: nn.Module, _args: Any, output: Any) -> Any:
+    # torch hands out an asynchronous tensor, which compiled code takes for another one, silently.
+    return output.clone() if isinstance(output, Tensor) and type(output) not in {Tensor, DTensor} else output
+
+
+class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
+    """Shard an ``nn.Linear``'s output features, or an ``nn.Embedding``'s vectors, over the ranks.
+
+    torch's style of this name, with the same options, parameters and results. The parameters are DTensors, so checkpoints,
+    FSDP2, clipping and ``full_tensor()`` see whole tensors; the arithmetic is ``F.linear`` on plain ones. A layout that
+    this short way does not know, any subclass and any module with a forward or hooks of its own take torch's way.
+
+    What a model does with the sharded features until a row layer takes them has to be right for a part of them.
+    ``nn.Dropout`` there draws one mask, the same on all ranks that are seeded alike: let them draw from streams of their
+    own (:func:`namedmesh.training.streams`).
+
+    Args:
+        input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
+            gather it first (sequence parallelism).
+        output_layouts: ``Shard(-1)`` (the default), ``Replicate()`` to gather the features, or another.
+        use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
+        heads: of how many heads, or other equal groups, one after the other, the output features are. Each rank then gets
+            whole ones, and a layer that is several in one, head by head, is known to be right as it is.
+
+    Raises:
+        PlanError: when applied to another kind of module, or to one that is already parallelized.
+
+    Example:
+        On 2 ranks each gets 4 of the 8 output features, and 4 rows of the weight:
+
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import ColwiseParallel, plan_report
+        >>> with torch.device("meta"):
+        ...     layer = torch.nn.Linear(6, 8)
+        >>> plan_report(layer, 2, {"": ColwiseParallel()}).rows[0].local_shape
+        (4, 6)
+    """
+
+    kinds = {nn.Linear: ColumnLinear, nn.Embedding: ColumnEmbedding}  # noqa: RUF012  a table
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether the short way is right for the style's layouts."""
+        (given,), (made,) = self.input_layouts, self.output_layouts
+        gathers = isinstance(given, Shard) and isinstance(module, nn.Linear)
+        return made in {Shard(-1), Replicate()} and (given == Replicate() or gathers)
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Return how the parameters are laid out."""
+        return layer_placements(module, column=True)
+
+
+class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
+    """Shard an ``nn.Linear``'s input features, or an ``nn.Embedding``'s vocabulary, over the ranks.
+
+    As :class:`ColwiseParallel`, torch's style of this name on plain tensors, except that the output is synchronous:
+    torch's asynchronous one is wrong under ``torch.compile`` together with FSDP2.
+
+    Args:
+        input_layouts: ``Shard(-1)`` (the default, also for the ids of an embedding: say ``Replicate()`` there), or
+            ``Replicate()`` to let each rank take its features.
+        output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
+            its shard of the sum (sequence parallelism).
+        use_local_output: as for :class:`ColwiseParallel`.
+
+    Raises:
+        PlanError: when applied to another kind of module, or to one that is already parallelized.
+        ShapeError: in the forward, on every rank, when the output cannot be split into equal shards.
+
+    Example:
+        On 2 ranks each gets 3 of the 6 input features, and the whole bias:
+
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import RowwiseParallel, plan_report
+        >>> with torch.device("meta"):
+        ...     layer = torch.nn.Linear(6, 8)
+        >>> [row.local_shape for row in plan_report(layer, 2, {"": RowwiseParallel()}).rows]
+        [(8, 3), (8,)]
+    """
+
+    kinds = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}  # noqa: RUF012  a table
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether the short way is right for the style's layouts."""
+        (given,), (made,) = self.input_layouts, self.output_layouts
+        shards = given == Shard(-1) and isinstance(module, nn.Linear)
+        scatters = isinstance(made, Shard) and made.dim >= 0
+        return (made == Replicate() or scatters) and (given == Replicate() or shards)
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Return how the parameters are laid out."""
+        return layer_placements(module, column=False)
+
+
+def layer_placements(module: nn.Module, *, column: bool) -> dict[str, Placement]:
+    """Return how a column or row style lays out the parameters of a linear or an embedding."""
+    if isinstance(module, nn.Embedding):
+        return {"weight": Shard(1) if column else Shard(0)}
+    placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
+    if getattr(module, "bias", None) is not None:
+        placements["bias"] = Shard(0) if column else Replicate()
+    return placements
+
+
+class SharedInput(ParallelStyle):
+    """Gather a module's first input once for all the column styles inside, and sum its gradient once.
+
+    For an attention or a feed-forward module: the column styles inside keep their default input layout. The module gets
+    a DTensor, whole on every rank, of which each column layer makes a part of the gradient. It may be a DTensor already, as
+    torch's ``SequenceParallel`` hands out.
+
+    Args:
+        input_layouts: how a plain input is laid out: ``Shard(dim)`` to gather it (sequence parallelism), or
+            ``Replicate()`` (the default) for the sum of the gradient only.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> from namedmesh.tensor_parallel import ColwiseParallel, SharedInput
+        >>> plan = {"attention": SharedInput(input_layouts=Shard(1))}
+        >>> plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+
+    def __repr__(self) -> str:
+        return f"SharedInput(input_layouts={self.input_layouts!r})"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
+        """Return nothing: the style touches no parameters."""
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(_Share(self.input_layouts, device_mesh), with_kwargs=True)
+        return module
+
+
+class _Share:
+    """The hook: an object, so that the module can be pickled."""
+
+    def __init__(self, layout: Placement, mesh: DeviceMesh) -> None:
+        self.dim, self.mesh, self.group = sharded_dim(layout), mesh, Group.of(mesh)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.shared(args[0]), *args[1:]), kwargs
+        first = next(iter(inspect.signature(module.forward).parameters))
+        name = first if first in kwargs else next(iter(kwargs))  # wrappers take ``*args, **kwargs``
+        return args, kwargs | {name: self.shared(kwargs[name])}
+
+    def shared(self, x: Tensor) -> Tensor:
+        if isinstance(x, DTensor):
+            return x if x.placements == _WHOLE else x.redistribute(placements=_WHOLE)
+        whole = enter(autocast(x), self.group, self.dim)
+        return DTensor.from_local(whole, self.mesh, _WHOLE, run_check=False, grad_placements=_PARTS)
