@@ -12,7 +12,7 @@ from namedmesh.tensor_parallel.loss import Rows, rows_cross_entropy, target_prob
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from namedmesh.tensor_parallel.collectives import RankGroup
+    from namedmesh.compat.regions import RankGroup
 
 
 def cross_entropy(

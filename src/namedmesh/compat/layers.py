@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import check_shards, scatter
-from namedmesh.tensor_parallel.collectives import ALONE, all_gather, all_reduce, gather, sum_forward
-from namedmesh.tensor_parallel.embedding import in_part, padding_in_part
-from namedmesh.tensor_parallel.linear import ColumnInput, column, row
+from namedmesh.compat.regions import ALONE, all_gather, all_reduce, gather, sum_forward
+from namedmesh.compat.regions import in_part, padding_in_part
+from namedmesh.compat.regions import ColumnInput, column, row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from namedmesh.tensor_parallel.collectives import RankGroup
+    from namedmesh.compat.regions import RankGroup
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -432,10 +432,10 @@ def _shorten(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float, gro
         vectors = weight[chosen]
         norms = torch.linalg.vector_norm(vectors, norm_type, dim=-1, keepdim=True)
         if group.size > 1 and norm_type == math.inf:
-            norms = all_reduce(norms, group, "max", mine=True)
+            norms = all_reduce(norms, group, "max")
         elif group.size > 1 and norm_type == 0:  # the number of features that are not zero
-            norms = all_reduce(norms, group, mine=True)
+            norms = all_reduce(norms, group)
         elif group.size > 1:
-            norms = all_reduce(norms.pow(norm_type), group, mine=True).pow(1 / norm_type)
+            norms = all_reduce(norms.pow(norm_type), group).pow(1 / norm_type)
         # The small number is that of nn.Embedding.
         weight[chosen] = torch.where(norms > max_norm, vectors * (max_norm / (norms + 1e-7)), vectors)

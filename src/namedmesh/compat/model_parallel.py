@@ -24,7 +24,7 @@ from namedmesh.groups import GroupPool, agreed
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
+from namedmesh.compat.regions import RankGroup, gather, sum_backward, sum_forward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

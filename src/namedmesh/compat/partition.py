@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.tensor_parallel.collectives import split
+from namedmesh.compat.regions import split
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from namedmesh.tensor_parallel.collectives import RankGroup
+    from namedmesh.compat.regions import RankGroup
 
 __all__ = [
     "VocabUtility",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -21,15 +23,44 @@ from namedmesh.tensor_parallel.styles import ColwiseParallel, RowEmbedding, Roww
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
 T = TypeVar("T")
 
 
-def _embedding_rows() -> ParallelStyle:
-    # Embeddings of transformers that have a forward of their own work on what that of nn.Embedding returns: all of it.
-    return RowwiseParallel(input_layouts=Replicate(), local_forward=True)
+class _EmbeddingRows(RowwiseParallel):
+    """Embeddings that have a forward of their own, as transformers', work on what that of ``nn.Embedding`` returns: all of it."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate())
+
+    def kind_of(self, module: nn.Module) -> type | None:
+        """Return the module's class again, with the short way's where its ``super().forward`` goes."""
+        own: Any = type(module)
+        return super().kind_of(module) or _on_row_embedding(own)
+
+
+@cache
+def _on_row_embedding(own: Any) -> type:
+    return type(own.__name__, (own, RowEmbedding), {"__module__": own.__module__})
+
+
+class _KeyValueGroups(KeepWhole):
+    """Say to an attention module how many of a rank's queries share a kv head, where the ranks do not divide those."""
+
+    def __init__(self, query_heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads = query_heads, kv_heads
+
+    def __repr__(self) -> str:
+        return f"_KeyValueGroups{self.heads}"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.heads[1] % device_mesh.size():
+            setattr(module, _GROUPS, SharedHeads(*self.heads, device_mesh.size()).repeats)
+        return module
 
 
 _SUMMED = "replicated_with_grad_allreduce"
@@ -43,8 +74,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     **dict.fromkeys(
         ("rowwise_split_input", "rowwise_rep"), lambda: RowwiseParallel(input_layouts=Replicate())
     ),
-    "embedding_rowwise": _embedding_rows,
-    "packed_colwise": lambda: FusedColwiseParallel(blocks=2),
+    "embedding_rowwise": _EmbeddingRows,
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     _SUMMED: LocalParameters,
     "all_reduce": SumOutput,
@@ -57,6 +87,12 @@ _COLUMNS = ("colwise", "packed_colwise")
 _OWNERS = ("local_params", "moe_tp_experts", "all_reduce")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 """What the plans of transformers call the projections to keys and values, or the module around one."""
+_BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj")
+"""What they call layers whose features lie head by head, each with what the row layer does not take: GPT-NeoX's, latent ones."""
+_GROUPS = "num_key_value_groups"
+"""The attribute in which an attention module of transformers keeps how many queries share a kv head."""
+_QUERY_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm"}
 # What the plan of a configuration leaves out, by its model type: beside which entry, a module on each rank's features.
 _LEFT_OUT: dict[str, dict[str, str]] = {
@@ -211,9 +247,20 @@ class _Reader:
             key = f"{key}.*"
             found = [fqn for fqn in self.modules if matches(key, fqn)]
         styles = {fqn: self._style(fqn, name) for fqn in found}
+        groups = {around: style for fqn in found for around, style in self._groups(fqn, styles[fqn])}
         if len({repr(style) for style in styles.values()}) == 1:
+            if groups:
+                depth = next(iter(groups)).count(".") + 1
+                groups = {".".join(key.split(".")[:depth]): next(iter(groups.values()))}
             styles = {key: styles[found[0]]}
-        return {fqn: style for fqn, style in styles.items() if style is not None}
+        return groups | {fqn: style for fqn, style in styles.items() if style is not None}
+
+    def _groups(self, fqn: str, style: ParallelStyle | None) -> list[tuple[str, ParallelStyle]]:
+        """Return the attention around keys or values that has to be told how many queries share a head."""
+        if not isinstance(style, KeyValueParallel) or style.query_heads == style.kv_heads:
+            return []
+        around = [each for each in _around(fqn) if hasattr(self.modules[each], _GROUPS)]
+        return [(each, _KeyValueGroups(style.query_heads, style.kv_heads)) for each in around[:1]]
 
     def _style(self, fqn: str, name: str) -> ParallelStyle | None:
         """Return the style of one module; None where it stays whole."""
@@ -221,11 +268,11 @@ class _Reader:
             return self._owner(fqn, name)
         if name == "mla_kv_a_proj":
             return self._tail(fqn)
-        if name == "colwise" and any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
-            return KeyValueParallel()
-        if name == "colwise" and fqn.endswith("query_key_value"):  # GPT-NeoX's: head by head
-            heads = getattr(_text_config(self.model), "num_attention_heads", None)
-            return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
+        if name == "colwise" and isinstance(self.modules[fqn], nn.Linear):
+            heads = self._heads(fqn)
+            if heads is not None and any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
+                return KeyValueParallel(*heads)
+            return ColwiseParallel(heads=heads[0] if heads and fqn.endswith(_BY_HEAD) else None)
         if name == "rowwise" and self._input_is_whole(fqn):
             return None
         return _style_of(name)
@@ -251,6 +298,19 @@ class _Reader:
         return (
             LocalParameters(placements) if name == "local_params" else ShardedExperts(placements, fused=fused)
         )
+
+    def _heads(self, fqn: str) -> tuple[int, int] | None:
+        """Return how many heads of queries, and of keys and values, the nearest module around one states, or its configuration."""
+        for around in _around(fqn):
+            module = self.modules[around]
+            for source in (module, _own_config(module)):
+                queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
+                groups = _first_count(module, (_GROUPS,))  # what the module says of itself counts more
+                if queries and groups and queries % groups == 0:
+                    keys = queries // groups
+                if queries:
+                    return queries, keys or queries
+        return None
 
     def _tail(self, fqn: str) -> ParallelStyle | None:
         """Return the style of a latent projection, of whose features the last go to every head, as its attention says."""
@@ -292,6 +352,32 @@ def _style_of(name: str) -> ParallelStyle:
     raise LookupError(f"is not a style that transformers has{did_you_mean(name, known)}")
 
 
+def _around(fqn: str) -> list[str]:
+    """Return the names of the modules around one, the nearest first."""
+    found = []
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        found.append(fqn)
+    return found
+
+
+def _own_config(module: nn.Module) -> object:
+    """Return a module's configuration; that of its layer, where transformers' layers differ."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None or index is None else layers[index]
+
+
+def _first_count(source: object, names: Sequence[str]) -> int | None:
+    """Return the first attribute that is a count; one that differs between layers is a RuntimeError in transformers."""
+    for name in names:
+        with suppress(RuntimeError):
+            value = getattr(source, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
 def _text_config(model: nn.Module | None) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -304,7 +390,7 @@ def _shard_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> N
     tied = {id(modules[fqn].weight) for fqn in planned if isinstance(modules[fqn], nn.Linear)}
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and id(module.weight) in tied and fqn not in planned:
-            plan[fqn] = _embedding_rows()
+            plan[fqn] = _EmbeddingRows()
 
 
 def _stated_for(plan: Mapping[str, T], fqn: str) -> T | None:

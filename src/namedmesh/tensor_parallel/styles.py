@@ -183,8 +183,12 @@ class _Short:
             f"{self.heads} heads are not divisible by the tp size {tp_size}; choose a tp size that divides {self.heads}"
         ]
 
+    def kind_of(self, module: nn.Module) -> type | None:
+        """Return the class whose forward takes the short way for a module."""
+        return self.kinds.get(type(module))
+
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        kind = self.kinds.get(type(module))
+        kind = self.kind_of(module)
         changed = "forward" in vars(module) or has_forward_hooks(module)
         if kind is None or changed or not self.knows(module):
             applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style

@@ -54,8 +54,8 @@ from namedmesh.compat.megatron.tensor_parallel.utils import (
     set_tensor_model_parallel_attributes,
 )
 from namedmesh.compat.partition import check_shards, scatter
-from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.linear import ColumnInput, column, row
+from namedmesh.compat.regions import ALONE, RankGroup, gather, sum_forward, sum_scatter
+from namedmesh.compat.regions import ColumnInput, column, row
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -226,7 +226,7 @@ class ColumnParallelLinear(_Linear):
                 f"shape {expected}"
             )
         if self.sequence_parallel and not self.explicit_expert_comm:
-            output = column(input_, weight, bias, ColumnInput(group, 0, gather_again=True))
+            output = column(input_, weight, bias, ColumnInput(group, 0))
         else:
             summed = not (self.disable_grad_reduce or self.explicit_expert_comm)
             output = column(input_, weight, bias, ColumnInput(group if summed else ALONE))

@@ -15,7 +15,7 @@ from torch import Tensor
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.tensor_parallel.utils import current_group
 from namedmesh.compat.partition import check_even, scatter
-from namedmesh.tensor_parallel.collectives import (
+from namedmesh.compat.regions import (
     RankGroup,
     exchange,
     gather,

@@ -20,7 +20,7 @@ from namedmesh.compat.partition import (
     split_tensor_along_last_dim,
 )
 from namedmesh.launch import default_group_device
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
+from namedmesh.compat.regions import RankGroup, all_gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
