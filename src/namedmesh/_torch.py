@@ -12,9 +12,9 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass, replace
-from functools import cache, wraps
-from itertools import pairwise, product
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -563,6 +563,12 @@ def wait_tensor(started: torch.Tensor) -> torch.Tensor:
     return waited
 
 
+@requires_private(torch._C, "_current_graph_task_id")
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs in this thread, -1 outside of any."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a module gets or returns: a tensor, or containers of them, dataclasses too.
 
@@ -705,6 +711,7 @@ def attention_backward(
     )
     return result
 
+
 # --- tensor_parallel ---
 
 
@@ -723,7 +730,9 @@ class _Local(torch.autograd.Function):
         found: list[Any] = []
         for parameter, gradient, layout in zip(ctx.parameters, gradients, ctx.placements, strict=True):
             local = None if gradient is None else gradient.contiguous()
-            found.append(None if local is None else gradient_like(parameter, local, layout, differentiable=again))
+            found.append(
+                None if local is None else gradient_like(parameter, local, layout, differentiable=again)
+            )
         return None, *found
 
 
@@ -742,7 +751,11 @@ def local_parameters(
 
 
 def gradient_like(
-    parameter: DTensor, local: torch.Tensor, placements: tuple[Placement, ...], *, differentiable: bool = False
+    parameter: DTensor,
+    local: torch.Tensor,
+    placements: tuple[Placement, ...],
+    *,
+    differentiable: bool = False,
 ) -> DTensor:
     """Return a gradient of ``parameter``, in some layout, around this rank's contiguous ``local`` tensor.
 
@@ -750,7 +763,9 @@ def gradient_like(
     per parameter and step.
     """
     if differentiable or not parameter.is_contiguous():
-        strides = torch.empty(parameter.shape, device="meta").stride()  # those of a gradient, whatever the parameter's are
+        strides = torch.empty(
+            parameter.shape, device="meta"
+        ).stride()  # those of a gradient, whatever the parameter's are
         mesh, shape = parameter.device_mesh, parameter.shape
         return type(parameter).from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=strides

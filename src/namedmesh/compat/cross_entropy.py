@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,4 +49,5 @@ def cross_entropy(
     dtype = dtype or logits.dtype
     if torch.promote_types(logits.dtype, dtype) is not dtype:
         logits = logits.to(dtype)
-    return rows_cross_entropy(logits, target, None, group, Rows(dtype, spread, over_part=True))
+    ranks: Any = group
+    return rows_cross_entropy(logits, target, None, ranks, Rows(dtype, spread, over_part=True))

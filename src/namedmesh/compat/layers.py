@@ -26,9 +26,18 @@ from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import check_shards, scatter
-from namedmesh.compat.regions import ALONE, all_gather, all_reduce, gather, sum_forward
-from namedmesh.compat.regions import in_part, padding_in_part
-from namedmesh.compat.regions import ColumnInput, column, row
+from namedmesh.compat.regions import (
+    ALONE,
+    ColumnInput,
+    all_gather,
+    all_reduce,
+    column,
+    gather,
+    in_part,
+    padding_in_part,
+    row,
+    sum_forward,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,13 +18,13 @@ from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
+from namedmesh.compat.regions import RankGroup, gather, sum_backward, sum_forward
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupPool, agreed
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.compat.regions import RankGroup, gather, sum_backward, sum_forward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -94,7 +94,6 @@ ALONE = RankGroup(None)
 """One rank, with nobody to communicate with."""
 
 
-
 # The regions ask for a name, a size and a rank.
 all_reduce: Callable[..., Tensor] = collectives.all_reduce
 all_gather: Callable[..., Tensor] = collectives.all_gather

@@ -70,7 +70,7 @@ class ShardedExperts(LocalParameters):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         dims: dict[str, int] = {}
         for name, count in self.fused.items():
-            dims[name] = self.given[name].dim  # type: ignore[index,attr-defined]  # named and sharded, or refused
+            dims[name] = self.given[name].dim  # type: ignore[index,union-attr]  # named and sharded, or refused
             parameter = module.get_parameter(name)
             replace_parameter(module, name, parameter.detach().unflatten(dims[name], (count, -1)))
         apart = {name: Shard(each.dim + (name in dims)) for name, each in (self.given or {}).items()}  # type: ignore[attr-defined]

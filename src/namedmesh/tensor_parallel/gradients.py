@@ -239,7 +239,9 @@ def _compare(axis: Axis, gradients: dict[str, Tensor | None], across: Sequence[G
     names = _on_every_rank(axis.group, [*gradients], device)
     if not names:
         return
-    found = [None if each is None or not _is_whole(each, axis) else each for each in map(gradients.get, names)]
+    found = [
+        None if each is None or not _is_whole(each, axis) else each for each in map(gradients.get, names)
+    ]
     mine = torch.stack([_fingerprint(each).to(device) for each in found])
     every = all_gather(mine.unsqueeze(0), axis.group, 0)
     sizes = every[..., 0].amax(0)
@@ -271,7 +273,11 @@ def _on_every_rank(group: Group, names: list[str], device: torch.device) -> list
     most = int(all_reduce(torch.tensor([len(marks)], device=device), group, "max"))
     padded = torch.nn.functional.pad(marks, (0, most - len(marks)), value=-1)
     counts = all_gather(padded, group, 0).unique(return_counts=True)
-    return [found[mark] for mark, count in zip(*map(Tensor.tolist, counts), strict=True) if mark >= 0 and count == group.size]
+    return [
+        found[mark]
+        for mark, count in zip(*map(Tensor.tolist, counts), strict=True)
+        if mark >= 0 and count == group.size
+    ]
 
 
 _CHUNK = 1 << 20
@@ -289,6 +295,10 @@ def _fingerprint(gradient: Tensor | None) -> Tensor:
     sums = sums.to(flat.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].double()
-        weights = torch.arange(start, start + part.numel(), dtype=torch.float64, device=flat.device).mul_(0.7).cos_()
+        weights = (
+            torch.arange(start, start + part.numel(), dtype=torch.float64, device=flat.device)
+            .mul_(0.7)
+            .cos_()
+        )
         sums += torch.stack([part @ part, part @ weights])
     return torch.stack([sums[0].sqrt(), sums[1]])

@@ -93,21 +93,26 @@ class KeyValueParallel(ColwiseParallel):
             )
         if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
             kind = type(module).__name__
-            problems.append(f"KeyValueParallel needs the forward of nn.Linear where ranks share kv heads, not {kind}'s")
+            problems.append(
+                f"KeyValueParallel needs the forward of nn.Linear where ranks share kv heads, not {kind}'s"
+            )
         return problems
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.kv_heads % device_mesh.size() == 0:
-            return super()._apply(module, device_mesh)
+            return ColwiseParallel._apply(self, module, device_mesh)
         problems = self.size_problems(module, device_mesh.size())
         if problems:
             raise PlanError(*problems)
         placements = self.size_placements(module, device_mesh.size())
         shard_parameters(module, device_mesh, placements, self.src_data_rank)
-        width = module.out_features // self.kv_heads
-        heads = SharedHeads(self.query_heads, self.kv_heads, device_mesh.size()).of_rank(device_mesh.get_local_rank())
+        linear: Any = module
+        width = linear.out_features // self.kv_heads
+        heads = SharedHeads(self.query_heads, self.kv_heads, device_mesh.size()).of_rank(
+            device_mesh.get_local_rank()
+        )
         rewire(module, KeyValueLinear, self, device_mesh)
-        module.rows = [head * width + row for head in heads for row in range(width)]
+        linear.rows = [head * width + row for head in heads for row in range(width)]
         return module
 
 

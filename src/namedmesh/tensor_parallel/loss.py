@@ -107,7 +107,12 @@ def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
 
 def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
     """Refuse an id outside the vocabulary, on a CPU: it belongs to no rank, and would silently count as zeros."""
-    if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
+    if (
+        torch.compiler.is_compiling()
+        or type(ids) is not Tensor
+        or ids.device.type != "cpu"
+        or not ids.numel()
+    ):
         return
     low, high = torch.aminmax(ids)
     if low < 0 or high >= vocabulary:

@@ -92,7 +92,7 @@ class LocalForward:
 
     def plain(self, name: str) -> Tensor:
         """Return this rank's shard of a parameter, or all of it, of whose gradient each rank then makes a part."""
-        parameter = getattr(self.module, name)
+        parameter: Tensor = getattr(self.module, name)
         if not isinstance(parameter, DTensor):
             return parameter
         layouts = tuple(Partial() if isinstance(each, Replicate) else each for each in parameter.placements)

@@ -145,12 +145,15 @@ class _Guard:
             self.outputs += [(None, layout) for layout in style.output_layouts]
 
     def check_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
         for place, move in self.inputs.items():
             self.check(given.get(place), move)
 
     def check_outputs(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        for value, move in zip(output if isinstance(output, tuple) else (output,), self.outputs, strict=False):
+        for value, move in zip(
+            output if isinstance(output, tuple) else (output,), self.outputs, strict=False
+        ):
             self.check(value, move)
 
     def check(self, value: object, move: Move) -> None:

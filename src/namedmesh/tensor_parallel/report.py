@@ -78,7 +78,9 @@ class PlanReport:
         for cells in table:
             padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
             lines.append("  ".join(padded).rstrip())
-        total = f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
+        total = (
+            f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
+        )
         if self.tp_size > 1:
             whole = (self.parameters_per_rank * self.tp_size - self.parameters) // (self.tp_size - 1)
             total += f", {whole:,} of them whole{dropout_note(self.dropouts)}"

@@ -130,7 +130,9 @@ def autocast(x: Tensor) -> Tensor:
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return x
-    return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(torch.get_autocast_dtype(device))
+    return (
+        x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(torch.get_autocast_dtype(device))
+    )
 
 
 def delivered(module: Any, y: Tensor) -> Tensor:
@@ -152,9 +154,7 @@ def shard_parameters(
 ) -> None:
     """Replace a module's own parameters with DTensors; frozen ones stay frozen, and keep what users have noted on them."""
     for name, placement in placements.items():
-        shard = distribute_tensor(
-            module.get_parameter(name), mesh, [placement], src_data_rank=src_data_rank
-        )
+        shard = distribute_tensor(module.get_parameter(name), mesh, [placement], src_data_rank=src_data_rank)
         replace_parameter(module, name, shard)
 
 
@@ -182,6 +182,12 @@ class _Short:
         return [
             f"{self.heads} heads are not divisible by the tp size {tp_size}; choose a tp size that divides {self.heads}"
         ]
+
+    def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if not name:  # torch's own would take the modules inside of a subclass for linears, too
+            shard_parameters(module, device_mesh, self.placements(module), self.src_data_rank)
+
+    _partition_embedding_fn = _partition_linear_fn
 
     def kind_of(self, module: nn.Module) -> type | None:
         """Return the class whose forward takes the short way for a module."""

@@ -219,9 +219,7 @@ def _attend_to_gathered(
     seen: list[tuple[int | None, Any]],
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel; ``seen`` is by chunk."""
-    key, value = (
-        _reordered(enter(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
-    )
+    key, value = (_reordered(enter(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value))
     gqa = query.shape[1] != key.shape[1]
     results = []
     for chunk, (end, mask) in zip(query.chunk(len(seen), dim=2), seen, strict=True):

@@ -54,8 +54,16 @@ from namedmesh.compat.megatron.tensor_parallel.utils import (
     set_tensor_model_parallel_attributes,
 )
 from namedmesh.compat.partition import check_shards, scatter
-from namedmesh.compat.regions import ALONE, RankGroup, gather, sum_forward, sum_scatter
-from namedmesh.compat.regions import ColumnInput, column, row
+from namedmesh.compat.regions import (
+    ALONE,
+    ColumnInput,
+    RankGroup,
+    column,
+    gather,
+    row,
+    sum_forward,
+    sum_scatter,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

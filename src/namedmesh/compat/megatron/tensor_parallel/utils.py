@@ -19,8 +19,8 @@ from namedmesh.compat.partition import (
     ensure_divisibility,
     split_tensor_along_last_dim,
 )
-from namedmesh.launch import default_group_device
 from namedmesh.compat.regions import RankGroup, all_gather
+from namedmesh.launch import default_group_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
