@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from namedmesh import NamedMesh, parallelize, training
-from namedmesh.tensor_parallel import ColwiseParallel, cross_entropy, llama_plan
+from namedmesh.tensor_parallel import ColwiseParallel, cross_entropy
 
 IGNORED = -100  # a target that does not count
 
@@ -58,8 +58,12 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     if mesh.size("tp") > 1:
         # Each rank has some of the features inside of attention and feed-forward network, between them a part of the
         # sequence, and at the end the logits of a part of the vocabulary.
-        plan = llama_plan(sequence_parallel=True) | {"output": ColwiseParallel(input_layouts=Shard(1))}
-        parallelize(model, mesh["tp"], expert_plan(plan, mesh) if settings.moe else plan)
+        sizes = settings.sizes
+        plan = llama_plan(sizes.heads, sizes.kv_heads, sequence_parallel=True)
+        plan["output"] = ColwiseParallel(input_layouts=Shard(1))
+        if settings.moe:
+            plan = expert_plan(plan, mesh)
+        parallelize(model, mesh["tp"], plan, missing="ignore")  # a stage has some of the modules
     for layer in model.layers.values():
         recompute_and_compile(layer, settings)
     if mesh.size() > 1:

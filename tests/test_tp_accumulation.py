@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from tp_compare import gradients_apart, sharded, tp_mesh, whole
+from tp_models import llama_plan as llama_plan
 from tp_models import NORMS, Llama
 
 import namedmesh
-from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS
-from namedmesh.tensor_parallel import SequenceParallel, llama_plan, parallelize, reduce_gradients
+from namedmesh._torch import TORCH as CLIPS_PARTIAL_GRADIENTS
+from namedmesh.tensor_parallel import SequenceParallel, parallelize, reduce_gradients
 from namedmesh.training import clip_grad_norm_
 
 MICRO_BATCHES, STEPS = 4, 2

@@ -9,10 +9,11 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from tp_compare import assert_right, hf_difference, problem_of, sharded, training_difference
+from tp_models import llama_plan as llama_plan
 from tp_models import Llama, Lora, hf_model
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import llama_plan, plan_from_hf, plan_report
+from namedmesh.tensor_parallel import plan_from_hf, plan_report
 
 
 def adapted_llama() -> Llama:

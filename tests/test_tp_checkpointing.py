@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tp_compare import assert_right, sharded, tp_mesh, training_difference, whole
+from tp_models import llama_plan as llama_plan
 from tp_models import TORCHS_NORMS, Llama, Net
 
 import namedmesh
@@ -29,10 +30,9 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     SequenceParallel,
     SumOutput,
-    llama_plan,
     parallelize,
 )
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, exchange, gather_parts
+from namedmesh.compat.regions import RankGroup, all_gather, exchange, gather_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

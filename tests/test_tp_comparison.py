@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from tp_checks import against_whole, largest_difference
 from tp_compare import assert_right, numbers, sharded, tp_mesh, training_difference
+from tp_models import llama_plan as llama_plan
 from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, hf_model
 from tp_wirings import Gain, OfHeads
 
@@ -36,7 +37,6 @@ from namedmesh.tensor_parallel import (
     SumTailGradient,
     compare_gradients,
     gradient_comparison,
-    llama_plan,
     parallelize,
     plan_from_hf,
     plan_report,

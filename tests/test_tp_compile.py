@@ -16,15 +16,14 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from tp_compare import apart, gradient_of, sharded, tp_mesh, training_difference, whole
+from tp_models import llama_plan as llama_plan
 from tp_models import TORCHS_NORMS, Attention, Block, Llama, Mlp, Net, gate_up
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
-    FusedColwiseParallel,
     LocalParameters,
     RowwiseParallel,
     SumOutput,
-    llama_plan,
     parallelize,
 )
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from tp_compare import apart, assert_right, gradients_apart, problem_of, sharded, tp_mesh, whole
+from tp_models import llama_plan as llama_plan
 from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Mlp
 
 from namedmesh._torch import TORCH
@@ -21,7 +22,6 @@ from namedmesh.tensor_parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SharedInput,
-    llama_plan,
     parallelize,
     reduce_gradients,
 )

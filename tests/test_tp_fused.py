@@ -23,7 +23,6 @@ from tp_models import Net, gate_up
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
-    FusedColwiseParallel,
     RowwiseParallel,
     parallelize,
     plan_report,

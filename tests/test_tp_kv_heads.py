@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from tp_compare import assert_right, hf_difference, sharded, tp_mesh, training_difference
+from tp_models import llama_plan as llama_plan
 from tp_models import Attention, Llama, hf_model
 
 from namedmesh.errors import PlanError
@@ -21,7 +22,6 @@ from namedmesh.tensor_parallel import (
     ColwiseParallel,
     KeyValueParallel,
     RowwiseParallel,
-    llama_plan,
     plan_report,
 )
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import problem_of, tp_mesh
+from tp_models import llama_plan as llama_plan
 from tp_models import UP_DOWN, Llama, Mlp
 
 import namedmesh.tensor_parallel as tp
@@ -27,7 +28,6 @@ from namedmesh.tensor_parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    llama_plan,
     parallelize,
     plan_report,
 )

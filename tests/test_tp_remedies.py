@@ -17,12 +17,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrizations, parametrize
 from tp_checks import mixture
 from tp_compare import sharded, tp_mesh, training_difference, whole
+from tp_models import llama_plan as llama_plan
 from tp_models import UP_DOWN, Attention, FeedForward, Llama, Mlp, Net, gate_up
 
 from namedmesh.compat.megatron.tensor_parallel import layers
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
-    FusedColwiseParallel,
     IdentityExpert,
     KeepWhole,
     KeyValueParallel,
@@ -31,7 +31,6 @@ from namedmesh.tensor_parallel import (
     ShardedExperts,
     SharedInput,
     SumTailGradient,
-    llama_plan,
     plan_from_hf,
     plan_report,
 )

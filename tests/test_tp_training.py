@@ -20,11 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from tp_compare import tp_mesh
+from tp_models import llama_plan as llama_plan
 from tp_models import TORCHS_NORMS, Llama
 
 import namedmesh
 from namedmesh import training
-from namedmesh.tensor_parallel import llama_plan, parallelize, plan_from_hf
+from namedmesh.tensor_parallel import parallelize, plan_from_hf
 
 if TYPE_CHECKING:
     from pathlib import Path

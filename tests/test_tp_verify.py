@@ -12,17 +12,16 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from tp_compare import tp_mesh
+from tp_models import llama_plan as llama_plan
 from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, gate_up
 
 from namedmesh.__main__ import main
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
-    FusedColwiseParallel,
     LocalParameters,
     RowwiseParallel,
     VerifyReport,
-    llama_plan,
     parallelize,
     verify,
 )

@@ -778,6 +778,12 @@ def gradient_like(
     return gradient
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something once the backward pass that runs in this thread has ended; what it raises is raised by the backward."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether somebody looks at the gradient of a parameter by a hook."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._torch import gradient_like, synchronous
+from namedmesh._torch import at_end_of_backward, gradient_like, synchronous
 from namedmesh.errors import GradientError, listing
 from namedmesh.tensor_parallel.collectives import Group, all_gather, all_reduce
 
@@ -181,20 +181,26 @@ def _before_forward(model: nn.Module, _args: Any) -> None:
     for axis in vars(model)[_AXES]:
         whole = {name: each for name, each in model.named_parameters() if _is_whole(each, axis)}
         trained = {name: each for name, each in whole.items() if each.requires_grad and not each.is_meta}
-        if trained:
-            _FirstBackward(axis, trained)
+        _FirstBackward(axis, trained)
 
 
 class _FirstBackward:
-    """A hook that is called once, with the gradients of all parameters of a backward."""
+    """Hooks of parameters, until one of them has a gradient: all have at the end of that backward."""
 
     def __init__(self, axis: Axis, parameters: dict[str, nn.Parameter]) -> None:
-        self.axis, self.names = axis, [*parameters]
-        self.handle = torch.autograd.graph.register_multi_grad_hook([*parameters.values()], self)
+        self.axis, self.parameters = axis, parameters
+        self.handles = [each.register_post_accumulate_grad_hook(self) for each in parameters.values()]  # type: ignore[no-untyped-call]  # torch's
 
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        self.handle.remove()
-        _compare(self.axis, dict(zip(self.names, gradients, strict=True)), [])
+    def __call__(self, _parameter: Tensor) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if self.handles:
+            self.handles = []
+            at_end_of_backward(self.compare)
+
+    def compare(self) -> None:
+        """Compare the gradients that the backward has left."""
+        _compare(self.axis, {name: each.grad for name, each in self.parameters.items()}, [])
 
 
 def _is_whole(tensor: Tensor, axis: Axis) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.plan import Plan
+    from namedmesh.tensor_parallel.plan import Entry, Plan
 
 
 def parallelize(
@@ -88,13 +88,16 @@ def parallelize(
     """
     entries, ties = resolve(model, mesh, plan, must_divide, missing)
     for entry in entries:
-        guard = _Guard(entry.style, mesh.size())
+        guard = _Guard(entry, mesh.size())
         if guard.inputs:
             entry.module.register_forward_pre_hook(guard.check_inputs, with_kwargs=True)
         if guard.outputs:
             entry.module.register_forward_hook(guard.check_outputs)
         # One style at a time: with a dict, torch drops src_data_rank at the name "".
+        frozen = [name for name, each in entry.module.named_parameters() if not each.requires_grad]
         applied = parallelize_module(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
+        for name in frozen:  # which some of torch's styles forget
+            applied.get_parameter(name).requires_grad_(False)
         setattr(applied, PARALLELIZED, type(entry.style).__name__)
         if entry.module is model:
             model = applied
@@ -119,12 +122,13 @@ class _Guard:
     The short ways check for themselves.
     """
 
-    def __init__(self, style: ParallelStyle, tp_size: int) -> None:
+    def __init__(self, entry: Entry, tp_size: int) -> None:
         self.tp_size = tp_size
         self.inputs: dict[int | str, Move] = {}
         self.outputs: list[Move] = []
-        if tp_size > 1:
-            self.add(style)
+        takes_short_way = getattr(entry.style, "takes_short_way", None)
+        if tp_size > 1 and not (takes_short_way and takes_short_way(entry.module)):
+            self.add(entry.style)
 
     def add(self, style: ParallelStyle) -> None:
         """Note how a style moves inputs, by place or name, and outputs."""

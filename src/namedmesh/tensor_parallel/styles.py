@@ -13,7 +13,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import has_forward_hooks, local_parameters
-from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave, split
+from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave, split
 from namedmesh.tensor_parallel.loss import refuse_strangers
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ColumnEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return this rank's features of every vector, or those of all ranks."""
         group, _, output_dim, _ = self.wiring
-        ids = input.full_tensor() if isinstance(input, DTensor) else input
+        ids = whole_ids(input, self.wiring)
         weight, _ = local(self.weight)
         y = F.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
@@ -89,7 +89,7 @@ class RowEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' vectors, of which one is not zero: whole, or this rank's shard of a dim."""
         group, _, output_dim, _ = self.wiring
-        ids = input.full_tensor() if isinstance(input, DTensor) else input
+        ids = whole_ids(input, self.wiring)
         refuse_strangers(ids, self.num_embeddings, "index out of range in self")
         weight, _ = local(self.weight)
         rows = weight.shape[0]
@@ -123,6 +123,13 @@ def column_input(x: Tensor, wiring: Wiring) -> Tensor:
     # Whoever made it sums the parts of its gradient, of all its users at once.
     whole = x if x.placements == _WHOLE else x.redistribute(placements=_WHOLE)
     return whole.to_local(grad_placements=_PARTS)
+
+
+def whole_ids(ids: Tensor, wiring: Wiring) -> Tensor:
+    """Return the ids of all ranks."""
+    if isinstance(ids, DTensor):
+        return ids.full_tensor()
+    return ids if wiring.input_dim is None else all_gather(ids, wiring.group, wiring.input_dim)
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -193,10 +200,14 @@ class _Short:
         """Return the class whose forward takes the short way for a module."""
         return self.kinds.get(type(module))
 
+    def takes_short_way(self: Any, module: nn.Module) -> bool:
+        """Return whether the arithmetic is on plain tensors."""
+        changed = "forward" in vars(module) or has_forward_hooks(module)
+        return self.kind_of(module) is not None and not changed and self.knows(module)
+
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         kind = self.kind_of(module)
-        changed = "forward" in vars(module) or has_forward_hooks(module)
-        if kind is None or changed or not self.knows(module):
+        if kind is None or not self.takes_short_way(module):
             applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style
             applied.register_forward_hook(_synchronous)
             return applied
@@ -255,8 +266,7 @@ class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
     def knows(self, module: nn.Module) -> bool:
         """Return whether the short way is right for the style's layouts."""
         (given,), (made,) = self.input_layouts, self.output_layouts
-        gathers = isinstance(given, Shard) and isinstance(module, nn.Linear)
-        return made in {Shard(-1), Replicate()} and (given == Replicate() or gathers)
+        return made in {Shard(-1), Replicate()} and isinstance(given, Shard | Replicate)
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         """Return how the parameters are laid out."""
@@ -296,9 +306,10 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
     def knows(self, module: nn.Module) -> bool:
         """Return whether the short way is right for the style's layouts."""
         (given,), (made,) = self.input_layouts, self.output_layouts
-        shards = given == Shard(-1) and isinstance(module, nn.Linear)
-        scatters = isinstance(made, Shard) and made.dim >= 0
-        return (made == Replicate() or scatters) and (given == Replicate() or shards)
+        takes = given in {Replicate(), Shard(-1)} or (
+            isinstance(given, Shard) and isinstance(module, nn.Embedding)
+        )
+        return takes and (made == Replicate() or (isinstance(made, Shard) and made.dim >= 0))
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         """Return how the parameters are laid out."""
