@@ -26,7 +26,7 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
-from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.compat.regions import RankGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

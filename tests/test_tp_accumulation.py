@@ -23,7 +23,7 @@ from tp_models import llama_plan as llama_plan
 from tp_models import NORMS, Llama
 
 import namedmesh
-from namedmesh._torch import TORCH as CLIPS_PARTIAL_GRADIENTS
+from namedmesh._torch import TORCH
 from namedmesh.tensor_parallel import SequenceParallel, parallelize, reduce_gradients
 from namedmesh.training import clip_grad_norm_
 

@@ -16,11 +16,11 @@ from tp_compare import sharded, tp_mesh, training_difference, whole
 from tp_models import Net
 
 from namedmesh import training
-from namedmesh._torch import TORCH as HAS_BLOCKS
+from namedmesh._torch import TORCH
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import ShardedExperts, local, parallelize, plan_from_hf, plan_report
 
-needs_blocks = pytest.mark.skipif(not TORCH as HAS_BLOCKS, reason="torch up to 2.11 cannot gather DTensors of blocks")
+needs_blocks = pytest.mark.skipif(not TORCH, reason="torch up to 2.11 cannot gather DTensors of blocks")
 
 
 def mixture(style: str, *, is_concatenated: bool = True) -> Any:

@@ -16,7 +16,7 @@ from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.heads import KeyValueParallel
-from namedmesh.tensor_parallel.modules import KeepWhole, LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.modules import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowEmbedding, RowwiseParallel
 
@@ -47,20 +47,17 @@ def _on_row_embedding(own: Any) -> type:
     return type(own.__name__, (own, RowEmbedding), {"__module__": own.__module__})
 
 
-class _KeyValueGroups(KeepWhole):
+class _Attention(LocalParameters):
     """Say to an attention module how many of a rank's queries share a kv head, where the ranks do not divide those."""
 
-    def __init__(self, query_heads: int, kv_heads: int) -> None:
-        super().__init__()
+    def __init__(self, placements: Mapping[str, Placement], query_heads: int, kv_heads: int) -> None:
+        super().__init__(placements)
         self.heads = query_heads, kv_heads
-
-    def __repr__(self) -> str:
-        return f"_KeyValueGroups{self.heads}"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.heads[1] % device_mesh.size():
             setattr(module, _GROUPS, SharedHeads(*self.heads, device_mesh.size()).repeats)
-        return module
+        return super()._apply(module, device_mesh)
 
 
 _SUMMED = "replicated_with_grad_allreduce"
@@ -87,8 +84,8 @@ _COLUMNS = ("colwise", "packed_colwise")
 _OWNERS = ("local_params", "moe_tp_experts", "all_reduce")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 """What the plans of transformers call the projections to keys and values, or the module around one."""
-_BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj")
-"""What they call layers whose features lie head by head, each with what the row layer does not take: GPT-NeoX's, latent ones."""
+_BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj")
+"""What they call layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent."""
 _GROUPS = "num_key_value_groups"
 """The attribute in which an attention module of transformers keeps how many queries share a kv head."""
 _QUERY_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
@@ -116,7 +113,7 @@ def plan_from_hf(
     """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
 
     From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
-    its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all
+    its own ``_tp_plan``. Such a plan is written for all
     variants of an architecture, so what it says about modules that this model does not have is left out, and
     so is a row layer whose input no column layer makes. If the output head of the model is tied to its input
     embedding, the embedding is sharded along the vocabulary too, as the head is.
@@ -141,10 +138,6 @@ def plan_from_hf(
         layers.*.mlp.up_proj ColwiseParallel
         layers.*.mlp.down_proj RowwiseParallel
     """
-    if isinstance(model_or_plan, nn.Module) and hasattr(model_or_plan, "get_base_model"):  # a PeftModel
-        inner: Any = model_or_plan.get_base_model()  # type: ignore[operator]  # a method, not a module
-        prefix = next(fqn for fqn, module in model_or_plan.named_modules() if module is inner)
-        return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
     if isinstance(model_or_plan, Mapping):
         model, names = None, dict(model_or_plan)
     else:
@@ -204,6 +197,7 @@ class _Reader:
     def __init__(self, model: nn.Module | None, names: Mapping[str, str]) -> None:
         self.model, self.names = model, names
         self.modules = {} if model is None else dict(model.named_modules(remove_duplicate=False))
+        self.counts: list[tuple[str, str, KeyValueParallel]] = []  # keys and values, by their key and name
 
     def plan(self) -> dict[str, ParallelStyle]:
         """Return the whole plan; a PlanError names every entry that has no answer."""
@@ -216,6 +210,7 @@ class _Reader:
                 problems.append(f"{key!r}: {name!r} {error.args[0]}; change or remove this entry")
         if problems:
             raise PlanError(*problems)
+        self._add_attention(plan)
         return plan
 
     def _entries(self, key: str, name: str) -> dict[str, ParallelStyle]:
@@ -247,20 +242,26 @@ class _Reader:
             key = f"{key}.*"
             found = [fqn for fqn in self.modules if matches(key, fqn)]
         styles = {fqn: self._style(fqn, name) for fqn in found}
-        groups = {around: style for fqn in found for around, style in self._groups(fqn, styles[fqn])}
+        for fqn, style in styles.items():
+            if isinstance(style, KeyValueParallel) and style.query_heads != style.kv_heads:
+                self.counts.append((key, fqn, style))
         if len({repr(style) for style in styles.values()}) == 1:
-            if groups:
-                depth = next(iter(groups)).count(".") + 1
-                groups = {".".join(key.split(".")[:depth]): next(iter(groups.values()))}
             styles = {key: styles[found[0]]}
-        return groups | {fqn: style for fqn, style in styles.items() if style is not None}
+        return {fqn: style for fqn, style in styles.items() if style is not None}
 
-    def _groups(self, fqn: str, style: ParallelStyle | None) -> list[tuple[str, ParallelStyle]]:
-        """Return the attention around keys or values that has to be told how many queries share a head."""
-        if not isinstance(style, KeyValueParallel) or style.query_heads == style.kv_heads:
-            return []
-        around = [each for each in _around(fqn) if hasattr(self.modules[each], _GROUPS)]
-        return [(each, _KeyValueGroups(style.query_heads, style.kv_heads)) for each in around[:1]]
+    def _add_attention(self, plan: dict[str, ParallelStyle]) -> None:
+        """Add the attention around keys and values that has to be told how many queries share a head."""
+        for key, fqn, style in self.counts:
+            around = next((each for each in _around(fqn) if hasattr(self.modules[each], _GROUPS)), None)
+            if around is None:
+                continue
+            place = ".".join(key.split(".")[: around.count(".") + 1])
+            if any(each != place and matches(place, each) for each in plan):  # each layer has an entry of its own
+                place = around
+            known = plan.get(place)
+            if known is None or type(known) is LocalParameters:
+                given = known.parameter_placements(self.modules[around]) if known else {}
+                plan[place] = _Attention(given, style.query_heads, style.kv_heads)
 
     def _style(self, fqn: str, name: str) -> ParallelStyle | None:
         """Return the style of one module; None where it stays whole."""

@@ -211,7 +211,7 @@ def placement_name(placement: Placement) -> str:
 # --- what does not fit --------------------------------------------------------------------------------------
 
 
-def _incompatibilities(entry: Entry) -> list[str]:
+def _incompatibilities(entry: Entry) -> list[str]:  # noqa: PLR0911  one question after the other
     """Return why a style cannot be applied to a module whatever the number of ranks: a sentence for each reason.
 
     A style of somebody else's may answer with a method ``incompatibilities(module)``.
@@ -317,12 +317,12 @@ def _unmatched_rows(entries: list[Entry]) -> Iterator[tuple[str, str]]:
         told = any(getattr(each.style, "heads", None) for each in found)
         if made and not told and features not in made.values():
             makes = listing((f"{each.key} makes {made[each.fqn]}" for each in found), 4)
-            yield (
-                entry.fqn,
+            reason = (
                 f"takes {features} features, which no column layer of its block makes ({makes}): one of them is several layers "
                 f"in one (q|k|v, gate|up); take it apart with split_linear before, or say that its features lie head by "
-                f"head, or group by group, with ColwiseParallel(heads=...)",
+                f"head, or group by group, with ColwiseParallel(heads=...)"
             )
+            yield entry.fqn, reason
 
 
 def _shards_features(entry: Entry, kind: type, side: str) -> bool:

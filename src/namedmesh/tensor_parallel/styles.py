@@ -263,7 +263,7 @@ class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
 
     kinds = {nn.Linear: ColumnLinear, nn.Embedding: ColumnEmbedding}  # noqa: RUF012  a table
 
-    def knows(self, module: nn.Module) -> bool:
+    def knows(self, module: nn.Module) -> bool:  # noqa: ARG002  of either kind
         """Return whether the short way is right for the style's layouts."""
         (given,), (made,) = self.input_layouts, self.output_layouts
         return made in {Shard(-1), Replicate()} and isinstance(given, Shard | Replicate)
