@@ -169,7 +169,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
         mine = {name: each for name, each in model.named_parameters() if id(each) in own}
         for axis in vars(model)[_AXES] if mine else ():
             whole = {name: each for name, each in mine.items() if _is_whole(each, axis)}
-            _compare(axis, {name: each.grad for name, each in whole.items()}, _across(mine.values(), axis))
+            _compare(axis, whole, _across(mine.values(), axis))
 
 
 def _before_forward(model: nn.Module, _args: Any) -> None:
@@ -200,7 +200,7 @@ class _FirstBackward:
 
     def compare(self) -> None:
         """Compare the gradients that the backward has left."""
-        _compare(self.axis, {name: each.grad for name, each in self.parameters.items()}, [])
+        _compare(self.axis, self.parameters, [])
 
 
 def _is_whole(tensor: Tensor, axis: Axis) -> bool:
@@ -233,12 +233,19 @@ def _across(parameters: Iterable[Tensor], axis: Axis) -> list[Group]:
     return list(found.values())
 
 
-def _compare(axis: Axis, gradients: dict[str, Tensor | None], across: Sequence[Group]) -> None:
+def _compare(axis: Axis, parameters: dict[str, nn.Parameter], across: Sequence[Group]) -> None:
     """Raise on every rank if gradients differ, in their size or in a sum with weights.
 
     Raises:
         GradientError: with the name of each parameter.
     """
+    gradients = {name: each.grad for name, each in parameters.items()}
+    mixed = [name for name, each in parameters.items() if isinstance(each.grad, DTensor) > isinstance(each, DTensor)]
+    if mixed:
+        raise GradientError(
+            f"{listing(mixed)}: a plain tensor, whose gradient is a DTensor, because it was used together with one, such as the "
+            f"input that SharedInput hands out; leave SharedInput out of the plan there, or call to_local() on that input"
+        )
     device = next((each.device for each in gradients.values() if each is not None), torch.device("cpu"))
     if device.type == "cpu" and torch.accelerator.is_available() and "nccl" in dist.get_backend():
         device = torch.device("cuda", torch.cuda.current_device())  # of a rank without any
