@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
-from llama import Llama, first_weights
+from llama import Llama, first_weights, llama_plan
 from moe import add_experts, expert_plan, shard_experts
 from settings import Settings
 from torch import Tensor
