@@ -181,7 +181,13 @@ def _before_forward(model: nn.Module, _args: Any) -> None:
     for axis in vars(model)[_AXES]:
         whole = {name: each for name, each in model.named_parameters() if _is_whole(each, axis)}
         trained = {name: each for name, each in whole.items() if each.requires_grad and not each.is_meta}
-        _FirstBackward(axis, trained)
+        if not any(_is_sharded(each) for each in whole.values()):
+            _FirstBackward(axis, trained)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Return whether ranks have parts of a parameter, as under FSDP2, whose gradients are there after the backward."""
+    return isinstance(tensor, DTensor) and not all(isinstance(each, Replicate) for each in tensor.placements)
 
 
 class _FirstBackward:
