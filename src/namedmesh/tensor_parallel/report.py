@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -67,12 +68,13 @@ class PlanReport:
     dropouts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        table = [("module", "style", "parameter", "placement", "global", "local")]
+        table: list[tuple[str, ...]] = [("module", "style", "parameter", "placement", "global", "local")]
         for row in self.rows:
             shapes = (_shape(row.global_shape), _shape(row.local_shape)) if row.parameter else ("", "")
             table.append((row.module or "(model)", row.style, row.parameter, row.placement, *shapes))
         for name, shape in self.unsharded:
             table.append((name, "-", "", "not in the plan", _shape(shape), _shape(shape)))
+        table = _folded(table)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = []
         for cells in table:
@@ -164,6 +166,14 @@ def dropout_note(names: tuple[str, ...]) -> str:
         f"\ndropout in {listing(names, 4)}: between sharded layers all ranks draw one mask for their features, unless "
         f"each draws from a stream of its own: namedmesh.training.streams"
     )
+
+
+def _folded(table: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows, those that differ in the number of their layer only as one."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in table:
+        alike.setdefault((re.sub(r"\b\d+\b", "*", name), *cells), []).append(name)
+    return [row if len(names) > 1 else (names[0], *row[1:]) for row, names in alike.items()]
 
 
 def _shape(shape: tuple[int, ...]) -> str:
