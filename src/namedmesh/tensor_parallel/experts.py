@@ -55,7 +55,7 @@ class ShardedExperts(LocalParameters):
         self.fused = dict(fused or {})
 
     def __repr__(self) -> str:
-        return f"ShardedExperts({self.given}{f', fused={self.fused}' if self.fused else ''})"
+        return f"ShardedExperts({self.placements}{f', fused={self.fused}' if self.fused else ''})"
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
         """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
@@ -70,10 +70,10 @@ class ShardedExperts(LocalParameters):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         dims: dict[str, int] = {}
         for name, count in self.fused.items():
-            dims[name] = self.given[name].dim  # type: ignore[index,union-attr]  # named and sharded, or refused
+            dims[name] = self.placements[name].dim  # type: ignore[index,union-attr]  # named and sharded, or refused
             parameter = module.get_parameter(name)
             replace_parameter(module, name, parameter.detach().unflatten(dims[name], (count, -1)))
-        apart = {name: Shard(each.dim + (name in dims)) for name, each in (self.given or {}).items()}  # type: ignore[attr-defined]
+        apart = {name: Shard(each.dim + (name in dims)) for name, each in (self.placements or {}).items()}  # type: ignore[attr-defined]
         applied = LocalParameters(apart)
         applied.src_data_rank = self.src_data_rank
         module = applied._apply(module, device_mesh)  # noqa: SLF001  a style's one method

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _EmbeddingRows(RowwiseParallel):
+class RowwiseEmbedding(RowwiseParallel):
     """Embeddings that have a forward of their own, as transformers', work on what that of ``nn.Embedding`` returns: all of it."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ def _on_row_embedding(own: Any) -> type:
     return type(own.__name__, (own, RowEmbedding), {"__module__": own.__module__})
 
 
-class _Attention(LocalParameters):
+class AttentionGroups(LocalParameters):
     """Say to an attention module how many of a rank's queries share a kv head, where the ranks do not divide those."""
 
     def __init__(self, placements: Mapping[str, Placement], query_heads: int, kv_heads: int) -> None:
@@ -71,7 +71,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     **dict.fromkeys(
         ("rowwise_split_input", "rowwise_rep"), lambda: RowwiseParallel(input_layouts=Replicate())
     ),
-    "embedding_rowwise": _EmbeddingRows,
+    "embedding_rowwise": RowwiseEmbedding,
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     _SUMMED: LocalParameters,
     "all_reduce": SumOutput,
@@ -261,7 +261,7 @@ class _Reader:
             known = plan.get(place)
             if known is None or type(known) is LocalParameters:
                 given = known.parameter_placements(self.modules[around]) if known else {}
-                plan[place] = _Attention(given, style.query_heads, style.kv_heads)
+                plan[place] = AttentionGroups(given, style.query_heads, style.kv_heads)
 
     def _style(self, fqn: str, name: str) -> ParallelStyle | None:
         """Return the style of one module; None where it stays whole."""
@@ -391,7 +391,7 @@ def _shard_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> N
     tied = {id(modules[fqn].weight) for fqn in planned if isinstance(modules[fqn], nn.Linear)}
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and id(module.weight) in tied and fqn not in planned:
-            plan[fqn] = _EmbeddingRows()
+            plan[fqn] = RowwiseEmbedding()
 
 
 def _stated_for(plan: Mapping[str, T], fqn: str) -> T | None:

@@ -45,15 +45,15 @@ class LocalParameters(ParallelStyle):
 
     def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
         super().__init__()
-        self.given = placements
+        self.placements = placements
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.given or ''})"
+        return f"{type(self).__name__}({self.placements or ''})"
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
         """Return the layout of every parameter that this style touches."""
-        if self.given is not None:
-            return dict(self.given)
+        if self.placements is not None:
+            return dict(self.placements)
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
@@ -61,7 +61,7 @@ class LocalParameters(ParallelStyle):
         own = [name for name, _ in module.named_parameters(recurse=False)]
         return [
             f"{type(self).__name__} names {name!r}, but {type(module).__name__} owns {tuple(own)}"
-            for name in self.given or ()
+            for name in self.placements or ()
             if name not in own
         ]
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import tensors_in
 from namedmesh.errors import PlanError, count_of
-from namedmesh.tensor_parallel.parallelize import parallelize
+from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.plan import resolve
 from namedmesh.tensor_parallel.report import dropout_note, dropouts_of
 
