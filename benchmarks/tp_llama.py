@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from tp_models import Llama
 
 import namedmesh
-from namedmesh.tensor_parallel import cross_entropy, llama_plan, parallelize
+from namedmesh.tensor_parallel import cross_entropy, parallelize
 from namedmesh.training import clip_grad_norm_
 
 if TYPE_CHECKING:

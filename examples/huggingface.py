@@ -4,6 +4,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,9 +39,11 @@ for step in range(21):
         print(f"step {step}: loss {mean.item():.3f}")
 
 found = model.generate(words[:, :4], max_new_tokens=4, do_sample=False)  # on every rank
+# Whole tensors, on the CPU of rank 0; every rank takes part.
+state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 with tempfile.TemporaryDirectory() as folder:
-    model.save_pretrained(folder)  # on every rank; whole tensors, as from_pretrained reads them
     if mesh.global_rank == 0:
+        model.save_pretrained(folder, state_dict=state)
         again = LlamaForCausalLM.from_pretrained(folder)
         print("generated:", *found[0].tolist())
         print("saved parameters:", sum(each.numel() for each in again.parameters()))

@@ -1,7 +1,7 @@
-"""A small Llama-style language model over bytes, in plain torch: nothing here knows about ranks.
+"""A small Llama-style language model over bytes, in plain torch, and its tensor-parallel plan.
 
 A part of the model holds any run of the layers, with or without the embedding in front and the head behind, and every
-parameter has the same name whichever part holds it; the names are those of ``namedmesh.tensor_parallel.llama_plan``.
+parameter has the same name whichever part holds it. ``llama_plan`` alone knows about ranks: it says which modules they share.
 Attention reads its number of heads from the tensors it is given, so a tensor-parallel rank may own a few of them.
 """
 
@@ -13,9 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    KeyValueParallel,
+    LocalParameters,
+    RowwiseParallel,
+    SharedInput,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 VOCABULARY = 256  # one token for each value of a byte
@@ -177,3 +188,48 @@ def first_weights(sizes: ModelSizes, name: str, _parameter: Tensor) -> tuple[flo
     # These add to the residual path, twice a layer: keep its size independent of the depth.
     adds = name.endswith(("wo.weight", "w2.weight"))
     return 0.0, 0.02 / (2 * sizes.layers) ** 0.5 if adds else 0.02
+
+
+def llama_plan(
+    heads: int,
+    kv_heads: int,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    sequence_dim: int = 1,
+) -> dict[str, ParallelStyle]:
+    """Return the plan for ``parallelize``: a fresh one, to change as needed.
+
+    The input of ``attention``, and of ``feed_forward``, is gathered once for its column layers where the sequence is sharded,
+    and its gradient summed once.
+
+    Args:
+        heads: the number of query heads.
+        kv_heads: the number of key and value heads; there may be fewer of them than ranks.
+        sequence_parallel: between the sharded parts each rank keeps its shard of the sequence; the norms run
+            on it, and every length must be a multiple of the tp size.
+        loss_parallel: leave the logits sharded over the vocabulary, as a DTensor, for ``cross_entropy``; otherwise
+            every rank gets all logits.
+        sequence_dim: the dim of the sequence in the activations.
+    """
+    between = Shard(sequence_dim) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "output": ColwiseParallel(
+            input_layouts=between,
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+    }
+    for name in ("attention", "feed_forward"):
+        plan[f"layers.*.{name}"] = SharedInput(input_layouts=between)
+    for name in ("attention.wq", "feed_forward.w1", "feed_forward.w3"):
+        plan[f"layers.*.{name}"] = ColwiseParallel()
+    for name in ("attention.wk", "attention.wv"):
+        plan[f"layers.*.{name}"] = KeyValueParallel(heads, kv_heads)
+    for name in ("attention.wo", "feed_forward.w2"):
+        plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=between)
+    if sequence_parallel:
+        for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"):
+            plan[name] = LocalParameters()  # as torch's SequenceParallel, on plain tensors
+    return plan

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
-from llama import Llama, first_weights
+from llama import Llama, first_weights, llama_plan
 from moe import add_experts, expert_plan, shard_experts
 from settings import Settings
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from namedmesh import NamedMesh, parallelize, training
-from namedmesh.tensor_parallel import ColwiseParallel, cross_entropy, llama_plan
+from namedmesh.tensor_parallel import ColwiseParallel, cross_entropy
 
 IGNORED = -100  # a target that does not count
 
@@ -58,8 +58,12 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     if mesh.size("tp") > 1:
         # Each rank has some of the features inside of attention and feed-forward network, between them a part of the
         # sequence, and at the end the logits of a part of the vocabulary.
-        plan = llama_plan(sequence_parallel=True) | {"output": ColwiseParallel(input_layouts=Shard(1))}
-        parallelize(model, mesh["tp"], expert_plan(plan, mesh) if settings.moe else plan)
+        sizes = settings.sizes
+        plan = llama_plan(sizes.heads, sizes.kv_heads, sequence_parallel=True)
+        plan["output"] = ColwiseParallel(input_layouts=Shard(1))
+        if settings.moe:
+            plan = expert_plan(plan, mesh)
+        parallelize(model, mesh["tp"], plan, missing="ignore")  # a stage has some of the modules
     for layer in model.layers.values():
         recompute_and_compile(layer, settings)
     if mesh.size() > 1:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from xml.etree import ElementTree as ET
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from namedmesh.plan.weights import Weight, draw_weights_html, draw_weights_svg, fold
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, plan_report
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -63,28 +61,3 @@ def test_the_shards_fill_the_weight(dim: int) -> None:
     tips = [tip.text for tip in root.iter(f"{SVG}title")]
     assert tips[2] == ("rank 1: up<[3:6]" if dim == 0 else "rank 1: up<[:, 4:5]")
     assert "<svg" in draw_weights_html("a", [weight])
-
-
-def test_the_report_of_a_plan_is_folded_totalled_and_drawn() -> None:
-    with torch.device("meta"):
-        layers = [
-            torch.nn.ModuleDict({"up": torch.nn.Linear(8, 16), "down": torch.nn.Linear(16, 8)})
-            for _ in range(3)
-        ]
-        model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers), "norm": torch.nn.LayerNorm(8)})
-    report = plan_report(model, 4, {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
-    lines = str(report).splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == [
-        *["layers.0-2.up"] * 2,
-        *["layers.0-2.down"] * 2,
-        "norm.weight",
-        "norm.bias",
-    ]
-    # A layer: 128 + 16 + 128 numbers that are sharded, 8 that are not; the norm: 16.
-    assert lines[-1] == "244 of 856 parameters on each of 4 ranks, 40 of them whole"
-    root = ET.fromstring(report.svg())  # noqa: S314  our own text
-    assert len([box for box in root.iter(f"{SVG}rect") if box.get("class") == "shard"]) == 3 * 4
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert "layers.0-2.down.weight" in texts
-    assert "8 x 16, dim 1 sharded" in texts
-    assert report.svg() in report.html()

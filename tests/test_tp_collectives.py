@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_compare import Recorded, sharded, tp_mesh
+from tp_models import llama_plan as llama_plan
 from tp_models import NORMS, FeedForward, Llama
 
 from namedmesh.tensor_parallel import (
@@ -28,7 +29,6 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     SequenceParallel,
     SharedInput,
-    llama_plan,
     parallelize,
 )
 
@@ -175,7 +175,7 @@ def both(mesh: DeviceMesh, case: Case) -> tuple[Step, Step]:
     """A step of ours and one of torch's, of the same model; the second, when nothing is new any more."""
     torch.manual_seed(0)
     model = Llama(dim=64, hidden=96)
-    ours = sharded(model, case.ours)
+    ours = sharded(model, case.ours, check=False)
     torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs)
     ids = torch.randint(0, 32, IDS)
     steps = [[step(one, ids, case) for one in (ours, torchs)] for _ in range(2)]
@@ -206,41 +206,6 @@ def test_a_step_sends_and_keeps_no_more_than_torchs(
         assert ours.sent <= torchs.sent, (ours, torchs)
         # The mask of the ids that other ranks have, a byte for each; torch keeps its own out of autograd's sight.
         assert ours.kept <= torchs.kept + IDS[0] * IDS[1], (ours, torchs)
-
-
-def names_in_backward(mesh: DeviceMesh, plan: dict[str, Any], value: torch.Tensor) -> list[str]:
-    torch.manual_seed(0)
-    model = parallelize(FeedForward(8, 12), mesh, plan)
-    out = model(value.requires_grad_())
-    with Recorded() as recorded:
-        out.sum().backward()
-    wanted = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor"}
-    return [name for name in recorded.names if name in wanted]
-
-
-def orders() -> dict[str, list[str]]:
-    mesh = tp_mesh()
-    layers: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
-    whole, shard = torch.ones(2, 4, 8), torch.ones(2, 2, 8)
-    scattered = {"w2": RowwiseParallel(output_layouts=SEQUENCE)}
-    return {
-        "each": names_in_backward(mesh, layers, whole),
-        "shared": names_in_backward(mesh, layers | {"": SharedInput()}, whole),
-        "shared, sequence": names_in_backward(
-            mesh, layers | scattered | {"": SharedInput(input_layouts=SEQUENCE)}, shard
-        ),
-    }
-
-
-def test_the_weights_gradient_is_computed_while_the_inputs_is_summed() -> None:
-    row = ["mm", "mm"]
-    for found in run_ranks(TP, orders):
-        assert found["each"] == [*row, *["mm", "all_reduce", "mm", "wait_tensor"] * 2]
-        # One for both, once both have made their parts.
-        shared = [*row, *["addmm", "mm"] * 2, "all_reduce", "wait_tensor"]
-        assert found["shared"] == shared
-        shared[shared.index("all_reduce")] = "reduce_scatter_tensor"
-        assert found["shared, sequence"] == ["all_gather_into_tensor", "wait_tensor", *shared]
 
 
 def bytes_in_backward() -> list[tuple[float, float]]:

@@ -36,7 +36,7 @@ def row(inputs: str, outputs: str) -> str:
         ("rowwise", row(LAST, WHOLE)),
         ("rowwise_split_input", row(WHOLE, WHOLE)),
         ("rowwise_rep", row(WHOLE, WHOLE)),
-        ("embedding_rowwise", row(WHOLE, WHOLE)),
+        ("embedding_rowwise", row(WHOLE, WHOLE).replace("Parallel", "Embedding")),
         ("embedding_colwise", column(WHOLE, WHOLE)),
         ("sequence_parallel", "SequenceParallel(sequence_dim=1, use_local_output=True)"),
         ("replicated_with_grad_allreduce", "LocalParameters()"),

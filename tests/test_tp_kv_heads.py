@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from tp_compare import assert_right, hf_difference, sharded, tp_mesh, training_difference
+from tp_models import llama_plan as llama_plan
 from tp_models import Attention, Llama, hf_model
 
 from namedmesh.errors import PlanError
@@ -21,7 +22,6 @@ from namedmesh.tensor_parallel import (
     ColwiseParallel,
     KeyValueParallel,
     RowwiseParallel,
-    llama_plan,
     plan_report,
 )
 
@@ -54,7 +54,7 @@ def llama_differences() -> dict[tuple[int, int, bool], float]:
         ids = torch.randint(0, 24, (2, 12), generator=torch.Generator().manual_seed(0))
         for sequence in (False, True):
             whole = copy.deepcopy(reference)
-            model = sharded(reference, llama_plan(sequence_parallel=sequence))
+            model = sharded(reference, llama_plan(queries, heads, sequence_parallel=sequence))
             found[queries, heads, sequence] = training_difference(model, whole, ids, steps=1)
     return found
 
@@ -74,12 +74,12 @@ class Biased(Attention):
         self.wq, self.wk, self.wv = (nn.Linear(dim, old.out_features) for old in (self.wq, self.wk, self.wv))
 
 
-def attention_plan(between: Any = None) -> dict[str, Any]:
+def attention_plan(queries: int, heads: int, between: Any = None) -> dict[str, Any]:
     inputs = between or Replicate()
     return {
         "wq": ColwiseParallel(input_layouts=inputs),
-        "wk": KeyValueParallel(input_layouts=inputs),
-        "wv": KeyValueParallel(input_layouts=inputs),
+        "wk": KeyValueParallel(queries, heads, input_layouts=inputs),
+        "wv": KeyValueParallel(queries, heads, input_layouts=inputs),
         "wo": RowwiseParallel(output_layouts=inputs),
     }
 
@@ -89,7 +89,7 @@ def bias_differences() -> list[float]:
     for compiled in (False, True):
         torch.manual_seed(0)
         reference: nn.Module = Biased(24, 6, 2).double()
-        model = sharded(reference, attention_plan())
+        model = sharded(reference, attention_plan(6, 2))
         if compiled:
             model.compile(backend="aot_eager")
         found.append(training_difference(model, reference, torch.randn(2, 5, 24, dtype=torch.float64)))
@@ -106,8 +106,7 @@ def counts_difference() -> float:
     torch.manual_seed(0)
     reference = Attention(16, 4, 1).double()
     model = copy.deepcopy(reference)
-    plan = attention_plan() | {name: KeyValueParallel(query_heads=4, kv_heads=1) for name in ("wk", "wv")}
-    parallelize_module(model, tp_mesh(), plan)
+    parallelize_module(model, tp_mesh(), attention_plan(4, 1))
     return training_difference(model, reference, torch.randn(2, 5, 16, dtype=torch.float64))
 
 
@@ -115,34 +114,19 @@ def test_torch_applies_the_style_with_given_counts() -> None:
     assert max(run_ranks(2, counts_difference)) < 1e-12
 
 
-# --- what the errors say, and that what they say helps -------------------------------------------------------
-
-
-def test_a_plain_column_style_that_would_cut_a_head_names_the_style_that_is_right() -> None:
-    plan = attention_plan() | {"wk": ColwiseParallel(), "wv": ColwiseParallel()}
-    text = "wk, wv: n_kv_heads 1 ... and heads would be cut; give them KeyValueParallel(), or choose a ... 1"
-    with pytest.raises(PlanError, match=says(text)):
-        plan_report(Attention(16, 4, 1), 2, plan)
-    assert plan_report(Attention(16, 4, 1), 2, attention_plan()).tp_size == 2
-    assert plan_report(Attention(16, 4, 1), 1, plan).tp_size == 1
-
-
-class Own(KeyValueParallel):
-    """Somebody else's."""
-
-
-def test_a_subclass_of_the_style_is_what_is_applied() -> None:
-    plan = attention_plan() | {"wk": Own(), "wv": Own()}
-    assert {row.style for row in plan_report(Attention(32, 8, 4), 2, plan).rows} >= {"Own", "ColwiseParallel"}
-
-
-def test_queries_must_divide() -> None:
-    text = (
-        "2 problems:\n  - wq, wo: n_heads 6 ... and heads would be cut; ... 6\n"
-        "  - wk, wv: n_kv_heads 2 ... and heads would be cut; ... 2"
+def test_heads_that_cannot_be_shared() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_report(Attention(24, 6, 2), 4, attention_plan(6, 2))
+    assert str(caught.value) == (
+        "wk, wv: 6 query heads and 2 kv heads cannot be shared by 4 ranks (the tp size), which would cut heads; choose a tp "
+        "size that divides 6"
     )
-    with pytest.raises(PlanError, match=says(text)):
-        plan_report(Attention(24, 6, 2), 4, attention_plan())
+    with pytest.raises(PlanError, match="3 kv heads do not divide out_features 8"):
+        plan_report(nn.Linear(8, 8), 2, KeyValueParallel(6, 3))
+    # Nothing is read off a module's attributes.
+    block = nn.ModuleDict({"proj": nn.Linear(384, 384)})
+    block.num_heads = 6  # type: ignore[assignment]
+    assert plan_report(block, 4, {"proj": ColwiseParallel()}).tp_size == 4
 
 
 # --- transformers --------------------------------------------------------------------------------------------

@@ -16,30 +16,31 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import problem_of, tp_mesh
+from tp_models import llama_plan as llama_plan
 from tp_models import UP_DOWN, Llama, Mlp
 
 import namedmesh.tensor_parallel as tp
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
-    KeyValueParallel,
     LocalParameters,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    llama_plan,
     parallelize,
     plan_report,
+    split_linear,
 )
 
 NO_MODULE = "matches no module of the model"
+STAGE = " (missing='ignore' for a pipeline stage, which has some of them)"
 
 
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        ({"dwon": RowwiseParallel()}, f"'dwon' {NO_MODULE}; did you mean 'down'?"),
-        ({"up.weight.x": ColwiseParallel()}, f"'up.weight.x' {NO_MODULE}"),
+        ({"dwon": RowwiseParallel()}, f"'dwon' {NO_MODULE}; did you mean 'down'?{STAGE}"),
+        ({"up.weight.x": ColwiseParallel()}, f"'up.weight.x' {NO_MODULE}{STAGE}"),
         (
             {"up": ColwiseParallel(), "u*": RowwiseParallel()},
             "'up' and 'u*' both match up; one module takes one style",
@@ -47,7 +48,7 @@ NO_MODULE = "matches no module of the model"
         (
             {"": ColwiseParallel()},
             "the model: ColwiseParallel fits nn.Linear and nn.Embedding, not Mlp; use SequenceParallel for a "
-            "norm, or leave this module out of the plan",
+            "norm, name the linear inside (base_layer of an adapter), or leave this module out of the plan",
         ),
         (
             {"": SequenceParallel()},
@@ -89,98 +90,6 @@ def test_sizes_that_do_not_divide() -> None:
             plan_report(layers, 4, {"*": style})
 
 
-def test_heads_that_do_not_divide() -> None:
-    model = Llama(n_heads=8, n_kv_heads=2, layers=5)
-    columns = {f"layers.*.attention.{name}": ColwiseParallel() for name in ("wk", "wv")}
-    assert problem_of(model, llama_plan() | columns, 4) == (
-        "layers.0.attention.wk, layers.1.attention.wk, layers.2.attention.wk and 7 more: n_kv_heads 2 is not divisible "
-        "by the tp size 4, and heads would be cut; give them KeyValueParallel(), or choose a tp size that divides 2"
-    )
-    assert plan_report(model, 4, llama_plan()).tp_size == 4
-    # A model that states heads can have its feed-forward split into any number of shards.
-    feed_forward = {key: style for key, style in llama_plan().items() if "feed_forward" in key}
-    few: Any = Llama(n_heads=2, n_kv_heads=2)
-    for stating in (few, *few.layers):
-        stating.n_heads = 2
-    assert plan_report(few, 4, feed_forward).tp_size == 4
-
-
-class Config:
-    num_attention_heads, num_key_value_heads, hidden_size = 6, 3, 48
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = Config()
-        self.q_proj, self.k_proj, self.o_proj = nn.Linear(48, 48), nn.Linear(48, 24), nn.Linear(48, 48)
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = Config()
-        self.up_proj = nn.Linear(48, 96)
-
-
-def test_heads_from_a_configuration() -> None:
-    model = nn.ModuleDict({"self_attn": SelfAttention(), "mlp": Gated()})
-    plan = {
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": KeyValueParallel(),
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-    }
-    text = (
-        "2 problems:\n  - self_attn.q_proj, self_attn.o_proj: num_attention_heads 6 ... and heads would be cut; choose "
-        "a ... 6\n  - self_attn.k_proj: num_key_value_heads 3 ... and heads would be cut; choose a ... 3"
-    )
-    with pytest.raises(PlanError, match=says(text)):
-        plan_report(model, 4, plan)
-    gathered = plan | {
-        "self_attn.q_proj": ColwiseParallel(output_layouts=Replicate()),
-        "self_attn.k_proj": ColwiseParallel(output_layouts=Replicate()),
-        "self_attn.o_proj": RowwiseParallel(input_layouts=Replicate()),
-    }
-    assert plan_report(model, 4, gathered).tp_size == 4
-
-
-def test_heads_of_an_attention_that_states_no_width() -> None:
-    attention: Any = Llama(n_heads=8, n_kv_heads=2).layers[0].attention
-    del attention.head_dim
-    plan = {
-        "wq": ColwiseParallel(),
-        "wk": KeyValueParallel(),
-        "wv": KeyValueParallel(),
-        "wo": RowwiseParallel(),
-    }
-    assert {row.module for row in plan_report(attention, 4, plan).rows} == set(plan)
-    assert "wq, wo: n_heads 8 is not divisible" in problem_of(attention, plan, 16)
-
-
-class Layered:
-    """A configuration whose layers differ, and which says so when it is asked for one value."""
-
-    num_attention_heads = 4
-
-    def __getattr__(self, name: str) -> Any:
-        if name in {"num_key_value_heads", "head_dim"}:
-            raise RuntimeError(f"{name} varies across layers")
-        raise AttributeError(name)
-
-
-def test_a_configuration_whose_layers_differ() -> None:
-    attention: Any = Llama(n_heads=4, n_kv_heads=2).layers[0].attention
-    del attention.n_heads, attention.n_kv_heads
-    attention.config, attention.num_key_value_groups = Layered(), 2
-    model = nn.ModuleDict({"self_attn": attention})
-    plan: dict[str, Any] = {f"self_attn.{name}": KeyValueParallel() for name in ("wk", "wv")}
-    plan |= {"self_attn.wq": ColwiseParallel(), "self_attn.wo": RowwiseParallel()}
-    rows = {row.module: row.placement for row in plan_report(model, 4, plan).rows}
-    assert rows["self_attn.wk"] == "Replicate()"
-    assert {row.placement for row in plan_report(model, 2, plan).rows} == {"Shard(0)", "Shard(1)"}
-
-
 def test_sizes_that_only_the_caller_knows() -> None:
     assert problem_of(Mlp(), UP_DOWN, must_divide={"kv heads": 3, "experts": 4}) == (
         "kv heads: 3 is not divisible by the tp size 2 (from must_divide); choose a tp size that divides it"
@@ -217,9 +126,9 @@ def test_ties_that_the_plan_would_break() -> None:
 
 def test_three_mistakes_are_reported_at_once() -> None:
     plan = {"upp": ColwiseParallel(), "down": RowwiseParallel()}
-    upp = f"\n  - 'upp' {NO_MODULE}; did you mean 'up'?"
+    upp = f"\n  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}"
     assert problem_of(Mlp(hidden=15), plan, 0, must_divide={}) == (
-        f"2 problems:\n  - the tp size is 0, but it must be at least 1{upp}"
+        f"2 problems:\n  - a plan needs a one-dimensional torch DeviceMesh, not 0; pass mesh['tp']{upp}"
     )
     with pytest.raises(
         PlanError, match=says(f"3 problems:{upp}\n  - down: in_features 15 ...\n  - heads: 5 ...")
@@ -229,28 +138,79 @@ def test_three_mistakes_are_reported_at_once() -> None:
 
 def test_wildcards_find_the_nearest_name_without_numbers() -> None:
     assert problem_of(Llama(), {"layers.*.attn.wq": ColwiseParallel()}) == (
-        f"'layers.*.attn.wq' {NO_MODULE}; did you mean 'layers.*.attention.wq'?"
+        f"'layers.*.attn.wq' {NO_MODULE}; did you mean 'layers.*.attention.wq'?{STAGE}"
     )
 
 
-def test_a_stage_without_some_modules_takes_the_plan_of_the_whole_model() -> None:
+def test_a_stage_without_some_modules_ignores_what_is_missing() -> None:
     stage: Any = Llama()
-    stage.tok_embeddings = None  # a child that was there
-    del stage.output
-    stage.output = None  # an attribute that never was one
-    report = plan_report(stage, 2, llama_plan())
-    assert {row.module.partition(".")[0] for row in report.rows} == {"layers"}
+    stage.tok_embeddings, stage.output = None, None
+    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan())
+    report = plan_report(stage, 2, llama_plan(), missing="ignore")
+    assert {row.module.partition(".")[0] for row in report.rows} == {"layers", "norm"} - {"norm"}
+    assert problem_of(stage, {}, missing="skip") == "missing is 'skip'; it can be 'raise' or 'ignore'"
 
 
-def test_a_stage_with_an_empty_container_takes_it_too() -> None:
-    stage: Any = Llama()
-    stage.layers = nn.ModuleList()
-    assert {row.module for row in plan_report(stage, 2, llama_plan()).rows} == {"tok_embeddings", "output"}
-    stage.layers = nn.ModuleDict()
-    assert plan_report(stage, 2, llama_plan()).rows
-    assert "'layer.*.attention.wq' matches no module" in problem_of(
-        stage, {"layer.*.attention.wq": ColwiseParallel()}
+# --- layers that are several in one ---------------------------------------------------------------------------
+
+
+def flat(**widths: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*width) for name, width in widths.items()})
+
+
+BLOCK = {"o": (16, 16), "up": (16, 64), "down": (64, 16)}
+STYLES: dict[str, Any] = {"qkv": ColwiseParallel(), "o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "row", "makes"),
+    [
+        (flat(qkv=(16, 48), **BLOCK), STYLES, "o: takes 16", "qkv makes 48, up makes 64"),
+        (flat(gate_up=(8, 48), down=(24, 8)), {"gate_up": ColwiseParallel(), "down": RowwiseParallel()}, "down: takes 24", "gate_up makes 48"),
+        (nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16))}), {"attn.qkv": ColwiseParallel(), "attn.o": RowwiseParallel()}, "attn.o: takes 16", "attn.qkv makes 48"),
+    ],
+)
+def test_a_row_layer_that_no_column_layer_fits_names_split_linear(model: nn.Module, plan: Any, row: str, makes: str) -> None:
+    assert problem_of(model, plan) == (
+        f"{row} features, which no column layer of its block makes ({makes}): one of them is several layers in one (q|k|v, "
+        f"gate|up); take it apart with split_linear before, or say that its features lie head by head, or group by group, with "
+        f"ColwiseParallel(heads=...)"
     )
+    assert plan_report(model, 1, plan).tp_size == 1
+
+
+def test_what_the_remedies_say_is_taken() -> None:
+    told = STYLES | {"qkv": ColwiseParallel(heads=4)}
+    assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, told).tp_size == 2
+    assert problem_of(flat(qkv=(16, 48), **BLOCK), told, 8) == (
+        "qkv: 4 heads are not divisible by the tp size 8; choose a tp size that divides 4"
+    )
+    model = flat(qkv=(16, 48), **BLOCK)
+    split_linear(model, "qkv", [16, 16, 16])
+    apart = {f"qkv.{index}": ColwiseParallel() for index in range(3)}
+    assert plan_report(model, 2, {key: each for key, each in STYLES.items() if key != "qkv"} | apart).tp_size == 2
+    # Other widths, and rows or columns alone, ask nothing.
+    for names in ({"o"}, {"qkv"}, {"qkv", "up"}):
+        assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, {name: STYLES[name] for name in names}).tp_size == 2
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("qkv", [16, 16]), ("norm", [8, 8])])
+def test_what_cannot_be_split(name: str, sizes: list[int]) -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 48), "norm": nn.LayerNorm(16)})
+    with pytest.raises(PlanError, match="give an nn.Linear and sizes that add up to its out_features"):
+        split_linear(model, name, sizes)
+
+
+def test_a_split_linear_is_the_same_function() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 48)}).eval()
+    whole, x = copy.deepcopy(model["qkv"]), torch.randn(2, 8)
+    model["qkv"].bias.requires_grad_(requires_grad=False)  # type: ignore[union-attr]
+    split_linear(model, "qkv", [32, 8, 8])
+    torch.testing.assert_close(model["qkv"](x), whole(x))
+    assert [each.requires_grad for each in model.parameters()] == [True, False] * 3
+    assert not model["qkv"].training
+    torch.testing.assert_close(torch.cat([each.weight for each in model["qkv"]]), whole.weight)  # type: ignore[union-attr]
 
 
 # --- the mesh, and applying twice ---------------------------------------------------------------------------
@@ -265,10 +225,10 @@ def test_the_mesh_must_be_one_axis() -> None:
             "2 problems:\n"
             "  - a plan is applied along one axis, but the mesh has 3 (axes ('pp', 'dp', 'tp')); pass one of "
             "them, such as mesh['tp']\n"
-            f"  - 'upp' {NO_MODULE}; did you mean 'up'?"
+            f"  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}"
         )
     assert problem_of(Mlp(), UP_DOWN, "tp") == (
-        "a plan needs a one-dimensional torch DeviceMesh, not a str; pass mesh['tp']"
+        "a plan needs a one-dimensional torch DeviceMesh, not 'tp'; pass mesh['tp']"
     )
 
 
@@ -298,12 +258,6 @@ def test_a_model_is_parallelized_once() -> None:
             parallelize(model, mesh, UP_DOWN)
         once = "already parallelized; parallelize a model once"
         assert str(caught.value) == f"up, down: {once}"
-        with pytest.raises(PlanError) as caught:
-            dist.tensor.parallel.parallelize_module(model, mesh, UP_DOWN)
-        assert str(caught.value) == (
-            "ColwiseLinear: ColwiseParallel finds a module that is already distributed (weight, bias is a "
-            "DTensor); parallelize a model once, and before fully_shard"
-        )
         prepared = parallelize(
             Mlp(), mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
         )

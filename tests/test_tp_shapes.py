@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import tp_mesh
+from tp_models import llama_plan as llama_plan
 from tp_models import Llama, OwnForward
 
 from namedmesh.errors import ShapeError
@@ -22,7 +23,6 @@ from namedmesh.tensor_parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
-    llama_plan,
     parallelize,
 )
 
@@ -64,7 +64,7 @@ def refusals() -> dict[str, tuple[str, str]]:
         desired_output_layouts=SEQUENCE,
     )
     replicated = DTensor.from_local(odd, mesh, [WHOLE], run_check=False)
-    out8, out16 = text("the output", (2, 17, 8), 1, tp), text("the output", (2, 17, 16), 1, tp)
+    out8, out16 = text((2, 17, 8), 1, tp), text((2, 17, 16), 1, tp)
     torchs_embedding = TorchRowwise(input_layouts=WHOLE, output_layouts=SEQUENCE)
     columns = ColwiseParallel(output_layouts=SEQUENCE)
     return {
@@ -73,32 +73,32 @@ def refusals() -> dict[str, tuple[str, str]]:
         "own forward": (refusal(OwnForward(16, 8), rows, half), out8),
         "dim 0": (
             refusal(nn.Linear(16, 8), RowwiseParallel(output_layouts=Shard(0)), half[0]),
-            text("the output", (17, 8), 0, tp),
+            text((17, 8), 0, tp),
         ),
         "torch's columns": (refusal(nn.Linear(16, 8), TorchColwise(output_layouts=SEQUENCE), odd), out8),
         "columns": (refusal(nn.Linear(16, 8), columns, odd), out8),
         "embedding": (refusal(nn.Embedding(32, 16), embedding, ids), out16),
         "torch's embedding": (refusal(nn.Embedding(32, 16), torchs_embedding, ids), out16),
         "column embedding": (refusal(nn.Embedding(32, 16), columns, ids), out16),
-        "input": (refusal(Named(), split, odd), text("input 0", (2, 17, 16), 1, tp)),
+        "input": (refusal(Named(), split, odd), text((2, 17, 16), 1, tp)),
         "input by name": (
             refusal(Named(), split_kwarg, odd, memory=odd),
-            text("input 'memory'", (2, 17, 16), 1, tp),
+            text((2, 17, 16), 1, tp),
         ),
         "output": (refusal(Named(), split_out, odd, memory=odd), out16),
         "input and output": (refusal(Named(), split_both, odd), out16),
         "norm": (
             refusal(nn.LayerNorm(16), SequenceParallel(), replicated),
-            text("input 0", (2, 17, 16), 1, tp),
+            text((2, 17, 16), 1, tp),
         ),
     }
 
 
-def text(what: str, shape: tuple[int, ...], dim: int, tp: int) -> str:
+def text(shape: tuple[int, ...], dim: int, tp: int) -> str:
     longer = 17 + (-17 % tp)
     return (
-        f"part: dim {dim} of {what}, of shape {shape}, has length 17, which cannot be split into {tp} equal shards "
-        f"(the tp size); pad it to {longer}, or to another multiple of {tp}"
+        f"dim {dim} of an activation of shape {shape} cannot be split into {tp} equal shards (the tp size); pad it to "
+        f"{longer}, or to another multiple of {tp}"
     )
 
 
@@ -118,8 +118,8 @@ def llama_refusal() -> str:
     return str(caught.value)
 
 
-def test_a_model_names_the_module_that_splits_first() -> None:
-    words = "tok_embeddings: dim 1 of the output, of shape (1, 17, 32), "
+def test_a_model_stops_where_it_splits_first() -> None:
+    words = "dim 1 of an activation of shape (1, 17, 32) "
     assert [text.startswith(words) for text in run_ranks(2, llama_refusal)] == [True] * 2
 
 

@@ -15,6 +15,7 @@ def outcomes(part: int) -> list[Outcome]:
     return [outcome(Wiring(seed).double()) for seed in range(part * EACH, (part + 1) * EACH)]
 
 
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor")  # torch's, of a gain times a DTensor
 @pytest.mark.parametrize("part", range(PARTS))
 def test_there_is_no_fourth_outcome(part: int) -> None:
     first, second = run_ranks(2, outcomes, part)

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tp_compare import tp_mesh
+from tp_models import llama_plan as llama_plan
 from tp_models import Llama, Net
 
 from namedmesh.compat import layers
@@ -33,12 +34,11 @@ from namedmesh.tensor_parallel import (
     ShardedExperts,
     SumOutput,
     SumTailGradient,
-    llama_plan,
     parallelize,
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
-from namedmesh.tensor_parallel.collectives import RankGroup, exchange, gather_parts
+from namedmesh.compat.regions import RankGroup, exchange, gather_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 
+import llama
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 if TYPE_CHECKING:
@@ -169,3 +170,8 @@ def hf_model(kind: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes | options)
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def llama_plan(heads: int = 8, kv_heads: int = 4, **options: Any) -> dict[str, Any]:
+    """The plan of :class:`Llama`, of its default sizes."""
+    return llama.llama_plan(heads, kv_heads, **options)

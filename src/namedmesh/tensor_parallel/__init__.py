@@ -1,4 +1,4 @@
-"""Tensor parallelism: strict plans over torch's parallel styles, and fast column and row styles."""
+"""Tensor parallelism: strict plans over torch's parallel styles, and column and row styles on plain tensors."""
 
 from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
@@ -7,32 +7,20 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from namedmesh.tensor_parallel.apply import parallelize
-from namedmesh.tensor_parallel.attention_heads import KeyValueParallel
-from namedmesh.tensor_parallel.expert_parallel import ExpertParallel
-from namedmesh.tensor_parallel.fused import FusedColwiseParallel
-from namedmesh.tensor_parallel.gradient_comparison import compare_gradients
-from namedmesh.tensor_parallel.gradient_sums import reduce_gradients
+from namedmesh.tensor_parallel.experts import ExpertParallel, IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.gradients import compare_gradients, reduce_gradients
+from namedmesh.tensor_parallel.heads import KeyValueParallel, split_linear
 from namedmesh.tensor_parallel.hf import plan_from_hf
-from namedmesh.tensor_parallel.local import (
-    IdentityExpert,
-    KeepWhole,
-    LocalParameters,
-    ShardedExperts,
-    SumOutput,
-    SumTailGradient,
-)
 from namedmesh.tensor_parallel.loss import cross_entropy
-from namedmesh.tensor_parallel.presets import llama_plan
+from namedmesh.tensor_parallel.modules import KeepWhole, LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.report import PlanReport, plan_report
-from namedmesh.tensor_parallel.shared_input import SharedInput
-from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SharedInput
 from namedmesh.tensor_parallel.verification import VerifyReport, verify
 
 __all__ = [
     "ColwiseParallel",
     "ExpertParallel",
-    "FusedColwiseParallel",
     "IdentityExpert",
     "KeepWhole",
     "KeyValueParallel",
@@ -50,10 +38,10 @@ __all__ = [
     "VerifyReport",
     "compare_gradients",
     "cross_entropy",
-    "llama_plan",
     "parallelize",
     "plan_from_hf",
     "plan_report",
     "reduce_gradients",
+    "split_linear",
     "verify",
 ]

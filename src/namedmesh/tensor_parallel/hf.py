@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -11,30 +13,51 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.errors import PlanError, did_you_mean
-from namedmesh.tensor_parallel.attention_heads import KeyValueParallel
-from namedmesh.tensor_parallel.fused import FusedColwiseParallel
-from namedmesh.tensor_parallel.local import (
-    IdentityExpert,
-    LocalParameters,
-    ShardedExperts,
-    SumOutput,
-    SumTailGradient,
-)
+from namedmesh.sizes import SharedHeads
+from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.heads import KeyValueParallel
+from namedmesh.tensor_parallel.modules import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
-from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+from namedmesh.tensor_parallel.styles import ColwiseParallel, RowEmbedding, RowwiseParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
 T = TypeVar("T")
 
 
-def _embedding_rows() -> ParallelStyle:
-    # Embeddings of transformers that have a forward of their own work on what that of nn.Embedding returns: all of it.
-    return RowwiseParallel(input_layouts=Replicate(), local_forward=True)
+class RowwiseEmbedding(RowwiseParallel):
+    """Embeddings that have a forward of their own, as transformers', work on what that of ``nn.Embedding`` returns: all of it."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate())
+
+    def kind_of(self, module: nn.Module) -> type | None:
+        """Return the module's class again, with the short way's where its ``super().forward`` goes."""
+        own: Any = type(module)
+        return super().kind_of(module) or _on_row_embedding(own)
+
+
+@cache
+def _on_row_embedding(own: Any) -> type:
+    return type(own.__name__, (own, RowEmbedding), {"__module__": own.__module__})
+
+
+class AttentionGroups(LocalParameters):
+    """Say to an attention module how many of a rank's queries share a kv head, where the ranks do not divide those."""
+
+    def __init__(self, placements: Mapping[str, Placement], query_heads: int, kv_heads: int) -> None:
+        super().__init__(placements)
+        self.heads = query_heads, kv_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.heads[1] % device_mesh.size():
+            setattr(module, _GROUPS, SharedHeads(*self.heads, device_mesh.size()).repeats)
+        return super()._apply(module, device_mesh)
 
 
 _SUMMED = "replicated_with_grad_allreduce"
@@ -48,8 +71,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     **dict.fromkeys(
         ("rowwise_split_input", "rowwise_rep"), lambda: RowwiseParallel(input_layouts=Replicate())
     ),
-    "embedding_rowwise": _embedding_rows,
-    "packed_colwise": lambda: FusedColwiseParallel(blocks=2),
+    "embedding_rowwise": RowwiseEmbedding,
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     _SUMMED: LocalParameters,
     "all_reduce": SumOutput,
@@ -62,6 +84,12 @@ _COLUMNS = ("colwise", "packed_colwise")
 _OWNERS = ("local_params", "moe_tp_experts", "all_reduce")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 """What the plans of transformers call the projections to keys and values, or the module around one."""
+_BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj")
+"""What they call layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent."""
+_GROUPS = "num_key_value_groups"
+"""The attribute in which an attention module of transformers keeps how many queries share a kv head."""
+_QUERY_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm"}
 # What the plan of a configuration leaves out, by its model type: beside which entry, a module on each rank's features.
 _LEFT_OUT: dict[str, dict[str, str]] = {
@@ -85,7 +113,7 @@ def plan_from_hf(
     """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
 
     From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
-    its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all
+    its own ``_tp_plan``. Such a plan is written for all
     variants of an architecture, so what it says about modules that this model does not have is left out, and
     so is a row layer whose input no column layer makes. If the output head of the model is tied to its input
     embedding, the embedding is sharded along the vocabulary too, as the head is.
@@ -110,10 +138,6 @@ def plan_from_hf(
         layers.*.mlp.up_proj ColwiseParallel
         layers.*.mlp.down_proj RowwiseParallel
     """
-    if isinstance(model_or_plan, nn.Module) and hasattr(model_or_plan, "get_base_model"):  # a PeftModel
-        inner: Any = model_or_plan.get_base_model()  # type: ignore[operator]  # a method, not a module
-        prefix = next(fqn for fqn, module in model_or_plan.named_modules() if module is inner)
-        return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
     if isinstance(model_or_plan, Mapping):
         model, names = None, dict(model_or_plan)
     else:
@@ -173,6 +197,7 @@ class _Reader:
     def __init__(self, model: nn.Module | None, names: Mapping[str, str]) -> None:
         self.model, self.names = model, names
         self.modules = {} if model is None else dict(model.named_modules(remove_duplicate=False))
+        self.counts: list[tuple[str, str, KeyValueParallel]] = []  # keys and values, by their key and name
 
     def plan(self) -> dict[str, ParallelStyle]:
         """Return the whole plan; a PlanError names every entry that has no answer."""
@@ -185,6 +210,7 @@ class _Reader:
                 problems.append(f"{key!r}: {name!r} {error.args[0]}; change or remove this entry")
         if problems:
             raise PlanError(*problems)
+        self._add_attention(plan)
         return plan
 
     def _entries(self, key: str, name: str) -> dict[str, ParallelStyle]:
@@ -216,9 +242,26 @@ class _Reader:
             key = f"{key}.*"
             found = [fqn for fqn in self.modules if matches(key, fqn)]
         styles = {fqn: self._style(fqn, name) for fqn in found}
+        for fqn, style in styles.items():
+            if isinstance(style, KeyValueParallel) and style.query_heads != style.kv_heads:
+                self.counts.append((key, fqn, style))
         if len({repr(style) for style in styles.values()}) == 1:
             styles = {key: styles[found[0]]}
         return {fqn: style for fqn, style in styles.items() if style is not None}
+
+    def _add_attention(self, plan: dict[str, ParallelStyle]) -> None:
+        """Add the attention around keys and values that has to be told how many queries share a head."""
+        for key, fqn, style in self.counts:
+            around = next((each for each in _around(fqn) if hasattr(self.modules[each], _GROUPS)), None)
+            if around is None:
+                continue
+            place = ".".join(key.split(".")[: around.count(".") + 1])
+            if any(each != place and matches(place, each) for each in plan):  # each layer has an entry of its own
+                place = around
+            known = plan.get(place)
+            if known is None or type(known) is LocalParameters:
+                given = known.parameter_placements(self.modules[around]) if known else {}
+                plan[place] = AttentionGroups(given, style.query_heads, style.kv_heads)
 
     def _style(self, fqn: str, name: str) -> ParallelStyle | None:
         """Return the style of one module; None where it stays whole."""
@@ -226,11 +269,11 @@ class _Reader:
             return self._owner(fqn, name)
         if name == "mla_kv_a_proj":
             return self._tail(fqn)
-        if name == "colwise" and any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
-            return KeyValueParallel()
-        if name == "colwise" and fqn.endswith("query_key_value"):  # GPT-NeoX's: head by head
-            heads = getattr(_text_config(self.model), "num_attention_heads", None)
-            return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
+        if name == "colwise" and isinstance(self.modules[fqn], nn.Linear):
+            heads = self._heads(fqn)
+            if heads is not None and any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
+                return KeyValueParallel(*heads)
+            return ColwiseParallel(heads=heads[0] if heads and fqn.endswith(_BY_HEAD) else None)
         if name == "rowwise" and self._input_is_whole(fqn):
             return None
         return _style_of(name)
@@ -256,6 +299,19 @@ class _Reader:
         return (
             LocalParameters(placements) if name == "local_params" else ShardedExperts(placements, fused=fused)
         )
+
+    def _heads(self, fqn: str) -> tuple[int, int] | None:
+        """Return how many heads of queries, and of keys and values, the nearest module around one states, or its configuration."""
+        for around in _around(fqn):
+            module = self.modules[around]
+            for source in (module, _own_config(module)):
+                queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
+                groups = _first_count(module, (_GROUPS,))  # what the module says of itself counts more
+                if queries and groups and queries % groups == 0:
+                    keys = queries // groups
+                if queries:
+                    return queries, keys or queries
+        return None
 
     def _tail(self, fqn: str) -> ParallelStyle | None:
         """Return the style of a latent projection, of whose features the last go to every head, as its attention says."""
@@ -297,6 +353,32 @@ def _style_of(name: str) -> ParallelStyle:
     raise LookupError(f"is not a style that transformers has{did_you_mean(name, known)}")
 
 
+def _around(fqn: str) -> list[str]:
+    """Return the names of the modules around one, the nearest first."""
+    found = []
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        found.append(fqn)
+    return found
+
+
+def _own_config(module: nn.Module) -> object:
+    """Return a module's configuration; that of its layer, where transformers' layers differ."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None or index is None else layers[index]
+
+
+def _first_count(source: object, names: Sequence[str]) -> int | None:
+    """Return the first attribute that is a count; one that differs between layers is a RuntimeError in transformers."""
+    for name in names:
+        with suppress(RuntimeError):
+            value = getattr(source, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
 def _text_config(model: nn.Module | None) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -309,7 +391,7 @@ def _shard_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> N
     tied = {id(modules[fqn].weight) for fqn in planned if isinstance(modules[fqn], nn.Linear)}
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and id(module.weight) in tied and fqn not in planned:
-            plan[fqn] = _embedding_rows()
+            plan[fqn] = RowwiseEmbedding()
 
 
 def _stated_for(plan: Mapping[str, T], fqn: str) -> T | None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from namedmesh.errors import listing
-from namedmesh.plan.tables import Table, as_text
-from namedmesh.plan.weights import Weight, draw_weights_html, draw_weights_svg, fold
-from namedmesh.tensor_parallel.placements import placement_name
-from namedmesh.tensor_parallel.plan import laid_out, resolve
+from namedmesh.tensor_parallel.plan import laid_out, mesh_problems, placement_name, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.tensor_parallel.plan import Plan
 
@@ -69,44 +68,25 @@ class PlanReport:
     dropouts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        columns = ("module", "style", "parameter", "placement", "global", "local")
-        rows = []
+        table: list[tuple[str, ...]] = [("module", "style", "parameter", "placement", "global", "local")]
         for row in self.rows:
             shapes = (_shape(row.global_shape), _shape(row.local_shape)) if row.parameter else ("", "")
-            rows.append((row.module or "(model)", (row.style, row.parameter, row.placement, *shapes)))
+            table.append((row.module or "(model)", row.style, row.parameter, row.placement, *shapes))
         for name, shape in self.unsharded:
-            rows.append((name, ("-", "", "not in the plan", _shape(shape), _shape(shape))))
-        folded = [(name, *cells) for name, cells in fold(rows)]
-        text = f"{as_text(Table(columns, tuple(folded)))}\n{self._total()}"
-        if self.tp_size == 1:
-            return text
-        whole = (self.parameters_per_rank * self.tp_size - self.parameters) // (self.tp_size - 1)
-        return f"{text}, {whole:,} of them whole{dropout_note(self.dropouts)}"
-
-    def svg(self) -> str:
-        """Draw each weight with the part of it that each rank has, equal layers once, as an SVG document."""
-        return draw_weights_svg(*self._drawn())
-
-    def html(self) -> str:
-        """Write the same as a page."""
-        return draw_weights_html(*self._drawn())
-
-    def _drawn(self) -> tuple[str, list[Weight]]:
-        rows: list[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]] = [
-            (row.name, (row.global_shape, row.local_shape)) for row in self.rows if row.parameter
-        ]
-        rows += [(name, (shape, shape)) for name, shape in self.unsharded]
-        weights = []
-        for name, (shape, local) in fold(rows):
-            dim = next((dim for dim, size in enumerate(shape) if size != local[dim]), None)
-            sizes = () if dim is None else (local[dim],) * self.tp_size
-            weights.append(Weight(name, shape, dim, sizes))
-        return self._total(), weights
-
-    def _total(self) -> str:
-        return (
+            table.append((name, "-", "", "not in the plan", _shape(shape), _shape(shape)))
+        table = _folded(table)
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = []
+        for cells in table:
+            padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+            lines.append("  ".join(padded).rstrip())
+        total = (
             f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
         )
+        if self.tp_size > 1:
+            whole = (self.parameters_per_rank * self.tp_size - self.parameters) // (self.tp_size - 1)
+            total += f", {whole:,} of them whole{dropout_note(self.dropouts)}"
+        return "\n".join([*lines, total])
 
 
 def plan_report(
@@ -115,6 +95,7 @@ def plan_report(
     plan: Plan,
     *,
     must_divide: Mapping[str, int] | None = None,
+    missing: str = "raise",
 ) -> PlanReport:
     """Report what ``parallelize`` would do, without doing it: no communication, and a meta model will do.
 
@@ -123,6 +104,7 @@ def plan_report(
         mesh_or_tp_size: the mesh that ``parallelize`` would get, or just the number of its ranks.
         plan: the plan.
         must_divide: as for ``parallelize``.
+        missing: as for ``parallelize``.
 
     Returns:
         The report, the same on every rank.
@@ -143,13 +125,13 @@ def plan_report(
         w2      RowwiseParallel  bias       Replicate()  8       8
         144 of 280 parameters on each of 2 ranks, 8 of them whole
     """
-    entries, _ = resolve(model, mesh_or_tp_size, plan, must_divide)
-    tp_size = mesh_or_tp_size.size() if isinstance(mesh_or_tp_size, DeviceMesh) else mesh_or_tp_size
+    entries, _ = resolve(model, mesh_or_tp_size, plan, must_divide, missing)
+    _, tp_size = mesh_problems(mesh_or_tp_size)
     rows: list[Row] = []
-    held: dict[int, int] = {}  # of each parameter that the plan touches, how many numbers a rank has
+    held: dict[int, int] = {}
     for entry in entries:
         style, before = type(entry.style).__name__, len(rows)
-        for name, parameter, placement in laid_out(entry):
+        for name, parameter, placement in laid_out(entry, tp_size):
             shape, local = tuple(parameter.shape), list(parameter.shape)
             if isinstance(placement, Shard):
                 local[placement.dim] //= tp_size
@@ -184,6 +166,14 @@ def dropout_note(names: tuple[str, ...]) -> str:
         f"\ndropout in {listing(names, 4)}: between sharded layers all ranks draw one mask for their features, unless "
         f"each draws from a stream of its own: namedmesh.training.streams"
     )
+
+
+def _folded(table: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows, those that differ in the number of their layer only as one."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in table:
+        alike.setdefault((re.sub(r"\b\d+\b", "*", name), *cells), []).append(name)
+    return [row if len(names) > 1 else (names[0], *row[1:]) for row, names in alike.items()]
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,61 +1,251 @@
-"""The fast column and row styles: torch's own by type and by options, with local compute inside."""
+"""Column and row styles: torch's own by type and options, with native operations on local tensors inside."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
-from namedmesh._torch import distribute_blocks, has_forward_hooks
-from namedmesh.tensor_parallel.collectives import RankGroup
-from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
-from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
-from namedmesh.tensor_parallel.module_setup import Rows, StyleContext
-from namedmesh.tensor_parallel.placements import parameter_placements, refuse_incompatible
+from namedmesh._torch import has_forward_hooks, local_parameters
+from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave, split
+from namedmesh.tensor_parallel.loss import refuse_strangers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+_WHOLE, _PARTS = (Replicate(),), (Partial(),)
 
 
-class _FastStyle:
-    """What the two fast styles have beside torch's."""
+class Wiring(NamedTuple):
+    """How a sharded layer is connected: its ranks, the sharded dim of its input and of its output (None: whole)."""
 
-    def __init__(self, *, local_forward: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        self.local_forward = local_forward
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return shard_module(self, module, device_mesh)
+    group: Group
+    input_dim: int | None
+    output_dim: int | None
+    use_local_output: bool = True
 
 
-class ColwiseParallel(_FastStyle, TorchColwiseParallel):
+class ColumnLinear(nn.Linear):
+    """An ``nn.Linear`` of whose output features each rank has some. Made by :class:`ColwiseParallel`."""
+
+    wiring: Wiring
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """Return this rank's output features, or those of all ranks."""
+        group, _, output_dim, _ = self.wiring
+        weight, bias = local(self.weight, self.bias)
+        y = F.linear(column_input(input, self.wiring), weight, bias)
+        return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
+
+
+class RowLinear(nn.Linear):
+    """An ``nn.Linear`` of whose input features each rank has some. Made by :class:`RowwiseParallel`."""
+
+    wiring: Wiring
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """Return the sum of all ranks' products: whole, or this rank's shard of another dim."""
+        group, input_dim, output_dim, _ = self.wiring
+        if isinstance(input, DTensor):
+            x = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
+        else:
+            x = input if input_dim is not None else split(input, group, input.ndim - 1)
+        # Where each rank has some of the tokens, it makes a part of the bias's gradient.
+        weight, bias = local(self.weight, self.bias, parts=(False, output_dim is not None))
+        y = leave(F.linear(x, weight), group, output_dim)
+        if bias is not None:  # after the sum, so that it counts once
+            y = y + bias.to(y.dtype)
+        return delivered(self, y)
+
+
+class ColumnEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` of whose vectors each rank has some features. Made by :class:`ColwiseParallel`."""
+
+    wiring: Wiring
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        """Return this rank's features of every vector, or those of all ranks."""
+        group, _, output_dim, _ = self.wiring
+        ids = whole_ids(input, self.wiring)
+        weight, _ = local(self.weight)
+        y = F.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
+
+
+class RowEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` of whose vocabulary each rank has a part. Made by :class:`RowwiseParallel`."""
+
+    wiring: Wiring
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        """Return the sum of all ranks' vectors, of which one is not zero: whole, or this rank's shard of a dim."""
+        group, _, output_dim, _ = self.wiring
+        ids = whole_ids(input, self.wiring)
+        refuse_strangers(ids, self.num_embeddings, "index out of range in self")
+        weight, _ = local(self.weight)
+        rows = weight.shape[0]
+        first = group.rank * rows
+        mine = ids - first
+        elsewhere = (mine < 0) | (mine >= rows)
+        padding = None
+        if self.padding_idx is not None and first <= self.padding_idx < first + rows:
+            padding = self.padding_idx - first
+        y = F.embedding(mine.masked_fill(elsewhere, 0), weight, padding)
+        return delivered(self, leave(y.masked_fill(elsewhere.unsqueeze(-1), 0), group, output_dim))
+
+
+def local(
+    weight: Tensor, bias: Tensor | None = None, *, parts: tuple[bool, bool] = (False, False)
+) -> Sequence[Any]:
+    """Return this rank's tensors of a weight and a bias; ``parts``: of whose gradient each rank makes a part."""
+    if not isinstance(weight, DTensor):
+        return weight, bias
+    layouts = [_PARTS if parts[0] else weight.placements]
+    if not isinstance(bias, DTensor):
+        return local_parameters([weight], layouts)[0], bias
+    layouts.append(_PARTS if parts[1] else bias.placements)
+    return local_parameters([weight, bias], layouts)
+
+
+def column_input(x: Tensor, wiring: Wiring) -> Tensor:
+    """Return the whole input of a column layer, of whose gradient each rank makes a part."""
+    if not isinstance(x, DTensor):
+        return enter(autocast(x), wiring.group, wiring.input_dim)
+    # Whoever made it sums the parts of its gradient, of all its users at once.
+    whole = x if x.placements == _WHOLE else x.redistribute(placements=_WHOLE)
+    return whole.to_local(grad_placements=_PARTS)
+
+
+def whole_ids(ids: Tensor, wiring: Wiring) -> Tensor:
+    """Return the ids of all ranks."""
+    if isinstance(ids, DTensor):
+        return ids.full_tensor()
+    return ids if wiring.input_dim is None else all_gather(ids, wiring.group, wiring.input_dim)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Return an activation in the type that a linear gives it under autocast, so that no more is sent than that."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return x
+    return (
+        x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(torch.get_autocast_dtype(device))
+    )
+
+
+def delivered(module: Any, y: Tensor) -> Tensor:
+    """Return a layer's output as its style says: this rank's plain tensor, or a DTensor around it."""
+    if module.wiring.use_local_output:
+        return y
+    dim = module.wiring.output_dim
+    layout = Replicate() if dim is None else Shard(y.ndim - 1 if dim == -1 else dim)
+    return DTensor.from_local(y, module.weight.device_mesh, (layout,), run_check=False)
+
+
+def sharded_dim(layout: Placement) -> int | None:
+    """Return the dim that a layout shards; None where it is whole."""
+    return layout.dim if isinstance(layout, Shard) else None
+
+
+def shard_parameters(
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], src_data_rank: int | None
+) -> None:
+    """Replace a module's own parameters with DTensors; frozen ones stay frozen, and keep what users have noted on them."""
+    for name, placement in placements.items():
+        shard = distribute_tensor(module.get_parameter(name), mesh, [placement], src_data_rank=src_data_rank)
+        replace_parameter(module, name, shard)
+
+
+def replace_parameter(module: nn.Module, name: str, shard: Tensor) -> None:
+    """Put a shard in the place of a parameter, with what users have noted on that, such as that it has no weight decay."""
+    old = module.get_parameter(name)
+    new = nn.Parameter(shard, requires_grad=old.requires_grad)
+    vars(new).update({**vars(old), **vars(new)})
+    module.register_parameter(name, new)
+
+
+class _Short:
+    """A style with a short way for the layers and layouts that it knows; all others go torch's way."""
+
+    kinds: Mapping[type, type]
+
+    def __init__(self, *, heads: int | None = None, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        self.heads = heads
+
+    def size_problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  of any module
+        """Return a sentence if the ranks would get parts of heads."""
+        if not self.heads or self.heads % tp_size == 0:
+            return []
+        return [
+            f"{self.heads} heads are not divisible by the tp size {tp_size}; choose a tp size that divides {self.heads}"
+        ]
+
+    def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if not name:  # torch's own would take the modules inside of a subclass for linears, too
+            shard_parameters(module, device_mesh, self.placements(module), self.src_data_rank)
+
+    _partition_embedding_fn = _partition_linear_fn
+
+    def kind_of(self, module: nn.Module) -> type | None:
+        """Return the class whose forward takes the short way for a module."""
+        return self.kinds.get(type(module))
+
+    def takes_short_way(self: Any, module: nn.Module) -> bool:
+        """Return whether the arithmetic is on plain tensors."""
+        changed = "forward" in vars(module) or has_forward_hooks(module)
+        return self.kind_of(module) is not None and not changed and self.knows(module)
+
+    def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        kind = self.kind_of(module)
+        if kind is None or not self.takes_short_way(module):
+            applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style
+            applied.register_forward_hook(_synchronous)
+            return applied
+        shard_parameters(module, device_mesh, self.placements(module), self.src_data_rank)
+        rewire(module, kind, self, device_mesh)
+        return module
+
+
+def rewire(module: Any, kind: type, style: Any, mesh: DeviceMesh) -> None:
+    """Give a layer with sharded parameters the forward for them."""
+    module.__class__ = kind
+    dims = sharded_dim(style.input_layouts[0]), sharded_dim(style.output_layouts[0])
+    module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output)
+
+
+def _synchronous(_module: nn.Module, _args: Any, output: Any) -> Any:
+    # torch hands out an asynchronous tensor, which compiled code takes for another one, silently.
+    return output.clone() if isinstance(output, Tensor) and type(output) not in {Tensor, DTensor} else output
+
+
+class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
     """Shard an ``nn.Linear``'s output features, or an ``nn.Embedding``'s vectors, over the ranks.
 
-    The same options, parameters and results as torch's style of this name. The parameters are DTensors, so
-    checkpoints, FSDP2, clipping and ``full_tensor()`` see whole tensors; the arithmetic is on plain tensors,
-    with the sum of the input's gradient running while the weight's gradient is computed. A layout that this
-    short way does not know, any subclass and any module with a forward of its own take torch's way: its forward
-    gets and gives DTensors, and is right by their placements.
+    torch's style of this name, with the same options, parameters and results. The parameters are DTensors, so checkpoints,
+    FSDP2, clipping and ``full_tensor()`` see whole tensors; the arithmetic is ``F.linear`` on plain ones. A layout that
+    this short way does not know, any subclass and any module with a forward or hooks of its own take torch's way.
 
     What a model does with the sharded features until a row layer takes them has to be right for a part of them.
-    ``nn.Dropout`` there draws one mask, the same on all ranks that are seeded alike, each for its own features: let the
-    ranks draw from streams of their own (:func:`namedmesh.training.streams`).
+    ``nn.Dropout`` there draws one mask, the same on all ranks that are seeded alike: let them draw from streams of their
+    own (:func:`namedmesh.training.streams`).
 
     Args:
         input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
             gather it first (sequence parallelism).
         output_layouts: ``Shard(-1)`` (the default), ``Replicate()`` to gather the features, or another.
         use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
-        local_forward: let the forward of a subclass work on plain tensors, too: what its ``super().forward`` returns
-            is this rank's shard, and what it does with that has to be right for a shard.
+        heads: of how many heads, or other equal groups, one after the other, the output features are. Each rank then gets
+            whole ones, and a layer that is several in one, head by head, is known to be right as it is.
 
     Raises:
         PlanError: when applied to another kind of module, or to one that is already parallelized.
@@ -71,20 +261,30 @@ class ColwiseParallel(_FastStyle, TorchColwiseParallel):
         (4, 6)
     """
 
+    kinds = {nn.Linear: ColumnLinear, nn.Embedding: ColumnEmbedding}  # noqa: RUF012  a table
 
-class RowwiseParallel(_FastStyle, TorchRowwiseParallel):
+    def knows(self, module: nn.Module) -> bool:  # noqa: ARG002  of either kind
+        """Return whether the short way is right for the style's layouts."""
+        (given,), (made,) = self.input_layouts, self.output_layouts
+        return made in {Shard(-1), Replicate()} and isinstance(given, Shard | Replicate)
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Return how the parameters are laid out."""
+        return layer_placements(module, column=True)
+
+
+class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
     """Shard an ``nn.Linear``'s input features, or an ``nn.Embedding``'s vocabulary, over the ranks.
 
-    The same options, parameters and results as torch's style of this name, except that the output is
-    synchronous: torch's asynchronous one is wrong under ``torch.compile`` together with FSDP2.
+    As :class:`ColwiseParallel`, torch's style of this name on plain tensors, except that the output is synchronous:
+    torch's asynchronous one is wrong under ``torch.compile`` together with FSDP2.
 
     Args:
-        input_layouts: how a plain input is laid out: ``Shard(-1)`` (the default, also for the ids of an
-            embedding: say ``Replicate()`` there), or ``Replicate()`` to let each rank take its features.
+        input_layouts: ``Shard(-1)`` (the default, also for the ids of an embedding: say ``Replicate()`` there), or
+            ``Replicate()`` to let each rank take its features.
         output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
             its shard of the sum (sequence parallelism).
         use_local_output: as for :class:`ColwiseParallel`.
-        local_forward: as for :class:`ColwiseParallel`.
 
     Raises:
         PlanError: when applied to another kind of module, or to one that is already parallelized.
@@ -101,70 +301,80 @@ class RowwiseParallel(_FastStyle, TorchRowwiseParallel):
         [(8, 3), (8,)]
     """
 
+    kinds = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}  # noqa: RUF012  a table
 
-def shard_module(style: Any, module: nn.Module, mesh: DeviceMesh, rows: Rows | None = None) -> nn.Module:
-    """Shard the parameters, then give the module the forward for them; ``rows`` as in StyleContext."""
-    refuse_incompatible(style, module)
-    column = isinstance(style, ColwiseParallel)
-    local_compute: dict[type[nn.Module], type[nn.Module]] = {
-        nn.Linear: ColwiseLinear if column else RowwiseLinear,
-        nn.Embedding: ColwiseEmbedding if column else RowwiseEmbedding,
-    }
-    layouts = style.input_layouts[0], style.output_layouts[0]
-    setup = StyleContext(RankGroup(mesh), *layouts, use_local_output=style.use_local_output, rows=rows)
-    partition = shard_parameters(style)
-    # A subclass may do anything in its forward, and so may a forward set on the instance, or a hook with the output.
-    own: Any = type(module)
-    hooked = has_forward_hooks(module) and not (setup.whole_output or style.local_forward or rows)
-    kind: Any = None if "forward" in vars(module) or hooked else local_compute.get(own)
-    if kind is None and style.local_forward:
-        sharded: Any = next(ours for base, ours in local_compute.items() if isinstance(module, base))
-        kind = _on_sharded_base(own, sharded)
-    if kind is None:
-        # A forward that is not torch's own gets and gives DTensors.
-        desired = Replicate() if column or isinstance(module, nn.Embedding) else Shard(-1)
-        distribute_module(
-            module,
-            mesh,
-            partition,
-            # torch's annotations leave out what the functions return.
-            lambda _module, inputs, _mesh: (setup.redistribute_input(inputs[0], desired), *inputs[1:]),  # type: ignore[arg-type]
-            lambda module, output, _mesh: setup.redistribute_output(module, output),  # type: ignore[arg-type]
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether the short way is right for the style's layouts."""
+        (given,), (made,) = self.input_layouts, self.output_layouts
+        takes = given in {Replicate(), Shard(-1)} or (
+            isinstance(given, Shard) and isinstance(module, nn.Embedding)
         )
+        return takes and (made == Replicate() or (isinstance(made, Shard) and made.dim >= 0))
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Return how the parameters are laid out."""
+        return layer_placements(module, column=False)
+
+
+def layer_placements(module: nn.Module, *, column: bool) -> dict[str, Placement]:
+    """Return how a column or row style lays out the parameters of a linear or an embedding."""
+    if isinstance(module, nn.Embedding):
+        return {"weight": Shard(1) if column else Shard(0)}
+    placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
+    if getattr(module, "bias", None) is not None:
+        placements["bias"] = Shard(0) if column else Replicate()
+    return placements
+
+
+class SharedInput(ParallelStyle):
+    """Gather a module's first input once for all the column styles inside, and sum its gradient once.
+
+    For an attention or a feed-forward module: the column styles inside keep their default input layout. The module gets
+    a DTensor, whole on every rank, of which each column layer makes a part of the gradient. It may be a DTensor already, as
+    torch's ``SequenceParallel`` hands out.
+
+    Args:
+        input_layouts: how a plain input is laid out: ``Shard(dim)`` to gather it (sequence parallelism), or
+            ``Replicate()`` (the default) for the sum of the gradient only.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> from namedmesh.tensor_parallel import ColwiseParallel, SharedInput
+        >>> plan = {"attention": SharedInput(input_layouts=Shard(1))}
+        >>> plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+
+    def __repr__(self) -> str:
+        return f"SharedInput(input_layouts={self.input_layouts!r})"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
+        """Return nothing: the style touches no parameters."""
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(_Share(self.input_layouts, device_mesh), with_kwargs=True)
         return module
-    partition("", module, mesh)  # and not the modules inside, which work on plain tensors
-    module.__class__ = kind
-    module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
-    return module
 
 
-@cache
-def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
-    """Return the class again, with ours where its ``super().forward`` goes."""
-    return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
+class _Share:
+    """The hook: an object, so that the module can be pickled."""
 
+    def __init__(self, layout: Placement, mesh: DeviceMesh) -> None:
+        self.dim, self.mesh, self.group = sharded_dim(layout), mesh, Group.of(mesh)
 
-def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
-    """Replace the module's own parameters with DTensors, frozen ones included; for ``distribute_module``."""
-    fused: dict[str, int] = getattr(style, "fused", {})
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.shared(args[0]), *args[1:]), kwargs
+        first = next(iter(inspect.signature(module.forward).parameters))
+        name = first if first in kwargs else next(iter(kwargs))  # wrappers take ``*args, **kwargs``
+        return args, kwargs | {name: self.shared(kwargs[name])}
 
-    def partition(fqn: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        if fqn:  # a child of a subclass; torch replicates what it owns
-            return
-        for name, placement in (parameter_placements(style, module) or {}).items():
-            parameter = getattr(module, name)
-            if name in fused and isinstance(placement, Shard):
-                shard = distribute_blocks(parameter, mesh, placement.dim, fused[name], style.src_data_rank)
-            else:
-                shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
-            replace_parameter(module, name, shard)
-
-    return partition
-
-
-def replace_parameter(module: nn.Module, name: str, shard: Tensor) -> None:
-    """Put a shard in the place of a parameter, with what users have noted on that, such as that it has no weight decay."""
-    parameter = module.get_parameter(name)
-    replacement = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-    vars(replacement).update({**vars(parameter), **vars(replacement)})
-    module.register_parameter(name, replacement)
+    def shared(self, x: Tensor) -> Tensor:
+        if isinstance(x, DTensor):
+            return x if x.placements == _WHOLE else x.redistribute(placements=_WHOLE)
+        whole = enter(autocast(x), self.group, self.dim)
+        return DTensor.from_local(whole, self.mesh, _WHOLE, run_check=False, grad_placements=_PARTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,53 +14,34 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import tensors_in
 from namedmesh.errors import PlanError, count_of
-from namedmesh.plan.tables import Table, as_text
 from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.plan import resolve
 from namedmesh.tensor_parallel.report import dropout_note, dropouts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.tensor_parallel.plan import Plan
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One thing that the two models have.
-
-    Attributes:
-        name: ``"output 0"``, ``"input 0"``, or a parameter's fully qualified name.
-        what: ``"value"`` of an output, or ``"gradient"``.
-        difference: the largest difference on any rank, as a part of the largest number; infinite where the shapes
-            differ, or where only one model has a gradient; 0 where it is rounding of the largest gradient.
-    """
-
-    name: str
-    what: str
-    difference: float
-
-
-@dataclass(frozen=True)
 class VerifyReport:
-    """What a comparison found: a table of what differs when printed.
+    """What a comparison found: a line for each thing that differs when printed.
 
     Attributes:
         tp_size: the number of ranks.
-        compared: everything that was compared, the same on every rank.
-        tolerance: how much counts as a difference.
+        compared: the names of everything that was compared: ``"output 0"``, ``"gradient of input 0"``,
+            ``"gradient of layers.0.weight"``.
+        different: of those that differ, on which rank and how far, the same on every rank.
         dropouts: the modules that drop out, which did not while the models ran.
     """
 
     tp_size: int
-    compared: tuple[Compared, ...]
-    tolerance: float
+    compared: tuple[str, ...]
+    different: dict[str, str]
     dropouts: tuple[str, ...] = ()
-
-    @property
-    def different(self) -> tuple[Compared, ...]:
-        """What differs."""
-        return tuple(each for each in self.compared if not each.difference <= self.tolerance)
 
     @property
     def right(self) -> bool:
@@ -67,13 +49,9 @@ class VerifyReport:
         return not self.different
 
     def __str__(self) -> str:
-        rows = tuple((each.name, each.what, f"{each.difference:.2g}") for each in self.different)
-        table = f"{as_text(Table(('name', 'what', 'difference'), rows))}\n" if rows else ""
-        worst = max((each.difference for each in self.compared), default=0.0)
-        return (
-            f"{table}{len(rows)} of {count_of(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one "
-            f"process, by up to {worst:.2g} of the size{dropout_note(self.dropouts)}"
-        )
+        lines = [f"{name}: {text}" for name, text in self.different.items()]
+        total = f"{len(lines)} of {count_of(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one process"
+        return "\n".join([*lines, total]) + dropout_note(self.dropouts)
 
 
 @torch.inference_mode(False)
@@ -100,7 +78,7 @@ def verify(
         plan: what ``parallelize`` would get.
         *inputs: what the model is called with. Tensors of numbers with a fraction, in containers too, become
             ``float64``, and their gradients are compared.
-        tolerance: the largest difference, as a part of the size of a tensor, that is none: more than double
+        tolerance: the largest difference, as a part of the largest number of a tensor, that is none: more than double
             precision needs, for models that compute a norm or a softmax in single precision.
         double: False runs the model in its own types, where it can run in no other; with a larger tolerance.
         **named: what the model is called with by name.
@@ -124,7 +102,7 @@ def verify(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    resolve(model, mesh, plan, None)
+    resolve(model, mesh, plan)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             raise PlanError(f"{name} is on the meta device or sharded; verify a whole model that has values")
@@ -139,26 +117,28 @@ def verify(
         dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
     sharded = parallelize(copy.deepcopy(whole), mesh, plan, check=False)
     wanted, got = (_run(each, (inputs, named), given) for each in (whole, sharded))
-    gradients = [_size(value) for (_, what), value in wanted.items() if what == "gradient"]
-    rounding = {"value": 0.0, "gradient": max(gradients, default=0.0) * (1e-13 if double else 1e-4)}
+    largest = max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)
+    rounding = largest * (1e-13 if double else 1e-4)
     names = [*(wanted | got)]
-    pairs = ((got.get(key, _NONE), wanted.get(key, _NONE), rounding[key[1]]) for key in names)
-    mine = torch.tensor([_difference(*pair) for pair in pairs], device=mesh.device_type)
-    dist.all_reduce(mine, dist.ReduceOp.MAX, mesh.get_group())
-    compared = [Compared(*key, value) for key, value in zip(names, mine.tolist(), strict=True)]
-    return VerifyReport(mesh.size(), tuple(compared), tolerance, dropouts_of(model))
+    mine = {}
+    for name in names:
+        text = _difference(got.get(name), wanted.get(name), tolerance, rounding)
+        if text:
+            mine[name] = f"on rank {dist.get_rank()}, {text}"
+    of_all: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(of_all, mine, mesh.get_group())
+    found = {name: "; ".join(each[name] for each in of_all if name in each) for name in names}
+    different = {name: text for name, text in found.items() if text}
+    return VerifyReport(mesh.size(), tuple(names), different, dropouts_of(model))
 
 
-def _run(model: nn.Module, inputs: Any, given: list[Tensor]) -> dict[tuple[str, str], Tensor]:
+def _run(model: nn.Module, inputs: Any, given: list[Tensor]) -> dict[str, Tensor]:
     """Return what a model makes of inputs with the given tensors in them, and the gradients of a weighted sum of it."""
     leaves = [each.clone().requires_grad_(each.is_floating_point() or each.is_complex()) for each in given]
     # A model may write into its inputs, but into no leaf.
     memo = {id(old): leaf.clone() for old, leaf in zip(tensors_in(inputs), leaves, strict=True)}
     args, named = copy.deepcopy(inputs, memo)
-    device = next((each.device.type for each in given if each.device.type != "cpu"), None)
-    forked = [torch.accelerator.current_device_index()] if device else []
-    with torch.random.fork_rng(forked, device_type=device or "cuda"):
-        torch.manual_seed(0)
+    with _same_random_numbers():
         output = model(*args, **named)
     outputs = [_whole(each) for each in tensors_in(output)]
     if not outputs:
@@ -169,36 +149,45 @@ def _run(model: nn.Module, inputs: Any, given: list[Tensor]) -> dict[tuple[str, 
     weights = [torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each) for each in trained]
     if trained:
         torch.autograd.backward(trained, weights)
-    found = {(f"output {i}", "value"): _numbers(each) for i, each in enumerate(outputs)}
+    found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}
     for name, each in [*((f"input {i}", leaf) for i, leaf in enumerate(leaves)), *model.named_parameters()]:
-        if each.requires_grad:
-            found[name, "gradient"] = _NONE if each.grad is None else _numbers(each.grad)
+        if each.grad is not None:
+            found[f"gradient of {name}"] = _whole(each.grad.detach())
     return found
 
 
-_NONE = torch.empty(0)
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Draw from a fixed seed in the block, on all devices, and go on afterwards as if nothing had been drawn."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if device is None else [*range(torch.accelerator.device_count())]
+    with torch.random.fork_rng(devices, device_type="cuda" if device is None else device.type):
+        torch.manual_seed(0)
+        yield
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    plain: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return plain.to_dense()
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    """Return all numbers of a tensor, real ones, in double precision."""
-    plain = _whole(tensor.detach()).to_dense()
-    return (torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain).double()
+def _size(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
 
 
-def _size(numbers: Tensor) -> float:
-    return float(numbers.abs().nan_to_num(0.0, 0.0, 0.0).max()) if numbers.numel() else 0.0
-
-
-def _difference(mine: Tensor, wanted: Tensor, rounding: float) -> float:
-    if mine.shape != wanted.shape:
-        some = (mine.numel() and wanted.numel()) or max(_size(mine), _size(wanted)) > rounding
-        return float("inf") if some else 0.0
-    apart = torch.where(mine == wanted, 0.0, mine - wanted).abs()  # infinities may be the same
-    if not apart.numel() or apart.max() <= rounding:
-        return 0.0
-    part = float(apart.max()) / max(_size(wanted), 1e-12)
-    return part if part == part else float("inf")  # noqa: PLR0124  a NaN is none
+def _difference(mine: Tensor | None, wanted: Tensor | None, tolerance: float, rounding: float) -> str:
+    """Return how far a tensor is from the one of one process; nothing where it is near enough."""
+    if mine is None or wanted is None:
+        one = mine if wanted is None else wanted
+        absent = "one process has one, this model does not" if mine is None else "one process has none"
+        return absent if one is not None and _size(one) > rounding else ""
+    if mine.shape != wanted.shape and mine.numel() == wanted.numel():
+        mine = mine.reshape(wanted.shape)  # fused experts have a dim more
+    size = _size(wanted)
+    try:
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=max(tolerance * size, rounding), equal_nan=True)
+    except AssertionError as error:
+        if mine.shape == wanted.shape and mine.isfinite().all() and mine.is_floating_point():
+            return f"{_size(mine - wanted) / max(size, 1e-12):.2g} of the size apart"
+        return " ".join(str(error).split())
+    return ""

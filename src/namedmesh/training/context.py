@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from namedmesh._torch import attention_backward, attention_with_lse, has_attention_with_lse
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, exchange, gather_parts
+from namedmesh.tensor_parallel.collectives import Group, all_to_all, enter, exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +149,7 @@ def context_attention(
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
-    ranks = RankGroup(mesh)
+    ranks = Group.of(mesh)
     problems = _problems(
         query, key, value, ranks, balanced=balanced, ulysses=ulysses, dropout=bool(dropout_p)
     )
@@ -194,7 +194,7 @@ def context_attention(
     return cast("Tensor", result)
 
 
-def _causal(length: int, ranks: RankGroup, *, balanced: bool) -> list[tuple[int | None, Any]]:
+def _causal(length: int, ranks: Group, *, balanced: bool) -> list[tuple[int | None, Any]]:
     """Return how many keys, the first of the sequence, each chunk of this rank's queries sees, and the mask of these."""
     parts = _chunks_of(ranks.rank, ranks.size, balanced=balanced)
     size = length // len(parts)
@@ -213,15 +213,13 @@ def _attend_to_gathered(
     key: Tensor,
     value: Tensor,
     *,
-    ranks: RankGroup,
+    ranks: Group,
     balanced: bool,
     scale: float | None,
     seen: list[tuple[int | None, Any]],
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel; ``seen`` is by chunk."""
-    key, value = (
-        _reordered(gather_parts(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
-    )
+    key, value = (_reordered(enter(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value))
     gqa = query.shape[1] != key.shape[1]
     results = []
     for chunk, (end, mask) in zip(query.chunk(len(seen), dim=2), seen, strict=True):
@@ -234,7 +232,7 @@ def _problems(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ranks: RankGroup,
+    ranks: Group,
     *,
     balanced: bool,
     ulysses: bool,
@@ -264,7 +262,7 @@ def _problems(
     return problems
 
 
-def _exchanged(tensor: Tensor, ranks: RankGroup, cut: int, joined: int) -> Tensor:
+def _exchanged(tensor: Tensor, ranks: Group, cut: int, joined: int) -> Tensor:
     """Give each rank its part of one dim, and get all parts of another."""
     sent = torch.cat(tensor.chunk(ranks.size, dim=cut), dim=0)
     return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=joined)
@@ -303,7 +301,7 @@ class _Pieces(NamedTuple):
     seen: list[tuple[int, slice]]
 
 
-def _pieces(length: int, ranks: RankGroup, *, balanced: bool) -> _Pieces:
+def _pieces(length: int, ranks: Group, *, balanced: bool) -> _Pieces:
     """In balanced order all queries see the first chunk of each rank before, and the second half both of each rank after."""
     before, after = (length // 2, length) if balanced else (length, 0)
     count_after = ranks.size - ranks.rank - 1
@@ -321,7 +319,7 @@ class _InPieces(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        ranks: RankGroup,
+        ranks: Group,
         pieces: _Pieces,
         scale: float | None,
     ) -> Tensor:
@@ -349,18 +347,18 @@ class _InPieces(torch.autograd.Function):
             for whole, some in zip(keys_and_values, found, strict=True):
                 whole.copy_(some)
         of_own = [each.to(sums.dtype) for each in of_own]
-        for part in all_to_all(both, ctx.ranks, pieces.received, pieces.sent).split(pieces.sent):
+        for part in all_to_all(both, ctx.ranks, (pieces.received, pieces.sent)).split(pieces.sent):
             for own, some in zip(of_own, _keys_and_values(part), strict=True):
                 own[:, :, : part.shape[0]].add_(some)
         of_key, of_value = (each.to(key.dtype) for each in of_own)
         return of_query, of_key, of_value, None, None, None
 
 
-def _received(key: Tensor, value: Tensor, ranks: RankGroup, pieces: _Pieces) -> Tensor:
+def _received(key: Tensor, value: Tensor, ranks: Group, pieces: _Pieces) -> Tensor:
     """Return what a rank sees of the keys and values: the sequence, which of the two, batch, heads, width."""
     both = torch.stack([each.permute(2, 0, 1, 3) for each in (key, value)], 1)
     outgoing = torch.cat([both[:count] for count in pieces.sent])
-    return all_to_all(outgoing, ranks, pieces.sent, pieces.received)
+    return all_to_all(outgoing, ranks, (pieces.sent, pieces.received))
 
 
 def _keys_and_values(both: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import concatenate_meshes, constant_of_mesh
 from namedmesh.errors import AgreementError, AxisError, ShapeError, TrainingError, listing
-from namedmesh.tensor_parallel.expert_parallel import ExpertForward
+from namedmesh.tensor_parallel.collectives import Group
+from namedmesh.tensor_parallel.experts import ExpertForward
 from namedmesh.training.comparison import digest
 from namedmesh.training.reduction import all_reduced
 from namedmesh.training.seeds import derived_seed, streams
@@ -373,3 +374,4 @@ def set_expert_divisor(model: nn.Module, mesh: NamedMesh) -> None:
         )
     for forward in found:
         forward.gradient_scale = scale
+        forward.compared.append(Group.of(mesh.group("edp")))

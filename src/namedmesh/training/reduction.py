@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from namedmesh._torch import constant_of_mesh, functional_collective, synchronous, wait_tensor
 from namedmesh.errors import MeshError, TrainingError
-from namedmesh.tensor_parallel.gradient_sums import reduce_gradients
+from namedmesh.tensor_parallel.gradients import reduce_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -1,0 +1,320 @@
+"""Stacked experts: a shard of every expert on each rank, or whole experts, to which the tokens travel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from namedmesh._torch import concatenate_meshes
+from namedmesh.errors import GradientError, PlanError, ShapeError, ranks_in_words
+from namedmesh.tensor_parallel.collectives import Group, all_gather, all_to_all, enter, exchange, leave
+from namedmesh.tensor_parallel.modules import KeepWhole, LocalForward, LocalParameters
+from namedmesh.tensor_parallel.styles import replace_parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+class ShardedExperts(LocalParameters):
+    """Run stacked experts on this rank's shard of every expert, and sum their outputs over the ranks.
+
+    For a module that owns the weights of all its experts as parameters of three dims. Each rank computes a
+    part of every expert's hidden features, and so a part of the sum that is the module's output. The inputs
+    (hidden states, routing weights) are the same on every rank; the gradient of each, of which a rank computes
+    a part, is summed.
+
+    Where gate and up are fused into one weight, the parameter becomes one with a dim for the blocks in front of the fused
+    one, ``(experts, 2, features, ...)`` for ``(experts, 2 * features, ...)``, so that a shard has its part of both. The
+    values lie as before: ``full_tensor().flatten(1, 2)`` is the weight of the whole model. The forward sees the fused one.
+
+    Args:
+        placements: the layout of each sharded parameter, by name.
+        fused: how many equal blocks the sharded dim of a parameter is made of, by name: 2 for gate and up.
+
+    Raises:
+        PlanError: when applied to a module that does not own a parameter of such a name, or that owns one that is not
+            named: every rank would add it to the sum.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> plan = {"layers.*.mlp.experts": ShardedExperts({"up_proj": Shard(1), "down_proj": Shard(2)})}
+    """
+
+    def __init__(
+        self, placements: Mapping[str, Placement], *, fused: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(placements)
+        self.fused = dict(fused or {})
+
+    def __repr__(self) -> str:
+        return f"ShardedExperts({self.placements}{f', fused={self.fused}' if self.fused else ''})"
+
+    def incompatibilities(self, module: nn.Module) -> list[str]:
+        """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
+        placements = self.parameter_placements(module)
+        return super().incompatibilities(module) + [
+            f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on every rank "
+            f"and would count once for each; name a layout that shards it"
+            for name, _ in module.named_parameters(recurse=False)
+            if isinstance(placements.get(name, Replicate()), Replicate)
+        ]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        dims: dict[str, int] = {}
+        for name, count in self.fused.items():
+            dims[name] = self.placements[name].dim  # type: ignore[index,union-attr]  # named and sharded, or refused
+            parameter = module.get_parameter(name)
+            replace_parameter(module, name, parameter.detach().unflatten(dims[name], (count, -1)))
+        apart = {name: Shard(each.dim + (name in dims)) for name, each in (self.placements or {}).items()}  # type: ignore[attr-defined]
+        applied = LocalParameters(apart)
+        applied.src_data_rank = self.src_data_rank
+        module = applied._apply(module, device_mesh)  # noqa: SLF001  a style's one method
+        module.forward = FusedForward(module.forward, dims)  # type: ignore[arg-type]
+        group = Group.of(device_mesh)
+        module.register_forward_pre_hook(_EnterAll(group), with_kwargs=True)
+        module.register_forward_hook(_Leave(group))
+        return module
+
+
+class FusedForward(LocalForward):
+    """A forward that sees the blocks of fused weights one after the other."""
+
+    def __init__(self, inner: LocalForward, dims: Mapping[str, int]) -> None:
+        self.module, self.original, self.names, self.dims = inner.module, inner.original, inner.names, dims
+
+    def plain(self, name: str) -> Tensor:
+        """Return this rank's part of every block."""
+        shard, dim = super().plain(name), self.dims.get(name)
+        return shard if dim is None else shard.flatten(dim, dim + 1)
+
+
+class _Leave:
+    """A hook: an object, so that the module can be pickled."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return leave(output, self.group)
+
+
+class _EnterAll(_Leave):
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tuple(map(self.entered, args)), {name: self.entered(each) for name, each in kwargs.items()}
+
+    def entered(self, value: Any) -> Any:
+        """Return an input of whose gradient each rank makes a part."""
+        return enter(value, self.group) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+class IdentityExpert(KeepWhole):
+    """Divide the input of an expert that returns its input by the number of ranks.
+
+    For such an expert inside :class:`ShardedExperts`, whose output is summed: every rank adds the same.
+
+    Example:
+        >>> plan = {"layers.*.mlp.experts.identity": IdentityExpert()}
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(_Divide(device_mesh.size()))
+        return module
+
+
+class _Divide:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, _module: nn.Module, args: Any) -> Any:
+        return args[0] / self.size, *args[1:]
+
+
+class ExpertParallel(ParallelStyle):
+    """Give each rank some of a module's stacked experts, and send every token to the rank that has its expert.
+
+    For a module that owns the weights of all its experts as parameters ``(experts, ...)``, and is called with
+    tokens ``(tokens, features)``, sorted by expert, and the number of each expert's tokens ``(experts,)``. Its
+    forward then sees its own experts only: their weights as plain tensors, the tokens of all ranks for them,
+    sorted by expert, and their numbers, any of which may be 0. What it returns, one row for each token, travels
+    back to where the tokens came from; none is dropped or padded.
+
+    Every rank along the axis has **tokens of its own**, or their gradients count several times. Where tp is inside ep, as in
+    a view of ``edp, ep`` over ``dp, tp``, leave each rank its part of the sequence (``SequenceParallel``), or cut the experts
+    over ``etp`` first, with :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in the first
+    forward. Afterwards ``fully_shard(experts, mesh=mesh["edp"])``, and :func:`namedmesh.training.set_expert_divisor`, without
+    which the experts' gradients would be too large: a forward that trains asks for it.
+
+    ``torch.compile`` follows it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set, which has to be
+    before the first step. In compiled code the tokens are not compared: run one forward without it.
+
+    Raises:
+        PlanError: when applied to a module that owns no parameters, or whose parameters do not all have the same
+            number of experts in front.
+        ShapeError: in the forward: the numbers of tokens are not one for each expert, or do not add up.
+        GradientError: in the forward, on every rank: ranks send the same tokens, or there is no divisor.
+
+    Example:
+        On 4 ranks each has 2 of the 8 experts:
+
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import ExpertParallel, plan_report
+        >>> class Experts(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(8, 4, 4))
+        ...
+        ...     def forward(self, tokens, counts):
+        ...         parts = tokens.split(counts.tolist())
+        ...         return torch.cat([part @ weight for part, weight in zip(parts, self.weight)])
+        >>> plan_report(Experts(), 4, {"": ExpertParallel()}).rows[0].local_shape
+        (2, 4, 4)
+    """
+
+    takes_distributed = True  # what ShardedExperts cut over etp
+    ranks_have_own_data = True
+
+    def __repr__(self) -> str:
+        return "ExpertParallel()"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Return the placements: every parameter of the module's own is sharded along its first dim."""
+        return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
+
+    def incompatibilities(self, module: nn.Module) -> list[str]:
+        """Return a sentence if the parameters are not stacked experts, or travel already."""
+        if isinstance(module.forward, ExpertForward):
+            return ["ExpertParallel finds experts that it was applied to before; apply it once"]
+        shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
+        if shapes and len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
+            return []
+        reason = (
+            f"ExpertParallel takes a module that owns the weights of all its experts as parameters (experts, ...), but "
+            f"{type(module).__name__} owns {shapes or 'none'}"
+        )
+        return [reason]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        problems = self.incompatibilities(module)
+        if problems:
+            raise PlanError(*problems)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replace_parameter(module, name, _cut(parameter, device_mesh, self.src_data_rank))
+        module.forward = ExpertForward(module, Group.of(device_mesh))
+        return module
+
+
+def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
+    """Return this rank's experts of a parameter, which may be cut over another axis already."""
+    if not isinstance(parameter, DTensor):
+        return distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=source)
+    mine = parameter.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    both = concatenate_meshes([mesh, parameter.device_mesh])
+    placements = (Shard(0), *parameter.placements)
+    return DTensor.from_local(
+        mine, both, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+class ExpertForward(LocalForward):
+    """The forward of a module of experts, between the way of the tokens to their experts and the way back.
+
+    ``gradient_scale``: what the gradients of the weights are multiplied by; None until somebody has said it.
+    ``compared``: the groups whose ranks have tokens of their own, and have not compared them yet.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        super().__init__(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
+        self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
+        self.gradient_scale: float | None = None
+        self.compared = [group]
+
+    def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
+        """Return the module's output for this rank's tokens, of which each expert has a number."""
+        if counts.shape != (self.experts,):
+            raise ShapeError(
+                f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "
+                "experts"
+            )
+        trains = torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad
+        if trains and self.gradient_scale is None and dist.get_world_size() > 1:
+            raise GradientError(
+                "the gradients of the experts have no divisor, and would be too large by as many times as ranks share them; "
+                "call namedmesh.training.set_expert_divisor(model, mesh) after parallelize"
+            )
+        if trains and self.compared and not torch.compiler.is_compiling():
+            self.compared = [group for group in self.compared if not _have_their_own(tokens, group)]
+        ranks = self.group.size
+        if ranks == 1:
+            return super().__call__(tokens, counts)
+        # Of each rank, how many tokens come for each of this rank's experts.
+        arriving = all_to_all(counts, self.group).view(ranks, -1)
+        totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
+        send, receive = totals.tolist()
+        arrived = exchange(tokens, self.group, (send, receive))
+        expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
+        expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
+        order = expert.argsort(stable=True)
+        output = super().__call__(arrived[order], arriving.sum(0))
+        return exchange(output[order.argsort()], self.group, (receive, send))
+
+    def plain(self, name: str) -> Tensor:
+        """Return this rank's experts of a weight."""
+        weight = super().plain(name)
+        scale = 1.0 if self.gradient_scale is None else self.gradient_scale
+        return weight if scale == 1 else _scaled(weight, scale)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Pass a tensor; multiply its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+_scaled: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply
+
+_ALIKE = 5e-3
+"""How far sums of the same tokens may be apart, as a part of their size: two ranks may round otherwise, in 16 bits."""
+
+
+def _have_their_own(tokens: Tensor, group: Group) -> bool:
+    """Return whether the ranks of a group are known to have different tokens; False where the tokens say nothing.
+
+    They do not where all are alike, as in the forward on zeros with which pipelines find shapes.
+
+    Raises:
+        GradientError: some have the same.
+    """
+    if tokens.is_meta or dist.get_backend() == "fake":
+        return False
+    flat = tokens.detach().double()
+    says = bool(len(flat) and (flat != flat[0]).any() and flat.isfinite().all())
+    place = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device)
+    # Several, because tokens that were normalized have the same size.
+    sums = [flat.flatten() @ (rate * place).cos() for rate in (1.0, 0.7, 0.3)]
+    row = torch.stack([flat.new_tensor(float(says)), flat.new_tensor(float(len(flat))), flat.norm(), *sums])
+    rows = all_gather(row.unsqueeze(0), group, 0).cpu()
+    for rank, one in enumerate(rows):
+        near = (rows[:, 2:] - one[2:]).abs().amax(1) <= _ALIKE * one[2]
+        alike = (near & (rows[:, 1] == one[1]) & (rows[:, 0] > 0) & (one[0] > 0)).nonzero().flatten().tolist()
+        if len(alike) > 1 and alike[0] == rank:
+            raise GradientError(
+                f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens, whose gradients "
+                f"would count {len(alike)} times; leave each rank its part of the sequence (SequenceParallel), or cut the "
+                f"experts over etp instead: ShardedExperts on mesh['etp']"
+            )
+    return bool(rows[:, 0].all())

@@ -1,0 +1,227 @@
+"""Stacked experts: shards of all of them, gate and up in one weight, or whole ones to which the tokens travel."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from messages import error_of
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from tp_compare import apart, assert_right, numbers, tp_mesh, whole
+from tp_models import Net
+
+import namedmesh
+from namedmesh import training
+from namedmesh.errors import GradientError
+from namedmesh.tensor_parallel import ExpertParallel, ShardedExperts, parallelize, reduce_gradients
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXPERTS, WIDTH = 4, 4
+
+
+# --- a shard of every expert ----------------------------------------------------------------------------------
+
+
+def packed() -> Net:
+    """Gate and up in one weight, as most models of Hugging Face have them."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        gate, up = torch.einsum("...i,eoi->...eo", x, m.gate_up).chunk(2, -1)
+        return torch.einsum("...eo,eio->...i", torch.sigmoid(gate) * up, m.down)
+
+    torch.manual_seed(0)
+    gate_up, down = nn.Parameter(torch.randn(EXPERTS, 16, WIDTH)), nn.Parameter(torch.randn(EXPERTS, WIDTH, 8))
+    return Net(compute, gate_up=gate_up, down=down).double()
+
+
+PACKED = ShardedExperts({"gate_up": Shard(1), "down": Shard(2)}, fused={"gate_up": 2})
+
+
+def sharded(dims: tuple[str, ...] = ("tp",)) -> Any:
+    mesh = tp_mesh() if dims == ("tp",) else dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
+    model: Any = parallelize(copy.deepcopy(packed()), mesh["tp"], PACKED)
+    return fully_shard(model, mesh=mesh["dp"]) if "dp" in dims else model
+
+
+def packed_difference(dims: tuple[str, ...], directory: str) -> list[float]:
+    """A step, the weights, and those that another layout loads from a checkpoint."""
+    reference, model, x = packed(), sharded(dims), numbers(3, WIDTH, seed=0)
+    found = []
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for each in (model, reference):
+        each(x).square().sum().backward()
+    found.append(apart(whole(model.gate_up.grad).flatten(1, 2), reference.gate_up.grad))
+    for optimizer in optimizers:
+        optimizer.step()
+    assert model.gate_up.shape == (EXPERTS, 2, 8, WIDTH)
+    assert model(x).shape == x.shape
+    dcp.save(model.state_dict(), checkpoint_id=directory)
+    other = sharded()
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=directory)
+    other.load_state_dict(state)
+    for each in (model, other):
+        found.append(apart(whole(each.gate_up).flatten(1, 2), reference.gate_up))
+        found.append(apart(whole(each.down), reference.down))
+    return [value / 100 for value in found]
+
+
+@pytest.mark.filterwarnings("default")  # torch's own, of its checkpoints
+@pytest.mark.parametrize(("ranks", "dims"), [(2, ("tp",)), (4, ("dp", "tp"))])
+def test_gate_and_up_in_one_weight_train_and_are_saved(ranks: int, dims: tuple[str, ...], tmp_path: Path) -> None:
+    assert_right(run_ranks(ranks, packed_difference, dims, str(tmp_path)), cases=5)
+
+
+def test_what_would_count_on_every_rank_is_refused() -> None:
+    with pytest.raises(namedmesh.errors.PlanError, match="'down' of Net is whole on every rank and would count once for each"):
+        namedmesh.tensor_parallel.plan_report(packed(), 2, ShardedExperts({"gate_up": Shard(1)}))
+
+
+# --- whole experts --------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        parts = zip(tokens.split(counts.tolist()), self.weight, strict=True)
+        return torch.cat([torch.tanh(part @ weight) for part, weight in parts])
+
+
+class Mixture(nn.Module):
+    """The book's: a router that gives each token to one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        output: Tensor = self.experts(x[order], chosen.bincount(minlength=EXPERTS)) * best[order, None]
+        return x + output[order.argsort()]
+
+
+def mixture() -> Mixture:
+    torch.manual_seed(0)
+    model = Mixture().double()
+    nn.init.normal_(model.experts.weight)
+    return model
+
+
+def batch(index: int) -> Tensor:
+    return numbers(16, WIDTH, seed=index)
+
+
+def trained(tp: int, *, divided: bool = True, own_tokens: bool = False) -> float:
+    """How far the experts' gradients are from those of one process on all tokens, as the book's page trains them."""
+    mesh = namedmesh.init_mesh(dp=-1, tp=tp)
+    mesh.add_view("expert", edp=-1, ep=2)
+    model: Any = mixture()
+    parallelize(model.experts, mesh["ep"], ExpertParallel())
+    fully_shard(model.experts, mesh=mesh["edp"])
+    fully_shard(model, mesh=mesh["dp"])
+    if divided:
+        training.set_expert_divisor(model, mesh)
+    ranks, reference = mesh.size("dp"), mixture()
+    part = mesh.rank("tp") if own_tokens else 0
+    x = batch(mesh.rank("dp"))
+    x = x.chunk(tp)[part] if own_tokens else x
+    model(x).square().sum().backward()
+    for index in range(ranks):
+        (reference(batch(index)).square().sum() / ranks).backward()
+    return apart(whole(model.experts.weight.grad), reference.experts.weight.grad)
+
+
+def test_the_experts_of_the_books_page_learn_as_fast_as_in_one_process() -> None:
+    assert_right(run_ranks(4, trained, 1), 1e-10)
+
+
+def test_so_they_do_where_each_tp_rank_has_its_part_of_the_tokens() -> None:
+    assert_right(run_ranks(4, partial(trained, 2, own_tokens=True)), 1e-10)
+
+
+def refused(**options: Any) -> str:
+    try:
+        trained(**options)
+    except GradientError as error:
+        return str(error)
+    return ""
+
+
+def test_the_same_tokens_on_several_ranks_are_refused() -> None:
+    for text in run_ranks(4, partial(refused, tp=2)):
+        assert text.startswith("ranks 0, 1 of the 2 ranks that share experts send the same tokens, whose gradients would")
+        assert "SequenceParallel" in text
+        assert "etp" in text
+
+
+def test_a_forgotten_divisor_is_named() -> None:
+    for text in run_ranks(4, partial(refused, tp=1, divided=False)):
+        assert text.startswith("the gradients of the experts have no divisor")
+        assert "set_expert_divisor(model, mesh)" in text
+
+
+def copies_with_the_same_tokens() -> str:
+    """With one rank for all experts it is the ranks of edp that would be averaged, and counted twice."""
+    mesh = namedmesh.init_mesh(dp=1, tp=2)
+    mesh.add_view("expert", edp=2, ep=1)
+    model: Any = mixture()
+    parallelize(model.experts, mesh["ep"], ExpertParallel())
+    training.set_expert_divisor(model, mesh)
+    return error_of(lambda: model(batch(0)))
+
+
+def test_copies_of_experts_with_the_same_tokens_are_refused() -> None:
+    for text in run_ranks(2, copies_with_the_same_tokens):
+        assert text.startswith("GradientError: ranks 0, 1 of the 2 ranks that share experts send the same tokens")
+
+
+def no_false_alarm() -> int:
+    """Zeros, as pipelines send to find shapes, tokens of one size, evaluation, and no tokens at all, say nothing."""
+    mesh = namedmesh.init_mesh(dp=2)
+    mesh.add_view("expert", edp=1, ep=2)
+    experts: Any = parallelize(mixture().experts, mesh["ep"], ExpertParallel())
+    training.set_expert_divisor(experts, mesh)
+    counts = torch.full((EXPERTS,), 2)
+    experts(torch.zeros(8, WIDTH, dtype=torch.float64), counts)
+    experts(torch.zeros(0, WIDTH, dtype=torch.float64), torch.zeros_like(counts))
+    with torch.no_grad():
+        experts(batch(0)[:8], counts)
+    unit = nn.functional.normalize(batch(mesh.rank("dp"))[:8], dim=-1)
+    experts(unit, counts).sum().backward()
+    experts(batch(0)[:8], counts)  # the first forward has said it
+    mesh.close()
+    return int(isinstance(experts.weight.grad, DTensor))
+
+
+def test_what_says_nothing_is_no_error() -> None:
+    assert run_ranks(2, no_false_alarm) == [1, 1]
+
+
+def rows_and_reduced() -> float:
+    """The inputs of sharded experts, of which each rank makes a part of the gradient."""
+    reference, model = packed(), sharded()
+    found = []
+    for each in (model, reference):
+        x = numbers(3, WIDTH, seed=0).requires_grad_()
+        each(x).square().sum().backward()
+        found.append(x.grad)
+    reduce_gradients(model)
+    return apart(*found) / 100
+
+
+def test_the_gradient_of_the_input_is_summed() -> None:
+    assert_right(run_ranks(2, rows_and_reduced))

@@ -1,0 +1,313 @@
+"""Gradients of what is whole on every rank: compared by whatever way they come, and summed once where they are parts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import parallel as torch_styles
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+from tp_compare import Recorded, apart, numbers, tp_mesh, whole
+from tp_models import UP_DOWN, Llama, Net, llama_plan
+from tp_wirings import Gain, OfHeads
+
+from namedmesh.errors import GradientError
+from namedmesh.tensor_parallel import (
+    LocalParameters,
+    SharedInput,
+    compare_gradients,
+    parallelize,
+    reduce_gradients,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+X = numbers(2, 8, seed=1)
+
+
+def gained(*, zeros: bool = False) -> Net:
+    """A gain on each rank's features."""
+    torch.manual_seed(0)
+    linears = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+    if zeros:
+        nn.init.zeros_(linears["down"].weight)
+    return Net(lambda m, x: m.down(m.gain(m.up(x))), gain=Gain(), **linears).double()
+
+
+def wrong_model(**options: Any) -> Any:
+    return parallelize(gained(), tp_mesh(), UP_DOWN, **options)
+
+
+def names_in(error: GradientError) -> set[str]:
+    return set(re.split(", ", str(error).partition(":")[0]))
+
+
+def stops(call: Callable[[], Any], *names: str) -> bool:
+    """Whether a call ends in the error with the right names, on this rank."""
+    try:
+        call()
+    except GradientError as error:
+        return names_in(error) == {*(names or ("gain.weight",))}
+    return False
+
+
+def step(model: Any, value: Tensor = X) -> None:
+    model(value).square().sum().backward()
+
+
+def trained(model: Any, steps: int, value: Tensor = X) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step(model, value)
+        optimizer.step()
+
+
+def stopped_when() -> dict[str, bool]:  # noqa: C901  one function for each way
+    """Every way by which a gradient may come, of a model whose gain is in no style."""
+
+    def frozen_first() -> None:
+        model = wrong_model()
+        model.gain.requires_grad_(requires_grad=False)
+        trained(model, 1)
+        model.gain.requires_grad_(requires_grad=True)
+        trained(model, 1)
+
+    def frozen_when_applied() -> None:
+        model = gained()
+        model.requires_grad_(requires_grad=False)
+        model = parallelize(model, tp_mesh(), UP_DOWN)
+        model.requires_grad_(requires_grad=True)
+        step(model)
+
+    def checkpointed(reentrant: bool) -> None:
+        model = wrong_model()
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant).square().sum().backward()
+
+    def compiled() -> None:
+        model = wrong_model()
+        model.compile(backend="aot_eager", fullgraph=True)
+        trained(model, 1)  # the compiler makes no hooks: the optimizer asks
+
+    def assigned() -> None:
+        """As a pipeline's schedule does that computes the gradients of weights in a pass of their own."""
+        model = wrong_model()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(model(X).square().sum(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        torch.optim.SGD(parameters, foreach=False).step()
+
+    def one_has_none() -> None:
+        model = wrong_model()
+        out = model.down(model.gain(model.up(X)) if dist.get_rank() else model.up(X))
+        model.down.bias.sum().backward()
+        out.square().sum().backward()
+        torch.optim.SGD(model.parameters(), foreach=False).step()
+
+    def by_torch() -> None:
+        model = gained()
+        plan = {"up": torch_styles.ColwiseParallel(), "down": torch_styles.RowwiseParallel()}
+        torch_styles.parallelize_module(model, tp_mesh(), plan)
+        compare_gradients(model, tp_mesh())
+        step(model)
+
+    def keys() -> None:
+        """A whole layer whose features each rank uses with its own."""
+        compute = lambda m, x: m.down(m.up(x).unflatten(-1, (-1, 4)).mul(m.k(x).unsqueeze(-2)).flatten(-2))  # noqa: E731
+        torch.manual_seed(0)
+        linears = {"up": nn.Linear(8, 16), "k": nn.Linear(8, 4), "down": nn.Linear(16, 8)}
+        step(parallelize(Net(compute, **linears).double(), tp_mesh(), UP_DOWN))
+
+    def shared_with_a_plain_layer() -> None:
+        compute = lambda m, x: m.down(torch.tanh(m.up(m.gain(x))))  # noqa: E731
+        torch.manual_seed(0)
+        model = Net(compute, gain=Gain(), up=nn.Linear(8, 16), down=nn.Linear(16, 8)).double()
+        step(parallelize(model, tp_mesh(), {"": SharedInput()} | UP_DOWN))
+
+    def only_some_have_a_bias() -> None:
+        """What one rank has alone is left out."""
+        model = gained()
+        model = parallelize(model, tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
+        model.extra = nn.Parameter(torch.ones(1)) if dist.get_rank() else None
+        trained(model, 2)
+
+    def rounding() -> None:
+        """A norm of each head leaves nothing but rounding of the gain's gradient, which the ranks have apart."""
+        compute = lambda m, x: m.down(m.norms(m.gain(m.up(x)))) + m.bare * x  # noqa: E731
+        torch.manual_seed(0)
+        parts: dict[str, Any] = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "gain": Gain()}
+        parts |= {"norms": OfHeads(nn.RMSNorm(4, elementwise_affine=False)), "bare": nn.Parameter(torch.ones(1))}
+        trained(parallelize(Net(compute, **parts).double(), tp_mesh(), UP_DOWN), 2)
+
+    mixed = "gain.weight"
+    return {
+        "at once": stops(lambda: step(wrong_model())),
+        "frozen at first": stops(frozen_first),
+        "frozen when applied": stops(frozen_when_applied),
+        "behind zeros": stops(lambda: trained(parallelize(gained(zeros=True), tp_mesh(), UP_DOWN), 2)),
+        "of a copy": stops(lambda: step(copy.deepcopy(wrong_model()))),
+        "checkpoint": stops(partial(checkpointed, False)),
+        "reentrant checkpoint": stops(partial(checkpointed, True)),
+        "compiled": stops(compiled),
+        "assigned": stops(assigned),
+        "one rank has none": stops(one_has_none),
+        "torch's styles": stops(by_torch),
+        "half precision": stops(lambda: step(wrong_model().bfloat16(), X.bfloat16())),
+        "keys": stops(keys, "k.weight", "k.bias"),
+        "a plain layer and a shared input": stops(shared_with_a_plain_layer, mixed),
+        "not: what only some have": not stops(only_some_have_a_bias),
+        "not: rounding": not stops(rounding),
+        "not: check=False": not stops(lambda: trained(wrong_model(check=False), 3)),
+        "not: LocalParameters": not stops(
+            lambda: trained(parallelize(gained(), tp_mesh(), UP_DOWN | {"gain": LocalParameters()}), 3)
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own, and of a gain times a DTensor
+def test_every_way_by_which_a_gradient_comes_is_compared() -> None:
+    for found in run_ranks(2, stopped_when):
+        assert all(found.values()), found
+
+
+def under_fsdp() -> bool:
+    """One dp rank's shard of the gain has the difference: all ranks stop."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = parallelize(gained(), mesh["tp"], UP_DOWN)
+    fully_shard(model, mesh=mesh["dp"])
+    return stops(lambda: trained(model, 1))
+
+
+def test_under_fsdp_all_ranks_stop_at_the_first_step() -> None:
+    assert run_ranks(4, under_fsdp) == [True] * 4
+
+
+def when_compared() -> list[int]:
+    """The steps, of the first nine, before which the ranks communicate; and what a training step leaves behind."""
+    model = parallelize(Net(lambda m, x: m.down(m.up(x)), up=nn.Linear(8, 16), down=nn.Linear(16, 8)), tp_mesh(), UP_DOWN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for number in range(1, 10):
+        step(model, X.float())
+        with Recorded() as recorded:
+            optimizer.step()
+        if "all_gather_into_tensor" in recorded.names:
+            found.append(number)
+    return found
+
+
+def test_the_steps_at_which_the_ranks_compare() -> None:
+    assert run_ranks(2, when_compared) == [[1, 2, 4, 8]] * 2
+
+
+ALL_WRONG = "{}: whole on each of the 2 ranks of tp, but their gradients differ, by up to {} of the size: each has a part"
+
+
+def sentence() -> str:
+    try:
+        step(wrong_model())
+    except GradientError as error:
+        return str(error)
+    return ""
+
+
+def test_the_sentence() -> None:
+    for text in run_ranks(2, sentence):
+        assert re.match(ALL_WRONG.format("gain.weight", r"[\d.]+"), text)
+        assert "give it LocalParameters(), which sums the parts" in text
+
+
+# --- sums -----------------------------------------------------------------------------------------------------
+
+PARTIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sequence": ({}, llama_plan(sequence_parallel=True)),
+    "torch's norms": (
+        {},
+        llama_plan(sequence_parallel=True)
+        | dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), torch_styles.SequenceParallel()),
+    ),
+    "shared kv heads": ({"n_kv_heads": 1}, llama_plan(8, 1)),
+}
+
+
+def sums(name: str) -> tuple[Counter[str], Counter[str], float]:
+    """The collectives of three micro-batches, and of the sums before a step; and how far the gradients are from whole."""
+    options, plan = PARTIAL[name]
+    torch.manual_seed(0)
+    reference = Llama(**options).double()
+    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan, check=False)
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    with Recorded() as backward:
+        for _ in range(3):
+            model(ids).square().sum().backward()
+    for _ in range(3):
+        reference(ids).square().sum().backward()
+    with Recorded() as reduced:
+        reduce_gradients(model)
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(one.grad.placements == one.placements for one, _ in pairs if isinstance(one.grad, DTensor))
+    size = max(float(other.grad.abs().max()) for _, other in pairs)  # type: ignore[union-attr]
+    worst = max(apart(whole(one.grad), other.grad) for one, other in pairs) / size  # type: ignore[arg-type]
+    known = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
+    counts = [Counter(each for each in names if each in known) for names in (backward.names, reduced.names)]
+    return counts[0], counts[1], worst
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_parts_are_summed_once_a_step(name: str) -> None:
+    for _, reduced, worst in run_ranks(2, sums, name):
+        assert reduced == Counter({"all_reduce": 1})
+        assert worst < 1e-12
+
+
+def clipped_and_stepped() -> list[float]:
+    """Clipping and steps of torch's optimizers on gradients that are parts, against one process."""
+    found = []
+    for make in (
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.AdamW, foreach=False, eps=1e-3),
+        partial(torch.optim.AdamW, foreach=True, eps=1e-3),
+        partial(torch.optim.LBFGS, max_iter=2),
+    ):
+        torch.manual_seed(0)
+        reference = gained()
+        model = parallelize(copy.deepcopy(reference), tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
+        optimizers: list[Any] = [make(each.parameters()) for each in (model, reference)]
+        for _ in range(2):
+            for each, optimizer in zip((model, reference), optimizers, strict=True):
+                closure = partial(backward_of, each, optimizer)
+                closure()
+                if make.func is torch.optim.LBFGS:
+                    optimizer.step(closure)
+                    continue
+                clip_grad_norm_(each.parameters(), 0.5, foreach=False)
+                optimizer.step()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        found.append(max(apart(whole(one), other) for one, other in pairs))
+    return found
+
+
+def backward_of(model: Any, optimizer: Any) -> Tensor:
+    optimizer.zero_grad()
+    loss: Tensor = model(X).square().sum()
+    loss.backward()
+    return loss
+
+
+def test_clipping_and_optimizers_take_parts() -> None:
+    for found in run_ranks(2, clipped_and_stepped):
+        assert max(found) < 1e-10, found

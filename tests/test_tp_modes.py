@@ -1,0 +1,298 @@
+"""A model under a plan trains as in one process, in every mode: a table of model x plan x mode over one helper."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from tp_compare import apart, assert_right, gradients_apart, numbers, tp_mesh, training_difference, whole
+from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, llama_plan
+
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    KeepWhole,
+    RowwiseParallel,
+    parallelize,
+    split_linear,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+DATA = numbers(2, 4, 8, seed=0)
+
+
+def qkv() -> Net:
+    """Queries, keys and values in one linear, which is taken apart."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.qkv(x).chunk(3, -1)
+        out: Tensor = m.o(torch.tanh(q) * torch.sigmoid(k) + v)
+        return out
+
+    return Net(compute, qkv=nn.Linear(8, 48), o=nn.Linear(16, 8))
+
+
+def split_qkv() -> Net:
+    model = qkv()
+    split_linear(model, "qkv", [16, 16, 16])
+    return model
+
+
+def adapted() -> Mlp:
+    """Linears with adapters, as PEFT wraps them."""
+    model = Mlp()
+    model.up, model.down = Lora(model.up), Lora(model.down)  # type: ignore[assignment]
+    return model
+
+
+ADAPTERS: dict[str, Any] = {
+    **{f"up.{name}": ColwiseParallel() for name in ("base_layer", "lora_B.default")},
+    **{f"down.{name}": RowwiseParallel() for name in ("base_layer", "lora_A.default")},
+}
+SHARED_HEADS = partial(Llama, n_heads=8, n_kv_heads=1, layers=1)
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Tensor]] = {
+    "mlp": (Mlp, UP_DOWN, DATA),
+    "whole between": (
+        Mlp,
+        {
+            "up": ColwiseParallel(output_layouts=Replicate()),
+            "down": RowwiseParallel(input_layouts=Replicate()),
+        },
+        DATA,
+    ),
+    "llama": (Llama, llama_plan(), IDS),
+    "tied": (partial(Llama, tied=True), llama_plan(), IDS),
+    "sequence": (Llama, llama_plan(sequence_parallel=True), IDS),
+    "torch's norms": (Llama, llama_plan(sequence_parallel=True) | TORCHS_NORMS, IDS),
+    "shared heads": (SHARED_HEADS, llama_plan(8, 1, sequence_parallel=True), IDS),
+    "q|k|v": (split_qkv, {"qkv.*": ColwiseParallel(), "o": RowwiseParallel()}, DATA),
+    "adapters": (adapted, ADAPTERS, DATA),
+}
+
+
+def in_copies(model: nn.Module) -> nn.Module:
+    """A copy, written down and read again where nothing of torch's is in the way: a function of a test, its styles' hooks."""
+    model = copy.deepcopy(model)
+    hooked = any(type(each).__name__ == "RMSNorm" and each._forward_pre_hooks for each in model.modules())
+    return model if hooked or isinstance(model, Net) else pickle.loads(pickle.dumps(model))  # noqa: S301
+
+
+def recomputed(model: nn.Module) -> nn.Module:
+    layers = getattr(model, "layers", None)
+    for name, layer in layers.named_children() if layers is not None else ():
+        layers.register_module(name, checkpoint_wrapper(layer))
+    if layers is None:
+        model.forward = partial(checkpoint, model.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return model
+
+
+def selective(model: nn.Module) -> nn.Module:
+    """Keep the matrix products, as selective checkpointing does: what is kept may not be written into."""
+
+    def policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        kept = operation in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    model.forward = partial(checkpoint, model.forward, use_reentrant=False, context_fn=contexts)  # type: ignore[method-assign]
+    return model
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "eager": lambda model: model,
+    "copied": in_copies,
+    "recomputed": recomputed,
+    "selective": selective,
+    "compiled": compiled,
+}
+
+
+def as_whole(make: Callable[[], nn.Module], plan: Any, data: Tensor, mode: str) -> float:
+    """The largest difference of output, gradients, two steps and state from those of one process."""
+    torch.manual_seed(0)
+    reference = make().double()
+    model = MODES[mode](parallelize(copy.deepcopy(reference), tp_mesh(), plan))
+    return training_difference(model, reference, data, steps=2)
+
+
+def all_as_whole(mode: str) -> dict[str, float]:
+    return {name: as_whole(*case, mode) for name, case in CASES.items()}
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tp", [2])
+def test_training_is_that_of_one_process(tp: int, mode: str) -> None:
+    assert_right(run_ranks(tp, all_as_whole, mode, timeout=240.0), 1e-11, len(CASES))
+
+
+def test_training_on_four_ranks() -> None:
+    assert_right(run_ranks(4, all_as_whole, "eager"), 1e-11, len(CASES))
+
+
+def over_fsdp(name: str, backwards: int) -> float:
+    """Two steps of several micro-batches on (dp 2, tp 2); each dp rank has data of its own."""
+    make, plan, data = CASES[name]
+    torch.manual_seed(0)
+    reference = make().double()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = parallelize(copy.deepcopy(reference), mesh["tp"], plan)
+    for layer in getattr(model, "layers", ()):
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(each.parameters(), eps=1e-3) for each in (model, reference)]
+    worst = 0.0
+    for step in range(2):
+        batches = [data.roll(step + index, 0) for index in range(2 * backwards)]
+        for index in range(backwards):
+            model.set_is_last_backward(index == backwards - 1)
+            model(batches[2 * index + mesh.get_local_rank("dp")]).square().sum().backward()
+        for batch in batches:
+            (reference(batch).square().sum() / 2).backward()
+        worst = max(worst, gradients_apart(model, reference))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(worst, *(apart(whole(one), other) for one, other in pairs))
+
+
+def all_over_fsdp() -> dict[str, float]:
+    names = ("mlp", "sequence", "torch's norms", "shared heads", "q|k|v")
+    return {f"{name}, {count}": over_fsdp(name, count) for name, count in product(names, (1, 3))}
+
+
+def test_fsdp_over_tensor_parallel_with_accumulation() -> None:
+    assert_right(run_ranks(4, all_over_fsdp, timeout=240.0), cases=10)
+
+
+def second_derivatives() -> dict[str, float]:
+    """The gradient of a gradient's size, which torch's and our collectives pass on any number of times."""
+    found = {}
+    for name in ("mlp", "whole between", "q|k|v"):
+        make, plan, data = CASES[name]
+        torch.manual_seed(0)
+        reference = make().double()
+        model = parallelize(copy.deepcopy(reference), tp_mesh(), plan)
+        for each in (model, reference):
+            x = data.clone().requires_grad_()
+            (first,) = torch.autograd.grad(each(x).pow(3).sum(), x, create_graph=True)
+            first.square().sum().backward()
+        found[name] = gradients_apart(model, reference) / 100
+    return found
+
+
+def test_double_backward() -> None:
+    assert_right(run_ranks(2, second_derivatives), cases=3)
+
+
+def in_low_precision() -> dict[str, tuple[float, set[torch.dtype]]]:
+    """How far autocast, and FSDP2's mixed precision, are from themselves on one process."""
+    found = {}
+    for name in ("mlp", "sequence", "shared heads"):
+        make, plan, data = CASES[name]
+        torch.manual_seed(0)
+        reference = make()
+        model = parallelize(copy.deepcopy(reference), tp_mesh(), plan)
+        data = data.float() if data.is_floating_point() else data
+        outputs = []
+        for each in (model, reference):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs.append(each(data))
+            outputs[-1].square().mean().backward()
+        size = max(float(each.grad.abs().max()) for each in reference.parameters())  # type: ignore[union-attr]
+        dtypes = {each.grad.dtype for each in model.parameters()} | {outputs[0].dtype}  # type: ignore[union-attr]
+        found[name] = gradients_apart(model, reference) / size, dtypes - {outputs[1].dtype, torch.float32}
+    return found
+
+
+def test_autocast() -> None:
+    for found in run_ranks(2, in_low_precision):
+        for far, other_types in found.values():
+            assert far < 0.02
+            assert other_types == set()
+
+
+def mixed_precision() -> int:
+    """Steps of bfloat16 under FSDP2, and of float16 with a scaler, in which nothing is taken for a difference."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    steps = 0
+    for name, dtype in product(("sequence", "shared heads", "torch's norms"), (torch.bfloat16, torch.float16)):
+        make, plan, data = CASES[name]
+        torch.manual_seed(0)
+        model: Any = parallelize(make(), mesh["tp"], plan)
+        if dtype is torch.bfloat16:
+            fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            with torch.autocast("cpu", dtype, enabled=dtype is torch.float16):
+                loss = model(data).float().square().mean()
+            scaler.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return steps
+
+
+def test_rounding_of_16_bits_is_no_difference() -> None:
+    assert run_ranks(2, mixed_precision) == [24, 24]
+
+
+def edges() -> dict[str, float]:
+    """No tokens, no gradients, a frozen layer, an output as a DTensor, and a layer beside one that stays whole."""
+    found = {}
+    mesh = tp_mesh()
+    torch.manual_seed(0)
+    reference = Mlp().double()
+    model = parallelize(copy.deepcopy(reference), mesh, UP_DOWN)
+    empty = [torch.zeros(0, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    for each, x in zip((model, reference), empty, strict=True):
+        each(x).sum().backward()
+    found["empty"] = gradients_apart(model, reference)
+    with torch.no_grad():
+        found["no gradients"] = apart(model(DATA), reference(DATA))
+    with torch.inference_mode():
+        found["inference"] = apart(model(DATA), reference(DATA))
+    frozen = copy.deepcopy(reference)
+    frozen.up.requires_grad_(requires_grad=False)
+    model = parallelize(copy.deepcopy(frozen), mesh, UP_DOWN)
+    assert not model.get_parameter("up.weight").requires_grad
+    found["frozen"] = training_difference(model, frozen, DATA)
+    plan = {
+        "up": ColwiseParallel(use_local_output=False),
+        "down": RowwiseParallel(use_local_output=False),
+    }
+    model = parallelize(copy.deepcopy(reference), mesh, plan)
+    out: Any = model(DATA)
+    assert out.placements == (Replicate(),)
+    found["DTensors"] = apart(out.full_tensor(), reference(DATA))
+    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(output_layouts=Replicate()), "down": KeepWhole()})
+    found["whole"] = training_difference(model, reference, DATA)
+    scattered = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(0))})
+    found["scattered"] = apart(scattered(DATA), reference(DATA).chunk(mesh.size())[mesh.get_local_rank()])
+    return found
+
+
+def test_edges() -> None:
+    assert_right(run_ranks(2, edges), cases=7)
