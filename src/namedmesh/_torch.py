@@ -1027,3 +1027,16 @@ def attention_backward(
         *tensors, 0.0, causal, attn_mask=None, scale=scale
     )
     return result
+
+
+# --- training ---
+
+
+def frees_after_forward(module: Any) -> bool | None:
+    """Return whether FSDP2 was told to put the weights of a module away after its forward; None where it decides itself."""
+    state = module._get_fsdp_state()
+    if state._auto_reshard_after_forward:
+        return None
+    one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # of torch 2.12
+    groups = one or state._fsdp_param_groups
+    return any(group is not None and group.post_forward_mesh_info is not None for group in groups)

@@ -1,0 +1,165 @@
+"""Clipping by one norm over everything that a model's gradients are spread over: DTensors of any mesh, marked shards, pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from namedmesh.errors import TrainingError
+from namedmesh.tensor_parallel import reduce_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from namedmesh.mesh import NamedMesh
+
+
+class _Clipped(NamedTuple):
+    """What torch scales: something with a gradient."""
+
+    grad: Tensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    mesh: NamedMesh,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does; every rank calls this.
+
+    Prevents: each rank clips by the norm of what it holds, so that shards and pipeline stages are scaled by different
+    factors; or replicas are counted once for each rank that has one. torch's own function raises for DTensors of two meshes,
+    and leaves the other stages out.
+
+    Every number of the model's gradient counts once: DTensors by their placements, on any slice or view of the mesh; plain
+    tensors as replicas, but for those that are marked as shards; all stages of ``pp``, but for copies of what another stage has
+    (``parameter.shared = True``, which :func:`tie_stages` sets). Gradients that are ``Partial`` are summed before. There is one
+    reduction of a number for each axis that gradients are spread over, together.
+
+    Megatron's and DeepSpeed's marks: ``tensor_model_parallel`` and ``model_parallel`` for another shard on each rank of tp;
+    ``allreduce = False`` for experts, of which each rank of ep has others; ``shared`` and ``ds_pipe_replicated`` for copies.
+
+    Args:
+        parameters: those of this rank's part of the model; ones without a gradient count nothing.
+        max_norm: the largest norm that is left as it is.
+        mesh: the mesh.
+        norm_type: the p of the norm, greater than 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: raise for a norm that is infinite or not a number.
+        foreach: as for torch's function.
+
+    Returns:
+        The norm that the gradients had: a plain tensor of no dims, the same on every rank, in float32,
+        or float64 where a gradient is.
+
+    Raises:
+        TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or
+            ``norm_type`` is not greater than 0.
+
+    Example:
+        >>> import namedmesh, torch, torch.distributed as dist
+        >>> from namedmesh import training
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> training.clip_grad_norm_([weight], 1.0, mesh)
+        tensor(5.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+        >>> mesh.close(); dist.destroy_process_group()
+    """
+    if not norm_type > 0:
+        raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    reduce_gradients(parameters)
+    spread: dict[
+        tuple[dist.ProcessGroup, ...], list[Tensor]
+    ] = {}  # by the groups whose ranks have other parts
+    clipped: list[Any] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            shard = _shard(parameter.grad)
+            clipped.append(_Clipped(shard))
+            if not (getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)):
+                spread.setdefault(_groups(parameter, parameter.grad, mesh), []).append(shard)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for groups, shards in spread.items():
+        total = _joined([total, _over(_norm(shards, norm_type, foreach), groups, norm_type)], norm_type)
+    if "pp" in mesh.layout:
+        total = _over(total, (mesh.group("pp"),), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise TrainingError(
+            f"the norm of order {norm_type} over the gradients of the whole model is {total.item()}, so they cannot be "
+            "clipped, and were left as they are; skip this step, or pass error_if_nonfinite=False"
+        )
+    clip_grads_with_norm_(clipped, max_norm, total, foreach)
+    return total if any(each.grad.dtype == torch.float64 for each in clipped) else total.float()
+
+
+def _shard(grad: Tensor) -> Tensor:
+    """Return what this rank has of a gradient, in the same memory; one that is a part of a sum is summed."""
+    if not isinstance(grad, DTensor):
+        return grad
+    if any(isinstance(each, Partial) for each in grad.placements):
+        whole = [Replicate() if isinstance(each, Partial) else each for each in grad.placements]
+        grad = grad.redistribute(placements=whole)
+    return grad.to_local()
+
+
+def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a gradient is cut: by its placements, and by the marks of Megatron and DeepSpeed."""
+    groups = []
+    ranks = {mesh.global_rank}  # those that placements tell about
+    if isinstance(grad, DTensor):
+        ranks |= set(grad.device_mesh.mesh.flatten().tolist())
+        for dim, placement in enumerate(grad.placements):
+            if not isinstance(placement, Replicate | Partial):
+                groups.append(grad.device_mesh.get_group(dim))
+    expert = not getattr(parameter, "allreduce", True)
+    marks = ["ep"] if expert else []
+    if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+        marks.append("etp" if expert else "tp")
+    for axis in marks:
+        if axis in mesh.coords and ranks.isdisjoint(set(mesh.ranks(axis)) - {mesh.global_rank}):
+            groups.append(mesh.group(axis))
+    return tuple(groups)
+
+
+def _norm(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """Return the norm of this rank's numbers; torch's own is computed in their type, where a square soon is infinite."""
+    short = [each for each in shards if each.dtype in {torch.float16, torch.bfloat16}]
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float32) for each in short]
+    if len(short) < len(shards):
+        others = [each for each in shards if each.dtype not in {torch.float16, torch.bfloat16}]
+        norms.append(get_total_norm(others, norm_type, foreach=foreach))
+    return _joined(norms, norm_type)
+
+
+def _joined(norms: list[Tensor], norm_type: float) -> Tensor:
+    together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
+    result: Tensor = torch.linalg.vector_norm(together, norm_type)
+    return result
+
+
+def _over(norm: Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float) -> Tensor:
+    """Return the norm over the ranks of each group, which have other parts."""
+    if not math.isinf(norm_type):
+        powers = norm**norm_type
+        for group in groups:
+            dist.all_reduce(powers, group=group)
+        return powers ** (1 / norm_type)
+    # Not every backend's maximum keeps what is not a number.
+    both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()])
+    for group in groups:
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, math.nan)
