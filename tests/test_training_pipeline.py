@@ -19,6 +19,7 @@ from training_checks import PIPELINES, alone, loaded_alone, train_one_step, trai
 import namedmesh
 from namedmesh import training
 from namedmesh._torch import TORCH
+from namedmesh.training import seeds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,13 +55,14 @@ def differences(schedule: str, per_rank: int) -> float:
     mesh = namedmesh.init_mesh(pp=2, dp=1, device="cpu")
     worst = 0.0
     stages: list[Stage] = []
-    for index in training.stage_indices(mesh, schedule, per_rank):
+    indices = training.stage_indices(mesh, schedule, per_rank)
+    for index in indices:
         stage = Stage(training.stage_layers(linears(), None, stage=index, stages=2 * per_rank))
         for layer in stage.layers.values():
             fully_shard(layer, mesh=mesh["dp"])  # away after its forward, were it not for the pipeline
         fully_shard(stage, mesh=mesh["dp"])
         stages.append(stage)
-    pipe = training.pipeline(mesh, stages, schedule, microbatches=4, loss=mean)
+    pipe = training.pipeline(stages, mesh, schedule, microbatches=4, loss=mean)
     alone = Stage(training.stage_layers(linears(), None, stage=0, stages=1))
     for rows in (8, 5, 12, 2):
         generator = torch.Generator().manual_seed(rows)
@@ -70,18 +72,17 @@ def differences(schedule: str, per_rank: int) -> float:
         expected = alone(x)
         mean(expected, y).backward()
         mean(alone(x[:1]), y[:1]).backward()
-        losses: list[Tensor] = []
-        outputs = [pipe.step(x, target=y, losses=losses), pipe.eval(x)]
+        losses = [pipe.step(x, target=y)]
+        output = pipe.eval(x)
         pipe.step(
             x[:1], target=y[:1]
         )  # more gradients, of a batch that is smaller than the number of microbatches
-        evaluated: list[Tensor] = []
-        outputs.append(pipe.eval(x, target=y, losses=evaluated))
-        found = [(each, expected) for each in outputs if each is not None]
-        if found:
-            told = torch.stack([torch.stack(losses).sum(), evaluated[0]])
-            found.append((told, mean(expected, y).expand(2)))
-        assert len(found) in {0, 4}
+        losses += [each for each in [pipe.eval(x, target=y)] if each is not None]
+        found = [(training.mean_loss(each, mesh), mean(expected, y)) for each in losses]
+        assert len(found) == 2
+        assert (output is not None) == (2 * per_rank - 1 in indices)
+        if output is not None:
+            found.append((output, expected))
         whole = dict(alone.named_parameters())
         for stage in stages:
             for name, parameter in stage.named_parameters():
@@ -110,11 +111,11 @@ def test_every_schedule_trains_and_evaluates_as_one_process() -> None:
 def test_what_a_pipeline_refuses() -> None:
     with fake_world(1):
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
-        pipe = training.pipeline(mesh, nn.Linear(2, 2), microbatches=2, loss=mean)
+        pipe = training.pipeline(nn.Linear(2, 2), mesh, microbatches=2, loss=mean)
         calls = (
-            lambda: training.pipeline(mesh, nn.Linear(2, 2), "2F2B", microbatches=2, loss=mean),
-            lambda: training.pipeline(mesh, [nn.Linear(2, 2)] * 2, microbatches=2, loss=mean),
-            lambda: training.pipeline(mesh, nn.Linear(2, 2), "ZBV", microbatches=2, loss=mean),
+            lambda: training.pipeline(nn.Linear(2, 2), mesh, "2F2B", microbatches=2, loss=mean),
+            lambda: training.pipeline([nn.Linear(2, 2)] * 2, mesh, microbatches=2, loss=mean),
+            lambda: training.pipeline(nn.Linear(2, 2), mesh, "ZBV", microbatches=2, loss=mean),
             lambda: training.stage_layers(3, mesh, stages=4),
             lambda: training.stage_layers(3, None),
             lambda: pipe.step(torch.zeros(2, 2), target=torch.zeros(3, 2)),
@@ -157,7 +158,8 @@ def resumed() -> list[bool]:
     """Whether a step of a new pipeline is that of one which has seen the shape, in every number that there is."""
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     stage = Noisy(tied=mesh.is_last("pp"))
-    sum_gradients = training.tie_stages(mesh, stage.tied)
+    ends = (stage.tied, None) if mesh.is_first("pp") else (None, stage.tied)
+    sum_gradients = training.tie_stages(mesh, *ends)
     x, y, z = (
         torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
         for n in range(3)
@@ -168,16 +170,14 @@ def resumed() -> list[bool]:
         stage.zero_grad()
         training.seed_all(3, mesh)
         stage.norm.reset_running_stats()
-        losses: list[Tensor] = []
-        output = pipe.step(x, target={"both": (y, z)}, losses=losses, shift=shift[:1])
+        loss = pipe.step(x, target={"both": (y, z)}, shift=shift[:1])
         sum_gradients()
         found = [each.grad.clone() for each in stage.parameters() if each.grad is not None]
         found += [each.clone() for each in stage.buffers()]
-        found += [] if output is None else [output, torch.stack(losses)]
-        return [*found, *training.streams.state_dict().values()]
+        return [*found, loss, *seeds.random_state().values()]
 
     def make() -> training.pipelines.Pipeline:
-        return training.pipeline(mesh, stage, microbatches=3, loss=both, whole=("shift",))
+        return training.pipeline(stage, mesh, microbatches=3, loss=both, whole=("shift",))
 
     first = make()
     results = [numbers(first), numbers(first), numbers(make())]
@@ -190,8 +190,8 @@ def resumed() -> list[bool]:
     told = [all(map(torch.equal, results[0], other)) for other in results[1:]]
     told += [counted == 3, torch.equal(*tied), torch.equal(*gradients), bool(gradients[0].abs().min() > 0)]
     other = nn.Parameter(stage.tied.detach().float()) if mesh.is_last("pp") else stage.tied
-    said = error_of(lambda: training.tie_stages(mesh, other))
-    told.append(said.startswith("ShapeError: ranks 0 and 1 tie ") and "torch.float64" in said)
+    said = error_of(lambda: training.tie_stages(mesh, *[None if each is None else other for each in ends]))
+    told.append(said.startswith("ShapeError: the ranks [0] and [1] of pp tie ") and "torch.float64" in said)
     mesh.close()
     return told
 
@@ -245,7 +245,7 @@ def averaged_by_ddp() -> float:
     tokens, targets = (each.chunk(2)[mesh.rank("dp")] for each in (tokens, targets))
     group = training.fsdp_mesh(mesh).get_group()
     net = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
-    count = int((targets != checks.IGNORED).sum())
+    count = training.count_tokens(int((targets != checks.IGNORED).sum()), mesh)
     training.token_mean(checks.loss_sum(net(tokens), targets), count, mesh).backward()
     wanted = dict(expected.named_parameters())
     difference = max(
@@ -255,10 +255,10 @@ def averaged_by_ddp() -> float:
     with pytest.raises(namedmesh.ShapeError) as raised:
         training.token_mean(torch.ones(2, 3), count, mesh)
     assert str(raised.value) == (
-        "loss_sum has shape (2, 3), and must be one number: the sum over this rank's tokens, as "
+        "the loss has shape (2, 3), and must be one number: the sum over this rank's tokens, as "
         'cross_entropy(..., reduction="sum") returns it'
     )
-    assert training.token_mean(torch.zeros(()), 0, mesh).isnan()
+    assert training.token_mean(torch.zeros(()), torch.tensor(0), mesh).isnan()
     torch.distributed.barrier()
     mesh.close()
     return difference

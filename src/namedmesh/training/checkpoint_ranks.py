@@ -23,8 +23,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a mesh, on a gloo group that nothing else uses, as DCP also communicates in the background; it lives as long
-    as the default group. Without a mesh one process."""
+    """All ranks of a mesh (without one, this process), on a gloo group that nothing else uses: DCP communicates in the background.
+
+    The group lives as long as the default group.
+    """
 
     _of: ClassVar[WeakKeyDictionary[Any, dict[tuple[int, ...], Ranks]]] = WeakKeyDictionary()
 

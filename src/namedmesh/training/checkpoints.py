@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases, layout_of
-from namedmesh.training.checkpoint_ranks import Ranks, error_of_dcp, in_words
+from namedmesh.training.checkpoint_ranks import Ranks, error_of_dcp
 from namedmesh.training.checkpoint_state import State, plain, shown
 from namedmesh.training.comparison import alike, numbers_of
 

@@ -120,7 +120,7 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
     except Exception as error:  # noqa: BLE001  the others wait
         own, unread = _UNREAD, error
     found = torch.tensor(own, device=mesh.device)
-    for axis in reversed(mesh.layout):  # in the end by all coordinates, in the order of the axes
+    for axis in [*mesh.layout][::-1]:  # in the end by all coordinates, in the order of the axes
         parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
         dist.all_gather(parts, found, group=mesh.group(axis))
         found = torch.stack(parts)

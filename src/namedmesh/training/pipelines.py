@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, getschedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import frees_after_forward, remove_backwards
@@ -51,7 +51,7 @@ def pipeline(
     Args:
         model: this rank's stage, or its stages in the order of :func:`stage_indices`.
         mesh: a mesh with an axis ``pp``, which may have size 1.
-        schedule: a name that ``torch.distributed.pipelining.schedules.getschedule_class`` knows, or ``"ZBV"``.
+        schedule: a name that ``torch.distributed.pipelining.schedules.get_schedule_class`` knows, or ``"ZBV"``.
         microbatches: into how many parts a batch is cut.
         loss: from the output of the last stage and the target, for some rows of the batch, their loss. The target is a
             tensor, or tuples, lists and dicts of tensors.
@@ -240,7 +240,7 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last and not self.has_backward:
-            self.fwd_cache.pop(fwd_chunk_id, None)
+            self.fwd_cache[fwd_chunk_id] = (), []
         return output
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, getschedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import LayoutError, ShapeError
@@ -111,7 +111,7 @@ def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> t
 def schedule_class(name: str) -> Any:
     """Return torch's class of a schedule."""
     try:
-        return getschedule_class("ZBVZeroBubble" if name.lower() == "zbv" else name)
+        return get_schedule_class("ZBVZeroBubble" if name.lower() == "zbv" else name)
     except ValueError as error:
         raise LayoutError(f"{error}; name one of them") from None
 
