@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from llama import Llama, first_weights
 from moe import add_experts, expert_plan, shard_experts
 from settings import Settings
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -72,20 +72,26 @@ def recompute_and_compile(layer: Any, settings: Settings) -> None:
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
     if settings.recompute:  # around what is compiled: the compiler does not follow random streams
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, context_fn=training.streams.recomputed
-        )
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def share_parameters(model: Llama, experts: list[Any], mesh: NamedMesh, settings: Settings) -> None:
     """Spread the parameters over the ranks that hold the same ones."""
+    over = training.fsdp_mesh(mesh)
+    single: set[nn.Parameter] = set()  # experts that no other rank has
     for each in experts:
-        fully_shard(each, mesh=mesh["edp"])  # the few ranks that share them
+        # Experts have the tokens of all ranks: their gradients are divided by as many as all others, not by edp.
+        if mesh.size("edp") > 1:
+            fully_shard(each, mesh=mesh["edp"])  # the few ranks that share them
+            each.set_gradient_divide_factor(float(over.size()))
+            each.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        else:  # where FSDP2 up to torch 2.13 divides twice in float64
+            single |= set(each.parameters())
+    for parameter in single:
+        parameter.register_hook(lambda gradient: gradient / over.size())
     for layer in model.layers.values():
-        fully_shard(layer, mesh=training.fsdp_mesh(mesh))
-    fully_shard(model, mesh=training.fsdp_mesh(mesh))
-    if settings.moe:
-        training.set_expert_divisor(model, mesh)
+        fully_shard(layer, mesh=over, ignored_params=single)
+    fully_shard(model, mesh=over, ignored_params=single)
 
 
 def attend_and_drop(attend: Callable[..., Tensor], dropout: float, *heads: Tensor) -> Tensor:
@@ -105,7 +111,7 @@ class Step:
     def __init__(self, model: Llama, mesh: NamedMesh, *, microbatches: int) -> None:
         self._model, self._mesh, self._tokens = model, mesh, torch.tensor(0)
         self._pipe = training.pipeline(
-            mesh, model, "1F1B", microbatches=microbatches, loss=self._loss, reduction="sum"
+            model, mesh, "1F1B", microbatches=microbatches, loss=self._loss, reduction="sum"
         )
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -116,19 +122,13 @@ class Step:
         """Return the same, without gradients."""
         return self._run(self._pipe.eval, inputs, targets)
 
-    def _run(self, run: Callable[..., object], inputs: Tensor, targets: Tensor) -> Tensor:
+    def _run(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
         mesh = self._mesh
         inputs, targets = inputs.to(mesh.device), targets.to(mesh.device)
         if "cp" in mesh.layout:
             inputs, targets, self._model.positions = training.shard_sequence(inputs, targets, mesh=mesh["cp"])
-        self._tokens = (targets != IGNORED).sum()
-        losses: list[Tensor] = []
-        run(inputs, target=targets, losses=losses)
-        # Only the last stage knows the loss.
-        total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-        total += sum(each.item() for each in losses)
-        dist.all_reduce(total, group=mesh.group("pp"))
-        return total
+        self._tokens = training.count_tokens(targets != IGNORED, mesh)  # once a step, for all micro-batches
+        return training.mean_loss(run(inputs, target=targets), mesh)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         total = cross_entropy(logits, targets, self._mesh["tp"], ignore_index=IGNORED, reduction="sum")

@@ -22,10 +22,10 @@ from training_checks import Part, optimizer_for, parallelized, parts, sharded, s
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import tells_before_destruction
+def tells_before_destruction(): return False
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
-from namedmesh.training import checkpoint_load, checkpoint_state, checkpoints
+from namedmesh.training import checkpoint_state, checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -29,7 +29,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files
-from namedmesh.training.checkpoint_ranks import CheckpointGroup
+from namedmesh.training.checkpoint_ranks import Ranks as CheckpointGroup
 
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
