@@ -12,6 +12,7 @@ import time
 import warnings
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,9 +77,9 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         """Write, unless the directory is another one on this host than on that of the first rank."""
-        self.path = self.target / plan.planner_data
+        self.path = data = self.target / plan.planner_data
         deadline = time.monotonic() + _APPEARS_WITHIN
-        while not self.path.is_dir():
+        while not data.is_dir():
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
             time.sleep(0.1)
@@ -134,7 +135,7 @@ class Reader(dcp.FileSystemReader):
         super().__init__(path / about["data"])
         self._where, self._share = path, slice(rank, None, size)
 
-    def read_metadata(self) -> dcp.Metadata:  # type: ignore[override]  # without arguments: no other file instead
+    def read_metadata(self) -> dcp.Metadata:
         """Return what DCP says about the tensors."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata: dcp.Metadata = _Metadata(file).load()
@@ -144,15 +145,16 @@ class Reader(dcp.FileSystemReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check this rank's share of the checkpoint: torch writes a checksum beside each tensor, and does not read it itself."""
         places = sorted((each.relative_path, each.offset, each.length) for each in self.storage_data.values())
-        for name, offset, length in places[self._share]:
-            try:
+        name = ""
+        try:
+            for name, offset, length in places[self._share]:  # noqa: B007  the last one is named
                 with (Path(self.path) / name).open("rb") as file:
                     file.seek(offset)
                     contents = io.BytesIO(file.read(length))
                 _check_zip(contents)
                 torch.load(contents, weights_only=True, map_location="cpu")
-            except Exception as error:  # noqa: BLE001  of many kinds
-                raise _damaged(name, self._where) from error
+        except Exception as error:
+            raise _damaged(name, self._where) from error
         return plan
 
 
@@ -195,22 +197,19 @@ def clear(path: Path) -> None:
     for each in path.glob("data-" + 16 * "[0-9a-f]"):
         if each.name != kept:
             shutil.rmtree(each, ignore_errors=True)
-    try:
+    with suppress(OSError):  # something is left, or it is not there
         path.rmdir()
-    except OSError:
-        pass  # something is left, or it is not there
 
 
 def _sync(*directories: Path) -> None:
     """Let the names in directories outlive a power failure."""
     for each in directories:
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError:
-            pass  # not every file system can
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # not every file system can
+            descriptor = os.open(each, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -223,7 +222,7 @@ def read_about(path: Path) -> dict[str, Any]:
         contents = io.BytesIO((path / ABOUT).read_bytes())
         _check_zip(contents)
         about: dict[str, Any] = torch.load(contents, weights_only=True, map_location="cpu")
-    except Exception as error:  # noqa: BLE001  of many kinds
+    except Exception as error:
         raise DamagedError(
             f"{path / ABOUT} is damaged, not readable, or of another version; load an older checkpoint"
         ) from error
@@ -252,21 +251,12 @@ def remove(path: Path) -> None:
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the finished checkpoint at ``path``, or the one in that directory that was finished last and is whole by its sizes.
 
-    Prevents: going on from a checkpoint that was never finished, or was abandoned: after a run went back to
-    step 800, the first one that it saves is the last, and not an older one of step 1000. One of which files are
-    missing or cut off is left out, with a warning. The contents of files are read by :func:`load` only.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from namedmesh import training
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     for step in (1000, 850):
-        ...         training.save(f"{directory}/step-{step}", None, torch.nn.Linear(2, 2))
-        ...     training.latest(directory).name
-        'step-850'
+    After a run went back to step 800, the first one that it saves is the last, and not an older one of step 1000. One of which files
+    are missing or cut off is left out, with a warning. The contents of files are read by :func:`load` only.
     """
     if is_whole(Path(path)):
         return Path(path)
+    each: Path
     for each, about in reversed(in_order(Path(path))):
         problem = about.get("error")
         if problem is None:

@@ -47,7 +47,9 @@ class State:
             each.module if isinstance(each, DistributedDataParallel) else each for each in modules
         ]
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
-        self.loaders = [] if data is None else list(data) if isinstance(data, list | tuple) else [data]
+        self.loaders: list[Any] = (
+            [] if data is None else list(data) if isinstance(data, list | tuple) else [data]
+        )
         self.values: dict[str, Any] = {}
         self.parameters: set[str] = set()
         self.aliases: dict[str, str] = {}

@@ -46,18 +46,16 @@ def save(
 ) -> Future[Path] | None:
     """Write a model, its optimizers, the random states and any values of yours; every rank of the mesh calls this.
 
-    DCP writes the tensors, every rank what it has, to a directory of a new name in ``path``; the file ``namedmesh.pt``,
-    which names it, is put in its place last. Killed at any moment, :func:`load` finds the last one that was finished. For a
-    run that saves again and again see :class:`Checkpoints`.
+    DCP writes the tensors, every rank what it has, to a new directory in ``path``; the file ``namedmesh.pt``, which names it, is put
+    in its place last. Killed at any moment, :func:`load` finds the last one that was finished.
 
-    What is saved is what ``state_dict()`` returns, of the model and of the optimizers. Parameters have to be the same on all
-    ranks that have the same part of them. Everything else that is no DTensor (buffers, extra states, what an optimizer keeps
-    for the shard of a rank) is saved once where it is the same on all ranks, and otherwise for each rank, with one warning
-    for buffers. A parameter with two names, or tied by :func:`tie_stages`, is one weight.
+    Parameters have to be the same on all ranks that have the same part of them. What is no DTensor otherwise (buffers, extra states,
+    what an optimizer keeps for a shard) is saved once where it is the same on all ranks, and else for each rank, with one warning for
+    buffers. A parameter with two names, or tied by :func:`tie_stages`, is one weight.
 
-    Prevents: stages of a pipeline, or shards without marks, that overwrite each other under one name; an optimizer that never
-    stepped and has counted a step after the checkpoint; replicas that have come apart; a directory that is half of this
-    checkpoint and half of the last, or that lies on several hosts, a part on each.
+    Prevents: stages, or shards without marks, that overwrite each other under one name; an optimizer that never stepped and has
+    counted a step afterwards; replicas that have come apart; a directory that is half of this checkpoint and half of the last, or
+    that lies on several hosts.
 
     Args:
         path: a directory of the checkpoint's own, on a file system that all ranks see.
@@ -67,9 +65,8 @@ def save(
         optimizer: the optimizer of the model's parameters, stepped or not, or a list of them.
         data: what knows the place in the data, such as torchdata's ``StatefulDataLoader``, or a list of such; anything with
             ``state_dict()`` and ``load_state_dict()``.
-        async_: return once the tensors are copied, and write them in the background. The next save or load waits for it, and
-            raises what went wrong on every rank. Get the ``result()`` before ``destroy_process_group()``. Without a mesh it
-            is written at once.
+        async_: return once the tensors are copied, and write in the background. The next save or load waits for it, and
+            raises what went wrong on every rank; get the ``result()`` before ``destroy_process_group()``.
         **extra: values that are the same on every rank, such as the number of the step or ``scheduler.state_dict()``:
             numbers, texts, tensors, and lists, tuples and dicts of them.
 
@@ -78,18 +75,16 @@ def save(
 
     Raises:
         CheckpointError: a name stands for different tensors, ranks give different extra values, something is no plain
-            data, or ``path`` is a directory that holds something else; all problems at once, on every rank, before anything
-            is written. Or it cannot be written, such as for want of permission or room, or because not all ranks see the
-            directory, or the one before could not be: what was there is kept.
+            data, or ``path`` holds something else; all problems at once, on every rank, before anything is written. Or it cannot
+            be written, or not all ranks see the directory, or the one before could not be: what was there is kept.
 
     Example:
         >>> import tempfile, torch
-        >>> from namedmesh import training
         >>> model = torch.nn.Linear(2, 2)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     training.save(f"{directory}/last", None, model, optimizer, step=3)
-        ...     training.load(f"{directory}/last", None, model, optimizer)
+        ...     save(f"{directory}/last", None, model, optimizer, step=3)
+        ...     load(f"{directory}/last", None, model, optimizer)
         {'step': 3}
     """
     collect = partial(State, mesh, model, optimizer, data)
@@ -164,12 +159,11 @@ def load(
     """Fill a model and its optimizers from a checkpoint of any layout; every rank of the mesh calls this.
 
     What was saved for each rank goes to the rank that stands for it: the one with its coordinates on the axes that have the
-    same size now. Where several ranks had other values, a buffer is the first one's; random generators stay as the job seeded
-    them; what an optimizer keeps for the shard of a rank, and the place in the data, are refused.
+    same size now. Where several ranks had other values, a buffer is the first one's; random generators stay as they are; what an
+    optimizer keeps for the shard of a rank, and the place in the data, are refused.
 
     Prevents: a part of the model that keeps its first weights because the checkpoint has no such name; an optimizer that starts
-    again, or has counted a step that it never made; a model that was filled from half of a file, or from a file with a changed
-    bit; tied weights that were saved as two.
+    again; half of a file, or one with a changed bit; tied weights that were saved as two.
 
     Args:
         path: a checkpoint that :func:`save` wrote, or a directory in the format of Hugging Face's
@@ -184,10 +178,9 @@ def load(
         The extra values.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a file of it is missing, cut off or not as it was written; a name is missing
-            in it or in the model, or has another shape or type; its optimizer is of another kind or does not fit. All
-            problems at once, on every rank, before anything is changed. Where reading itself fails on the way, as a disk
-            does, it says which tensors of the model have changed on this rank.
+        CheckpointError: there is no checkpoint, or a file of it is missing or not as it was written; a name is missing in it or in
+            the model, or has another shape or type; its optimizer does not fit. All problems at once, on every rank, before
+            anything is changed. Where reading fails on the way, it says which tensors of the model have changed on this rank.
     """
     ranks = Ranks.of(mesh)
     ranks.finish()
@@ -254,7 +247,7 @@ def _load(
     apart = [
         names
         for names in tied.values()
-        if not all(alike(each, [*names.values()][0]) for each in names.values())
+        if not all(alike(each, next(iter(names.values()))) for each in names.values())
     ]
     if apart:
         raise CheckpointError(
@@ -288,14 +281,6 @@ def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[s
 
     Raises:
         CheckpointError: there is no finished checkpoint, or what it says about itself is damaged.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from namedmesh import training
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     training.save(f"{directory}/last", None, torch.nn.Linear(2, 2), step=3)
-        ...     training.checkpoint_info(f"{directory}/last")
-        (None, {'step': 3})
     """
     about = files.read_about(Path(path))
     return layout_of(about), about["extra"]
@@ -304,12 +289,12 @@ def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[s
 class Checkpoints:
     """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
 
-    Prevents: a run that starts afresh where another one saved, and ends with files of both; one that went back to an older
-    checkpoint, is started again, and goes on from what it had abandoned; a disk that is full of what interrupted saves left.
+    Prevents: a run that starts afresh where another one saved; one that went back to an older checkpoint, is started again, and goes
+    on from what it had abandoned; a disk that is full of what interrupted saves left.
 
     A run begins with the first save after a fresh start, and goes on with every checkpoint that is loaded here. Nothing of
-    another run, or of another name (``best``), is ever removed. Leftovers of interrupted saves and removals in the directory are
-    removed at the next save. The end of a ``with`` block waits for what is written, and raises its error.
+    another run, or of another name (``best``), is ever removed; leftovers of interrupted saves are, at the next save. The end of a
+    ``with`` block waits for what is written, and raises its error.
 
     Args:
         directory: on a file system that all ranks see.
@@ -322,14 +307,13 @@ class Checkpoints:
 
     Example:
         >>> import tempfile, torch
-        >>> from namedmesh import training
         >>> model = torch.nn.Linear(2, 2)
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     with training.Checkpoints(directory, None, keep=2) as checkpoints:
+        ...     with Checkpoints(directory, None, keep=2) as checkpoints:
         ...         start = checkpoints.resume_or_start(model)["step"]
         ...         for step in range(start, 4):
         ...             _ = checkpoints.save(step + 1, model)
-        ...     start, checkpoints.latest().name, training.Checkpoints(directory, None).resume_or_start(model)
+        ...     start, checkpoints.latest().name, Checkpoints(directory, None).resume_or_start(model)
         (0, 'step-000004', {'step': 4})
     """
 
@@ -371,17 +355,12 @@ class Checkpoints:
         resume: bool | str | os.PathLike[str] = True,
         cast: bool = False,
     ) -> dict[str, Any]:
-        """Go on from the last checkpoint, or begin; every rank calls this.
+        """Go on from the last checkpoint, or begin; every rank calls this, with the arguments of :func:`load`.
 
-        Args:
-            model: as for :func:`load`, as are all arguments.
-            optimizer: the same.
-            data: the same.
-            resume: True to go on from the checkpoint that was finished last, or to begin if there is none, as a job that is
-                queued again wants it; one that is damaged is left out, with a warning. False to begin. A path to go on
-                from there: a checkpoint of this directory, or of another one, whose run then goes on here, or a directory of
-                Hugging Face's, from which a run begins. That of the first rank counts.
-            cast: the same.
+        ``resume`` is True for the checkpoint that was finished last, or to begin if there is none, as a job that is queued again
+        wants it; one that is damaged is left out, with a warning. False begins. A path goes on from there: a checkpoint of this
+        directory, or of another one, whose run then goes on here, or Hugging Face's, from which a run begins. The first rank's
+        counts.
 
         Returns:
             The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
@@ -441,14 +420,7 @@ class Checkpoints:
     def save(
         self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
     ) -> Future[Path]:
-        """Save after a step; every rank calls this.
-
-        Args:
-            step: how many steps are done; it is one of the extra values.
-            model: as for :func:`namedmesh.training.save`, as are all others.
-            optimizer: the same.
-            data: the same.
-            **extra: the same.
+        """Save after ``step`` steps, which is one of the extra values; every rank calls this, with the arguments of :func:`save`.
 
         Returns:
             A future; its ``result()`` is the path. Done already, unless ``async_``.

@@ -38,17 +38,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does; every rank calls this.
 
-    Prevents: each rank clips by the norm of what it holds, so that shards and pipeline stages are scaled by different
-    factors; or replicas are counted once for each rank that has one. torch's own function raises for DTensors of two meshes,
-    and leaves the other stages out.
+    Prevents: ranks that clip by the norm of what each has, or count replicas several times. torch's own function raises for DTensors
+    of two meshes, and leaves the other pipeline stages out.
 
-    Every number of the model's gradient counts once: DTensors by their placements, on any slice or view of the mesh; plain
-    tensors as replicas, but for those that are marked as shards; all stages of ``pp``, but for copies of what another stage has
-    (``parameter.shared = True``, which :func:`tie_stages` sets). Gradients that are ``Partial`` are summed before. There is one
-    reduction of a number for each axis that gradients are spread over, together.
-
-    Megatron's and DeepSpeed's marks: ``tensor_model_parallel`` and ``model_parallel`` for another shard on each rank of tp;
-    ``allreduce = False`` for experts, of which each rank of ep has others; ``shared`` and ``ds_pipe_replicated`` for copies.
+    Every number of the model's gradient counts once: DTensors by their placements, on any slice or view of the mesh; plain tensors
+    as replicas, but for those marked as shards by Megatron and DeepSpeed: ``tensor_model_parallel`` and ``model_parallel`` (over tp),
+    ``allreduce = False`` (experts, over ep and etp); every stage of ``pp``, but for copies of what another stage has, marked ``shared``
+    (by :func:`tie_stages`) or ``ds_pipe_replicated``. ``Partial`` gradients are summed before. One number is reduced for each set of
+    axes that gradients are spread over.
 
     Args:
         parameters: those of this rank's part of the model; ones without a gradient count nothing.
@@ -59,23 +56,18 @@ def clip_grad_norm_(
         foreach: as for torch's function.
 
     Returns:
-        The norm that the gradients had: a plain tensor of no dims, the same on every rank, in float32,
-        or float64 where a gradient is.
+        The norm that the gradients had, the same on every rank: of no dims, in float32, or float64 where a gradient is.
 
     Raises:
-        TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or
-            ``norm_type`` is not greater than 0.
+        TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or ``norm_type``.
 
     Example:
-        >>> import namedmesh, torch, torch.distributed as dist
-        >>> from namedmesh import training
+        >>> import namedmesh
         >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> training.clip_grad_norm_([weight], 1.0, mesh)
-        tensor(5.)
-        >>> weight.grad
-        tensor([0.6000, 0.8000])
+        >>> clip_grad_norm_([weight], 1.0, mesh), weight.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
         >>> mesh.close(); dist.destroy_process_group()
     """
     if not norm_type > 0:
@@ -129,10 +121,9 @@ def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[dist.Proc
     marks = ["ep"] if expert else []
     if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
         marks.append("etp" if expert else "tp")
-    for axis in marks:
-        if axis in mesh.coords and ranks.isdisjoint(set(mesh.ranks(axis)) - {mesh.global_rank}):
-            groups.append(mesh.group(axis))
-    return tuple(groups)
+    others = ranks - {mesh.global_rank}
+    cut = [axis for axis in marks if axis in mesh.coords and others.isdisjoint(mesh.ranks(axis))]
+    return (*groups, *map(mesh.group, cut))
 
 
 def _norm(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:

@@ -58,7 +58,9 @@ def _add(found: Any, value: Any) -> None:
         found.update(repr(sorted(map(digest, value))).encode())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         _add(found, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-    elif type(value).__repr__ is object.__repr__:  # which says where it lies in memory
+    elif hasattr(value, "__dict__") and repr(value) == object.__repr__(
+        value
+    ):  # which says where it lies in memory
         _add(found, vars(value))
     else:
         found.update(b"\0" + repr(value).encode())

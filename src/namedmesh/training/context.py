@@ -32,8 +32,7 @@ def shard_sequence(
     In balanced order a sequence is split into two chunks for each rank, of which rank r has the r-th and the r-th
     from the end: causal attention is as much work on each. Otherwise rank r has the r-th of as many chunks as ranks.
 
-    Prevents: rotary or learned positions that start from 0 on every rank; and targets shifted after the cut instead of before
-    it. Shift first: the ``targets`` of ``tokens`` are tokens from one further on, and are sharded like these.
+    Prevents: positions that start from 0 on every rank; and targets shifted after the cut instead of before it.
 
     Args:
         *tensors: whole sequences of one length, the same on every rank of ``mesh``: tokens, targets, masks.
@@ -46,14 +45,12 @@ def shard_sequence(
         The parts, in the order of the tensors, and the positions in the whole sequence: ``(length / cp,)``.
 
     Raises:
-        ShapeError: the length is not the same, or cannot be divided evenly and there is no ``pad``; all problems
-            at once.
+        ShapeError: lengths differ, or cannot be divided evenly and there is no ``pad``; all problems at once.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
         >>> mesh = namedmesh.init_mesh(cp=1, device="cpu")
-        >>> tokens, positions = shard_sequence(torch.tensor([[5, 6, 7]]), mesh=mesh["cp"], pad=(0,))
-        >>> tokens, positions
+        >>> shard_sequence(torch.tensor([[5, 6, 7]]), mesh=mesh["cp"], pad=(0,))
         (tensor([[5, 6, 7, 0]]), tensor([0, 1, 2, 3]))
         >>> mesh.close(); dist.destroy_process_group()
     """
@@ -99,14 +96,13 @@ def context_attention(
 ) -> Tensor:
     """Compute attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
 
-    Each rank keeps its queries, and gathers keys and values, once more in the backward, so that it keeps its own only (in
-    compiled code the compiler decides). With ``ulysses`` an all-to-all gives each rank whole sequences of some heads instead,
-    and another one takes the result back. Both are torch's ``scaled_dot_product_attention`` between two ``redistribute``,
-    with exact gradients, on any device, and go together with tensor parallelism: the heads are then those of this tp rank.
+    Each rank keeps its queries, and gathers keys and values, once more in the backward, so that it keeps its own only (in compiled
+    code the compiler decides). With ``ulysses`` an all-to-all gives each rank whole sequences of some heads instead. Both are torch's
+    ``scaled_dot_product_attention`` between ``redistribute`` calls, with exact gradients, on any device, beside tensor parallelism.
 
-    On CUDA torch has ring attention of its own, ``torch.distributed.tensor.experimental.context_parallel(mesh["cp"],
-    buffers=..., buffer_seq_dims=...)``: no rank ever has all keys and values. Take it for sequences so long that those do
-    not fit, where attention is causal, without masks, and the kernel is flash, efficient or cuDNN; take this for all else.
+    On CUDA torch has ring attention, ``torch.distributed.tensor.experimental.context_parallel(mesh["cp"], buffers=...,
+    buffer_seq_dims=...)``, with which no rank ever has all keys and values. Take it where those do not fit, for causal attention
+    without masks on flash, efficient or cuDNN kernels; take this for all else.
 
     Prevents: attention within each rank's part only, which trains without complaint; and keys and values whose gradients leave
     out what the other ranks' queries add.
@@ -119,11 +115,10 @@ def context_attention(
         is_causal: whether a token sees only what is before it, in the whole sequence.
         balanced: the order of :func:`shard_sequence`.
         ulysses: exchange heads; the ranks divide the heads and the key and value heads.
-        length: the length of the sequence before it was padded; needed where not ``is_causal``, since padding
-            would be seen.
-        scale: as for ``torch.nn.functional.scaled_dot_product_attention``.
-        attn_mask: which keys a query sees, such as those of its document or of a window before it, in place of ``is_causal``:
-            of the whole sequence in its own order, ``(length, length)`` or more dims in front, and the same for all heads.
+        length: the length before padding; needed where not ``is_causal``, since padding would be seen.
+        scale: as for torch's function.
+        attn_mask: which keys a query sees, in place of ``is_causal``: of the whole sequence in its own order, ``(length, length)``
+            or more dims in front, and the same for all heads.
         dropout_p: as for torch's function, with ``ulysses``: each rank has other heads, and draws from its default generator.
 
     Returns:

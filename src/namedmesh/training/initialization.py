@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
 
 def normal(name: str, parameter: Tensor) -> tuple[float, float]:
-    """Return the mean and the deviation of a parameter's first weights: 0 and 0.02, but 1 for norms and 0 for biases.
-
-    Example:
-        >>> import torch
-        >>> normal("up.weight", torch.ones(2, 2)), normal("norm.weight", torch.ones(2)), normal("up.bias", torch.ones(2))
-        ((0.0, 0.02), (1.0, 0.0), (0.0, 0.0))
-    """
+    """Return the mean and the deviation of a parameter's first weights: 0 and 0.02, but 1 for norms and 0 for biases."""
     if parameter.ndim > 1:
         return 0.0, 0.02
     return (0.0 if name.endswith("bias") else 1.0), 0.0
@@ -60,12 +54,12 @@ def init_parameters(
     Prevents: weights that depend on the layout, so that runs cannot be compared; and, on a sharded model, the same
     numbers in every shard, which is what ``nn.init`` draws on ranks with one seed.
 
-    Call it where the model is parallelized and sharded: each rank draws one whole parameter after the other, on the CPU in
-    float32, and keeps its shard (``torch.distributed.tensor.distribute_tensor`` cuts it). Parameters may be DTensors, plain
-    tensors, and Megatron's marked shards over the tp (experts: etp) of the current mesh. Buffers are left alone.
+    Call it where the model is parallelized and sharded: each rank draws one whole parameter after the other, on the CPU in float32,
+    and keeps its shard, as torch's ``distribute_tensor`` cuts it; marked shards of Megatron's over the tp (experts: etp) of the
+    current mesh. A pipeline stage has the names of the whole model. Buffers are left alone.
 
     Args:
-        model: the model, or a pipeline stage whose parameters have the names that they have in the whole model.
+        model: the model, or a stage.
         seed: any int, the same on every rank.
         distribution: gets the name and the parameter (of a DTensor, with the whole shape), and returns the mean and
             the deviation of a normal distribution.
@@ -74,11 +68,9 @@ def init_parameters(
         TrainingError: parameters are on the meta device.
 
     Example:
-        >>> import torch
-        >>> from namedmesh import training
         >>> one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        >>> training.init_parameters(one, seed=0)
-        >>> training.init_parameters(other, seed=0)
+        >>> for each in (one, other):
+        ...     init_parameters(each, seed=0)
         >>> torch.equal(one.weight, other.weight), one.bias.tolist()
         (True, [0.0, 0.0, 0.0, 0.0])
     """

@@ -40,10 +40,9 @@ def pipeline(
 ) -> Pipeline:
     """Return a pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
 
-    Prevents: torch takes the mean of the micro-batches' losses for the loss of the batch, which it is not where the last one is
-    smaller (or holds fewer tokens: ``reduction="sum"``). Schedules that compute the gradients of weights later (zero bubble,
-    ZBV, DualPipeV) leave out weights that FSDP2 has put away after the forward. And the run in which torch finds out the shapes
-    of a batch changes buffers, and drops gradients that FSDP2 has. No outputs are kept but those of :meth:`Pipeline.eval`.
+    Prevents: torch takes the mean of the micro-batches' losses for that of the batch, also where the last one is smaller. Schedules
+    that compute the gradients of weights later (zero bubble, ZBV, DualPipeV) leave out weights that FSDP2 has put away. And the run
+    in which torch finds out the shapes of a batch drops gradients that are there already. No outputs are kept but those of ``eval``.
 
     FSDP2 modules whose ``reshard_after_forward`` was left to FSDP2 keep their weights until the last backward of a step, as
     there are many forwards in it; one that was given as True counts, and is refused by the schedules that it breaks.
@@ -55,8 +54,7 @@ def pipeline(
         microbatches: into how many parts a batch is cut.
         loss: from the output of the last stage and the target, for some rows of the batch, their loss. The target is a
             tensor, or tuples, lists and dicts of tensors.
-        reduction: whether ``loss`` is a mean over its rows, and so is that of the batch; or a part of a sum, as of
-            :func:`token_mean`.
+        reduction: whether ``loss`` is a mean over its rows, or a part of a sum, as of :func:`token_mean`.
         whole: the names of keyword arguments that every micro-batch gets as they are, such as positions: all others that are
             tensors have a row for each row of the batch.
 
@@ -69,21 +67,19 @@ def pipeline(
 
     Example:
         >>> import namedmesh, torch.distributed as dist
-        >>> from namedmesh import training
         >>> mesh = namedmesh.init_mesh(pp=1, device="cpu")
-        >>> model = torch.nn.Linear(2, 1)
-        >>> pipe = pipeline(model, mesh, microbatches=2, loss=torch.nn.functional.mse_loss)
+        >>> pipe = pipeline(torch.nn.Linear(2, 1), mesh, microbatches=2, loss=torch.nn.functional.mse_loss)
         >>> loss = pipe.step(torch.ones(3, 2), target=torch.ones(3, 1))   # 3 rows in 2 parts
         >>> output = pipe.eval(torch.ones(3, 2))
         >>> bool(torch.isclose(loss, torch.nn.functional.mse_loss(output, torch.ones(3, 1))))
-        True
-        >>> training.mean_loss(loss, mesh).item() == loss.item()   # over all ranks
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
     kind, indices = schedule_class(schedule), stage_indices(mesh, schedule, len(modules))
-    sharded = [each for module in modules for each in module.modules() if isinstance(each, FSDPModule)]
+    sharded: list[FSDPModule] = [
+        each for module in modules for each in module.modules() if isinstance(each, FSDPModule)
+    ]
     if mesh.size("pp") > 1 or not issubclass(kind, PipelineScheduleSingle):
         for each in sharded:
             frees = frees_after_forward(each)
@@ -126,12 +122,10 @@ class Pipeline:
         Args:
             *args: the inputs of the first stage, on every rank.
             target: what the loss compares with, on every rank.
-            **kwargs: what every stage's ``forward`` gets; tensors are split into micro-batches as well, but for those that
-                the pipeline was told are ``whole``.
+            **kwargs: what every stage's ``forward`` gets; tensors are split into micro-batches, but for those that are ``whole``.
 
         Returns:
-            The loss of this rank's batch on the rank of the last stage, and 0 on the others: what :func:`mean_loss` takes,
-            or the sum of it over several steps whose gradients are added. Without a graph.
+            The loss of this rank's batch on the rank of the last stage, and 0 on the others, for :func:`mean_loss`; without a graph.
 
         Raises:
             ShapeError: the tensors have not the same number of rows, or none.
@@ -142,15 +136,10 @@ class Pipeline:
 
     @torch.no_grad()
     def eval(self, *args: Tensor, target: Any = None, **kwargs: Any) -> Tensor | None:
-        """Run forward over a batch, of any size, without gradients.
-
-        Args:
-            *args: as for :meth:`step`, as are all others.
-            target: the same; without one the output is returned.
-            **kwargs: the same.
+        """Run forward over a batch, of any size, without gradients; the arguments are those of :meth:`step`.
 
         Returns:
-            With a target the loss, as of :meth:`step`: computed for one micro-batch after the other, of which no output is kept.
+            With a target the loss, as of :meth:`step`: of one micro-batch after the other, whose outputs are not kept.
             Without one the output for the batch on the rank of the last stage, and None on the others.
         """
         losses: list[Tensor] = []
@@ -203,7 +192,7 @@ class Pipeline:
         ):  # torch splits the numbers of rows in place of the target, which may be of any form
             named |= {"target": index, "losses": losses, "return_outputs": False}
         self._target = target
-        with _unchanged_by_first_run(self._modules if rows != known else []):
+        with _gradients_kept(self._modules if rows != known else []):
             output = run(*given, **named)
         self._target = None
         return None if output is None else output[: self._count]
@@ -272,37 +261,12 @@ def _rows_of(target: Any, rows: slice) -> Any:
 
 
 @contextmanager
-def _unchanged_by_first_run(modules: list[nn.Module]) -> Iterator[None]:
-    """Keep the first forward of new stages, in which torch finds out the shapes, from changing anything.
-
-    torch drops the gradients of FSDP2 in it, and puts back random generators, but no buffers.
-    """
+def _gradients_kept(modules: list[nn.Module]) -> Iterator[None]:
+    """Keep the first run of new stages, in which torch finds out the shapes, from dropping the gradients that FSDP2 has."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in kept:
         parameter.grad = None
-    for module in modules:
-        _protect_buffers_once(module)
     yield
     for parameter, gradient in kept:
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
-def _protect_buffers_once(module: nn.Module) -> None:
-    """Let the next forward of a module leave its buffers as they are."""
-    kept: list[tuple[nn.Module, str, Tensor]] = []
-
-    def before(*_: Any) -> None:
-        first.remove()
-        for owner in module.modules():
-            kept.extend((owner, name, each) for name, each in owner.named_buffers(recurse=False))
-        for owner, name, buffer in kept:
-            setattr(owner, name, buffer.clone())
-
-    def after(*_: Any) -> None:
-        last.remove()
-        for owner, name, buffer in kept:
-            setattr(owner, name, buffer)
-
-    first = module.register_forward_pre_hook(before, prepend=True)
-    last = module.register_forward_hook(after, always_call=True)

@@ -30,12 +30,7 @@ _data = torch.Generator()
 
 
 def derived_seed(seed: int, name: str, place: object = "") -> int:
-    """Return a seed for something with a name; others for other names and places.
-
-    Example:
-        >>> derived_seed(1, "layer.weight") == derived_seed(1, "layer.weight") != derived_seed(2, "layer.weight")
-        True
-    """
+    """Return a seed for something with a name; others for other names and places."""
     digest = hashlib.blake2b(f"{seed} {name} {place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -54,23 +49,10 @@ def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = Non
 
     Raises:
         AxisError: a name that is no axis.
-
-    Example:
-        >>> import namedmesh, torch, torch.distributed as dist
-        >>> from namedmesh import training
-        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
-        >>> training.seed_all(1, mesh)
-        >>> default = torch.rand(1)
-        >>> with training.streams("tensor"):
-        ...     of_tensor = torch.rand(1)
-        >>> training.seed_all(1, mesh)
-        >>> bool(torch.rand(1) == default), bool(default == of_tensor)
-        (True, False)
-        >>> mesh.close(); dist.destroy_process_group()
     """
     axes = [axis for axis in mesh.layout if axis != "tp"] if differ_over is None else list(differ_over)
     own = derived_seed(seed, "default", {axis: mesh.rank(axis) for axis in axes})
-    inside_experts = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
+    inside_experts: list[str] = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         _places[name] = f"{name} { {axis: mesh.rank(axis) for axis in more if axis in mesh.coords} }"
     samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in {"pp", "cp", "tp"}}
@@ -91,7 +73,7 @@ def data_generator() -> torch.Generator:
 
 
 def streams(name: str) -> AbstractContextManager[None]:
-    """Draw numbers inside the block that differ between ranks in another way than the default ones.
+    """Draw numbers inside the block that differ between ranks in another way than the default ones, after :func:`seed_all`.
 
     - ``"tensor"`` differs over tp as well: for what tp cuts, such as dropout on the heads of attention;
     - ``"expert"`` differs over ep and etp as well: for what is inside experts;
@@ -99,21 +81,19 @@ def streams(name: str) -> AbstractContextManager[None]:
 
     Prevents: dropout with one mask on all ranks of a tensor-parallel group, each of which has other features.
 
-    A block is seeded by a number that is drawn from the default generator of the CPU, and by the rank's place. What puts that
-    generator back, such as ``torch.utils.checkpoint``, puts the blocks back, too. Every rank of a tp group has to enter
-    **equally many blocks**: one that enters more has other default numbers from then on. ``"data"`` has a generator of its own
-    instead (in a loader's worker the worker's), as loaders draw at other moments on each rank. The compiler does not follow a
-    block: enter one around what is compiled.
+    A block is seeded by a number from the default generator of the CPU, and by the rank's place: what puts that generator back,
+    such as ``torch.utils.checkpoint``, puts blocks back, too. Every rank of a tp group has to enter **equally many blocks**: one
+    that enters more has other default numbers from then on. ``"data"`` has a generator of its own instead (in a loader's worker the
+    worker's), as loaders draw at other moments on each rank. The compiler does not follow a block: enter one around what is compiled.
 
     Raises:
-        TrainingError: :func:`seed_all` was not called, or there is no such name.
+        TrainingError: there is no such name, or :func:`seed_all` was not called.
 
     Example:
-        >>> import namedmesh, torch, torch.distributed as dist
-        >>> from namedmesh import training
+        >>> import namedmesh, torch.distributed as dist
         >>> mesh = namedmesh.init_mesh(tp=1, device="cpu")
-        >>> training.seed_all(1, mesh)
-        >>> with training.streams("tensor"):
+        >>> seed_all(1, mesh)
+        >>> with streams("tensor"):
         ...     mask = torch.rand(4) > 0.5   # another one on each rank of tp
         >>> mesh.close(); dist.destroy_process_group()
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, overload
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,24 +23,7 @@ if TYPE_CHECKING:
 
 RETURNING = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
 """Schedules whose stages go to the last rank and back."""
-
-
-@overload
-def stage_layers(
-    layers: int, mesh: NamedMesh | None, *, stage: int | None = None, stages: int | None = None
-) -> range: ...
-
-
-@overload
-def stage_layers(
-    layers: nn.Sequential, mesh: NamedMesh | None, *, stage: int | None = None, stages: int | None = None
-) -> nn.Sequential: ...
-
-
-@overload
-def stage_layers(
-    layers: Layers, mesh: NamedMesh | None, *, stage: int | None = None, stages: int | None = None
-) -> nn.ModuleDict: ...
+_ties = count()  # the same on the ranks of a pipeline, which tie together
 
 
 def stage_layers(
@@ -48,11 +32,10 @@ def stage_layers(
     *,
     stage: int | None = None,
     stages: int | None = None,
-) -> range | nn.Sequential | nn.ModuleDict:
+) -> Any:
     """Return the layers of one pipeline stage: as even as can be, the longer stages last.
 
-    Prevents: stages that number their layers from 0 each, so that checkpoints, learning rates and first weights by name take
-    the layers of one stage for those of another.
+    Prevents: stages that number their layers from 0 each, so that checkpoints and first weights take one layer for another.
 
     Args:
         layers: the number of layers of the whole model, or the layers.
@@ -65,23 +48,21 @@ def stage_layers(
         under their numbers in the whole model (of an ``nn.ModuleDict``, their names): the same in every layout.
 
     Raises:
-        LayoutError: there are more stages than layers.
+        LayoutError: there are more stages than layers, or no mesh.
 
     Example:
         >>> [list(stage_layers(5, None, stage=stage, stages=2)) for stage in (0, 1)]
         [[0, 1], [2, 3, 4]]
-        >>> list(stage_layers([torch.nn.Identity()] * 4, None, stage=1, stages=2))
-        ['2', '3']
     """
     if mesh is not None:
         stages = mesh.size("pp") if stages is None else stages
         stage = mesh.rank("pp") if stage is None else stage
     if stage is None or stages is None:
         raise LayoutError("there is no mesh to say which stage this is; give the mesh, or stage and stages")
-    count = layers if isinstance(layers, int) else len(layers)
-    if stages > count:
-        raise LayoutError(f"{count} layers cannot fill {stages} stages; give every stage one at least")
-    numbers = range(count * stage // stages, count * (stage + 1) // stages)
+    total = layers if isinstance(layers, int) else len(layers)
+    if stages > total:
+        raise LayoutError(f"{total} layers cannot fill {stages} stages; give every stage one at least")
+    numbers = range(total * stage // stages, total * (stage + 1) // stages)
     if isinstance(layers, int):
         return numbers
     named = list(layers.items()) if isinstance(layers, nn.ModuleDict) else list(enumerate(layers))
@@ -120,15 +101,14 @@ def schedule_class(name: str) -> Any:
 def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Callable[[], None]:
     """Tie a parameter of the first pipeline stage to one of the last, such as an embedding to the output; communicates.
 
-    Prevents: two copies of one weight that learn apart, each from the gradients of its stage; and a norm of the gradients
-    that counts them twice. The last stage's copy takes the first one's values, is marked as ``shared`` for
-    :func:`clip_grad_norm_`, and a checkpoint has one weight for both. Call it after ``fully_shard``, on every rank; both are
-    sharded alike. A rank that has both ends, as with ``pp=1`` or ZBV, gives both: one parameter, or two that are tied then.
+    Prevents: two copies of one weight that learn apart, and a norm of the gradients that counts them twice. The last stage's copy
+    takes the first one's values and is marked as ``shared`` for :func:`clip_grad_norm_`; a checkpoint has one weight for both. Call
+    it after ``fully_shard``, on every rank. A rank with both ends (``pp=1``, ZBV) gives both: one parameter, or two that are tied.
 
     Args:
         mesh: a mesh with an axis ``pp``.
         first: the first stage's parameter where this rank has that stage, and otherwise None.
-        last: the same for the last stage.
+        last: the same for the last stage; sharded as the first.
 
     Returns:
         A function that sums the two gradients: every rank calls it once a step, before clipping.
@@ -137,67 +117,65 @@ def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Ca
         ShapeError: on every rank of ``pp``: no rank or several have one of the two, or they have other shapes or types.
 
     Example:
-        >>> import namedmesh, torch, torch.distributed as dist
-        >>> from namedmesh import training
+        >>> import namedmesh
         >>> mesh = namedmesh.init_mesh(pp=1, device="cpu")
         >>> embed, head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
-        >>> sum_gradients = training.tie_stages(mesh, embed.weight, head.weight)
-        >>> loss = head(embed(torch.arange(4))).sum().backward()
+        >>> sum_gradients = tie_stages(mesh, embed.weight, head.weight)
+        >>> head(embed(torch.arange(4))).sum().backward()
         >>> sum_gradients()
         >>> torch.equal(embed.weight, head.weight) and torch.equal(embed.weight.grad, head.weight.grad)
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
-    ends = first, last
+    ends, group = (first, last), mesh.group("pp")
     described = [None if each is None else (tuple(_local(each).shape), str(each.dtype)) for each in ends]
-    found: list[Any] = [described] * mesh.size("pp")
+    found: list[Any] = [(described, next(_ties))] * mesh.size("pp")
     if mesh.size("pp") > 1:
-        dist.all_gather_object(found, described, group=mesh.group("pp"))
-    ranks = [[rank for rank, each in enumerate(found) if each[end] is not None] for end in range(2)]
-    shown = [each[end] for end in range(2) for each in found if each[end] is not None]
+        dist.all_gather_object(found, found[0], group=group)
+    ranks = [[rank for rank, (each, _) in enumerate(found) if each[end] is not None] for end in range(2)]
+    shown = [each[end] for end in range(2) for each, _ in found if each[end] is not None]
     if [len(each) for each in ranks] != [1, 1] or shown[0] != shown[1]:
         raise ShapeError(
             f"the ranks {ranks[0]} and {ranks[1]} of pp tie {shown}; give one parameter of the first stage on the rank that has it, and "
             "one of the last, of one shape and type, sharded alike; None on all others"
         )
-    (one,), (other,) = ranks
-    if first is last:
+    here = [each for each in ends if each is not None]
+    if not here or first is last:
         return lambda: None
-    tie = f"{one}-{other}-{tuple(found[one][0])}"
+    peer = ranks[0 if first is None else 1][0]
     for end, each in zip(("first", "last"), ends, strict=True):
         if each is not None:
-            each.tied_stages = (tie, end)  # type: ignore[attr-defined]  # for checkpoints
+            each.tied_stages = (str(found[ranks[0][0]][1]), end)  # type: ignore[attr-defined]  # for checkpoints
+            each.shared = end == "last"  # type: ignore[attr-defined]  # for clipping
+    values = _exchanged([_local(each) for each in here], group, peer)
     if last is not None:
-        last.shared = True  # type: ignore[attr-defined]
-    if first is not None and last is not None:
-        _local(last).copy_(_local(first))
-    elif first is not None:
-        dist.send(_local(first).contiguous(), group=mesh.group("pp"), group_dst=other)
-    elif last is not None:
-        received = torch.empty_like(_local(last))
-        dist.recv(received, group=mesh.group("pp"), group_src=one)
-        _local(last).copy_(received)
+        _local(last).copy_(values[-1] if first is None else values[0])
 
     @torch.no_grad()
     def sum_gradients() -> None:
-        here = [each for each in ends if each is not None]
         for each in here:
-            if each.grad is None:
-                each.grad = torch.zeros_like(each)
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
         grads = [_local(each.grad) for each in here if each.grad is not None]
-        if len(grads) == 2:  # noqa: PLR2004
-            grads[0].add_(grads[1])
-            grads[1].copy_(grads[0])
-        elif grads:
-            peer, group = (other if last is None else one), mesh.group("pp")
-            received = torch.empty_like(grads[0])
-            sent = dist.isend(grads[0].contiguous(), group=group, group_dst=peer)
-            dist.recv(received, group=group, group_src=peer)
-            if sent is not None:
-                sent.wait()
-            grads[0].add_(received)
+        one, other = _exchanged(grads, group, peer)
+        total = one + other
+        for each in grads:
+            each.copy_(total)
 
     return sum_gradients
+
+
+def _exchanged(here: list[Tensor], group: dist.ProcessGroup, peer: int) -> list[Tensor]:
+    """Return the tensors of both ends: this rank's, and the peer's where this rank has one of them."""
+    if len(here) > 1:
+        return here
+    received = torch.empty_like(here[0])
+    operations = [
+        dist.P2POp(dist.isend, here[0].contiguous(), group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return [here[0], received]
 
 
 def _local(tensor: Tensor) -> Tensor:
