@@ -44,8 +44,8 @@ def clip_grad_norm_(
     Every number of the model's gradient counts once: DTensors by their placements, on any slice or view of the mesh; plain tensors
     as replicas, but for those marked as shards by Megatron and DeepSpeed: ``tensor_model_parallel`` and ``model_parallel`` (over tp),
     ``allreduce = False`` (experts, over ep and etp); every stage of ``pp``, but for copies of what another stage has, marked ``shared``
-    (by :func:`tie_stages`) or ``ds_pipe_replicated``. ``Partial`` gradients are summed before. One number is reduced for each set of
-    axes that gradients are spread over.
+    (by :func:`tie_stages`) or ``ds_pipe_replicated``. ``Partial`` gradients are summed before. There is one small
+    reduction for each axis that gradients are spread over.
 
     Args:
         parameters: those of this rank's part of the model; ones without a gradient count nothing.
@@ -84,11 +84,19 @@ def clip_grad_norm_(
             clipped.append(_Clipped(shard))
             if not (getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)):
                 spread.setdefault(_groups(parameter, parameter.grad, mesh), []).append(shard)
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for groups, shards in spread.items():
-        total = _joined([total, _over(_norm(shards, norm_type, foreach), groups, norm_type)], norm_type)
+    powers = {groups: _power(shards, norm_type, foreach) for groups, shards in spread.items()}
+    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    for group in dict.fromkeys(group for groups in powers for group in groups):
+        over = [groups for groups in powers if group in groups]
+        together = torch.stack([powers[groups] for groups in over])
+        dist.all_reduce(together, operation, group=group)
+        powers.update(zip(over, together, strict=True))
+    here = torch.stack([*powers.values(), torch.zeros(2, dtype=torch.float64, device=mesh.device)])
+    power = here.amax(0) if math.isinf(norm_type) else here.sum(0)
     if "pp" in mesh.layout:
-        total = _over(total, (mesh.group("pp"),), norm_type)
+        dist.all_reduce(power, operation, group=mesh.group("pp"))
+    largest = power[0].masked_fill(power[1] > 0, math.nan)
+    total = largest if math.isinf(norm_type) else power[0] ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise TrainingError(
             f"the norm of order {norm_type} over the gradients of the whole model is {total.item()}, so they cannot be "
@@ -110,47 +118,33 @@ def _shard(grad: Tensor) -> Tensor:
 
 def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups over which a gradient is cut: by its placements, and by the marks of Megatron and DeepSpeed."""
-    groups = []
-    ranks = {mesh.global_rank}  # those that placements tell about
+    groups: list[dist.ProcessGroup] = []
     if isinstance(grad, DTensor):
-        ranks |= set(grad.device_mesh.mesh.flatten().tolist())
-        for dim, placement in enumerate(grad.placements):
-            if not isinstance(placement, Replicate | Partial):
-                groups.append(grad.device_mesh.get_group(dim))
+        cut = [dim for dim, each in enumerate(grad.placements) if not isinstance(each, Replicate | Partial)]
+        groups = [grad.device_mesh.get_group(dim) for dim in cut]
     expert = not getattr(parameter, "allreduce", True)
     marks = ["ep"] if expert else []
     if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
         marks.append("etp" if expert else "tp")
-    others = ranks - {mesh.global_rank}
-    cut = [axis for axis in marks if axis in mesh.coords and others.isdisjoint(mesh.ranks(axis))]
-    return (*groups, *map(mesh.group, cut))
+    for axis in marks:
+        # Its own mesh may tell of this axis already.
+        known = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else []
+        if axis in mesh.coords and len(set(known) & set(mesh.ranks(axis))) <= 1:
+            groups.append(mesh.group(axis))
+    return tuple(groups)
 
 
-def _norm(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """Return the norm of this rank's numbers; torch's own is computed in their type, where a square soon is infinite."""
+def _power(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """Return what is added up over ranks: the power of a norm, and 0; of the largest number, it and whether one is not a number.
+
+    Not every backend's maximum keeps what is not a number. A norm in a short type soon is infinite.
+    """
     short = [each for each in shards if each.dtype in {torch.float16, torch.bfloat16}]
     norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float32) for each in short]
-    if len(short) < len(shards):
-        others = [each for each in shards if each.dtype not in {torch.float16, torch.bfloat16}]
-        norms.append(get_total_norm(others, norm_type, foreach=foreach))
-    return _joined(norms, norm_type)
-
-
-def _joined(norms: list[Tensor], norm_type: float) -> Tensor:
+    others = [each for each in shards if each.dtype not in {torch.float16, torch.bfloat16}]
+    norms += [get_total_norm(others, norm_type, foreach=foreach)] if others else []
     together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
-    result: Tensor = torch.linalg.vector_norm(together, norm_type)
-    return result
-
-
-def _over(norm: Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float) -> Tensor:
-    """Return the norm over the ranks of each group, which have other parts."""
-    if not math.isinf(norm_type):
-        powers = norm**norm_type
-        for group in groups:
-            dist.all_reduce(powers, group=group)
-        return powers ** (1 / norm_type)
-    # Not every backend's maximum keeps what is not a number.
-    both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()])
-    for group in groups:
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    return both[0].masked_fill(both[1] > 0, math.nan)
+    norm = torch.linalg.vector_norm(together, norm_type)
+    if math.isinf(norm_type):
+        return torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()])
+    return torch.stack([norm**norm_type, torch.zeros_like(norm)])
