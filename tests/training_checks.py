@@ -6,7 +6,6 @@ import itertools
 import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import tiny

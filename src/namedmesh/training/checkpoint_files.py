@@ -47,17 +47,21 @@ class Writer(dcp.FileSystemWriter):
         self.made = False  # the directory, by this rank
         self.failed: Exception | None = None
 
-    @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return copies for the background; DCP's own copying takes a DTensor's gradient along, and fails at FSDP2's."""
         try:
-            return {
-                name: each.to("cpu", copy=True) if isinstance(each, Tensor) else each
-                for name, each in state_dict.items()
-            }
+            return self._copies(state_dict)
         except Exception as error:  # noqa: BLE001  the planner tells it on every rank
             self.failed = error
             return {}
+
+    @staticmethod
+    @torch.no_grad()
+    def _copies(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: each.to("cpu", copy=True) if isinstance(each, Tensor) else each
+            for name, each in values.items()
+        }
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Make nothing: the first rank does."""
