@@ -165,20 +165,18 @@ class Phases:
 
     def stepping(self) -> str:
         mesh = self._mesh()
-        return error_of(lambda: self._watched(mesh, lambda: summed(mesh.group("tp"))))
+        return error_of(lambda: self._watched(lambda: summed(mesh.group("tp"))))
 
     def connecting(self) -> str:
         """The first collective of a group, which connects its members."""
         self._launch()
         mesh = namedmesh.init_mesh(dp=1, tp=2, share_groups=False)
-        return error_of(lambda: self._watched(mesh, lambda: summed(mesh.group("tp"))))
+        return error_of(lambda: self._watched(lambda: summed(mesh.group("tp"))))
 
     def saving(self) -> str:
         mesh, net = self._mesh(), tiny.model()
         training.save(self.directory / "step-1", mesh, net)
-        return error_of(
-            lambda: self._watched(mesh, lambda: training.save(self.directory / "step-2", mesh, net))
-        )
+        return error_of(lambda: self._watched(lambda: training.save(self.directory / "step-2", mesh, net)))
 
     def closing(self) -> str:
         mesh = self._mesh()
@@ -198,10 +196,9 @@ class Phases:
         summed(mesh.group("tp"))
         return mesh
 
-    def _watched(self, mesh: namedmesh.NamedMesh, act: Callable[[], object]) -> None:
-        with training.report_lost_ranks(mesh, timeout=SOON):
-            self.cut.ready()
-            act()
+    def _watched(self, act: Callable[[], object]) -> None:
+        self.cut.ready()
+        act()
 
 
 def test_a_cut_link_is_told_on_both_sides_in_every_phase(hosts: Hosts, tmp_path: Path) -> None:
@@ -225,17 +222,17 @@ def test_a_cut_link_is_told_on_both_sides_in_every_phase(hosts: Hosts, tmp_path:
     assert near.pop("launching").startswith(
         "AgreementError: rank 2 of 0 to 2 did not call launch.init within 8 s"
     )
-    lost = {phase: near.pop(phase) for phase in ("stepping", "connecting", "saving")}
-    for said in lost.values():
-        assert said.startswith("LostRanksError: rank 1 (dp 0, tp 1) does not answer: ")
+    far = {phase: said for phase, (_, said) in told.items()}
+    for phase in ("stepping", "connecting", "saving"):  # torch's own, or DCP's with that of torch inside
+        for said in (near.pop(phase), far.pop(phase)):
+            assert "imed out" in said or "onnection" in said, (phase, said)
     for said in near.values():
         assert said.startswith("AgreementError: rank 1 of 0 to 1 did not call ")
-    far = {phase: said for phase, (_, said) in told.items()}
     assert far.pop("starting").startswith(
         "LaunchError: rank 0, which hosts the store of the job at 10.0.0.1:29501, did not answer within 4 s; "
     )
-    for phase, said in far.items():
-        assert said.startswith("LostRanksError: " if phase in lost else "AgreementError: ")
+    for said in far.values():
+        assert said.startswith("AgreementError: ")
         assert "this host or the link between them is cut off" in said
 
 
