@@ -222,7 +222,9 @@ def test_losses_with_experts_are_those_of_one_process() -> None:
 def interrupted_and_resumed(settings: Settings) -> tuple[set[str], list[float]]:
     losses_of(settings)
     longer = dataclasses.replace(settings, steps=2, resume=settings.checkpoint)
-    broken = mock.patch("torch.distributed.checkpoint.save", side_effect=KeyboardInterrupt)
+    broken = mock.patch(
+        "torch.distributed.checkpoint.FileSystemWriter.write_data", side_effect=KeyboardInterrupt
+    )
     with broken, pytest.raises(KeyboardInterrupt):
         losses_of(longer)
     return {path.name for path in Path(settings.checkpoint).iterdir()}, losses_of(longer)
@@ -231,7 +233,7 @@ def interrupted_and_resumed(settings: Settings) -> tuple[set[str], list[float]]:
 def test_an_interrupted_save_keeps_the_one_before(tmp_path: Path, reference: dict[int, list[float]]) -> None:
     settings = dataclasses.replace(TINY, steps=1, checkpoint=str(tmp_path))
     ((left, resumed),) = run_ranks(1, interrupted_and_resumed, settings)
-    assert left == {"step-000001", "step-000002"}  # the second has no namedmesh.pt
+    assert left == {"step-000001"}
     # The rate of a step depends on where training ends, but the first step's weights are what was saved.
     assert resumed == [pytest.approx(reference[4][1], abs=1e-2)]
 
