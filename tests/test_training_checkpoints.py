@@ -563,7 +563,7 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     training.save(root / "untied", mesh, model)
     model.tied(mesh)
     said = error_of(lambda: training.load(root / "untied", mesh, model))
-    assert "'embed.weight', 'head.weight' are tied here, and are two weights with other values" in said
+    assert "'embed.weight' and 'head.weight' are tied here, and are two weights with other values" in said
     with torch.no_grad():
         next(model.parameters()).add_(mesh.rank())
     assert "other values on rank 1 than on rank 0" in error_of(

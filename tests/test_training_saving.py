@@ -517,7 +517,7 @@ def test_a_weight_with_two_names_is_saved_once_and_loads_as_one_or_two(tmp_path:
         two.head.weight.add_(1)
     training.save(tmp_path / "apart", None, two, other)
     assert error_of(lambda: training.load(tmp_path / "apart", None, one, optimizer)) == (
-        "CheckpointError: 'head.weight', 'embed.weight' are tied here, and are two weights with other values in the checkpoint "
+        "CheckpointError: 'embed.weight' and 'head.weight' are tied here, and are two weights with other values in the checkpoint "
         f"{tmp_path}/apart; untie them, or load another checkpoint before the model is used"
     )
 

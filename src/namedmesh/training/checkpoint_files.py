@@ -151,7 +151,7 @@ class Reader(dcp.FileSystemReader):
         places = sorted((each.relative_path, each.offset, each.length) for each in self.storage_data.values())
         name = ""
         try:
-            for name, offset, length in places[self._share]:  # noqa: B007  the last one is named
+            for name, offset, length in places[self._share]:
                 with (Path(self.path) / name).open("rb") as file:
                     file.seek(offset)
                     contents = io.BytesIO(file.read(length))

@@ -177,7 +177,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     """DCP's, which says all that does not fit before anything is read, and runs no code of a file."""
 
     def __init__(
-        self, state: State, aliases: Mapping[str, str], about: dict[str, Any], where: Path, *, cast: bool
+        self,
+        state: list[State],
+        aliases: Mapping[str, str],
+        about: dict[str, Any],
+        where: Path,
+        *,
+        cast: bool,
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state, self._about, self._where = state, about, f"the checkpoint {where}"
@@ -287,18 +293,23 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             if each.startswith("optimizer."):
                 keys.setdefault(owner(each), {})[each.partition(":")[2]] = None
         found = []
+        for name in self.state.options:
+            if self.options_of(name) is None:
+                self._problems.append(f"the optimizer of {self._where} did not have {name!r}")
+            source = name if name in keys else self._aliases.get(name, name)
+            found += [f"optimizer.{name}:{key}" for key in keys.get(source, ())]
+        self._compare_options()
+        return found
+
+    def _compare_options(self) -> None:
+        """Say which optimizers are of another kind than before, and which groups were several."""
         mixed: dict[int, dict[str, str]] = {}
         other_kinds: dict[tuple[str, str], list[str]] = {}
         for name, (kinds, _, group) in self.state.options.items():
-            before = self.options_of(name)
-            if before is None:
-                self._problems.append(f"the optimizer of {self._where} did not have {name!r}")
-                continue
-            mixed.setdefault(group, {}).setdefault(repr(before[1]), repr(name))
-            if kinds[0] not in before[0] and before[0][0] not in kinds:
-                other_kinds.setdefault((before[0][0], kinds[0]), []).append(repr(name))
-            source = name if name in keys else self._aliases.get(name, name)
-            found += [f"optimizer.{name}:{key}" for key in keys.get(source, ())]
+            if before := self.options_of(name):
+                mixed.setdefault(group, {}).setdefault(repr(before[1]), repr(name))
+                if kinds[0] not in before[0] and before[0][0] not in kinds:
+                    other_kinds.setdefault((before[0][0], kinds[0]), []).append(repr(name))
         for (kind, now), names in other_kinds.items():
             self._problems.append(
                 f"the optimizer of {listing(names, 4)} was {kind} in {self._where}, and is {now} "
@@ -310,7 +321,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                     f"{listing(some.values())} are in one group of the optimizer, and were in groups with other "
                     "options; group them as they were"
                 )
-        return found
 
     def options_of(self, name: str) -> Any:
         """Return the kinds and options that the optimizer of a parameter had; None where it had none."""
@@ -345,8 +355,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Note that a part of a tensor was read."""
         self.changed.add(read_item.dest_index.fqn)
 
-    def values(self) -> dict[str, Any]:
-        """Return what was read, by the names of the entries."""
+    def put(self) -> list[tuple[object, str, list[float]]]:
+        """Give what was read to the model and all others; of weights with several names, returns which they are, and their numbers."""
         prefix = "model." if self._pretrained else ""
         found: dict[str, Any] = {}
         taken: set[str] = set()
@@ -354,7 +364,15 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             value = self.state_dict[source.removeprefix(prefix)]
             found[name] = value.clone() if source in taken and isinstance(value, Tensor) else value
             taken.add(source)
-        return found
+        state, mesh = self.state, self.state.mesh
+        state.put(found, {name: self.options_of(name) for name in state.options})
+        coords = {} if mesh is None else mesh.coords
+        place = str({axis: at for axis, at in coords.items() if axis != "pp"})
+        tied: list[tuple[object, str]] = [((tie, place), name) for name, (tie, _) in state.ties.items()]
+        for alias, whose in state.aliases.items():
+            if f"model.{alias}" in found:
+                tied += [((whose, str(coords)), whose), ((whose, str(coords)), alias)]
+        return [(tie, name, numbers_of(found[f"model.{name}"])) for tie, name in tied]
 
 
 def layout_of(about: dict[str, Any]) -> Layout | None:

@@ -8,6 +8,7 @@ import shutil
 import warnings
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases, layout_of
 from namedmesh.training.checkpoint_ranks import Ranks, error_of_dcp
 from namedmesh.training.checkpoint_state import State, plain, shown
-from namedmesh.training.comparison import alike, numbers_of
+from namedmesh.training.comparison import alike
 
 if TYPE_CHECKING:
     import os
@@ -184,31 +185,21 @@ def load(
     """
     ranks = Ranks.of(mesh)
     ranks.finish()
-    about = ranks.from_first(partial(_about, Path(path)))
-    _load(Path(path), about, ranks, partial(State, mesh, model, optimizer, data), cast=cast)
-    return dict(about["extra"])
+    return dict(_load(Path(path), ranks, partial(State, mesh, model, optimizer, data), cast=cast)["extra"])
 
 
 def _about(path: Path) -> dict[str, Any]:
     if not files.is_whole(path) and any(path.glob("*.safetensors")):
-        extra = {"step": 0}
-        return {
-            "data": None,
-            "layout": None,
-            "extra": extra,
-            "options": {},
-            "aliases": {},
-            "copies": {},
-            "run": None,
-        }
+        nothing: dict[str, Any] = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}}
+        return nothing | dict.fromkeys(("data", "layout", "run"))
     about = files.read_about(path)
     files.check_metadata(path, about)
     return about
 
 
-def _load(
-    path: Path, about: dict[str, Any], ranks: Ranks, collect: Callable[[], State], *, cast: bool
-) -> None:
+def _load(path: Path, ranks: Ranks, collect: Callable[[], State], *, cast: bool) -> dict[str, Any]:
+    """Load, and return what the checkpoint says about itself."""
+    about = ranks.from_first(partial(_about, path))
     state: list[State] = []
 
     def names() -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
@@ -219,10 +210,10 @@ def _load(
 
     aliases = joined_aliases(ranks.from_all(names))
     planner = LoadPlanner(state[0], aliases, about, path, cast=cast)
-    reader: Any = files.Reader(path, about, ranks.rank, ranks.size) if about["data"] else None
     try:
         with _without_warnings():
-            reader = reader or dcp.HuggingFaceStorageReader(str(path))
+            own = files.Reader(path, about, ranks.rank, ranks.size) if about["data"] else None
+            reader = own or dcp.HuggingFaceStorageReader(str(path))
             dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
     except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
         found = error_of_dcp(error, f"the checkpoint {path} could not be read", ranks.rank)
@@ -234,46 +225,18 @@ def _load(
                 "again, or another checkpoint, before it is used",
             )
         raise found from None
-
-    def put() -> dict[Any, dict[str, list[float]]]:
-        values = planner.values()
-        state[0].put(values, {name: planner.options_of(name) for name in state[0].options})
-        return _tied_values(state[0], values)
-
-    tied: dict[Any, dict[str, list[float]]] = {}
-    for own in ranks.from_all(put):
-        for tie, numbers in own.items():
-            tied.setdefault(tie, {}).update(numbers)
-    apart = [
-        names
-        for names in tied.values()
-        if not all(alike(each, next(iter(names.values()))) for each in names.values())
-    ]
-    if apart:
-        raise CheckpointError(
-            *dict.fromkeys(
-                f"{listing(map(repr, names))} are tied here, and are two weights with other values in the checkpoint {path}; untie them, "
-                "or load another checkpoint before the model is used"
-                for names in apart
+    first: dict[object, tuple[str, list[float]]] = {}
+    problems = []
+    for tied, name, numbers in chain.from_iterable(ranks.from_all(planner.put)):
+        other, expected = first.setdefault(tied, (name, numbers))
+        if not alike(numbers, expected):
+            problems.append(
+                f"{other!r} and {name!r} are tied here, and are two weights with other values in the checkpoint {path}; untie them, or "
+                "load another checkpoint before the model is used"
             )
-        )
-
-
-def _tied_values(state: State, values: dict[str, Any]) -> dict[Any, dict[str, list[float]]]:
-    """Return numbers of each weight with several names as they were loaded, by what they have to be the same for."""
-    found: dict[Any, dict[str, list[float]]] = {}
-    place = {} if state.mesh is None else {axis: at for axis, at in state.mesh.coords.items() if axis != "pp"}
-    for name, (tie, _) in state.ties.items():
-        found[tie, str(place)] = {
-            **found.get((tie, str(place)), {}),
-            name: numbers_of(values[f"model.{name}"]),
-        }
-    rank = 0 if state.mesh is None else state.mesh.global_rank
-    for alias, owner in state.aliases.items():
-        for name in (alias, owner):
-            if f"model.{alias}" in values:
-                found.setdefault((owner, rank), {})[name] = numbers_of(values[f"model.{name}"])
-    return found
+    if problems:
+        raise CheckpointError(*dict.fromkeys(problems))
+    return about
 
 
 def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[str, Any]]:
@@ -373,49 +336,35 @@ class Checkpoints:
         ranks.finish()
         collect = partial(State, self.mesh, model, optimizer, data)
         left: list[str] = []
-        while (found := ranks.from_first(partial(self._candidate, resume, left))) is not None:
-            path, about = found
+        about: dict[str, Any] | None = None
+        while about is None and (path := ranks.from_first(partial(self._candidate, resume, left))):
             try:
-                _load(path, about, ranks, collect, cast=cast)
-            except files.DamagedError as error:
+                about = _load(path, ranks, collect, cast=cast)
+            except files.DamagedError as error:  # noqa: PERF203  one of a few
                 if resume is not True:
                     raise
                 left.append(path.name)
                 if ranks.rank == 0:
                     warnings.warn(f"left out: {error}", stacklevel=2)
-            else:
-                break
-        self._run = (found and found[1]["run"]) or ranks.from_first(lambda: secrets.token_hex(8))
+        self._run = (about and about["run"]) or ranks.from_first(lambda: secrets.token_hex(8))
         ranks.from_first(self._refuse_other_run)
-        return {"step": 0} if found is None else dict(found[1]["extra"])
+        return dict(about["extra"]) if about else {"step": 0}
 
-    def _candidate(
-        self, resume: bool | str | os.PathLike[str], left: list[str]
-    ) -> tuple[Path, dict[str, Any]] | None:
-        if resume is False:
-            return None
-        if resume is not True:
-            about = _about(Path(resume))
-            if "step" not in about["extra"]:
+    def _candidate(self, resume: bool | str | os.PathLike[str], left: list[str]) -> Path | None:
+        """Return the checkpoint to load next; the first rank calls this."""
+        if isinstance(resume, bool):
+            known = [path for path, _ in files.in_order(self.directory) if _NAME.fullmatch(path.name)]
+            sound = [path for path in known if path.name not in left] if resume else []
+            if resume and known and not sound:
                 raise CheckpointError(
-                    f"the checkpoint {resume} has no step to go on from; save it with step=, or load it with training.load"
+                    f"no checkpoint in {self.directory} is as it was written; name one to load by resume=, or begin in another directory"
                 )
-            return Path(resume), about
-        known = [
-            (path, about) for path, about in files.in_order(self.directory) if _NAME.fullmatch(path.name)
-        ]
-        for path, _ in reversed(known):
-            if path.name not in left:
-                try:
-                    return path, _about(path)
-                except files.DamagedError as error:
-                    left.append(path.name)
-                    warnings.warn(f"left out: {error}", stacklevel=4)
-        if known:
+            return sound[-1] if sound else None
+        if "step" not in _about(Path(resume))["extra"]:
             raise CheckpointError(
-                f"no checkpoint in {self.directory} is as it was written; name one to load by resume=, or begin in another directory"
+                f"the checkpoint {resume} has no step to go on from; save it with step=, or load it with training.load"
             )
-        return None
+        return Path(resume)
 
     def save(
         self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
