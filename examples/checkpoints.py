@@ -23,20 +23,20 @@ training.init_parameters(model, seed=0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 samples = torch.linspace(-1, 1, 64 * 16).view(64, 16).sin()
 sampler = DistributedSampler(samples, shuffle=False, **training.sampler_kwargs(mesh))
-
-checkpoints = training.Checkpoints(sys.argv[2], mesh, keep=2, async_=True)
-start = checkpoints.resume_or_start(model, optimizer)["step"]  # 0 where there is no checkpoint yet
 batches = list(DataLoader(samples, 8 // mesh.size("dp"), sampler=sampler))
-for step in range(start, start + STEPS):
-    batch = batches[step % len(batches)].to(mesh.device)
-    loss = (model(batch) - batch.roll(1, -1)).square().mean()
-    loss.backward()
-    training.clip_grad_norm_(model.parameters(), 1.0, mesh)
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.all_reduce(mean := loss.detach() / mesh.size("dp"), group=mesh.group("dp"))
-    if mesh.global_rank == 0:
-        print(f"step {step} in {mesh.layout}: loss {mean.item():.4f}")
-checkpoints.save(start + STEPS, model, optimizer)  # in the background
-mesh.close()  # waits for it, and raises its error
+
+with training.Checkpoints(sys.argv[2], mesh, keep=2, async_=True) as checkpoints:
+    start = checkpoints.resume_or_start(model, optimizer)["step"]  # 0 where there is no checkpoint yet
+    for step in range(start, start + STEPS):
+        batch = batches[step % len(batches)].to(mesh.device)
+        loss = (model(batch) - batch.roll(1, -1)).square().mean()
+        loss.backward()
+        training.clip_grad_norm_(model.parameters(), 1.0, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = training.mean_loss(loss, mesh)
+        if mesh.global_rank == 0:
+            print(f"step {step} in {mesh.layout}: loss {mean.item():.4f}")
+    checkpoints.save(start + STEPS, model, optimizer)  # in the background; the end of the block waits for it
+mesh.close()
 dist.destroy_process_group()

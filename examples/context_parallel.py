@@ -42,14 +42,14 @@ text = text.to(mesh.device)
 for step in range(20):
     # Targets are shifted before the sequence is sharded; positions are those in the whole sequence.
     tokens, targets, positions = training.shard_sequence(text[:, :-1], text[:, 1:], mesh=mesh["cp"])
-    loss = training.token_mean(model(tokens, targets, positions), targets.numel(), mesh)  # over all ranks
+    count = training.count_tokens(targets.numel(), mesh)  # of all ranks
+    loss = training.token_mean(model(tokens, targets, positions), count, mesh)
     loss.backward()
     training.clip_grad_norm_(model.parameters(), 1.0, mesh)
     optimizer.step()
     optimizer.zero_grad()
+    mean = training.mean_loss(loss, mesh)
     if mesh.global_rank == 0 and step % 10 == 0:
-        print(
-            f"step {step}: loss {loss.item():.3f} of {targets.numel() * mesh.size()} tokens, {targets.numel()} on a rank"
-        )
+        print(f"step {step}: loss {mean.item():.3f} of {count.item()} tokens, {targets.numel()} on a rank")
 mesh.close()
 dist.destroy_process_group()

@@ -12,7 +12,7 @@ training.seed_all(0, mesh)
 
 samples = TensorDataset(torch.arange(16))
 sampler = DistributedSampler(samples, seed=0, **training.sampler_kwargs(mesh))  # of dp, not of all ranks
-loader = DataLoader(samples, 4, sampler=sampler, **training.loader_kwargs(mesh))
+loader = DataLoader(samples, 4, sampler=sampler, generator=training.data_generator())
 for epoch in range(2):
     sampler.set_epoch(epoch)
     seen = []

@@ -43,10 +43,9 @@ class Mixture(nn.Module):
 mesh = namedmesh.init_mesh(dp=-1)
 mesh.add_view("expert", edp=-1, ep=2)  # the same ranks: groups of 2 share the experts, each group has all
 model = Mixture().to(mesh.device)
-namedmesh.parallelize(model.experts, mesh["ep"], ExpertParallel())
+namedmesh.parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
 fully_shard(model.experts, mesh=mesh["edp"])  # the ranks with the same experts
 fully_shard(model, mesh=mesh["dp"])
-training.set_expert_divisor(model, mesh)  # or the experts learn faster than the router
 training.init_parameters(model, seed=0, distribution=lambda *_: (0.0, 0.3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
 generator = torch.Generator().manual_seed(mesh.rank("dp"))
@@ -57,7 +56,7 @@ for step in range(20):
     training.clip_grad_norm_(model.parameters(), 1.0, mesh)
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(mean := loss.detach() / mesh.size("dp"), group=mesh.group("dp"))
+    mean = training.mean_loss(loss, mesh)
     if mesh.global_rank == 0 and step % 10 == 0:
         print(f"step {step}: loss {mean.item():.3f}")
 if mesh.global_rank == 0:

@@ -101,7 +101,7 @@ def shard_experts(experts: nn.Module, mesh: NamedMesh) -> None:
     if mesh.size("etp") > 1:
         features = ShardedExperts({"gate": Shard(2), "up": Shard(2), "down": Shard(1)})
         parallelize(experts, mesh["etp"], features)
-    parallelize(experts, mesh["ep"], ExpertParallel())
+    parallelize(experts, mesh["ep"], ExpertParallel(mesh))
 
 
 def differences(mesh: NamedMesh) -> dict[str, float]:

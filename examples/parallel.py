@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from llama import Llama, first_weights, llama_plan
 from moe import add_experts, expert_plan, shard_experts
 from settings import Settings
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -76,20 +76,17 @@ def recompute_and_compile(layer: Any, settings: Settings) -> None:
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
     if settings.recompute:  # around what is compiled: the compiler does not follow random streams
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, context_fn=training.streams.recomputed
-        )
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def share_parameters(model: Llama, experts: list[Any], mesh: NamedMesh, settings: Settings) -> None:
     """Spread the parameters over the ranks that hold the same ones."""
+    over = training.fsdp_mesh(mesh)
     for each in experts:
         fully_shard(each, mesh=mesh["edp"])  # the few ranks that share them
     for layer in model.layers.values():
-        fully_shard(layer, mesh=training.fsdp_mesh(mesh))
-    fully_shard(model, mesh=training.fsdp_mesh(mesh))
-    if settings.moe:
-        training.set_expert_divisor(model, mesh)
+        fully_shard(layer, mesh=over)
+    fully_shard(model, mesh=over)
 
 
 def attend_and_drop(attend: Callable[..., Tensor], dropout: float, *heads: Tensor) -> Tensor:
@@ -109,7 +106,7 @@ class Step:
     def __init__(self, model: Llama, mesh: NamedMesh, *, microbatches: int) -> None:
         self._model, self._mesh, self._tokens = model, mesh, torch.tensor(0)
         self._pipe = training.pipeline(
-            mesh, model, "1F1B", microbatches=microbatches, loss=self._loss, reduction="sum"
+            model, mesh, "1F1B", microbatches=microbatches, loss=self._loss, reduction="sum"
         )
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -120,19 +117,13 @@ class Step:
         """Return the same, without gradients."""
         return self._run(self._pipe.eval, inputs, targets)
 
-    def _run(self, run: Callable[..., object], inputs: Tensor, targets: Tensor) -> Tensor:
+    def _run(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
         mesh = self._mesh
         inputs, targets = inputs.to(mesh.device), targets.to(mesh.device)
         if "cp" in mesh.layout:
             inputs, targets, self._model.positions = training.shard_sequence(inputs, targets, mesh=mesh["cp"])
-        self._tokens = (targets != IGNORED).sum()
-        losses: list[Tensor] = []
-        run(inputs, target=targets, losses=losses)
-        # Only the last stage knows the loss.
-        total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-        total += sum(each.item() for each in losses)
-        dist.all_reduce(total, group=mesh.group("pp"))
-        return total
+        self._tokens = training.count_tokens(targets != IGNORED, mesh)  # once a step, for all micro-batches
+        return training.mean_loss(run(inputs, target=targets), mesh)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         total = cross_entropy(logits, targets, self._mesh["tp"], ignore_index=IGNORED, reduction="sum")

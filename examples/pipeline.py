@@ -37,23 +37,21 @@ mesh = namedmesh.init_mesh(pp=2, dp=-1)
 stage = Stage(mesh).to(mesh.device)
 fully_shard(stage, mesh=mesh["dp"])
 training.init_parameters(stage, seed=0)
-ends = stage.embed or stage.head  # with more than two stages, those between have neither
-sum_tied = training.tie_stages(mesh, ends.weight if ends is not None else None)
+sum_tied = training.tie_stages(  # with pp=1 a rank has both, with more than two stages, those between have neither
+    mesh, stage.embed.weight if stage.embed else None, stage.head.weight if stage.head else None
+)
 optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
 pipe = training.pipeline(
-    mesh, stage, "1F1B", microbatches=4, loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+    stage, mesh, "1F1B", microbatches=4, loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
 )
 counting = (torch.arange(8)[:, None] + torch.arange(9) + 8 * mesh.rank("dp")) % WORDS  # each word is one more
 inputs, targets = (part.contiguous().to(mesh.device) for part in (counting[:, :-1], counting[:, 1:]))
 for step in range(21):
-    losses: list[Tensor] = []  # filled on the last stage: what the microbatches add to the loss
-    pipe.step(inputs, target=targets, losses=losses)  # the same batch on every rank of pp
+    loss = training.mean_loss(pipe.step(inputs, target=targets), mesh)  # the same batch on every rank of pp
     sum_tied()
     training.clip_grad_norm_(stage.parameters(), 1.0, mesh)
     optimizer.step()
     optimizer.zero_grad()
-    loss = sum((each.detach() for each in losses), torch.zeros((), device=mesh.device)) / mesh.size("dp")
-    dist.all_reduce(loss)  # over all ranks: the stages before the last add zero
     if mesh.global_rank == 0 and step % 10 == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 words = torch.zeros(1, 8, dtype=torch.int64, device=mesh.device)

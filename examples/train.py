@@ -37,7 +37,7 @@ from settings import Settings, parse
 from text import Corpus, find_corpus
 
 import namedmesh
-from namedmesh import AgreementError, CheckpointError, LaunchError, LostRanksError, TrainingError, training
+from namedmesh import AgreementError, CheckpointError, LaunchError, TrainingError, training
 
 TOLERANCE = 1e-4  # nats
 SAMPLE = 32  # bytes
@@ -55,9 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AgreementError, LaunchError) as error:  # on each host once: it may be cut off from the others
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"
         refuse(error.problems, rank=rank, speaker=rank if speaks else -1)
-    except (CheckpointError, LostRanksError, TrainingError) as error:  # the same on every rank that is left
-        speaks = getattr(error, "first", rank == 0)
-        refuse([*error.problems, how_to_go_on(settings)], rank=rank, speaker=rank if speaks else -1)
+    except (CheckpointError, TrainingError) as error:  # the same on every rank
+        refuse([*error.problems, how_to_go_on(settings)], rank=rank)
     except KeyboardInterrupt:
         if rank == 0:
             print(f"interrupted; {how_to_go_on(settings)}", flush=True)
@@ -71,15 +70,12 @@ def run(settings: Settings, device: torch.device) -> bool:
     corpus = find_corpus(settings.data)
     refuse_together(check(settings, corpus), device)
     mesh = make_mesh(settings, device)
-    with training.report_lost_ranks(mesh):
-        losses, sample = train(settings, corpus, mesh)
-        if mesh.global_rank == 0:
-            print(
-                f"a sample: {sample}\n{how_to_go_on(settings)}; --verify compares the losses with one process"
-            )
-        agree = not settings.verify or verify(settings, corpus, mesh, losses)
-        # Together: a rank that left early would take the store with it that the others still talk to.
-        dist.barrier()
+    losses, sample = train(settings, corpus, mesh)
+    if mesh.global_rank == 0:
+        print(f"a sample: {sample}\n{how_to_go_on(settings)}; --verify compares the losses with one process")
+    agree = not settings.verify or verify(settings, corpus, mesh, losses)
+    # Together: a rank that left early would take the store with it that the others still talk to.
+    dist.barrier()
     mesh.close()
     return agree
 

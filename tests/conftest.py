@@ -44,7 +44,6 @@ LONGEST = (
     "test_mesh_training",
     "test_tp_training",
     "test_deepspeed_groups",
-    "test_training_lost_ranks",
     "test_tp_fused_experts",
     "test_tp_comparison",
     "test_accessors_compiled",

@@ -11,7 +11,6 @@ import signal
 import sys
 import warnings
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from datetime import timedelta
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -223,7 +222,9 @@ def test_losses_with_experts_are_those_of_one_process() -> None:
 def interrupted_and_resumed(settings: Settings) -> tuple[set[str], list[float]]:
     losses_of(settings)
     longer = dataclasses.replace(settings, steps=2, resume=settings.checkpoint)
-    broken = mock.patch("torch.distributed.checkpoint.save", side_effect=KeyboardInterrupt)
+    broken = mock.patch(
+        "torch.distributed.checkpoint.FileSystemWriter.write_data", side_effect=KeyboardInterrupt
+    )
     with broken, pytest.raises(KeyboardInterrupt):
         losses_of(longer)
     return {path.name for path in Path(settings.checkpoint).iterdir()}, losses_of(longer)
@@ -232,7 +233,7 @@ def interrupted_and_resumed(settings: Settings) -> tuple[set[str], list[float]]:
 def test_an_interrupted_save_keeps_the_one_before(tmp_path: Path, reference: dict[int, list[float]]) -> None:
     settings = dataclasses.replace(TINY, steps=1, checkpoint=str(tmp_path))
     ((left, resumed),) = run_ranks(1, interrupted_and_resumed, settings)
-    assert left == {"step-000001", "step-000002"}  # the second has no namedmesh.pt
+    assert left == {"step-000001"}
     # The rate of a step depends on where training ends, but the first step's weights are what was saved.
     assert resumed == [pytest.approx(reference[4][1], abs=1e-2)]
 
@@ -402,43 +403,6 @@ def test_trouble_is_told_and_leaves_checkpoints(tmp_path: Path) -> None:
     )
     assert kept == ["step-000002", "step-000003"]
     assert going_on == f"to go on from step 4: --resume {tmp_path}/last --steps N"
-
-
-def main_with_a_kill(directory: Path) -> None:
-    """The whole script, on two ranks of which one is killed after two steps."""
-
-    def update(_: object, step: int, __: float) -> None:
-        if step == 1 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    options = (
-        "--device cpu --seq 16 --dim 32 --layers 2 --heads 2 --kv-heads 2 --batch 4 --tp 2 --save-every 1"
-    )
-    err = StringIO()
-    soon = partial(training.report_lost_ranks, timeout=timedelta(seconds=2))
-    with (
-        mock.patch("train.Progress.update", update),
-        mock.patch.object(training, "report_lost_ranks", soon),
-        redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        train.main(
-            [*options.split(), "--data", str(EXAMPLES / "train.py"), "--checkpoint", str(directory / "saved")]
-        )
-    (directory / "told").write_text(f"{err.getvalue()}{ended.value.code}")
-
-
-def test_a_killed_rank_is_named_once(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"^1 of 2 ranks failed\n--- rank 1: lost"):
-        run_ranks(2, main_with_a_kill, tmp_path, init=False)
-    first, lost, *rest = (tmp_path / "told").read_text().splitlines()
-    assert first == "cannot train (rank 0):"
-    assert lost.startswith("  - rank 1 (pp 0, dp 0, tp 1) does not answer: ")
-    assert "; lost with it: tp (ranks 0, 1); " in lost
-    assert rest == [
-        f"  - to go on from step 1: --resume {tmp_path}/saved --steps N",
-        "2",
-    ]
 
 
 def test_a_run_that_is_done_is_not_continued(tmp_path: Path) -> None:

@@ -130,11 +130,9 @@ def trained(tp: int, *, divided: bool = True, own_tokens: bool = False) -> float
     mesh = namedmesh.init_mesh(dp=-1, tp=tp)
     mesh.add_view("expert", edp=-1, ep=2)
     model: Any = mixture()
-    parallelize(model.experts, mesh["ep"], ExpertParallel())
+    parallelize(model.experts, mesh["ep"], ExpertParallel(mesh if divided else None))
     fully_shard(model.experts, mesh=mesh["edp"])
     fully_shard(model, mesh=mesh["dp"])
-    if divided:
-        training.set_expert_divisor(model, mesh)
     ranks, reference = mesh.size("dp"), mixture()
     part = mesh.rank("tp") if own_tokens else 0
     x = batch(mesh.rank("dp"))
@@ -171,7 +169,7 @@ def test_the_same_tokens_on_several_ranks_are_refused() -> None:
 def test_a_forgotten_divisor_is_named() -> None:
     for text in run_ranks(4, partial(refused, tp=1, divided=False)):
         assert text.startswith("the gradients of the experts have no divisor")
-        assert "set_expert_divisor(model, mesh)" in text
+        assert "ExpertParallel(mesh)" in text
 
 
 def copies_with_the_same_tokens() -> str:
@@ -179,8 +177,7 @@ def copies_with_the_same_tokens() -> str:
     mesh = namedmesh.init_mesh(dp=1, tp=2)
     mesh.add_view("expert", edp=2, ep=1)
     model: Any = mixture()
-    parallelize(model.experts, mesh["ep"], ExpertParallel())
-    training.set_expert_divisor(model, mesh)
+    parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
     return error_of(lambda: model(batch(0)))
 
 
@@ -193,8 +190,7 @@ def no_false_alarm() -> int:
     """Zeros, as pipelines send to find shapes, tokens of one size, evaluation, and no tokens at all, say nothing."""
     mesh = namedmesh.init_mesh(dp=2)
     mesh.add_view("expert", edp=1, ep=2)
-    experts: Any = parallelize(mixture().experts, mesh["ep"], ExpertParallel())
-    training.set_expert_divisor(experts, mesh)
+    experts: Any = parallelize(mixture().experts, mesh["ep"], ExpertParallel(mesh))
     counts = torch.full((EXPERTS,), 2)
     experts(torch.zeros(8, WIDTH, dtype=torch.float64), counts)
     experts(torch.zeros(0, WIDTH, dtype=torch.float64), torch.zeros_like(counts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import threading
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,10 +23,10 @@ from training_checks import Part, optimizer_for, parallelized, parts, sharded, s
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import tells_before_destruction
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
-from namedmesh.training import checkpoint_load, checkpoint_state, checkpoints
+from namedmesh.training import checkpoint_files
+from namedmesh.training.checkpoint_ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -75,7 +76,7 @@ def what_cannot_be_written_is_one_sentence(root: Path) -> None:
     assert full.startswith(f"CheckpointError: the checkpoint {root}/full could not be written by rank 1 (")
     assert full.endswith("); see to room and permission there")
     assert full.count("could not be") == 1
-    assert f"the checkpoint {root}/file/below could not be written ([Errno 20] Not a directory" in below
+    assert f"the checkpoint {root}/file/below could not be written by rank 0 (NotADirectoryError: " in below
     mesh.close()
 
 
@@ -123,11 +124,12 @@ def what_fails_on_one_rank_is_told_on_every_rank(root: Path) -> None:
     assert told(lambda: training.load(root / "one", mesh, model)) == refused.format("set")
     model.fails = ""
     run = training.Checkpoints(root / "run", mesh)
-    assert told(lambda: run.resume_or_start(model, resume=second)) == (
-        "CheckpointError: resume is False on rank 0, and True on rank 1; give all ranks the same"
-    )
-    with mock.patch.object(checkpoints, "_copied", side_effect=MemoryError("full") if second else dict):
-        said = told(lambda: training.save(root / "two", mesh, model, async_=True))
+    assert run.resume_or_start(model, resume=second) == {"step": 0}  # what the first rank says
+    with mock.patch.object(
+        checkpoint_files.Writer, "_copies", side_effect=MemoryError("full") if second else dict
+    ):
+        training.save(root / "two", mesh, model, async_=True)
+        said = told(run.close)
     assert said == "CheckpointError: rank 1: MemoryError: full"
     mesh.close()
 
@@ -139,7 +141,6 @@ CUTS: dict[str, tuple[tuple[int, ...], int | None, int]] = {
     "up.weight": ((12, 10), 0, 1),
     "up.bias": ((12,), 0, 1),
     "down.weight": ((10, 12), 1, 1),
-    "fused.weight": ((16, 6), 0, 2),
     "norm.weight": ((10,), None, 1),
 }
 
@@ -210,9 +211,7 @@ def marked_shards_are_whole_tensors(root: Path) -> None:
     if rank == 0:
         training.save(root / "whole", None, expected, expecting)
     dist.barrier()
-    with mock.patch.object(checkpoint_load, "whole", wraps=checkpoint_state.whole) as worked_out:
-        training.load(root / "whole", mesh, marked, optimizer)
-    assert worked_out.call_count == 3 * len(CUTS)  # once for each parameter, and for each of its two moments
+    training.load(root / "whole", mesh, marked, optimizer)
     wanted = {
         key: value if key.endswith("step") else shard(key.partition(":")[0], value, rank, 2)
         for key, value in everything(expected, expecting).items()
@@ -249,7 +248,7 @@ def a_failure_in_the_background_is_told_on_every_rank(root: Path) -> None:
     ):
         with REFUSED if mesh.rank() == 1 else mock.MagicMock():
             training.save(root / "bad", mesh, model, async_=True)
-            training.checkpoint_ranks.CheckpointGroup.of(mesh).wait()
+            Ranks.of(mesh).wait()
         said = f"CheckpointError: the checkpoint {root}/bad could not be written by rank 1 ("
         assert error_of(call).startswith(said)
     training.save(root / "next", mesh, model)  # it was told once
@@ -259,33 +258,28 @@ def a_failure_in_the_background_is_told_on_every_rank(root: Path) -> None:
     assert sorted(each.name for each in root.iterdir()) == ["good", "more", "next"]
 
 
-def closing_waits_for_the_last_save(root: Path) -> None:
-    """What is under way when the mesh is closed is finished; where it failed, closing says so."""
-    for name in ("fine", "bad"):
-        mesh = namedmesh.init_mesh(dp=2, device="cpu")
-        model = nn.Linear(2, 2)
-        with REFUSED if name == "bad" and mesh.rank() == 0 else mock.MagicMock():
-            training.save(root / name, mesh, model, async_=True)
-            said = error_of(mesh.close)
-        refused = f"CheckpointError: the checkpoint {root}/bad could not be written by rank 0 ("
-        assert said.partition("[Errno")[0].removesuffix("OSError: ") == (refused if name == "bad" else "")
-        assert mesh.closed
+def the_end_of_the_block_waits_for_the_last_save(root: Path) -> None:
+    """What is under way is finished; where it failed, the end of the block says so, but hides no other error."""
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
-    write = dcp.FileSystemWriter.write_data
-    may_write = threading.Event()
+    model = nn.Linear(2, 2)
 
-    def later(*args: Any) -> Any:
-        may_write.wait()
-        return write(*args)
+    def run(name: str, failing: type[Exception] | None = None) -> None:
+        with training.Checkpoints(root / name, mesh, async_=True) as checkpoints:
+            checkpoints.resume_or_start(model)
+            checkpoints.save(1, model)
+            if failing is not None:
+                raise failing
 
-    with mock.patch.object(dcp.FileSystemWriter, "write_data", later):
-        training.save(root / "last", mesh, nn.Linear(2, 2), async_=True)
-        dist.barrier()
-        if tells_before_destruction():
-            threading.Timer(0.5, may_write.set).start()
-        dist.destroy_process_group()
-        assert (root / "last" / "namedmesh.pt").exists() == tells_before_destruction()
-        may_write.set()
+    run("fine")
+    assert (root / "fine" / "step-000001" / "namedmesh.pt").exists()
+    with REFUSED if mesh.rank() == 0 else nullcontext():
+        said = error_of(lambda: run("bad"))
+    place = root / "bad" / "step-000001"
+    assert said.startswith(f"CheckpointError: the checkpoint {place} could not be written by rank 0 (")
+    with pytest.raises(ZeroDivisionError):
+        run("other", ZeroDivisionError)
+    Ranks.of(mesh).finish()
+    mesh.close()
 
 
 def what_changes_while_it_is_written_is_not_in_the_checkpoint(root: Path) -> None:
@@ -447,7 +441,7 @@ def what_ranks_have_for_themselves_they_get_back(root: Path) -> None:
     moved = error_of(lambda: training.load(root / "one", mesh, [other, plain], OwnState(plain.parameters())))
     assert "the optimizer keeps 'weight:scale' for the part that a rank had" in moved
     training.load(root / "one", mesh, [other, plain])
-    assert numbers_of(other)[:2] == [[0.5, 0.5], 0]  # the mean, and the first
+    assert numbers_of(other)[:2] == [[0.0, 0.0], 0]  # the first
     mesh.close()
 
 
@@ -502,6 +496,99 @@ def drawn_from(name: str) -> list[float]:
         return [torch.rand(1).item()]
 
 
+# --- weights of two stages -------------------------------------------------------------------------------------
+
+
+class Ends(nn.Module):
+    """The first stage, the last one, or both, of an embedding that is the output, too."""
+
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(first)
+        self.embed = nn.Embedding(4, 2).double() if first else None
+        self.head = nn.Linear(2, 4, bias=False).double() if last else None
+        if self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        return x if self.head is None else self.head(x)
+
+    def tied(self, mesh: namedmesh.NamedMesh) -> Callable[[], None]:
+        ends = [None if each is None else each.weight for each in (self.embed, self.head)]
+        return training.tie_stages(mesh, *ends)
+
+
+def steps(
+    mesh: namedmesh.NamedMesh, model: Ends, optimizer: Any, sum_gradients: Any, count: int
+) -> list[float]:
+    pipe = training.pipeline(model, mesh, microbatches=2, loss=lambda out, y: (out - y).square().mean())
+    told = []
+    for _ in range(count):
+        loss = pipe.step(torch.arange(4), target=torch.eye(4, dtype=torch.float64))
+        told.append(training.mean_loss(loss, mesh).item())
+        sum_gradients()
+        told.append(training.clip_grad_norm_(model.parameters(), 0.5, mesh).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
+    """Saved on two stages and on one, gone on with on the other: the losses and norms of one process."""
+
+    def job(pp: int, source: Path | None, target: Path | None, count: int) -> list[float]:
+        mesh = namedmesh.init_mesh(pp=pp, dp=2 // pp, device="cpu")
+        model = Ends(mesh.is_first("pp"), mesh.is_last("pp"))
+        sum_gradients, optimizer = model.tied(mesh), adam(model.parameters())
+        if source is not None:
+            training.load(source, mesh, model, optimizer)
+        told = steps(mesh, model, optimizer, sum_gradients, count)
+        if target is not None:
+            training.save(target, mesh, model, optimizer)
+        dist.barrier()
+        mesh.close()
+        return told
+
+    expected = job(1, None, None, 6)
+    found = job(1, None, root / "1", 2) + job(2, root / "1", root / "2", 2) + job(1, root / "2", None, 2)
+    assert found == [pytest.approx(each, abs=1e-9) for each in expected]
+    about = checkpoint_files.read_about(root / "2")
+    saved = checkpoint_files.Reader(root / "2", about).read_metadata().state_dict_metadata
+    assert [name for name in saved if name.startswith("model.")] == ["model.embed.weight"]
+    mesh = namedmesh.init_mesh(pp=2, device="cpu")
+    model = Ends(mesh.is_first("pp"), mesh.is_last("pp"))
+    with torch.no_grad():
+        next(model.parameters()).add_(mesh.rank())
+    training.save(root / "untied", mesh, model)
+    model.tied(mesh)
+    said = error_of(lambda: training.load(root / "untied", mesh, model))
+    assert "'embed.weight' and 'head.weight' are tied here, and are two weights with other values" in said
+    with torch.no_grad():
+        next(model.parameters()).add_(mesh.rank())
+    assert "other values on rank 1 than on rank 0" in error_of(
+        lambda: training.save(root / "apart", mesh, model)
+    )
+    mesh.close()
+
+
+def a_rank_that_dies_after_the_end_leaves_the_checkpoint(root: Path) -> None:
+    """The last broadcast of DCP fails, and the checkpoint is in its place: cleaning up must not remove it."""
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    finish = checkpoint_files.Writer.finish
+
+    def die(self: Any, *arguments: Any, **named: Any) -> None:
+        finish(self, *arguments, **named)
+        raise RuntimeError("Connection closed by peer")
+
+    with mock.patch.object(checkpoint_files.Writer, "finish", die):
+        assert "closed by peer" in error_of(
+            lambda: training.save(root / "one", mesh, nn.Linear(2, 2), step=4)
+        )
+    assert training.load(root / "one", mesh, nn.Linear(2, 2)) == {"step": 4}
+    mesh.close()
+
+
 # --- all of them, in a world of two ranks and one of four ------------------------------------------------------
 
 ON_RANKS = {
@@ -513,7 +600,9 @@ ON_RANKS = {
         what_ranks_have_for_themselves_they_get_back,
         random_numbers_and_loaders_go_on_where_they_were,
         a_failure_in_the_background_is_told_on_every_rank,
-        closing_waits_for_the_last_save,  # and ends the default group
+        the_end_of_the_block_waits_for_the_last_save,
+        tied_stages_are_one_weight_in_every_layout,
+        a_rank_that_dies_after_the_end_leaves_the_checkpoint,
     ),
     4: (
         what_changes_while_it_is_written_is_not_in_the_checkpoint,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import product
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -17,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import TORCH
 from namedmesh.errors import ShapeError
 from namedmesh.training import context
 
@@ -77,11 +75,7 @@ def all_differences() -> dict[object, float]:
                 ulysses=ulysses,
                 same_heads=same_heads,
             )
-        if sizes == {"cp": 4}:  # as on devices whose kernels keep their sums to themselves
-            with mock.patch.object(context, "has_attention_with_lse", return_value=False):
-                for same_heads, length in product([True, False], (16, 13)):
-                    how = {"is_causal": True, "ulysses": False, "same_heads": same_heads}
-                    told["masks", same_heads, length] = difference(mesh["cp"], length, balanced=True, **how)
+        if sizes == {"cp": 4}:
             for balanced, ulysses, length in product([True, False], [True, False], (16, 13)):
                 told["documents", balanced, ulysses, length] = difference(
                     mesh["cp"],
@@ -93,29 +87,20 @@ def all_differences() -> dict[object, float]:
                     attn_mask=within_documents(length),
                 )
             check_dropout(mesh["cp"])
-            kept, least = kept_of(mesh["cp"])
-            assert kept < 1.2 * least
             assert left_of_gathered(mesh["cp"]) == [True, True]
         mesh.close()
     return told
 
 
-def without_lse(*_: Tensor) -> bool:
-    return False
-
-
 def compiled() -> list[float]:
     mesh = namedmesh.init_mesh(cp=2, device="cpu")
     told = []
-    for causal, ulysses, lse in ((True, False, True), (True, False, False), (False, True, True)):
+    for causal, ulysses in ((True, False), (False, True)):
         torch._dynamo.reset()
-        # The compiler makes no causal bias: it leaves the graph for it (up to torch 2.12 in float64 each time).
-        whole = lse and (TORCH.release >= (2, 13) or ulysses)
-        attend = torch.compile(training.context_attention, backend="aot_eager", fullgraph=whole)
+        # The compiler makes no causal bias: it leaves the graph for it.
+        attend = torch.compile(training.context_attention, backend="aot_eager", fullgraph=ulysses)
         how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": False}
-        kernels = nullcontext() if lse else mock.patch.object(context, "has_attention_with_lse", without_lse)
-        with kernels:
-            told.append(difference(mesh["cp"], 8, balanced=True, attend=attend, **how))
+        told.append(difference(mesh["cp"], 8, balanced=True, attend=attend, **how))
     torch.distributed.barrier()
     mesh.close()
     return told
@@ -141,35 +126,18 @@ def check_dropout(mesh: DeviceMesh) -> None:
             training.context_attention(q, k, v, mesh, **{name: given})
 
 
-def kept_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """The elements that attention keeps for its backward, and those of its inputs and outputs on this rank."""
-    q, k, v, _ = (
-        spread(each, mesh, balanced=True).requires_grad_() for each in whole_tensors(64, HEADS // 2)
-    )
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
-        output = training.context_attention(q, k, v, mesh)
-    return sum(kept.values()), sum(each.nbytes for each in (q, k, v, output))
-
-
 def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
-    """Whether gathered keys and values are gone before the backward, on devices whose kernels keep their sums to themselves."""
+    """Whether gathered keys and values are gone before the backward."""
     q, k, v, _ = (spread(each, mesh, balanced=True).requires_grad_() for each in whole_tensors(64, HEADS))
     gathered: list[StorageWeakRef] = []
-    real = context._reordered
+    real = context._in_order
 
     def remember(*args: Any, **how: Any) -> Tensor:
         whole = real(*args, **how)
         gathered.append(StorageWeakRef(whole.untyped_storage()))
         return whole
 
-    without = mock.patch.object(context, "has_attention_with_lse", return_value=False)
-    with without, mock.patch.object(context, "_reordered", remember):
+    with mock.patch.object(context, "_in_order", remember):
         output = training.context_attention(q, k, v, mesh)
         gone = [each.expired() for each in gathered]
         output.sum().backward()
@@ -178,7 +146,7 @@ def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
 
 def test_attention_is_that_of_one_process() -> None:
     by_rank = run_ranks(4, all_differences)
-    assert len(by_rank[0]) == 76
+    assert len(by_rank[0]) == 72
     assert max(max(told.values()) for told in by_rank) < 1e-13
 
 

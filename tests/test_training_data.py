@@ -158,19 +158,14 @@ def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
             mesh = namedmesh.init_mesh(pp=2, dp=2, cp=2, device="cpu")
             training.seed_all(5, mesh)
             rows: Any = range(6)
+            drawn = training.data_generator()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
                 loader: Any = DataLoader(
-                    rows,
-                    2,
-                    shuffle=True,
-                    collate_fn=masked,
-                    num_workers=workers,
-                    **training.loader_kwargs(mesh),
+                    rows, 2, shuffle=True, collate_fn=masked, num_workers=workers, generator=drawn
                 )
                 told[rank] = [list(loader) for _ in range(2)]
-            share = mesh.rank("dp") * 2
-            assert told[rank] == told[share]
+            assert told[rank] == told[mesh.rank("dp") * 2]
             mesh.close()
     assert told[0] != told[2]
     assert told[0][0] != told[0][1]
@@ -205,7 +200,8 @@ def shard_over_the_whole_mesh() -> tuple[float, int]:
     mine = x
     for dim, axis in enumerate(mesh.layout):
         mine = mine.chunk(2, dim)[mesh.rank(axis)]
-    training.token_mean(net(mine).square().sum(), mine.shape[0] * mine.shape[1], mesh).backward()
+    tokens = training.count_tokens(mine.shape[0] * mine.shape[1], mesh)
+    training.token_mean(net(mine).square().sum(), tokens, mesh).backward()
     alone = Scale()
     (alone(x).square().sum() / 24).backward()
     assert isinstance(net.weight.grad, DTensor)
@@ -215,7 +211,7 @@ def shard_over_the_whole_mesh() -> tuple[float, int]:
     return difference, groups
 
 
-@pytest.mark.skipif(TORCH.release < (2, 13), reason="torch up to 2.12 has no DataParallelMeshDims")
+@pytest.mark.skipif(TORCH.release < (2, 13), reason="torch 2.12 has no DataParallelMeshDims")
 def test_torchs_own_way_for_parameters_over_the_whole_mesh_uses_the_same_group() -> None:
     for difference, groups in run_ranks(8, shard_over_the_whole_mesh):
         assert difference < 1e-9

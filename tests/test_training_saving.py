@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import pickle
 import random
 import shutil
-import threading
-import zlib
+import signal
+import sys
+import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,18 +19,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from installing import interpreter
 from messages import error_of, problems_of
-from ranks import run_ranks
 from torch import nn
 from training_checks import states_of
 
-import namedmesh
 from namedmesh import training
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files
-from namedmesh.training.checkpoint_ranks import CheckpointGroup
+from namedmesh.training.comparison import digest
 
+INTERRUPTED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=KeyboardInterrupt)
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
 
@@ -100,14 +98,12 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     with REFUSED, pytest.raises(CheckpointError, match="No space left"):
         run.save(1, model)
     assert files_left(tmp_path) == []
-    with mock.patch.object(dcp, "save", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with INTERRUPTED, pytest.raises(KeyboardInterrupt):
         run.save(2, model)
-    assert files_left(tmp_path) == ["step-000002"]
+    assert files_left(tmp_path) == []
     assert training.latest(tmp_path) is None
     for step in (3, 4):
         run.save(step, model)
-    third, fourth = (checkpoint_files.read_about(tmp_path / f"step-00000{step}") for step in (3, 4))
-    assert (third["parent"], fourth["parent"]) == (None, third["id"])  # what failed is nobody's parent
     # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
     (tmp_path / "step-000003" / "tokenizer.json").touch()
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
@@ -117,9 +113,9 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     run.save(3, model)
     assert files_left(tmp_path) == ["step-000003", "step-000005"]
     # Replaced, and the replacement interrupted: the one before is whole all the while.
-    with mock.patch.object(dcp, "save", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with INTERRUPTED, pytest.raises(KeyboardInterrupt):
         run.save(5, model)
-    assert len(files_left(tmp_path / "step-000005")) == 3
+    assert len(files_left(tmp_path / "step-000005")) == 2
     assert training.load(tmp_path / "step-000005", None, model) == {"step": 5}
     (tmp_path / "step-000005" / "tokenizer.json").touch()
     run.save(5, model)
@@ -183,16 +179,19 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_not_removed(tmp_path: Path) ->
 def test_a_file_that_was_written_elsewhere_is_missed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     training.save(tmp_path / "one", None, model, step=1)
-    elsewhere = mock.patch.object(checkpoint_files, "written_by", return_value={"of another host": (7, 0)})
-    soon = mock.patch.object(checkpoint_files, "_APPEARS_WITHIN", 0.0)
-    with (
-        elsewhere,
-        soon,
-        pytest.raises(CheckpointError, match=r"of another host of .* is not there on rank 0"),
-    ):
+    write = dcp.FileSystemWriter.write_data
+
+    def write_elsewhere(writer: Any, *arguments: Any) -> Any:
+        written = write(writer, *arguments)
+        for each in writer.path.glob("*.distcp"):
+            each.unlink()
+        return written
+
+    elsewhere = mock.patch.object(dcp.FileSystemWriter, "write_data", write_elsewhere)
+    with elsewhere, pytest.raises(CheckpointError, match=r"__0_0.distcp of .* is not there on rank 0"):
         training.save(tmp_path / "one", None, model, step=2)
     assert training.load(tmp_path / "one", None, model) == {"step": 1}
-    assert files_left(tmp_path) == ["one"]
+    assert len(files_left(tmp_path / "one")) == 2
 
 
 def test_directories_are_written_to_the_disk(tmp_path: Path) -> None:
@@ -207,6 +206,22 @@ def test_directories_are_written_to_the_disk(tmp_path: Path) -> None:
         training.save(tmp_path / "one", None, nn.Linear(1, 1))
     (data,) = (tmp_path / "one").glob("data-*")
     assert {str(tmp_path), str(tmp_path / "one"), str(data)} <= set(synced)
+
+
+def numbered(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer of which every number is the same."""
+    model = nn.ModuleDict({str(each): nn.Linear(4, 4) for each in range(2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
+    return model, optimizer
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
+    found = [*model.parameters(), *(kept["momentum_buffer"] for kept in optimizer.state.values())]
+    return {value for each in found for value in each.flatten().tolist()}
 
 
 def test_a_damaged_one_is_refused_before_anything_changes_and_the_one_before_is_taken(tmp_path: Path) -> None:
@@ -242,6 +257,30 @@ def test_a_damaged_one_is_refused_before_anything_changes_and_the_one_before_is_
             shutil.copytree(tmp_path / "copy" / "step-000002", last)
             with torch.no_grad():
                 other.weight.copy_(before)
+
+
+def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    """Of what a checkpoint has, all but padding and what torch does not read."""
+    model, optimizer = numbered(1)
+    training.save(tmp_path / "one", None, model, optimizer, number=1)
+    files = [each for each in (tmp_path / "one").rglob("*") if each.is_file()]
+    bytes_of = {each: each.read_bytes() for each in files}
+    flips, refused = random.Random(0), 0
+    for number in range(240):
+        file = files[number % len(files)]
+        changed = bytearray(bytes_of[file])
+        changed[flips.randrange(len(changed))] ^= 1 << flips.randrange(8)
+        file.write_bytes(changed)
+        other = numbered(2)
+        try:
+            training.load(tmp_path / "one", None, *other)
+        except CheckpointError:
+            refused += 1
+            assert values_of(*other) == {2.0}
+        else:
+            assert values_of(*other) == {1.0}
+        file.write_bytes(bytes_of[file])
+    assert refused > 190
 
 
 def test_a_read_that_fails_on_the_way_says_what_has_changed(tmp_path: Path) -> None:
@@ -295,68 +334,63 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torch.save({"extra": Harm()}, written)
     contents = written.getvalue()
     for place in (tmp_path / "theirs", tmp_path / "one"):
-        for head in (b"", b"namedmesh checkpoint 3 %08x\n" % zlib.crc32(contents)):
-            (place / "namedmesh.pt").write_bytes(head + contents)
-            with pytest.raises(CheckpointError, match="damaged"):
-                training.load(place, None, model)
+        (place / "namedmesh.pt").write_bytes(contents)
+        with pytest.raises(CheckpointError, match="damaged"):
+            training.load(place, None, model)
     training.save(tmp_path / "two", None, model)
     (data,) = (tmp_path / "two").glob("data-*")
     with (data / ".metadata").open("wb") as file:
         pickle.dump(Harm(), file)
     with pytest.raises(pickle.UnpicklingError, match="not a part of a checkpoint"):
-        checkpoint_files.Reader(data).read_metadata()
-    with checkpoint_files.without_warnings():
-        dcp.save({"thing": Harm()}, checkpoint_id=tmp_path / "three", no_dist=True)
-    with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"):
-        checkpoint_files.read(checkpoint_files.Reader(tmp_path / "three"), {"thing": None}, no_dist=True)
+        checkpoint_files.Reader(tmp_path / "two", {"data": data.name}).read_metadata()
+    training.save(tmp_path / "three", None, model)
+    (data,) = (tmp_path / "three").glob("data-*/*.distcp")
+    reader = checkpoint_files.Reader(tmp_path / "three", {"data": data.parent.name})
+    offset = max(each.offset for each in reader.read_metadata().storage_data.values())
+    data.write_bytes(data.read_bytes()[:offset] + contents)
+    with pytest.raises(CheckpointError, match=f"{data.name} .*not as it was written"):
+        training.load(tmp_path / "three", None, model)
     assert not (tmp_path / "harm").exists()
 
 
-def numbered(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer of which every number is the same."""
-    model = nn.ModuleDict({str(each): nn.Linear(8, 8) for each in range(8)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(number)
-            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
-    return model, optimizer
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
-def write_for_ever(path: Path) -> None:
-    torch.set_num_threads(1)
-    number = 0
-    while True:
-        training.save(path, None, *numbered(number), number=number)
-        number += 1
+def save_and_be_killed(directory: Path, number: int, at: int) -> bool:
+    """Save in a child that is killed before it does so much to the file system; whether it was."""
+    child = os.fork()
+    if child == 0:
+        left = [at]
+
+        def before(event: str, about: tuple[Any, ...]) -> None:
+            if event in WRITES or (event == "open" and about[2] & (os.O_WRONLY | os.O_RDWR)):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            run = training.Checkpoints(directory, None, keep=1)
+            run.resume_or_start(*numbered(0))
+            sys.addaudithook(before)
+            run.save(number, *numbered(number))
+            os._exit(0)
+        except BaseException:  # noqa: BLE001  nothing of pytest's may run twice
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def read_back(path: Path) -> tuple[int, set[float]]:
-    model, optimizer = numbered(-1)
-    number = training.load(path, None, model, optimizer)["number"]
-    found = [*model.parameters(), *(kept["momentum_buffer"] for kept in optimizer.state.values())]
-    return number, {value for each in found for value in each.flatten().tolist()}
-
-
-def test_killed_at_any_moment_the_last_good_one_loads(tmp_path: Path) -> None:
-    path, moments = tmp_path / "last", random.Random(0)
-    context = multiprocessing.get_context("fork")
-    for _ in range(8):
-        writer = context.Process(target=write_for_ever, args=(path,))
-        writer.start()
-        while not (path / "namedmesh.pt").exists() and writer.is_alive():
-            pass
-        writer.join(timeout=moments.uniform(0.0, 0.3))  # it never ends by itself
-        writer.kill()
-        writer.join()
-        ((number, values),) = run_ranks(1, read_back, path, init=False)
-        assert values == {number}
-
-
-def test_without_safetensors_a_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("namedmesh.training.checkpoint_load.find_spec", lambda _: None)
-    with pytest.raises(CheckpointError, match="pip install safetensors"):
-        training.to_pretrained(tmp_path / "step", tmp_path / "model")
+def test_killed_at_any_write_the_last_good_one_loads(tmp_path: Path) -> None:
+    training.Checkpoints(tmp_path, None, keep=1).save(1, *numbered(1))
+    at, number = 0, 2
+    while save_and_be_killed(tmp_path, number, at):
+        model, optimizer = numbered(-1)
+        found = training.Checkpoints(tmp_path, None).resume_or_start(model, optimizer)["step"]
+        assert found in {number - 1, number}
+        assert values_of(model, optimizer) == {found}
+        number, at = found + 1, at + 1
+    assert at > 10
+    assert files_left(tmp_path) == [f"step-{number:06}"]  # nothing is left of all that were killed
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
@@ -407,64 +441,6 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     assert {each.name for each in root.iterdir()} == {"last", "used"}
 
 
-# --- in the background -----------------------------------------------------------------------------------------
-
-
-EXIT = """
-import atexit, os, sys
-said = atexit.register(lambda: print("the first handler", flush=True))  # which is called last
-from unittest import mock
-import torch, namedmesh, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from namedmesh import training
-kind = "fine"
-for bad in ("open", "closed", "none"):
-    if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    kind = "bad"
-    if bad == "closed":
-        atexit.unregister(said)
-        sys.stdout.close()
-    elif bad == "none":  # that of a process that is started without one
-        atexit.unregister(said)
-        sys.stdout = None
-    mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left")).start()
-    break
-mesh = namedmesh.init_mesh(dp=1, device="cpu")
-training.save(f"{sys.argv[1]}/{kind}", mesh, torch.nn.Linear(2, 2), async_=True)
-"""
-
-
-def test_the_end_of_the_interpreter_waits_and_tells(tmp_path: Path) -> None:
-    done = interpreter("-W", "ignore", "-c", EXIT, str(tmp_path))
-    # Up to torch 2.8 gloo itself talks about the world of one.
-    told = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert told == ["the first handler", "120", "120", "120", "the first handler"], done.stderr
-    assert done.returncode == 0
-    assert files_left(tmp_path) == ["fine"]
-    assert done.stderr.count(f"CheckpointError: the checkpoint {tmp_path}/bad could not be written") == 3
-
-
-def lost_in_the_background(directory: Path) -> None:
-    mesh = namedmesh.init_mesh(dp=-1, device="cpu")
-    first, on_first = mesh.is_first("dp"), CheckpointGroup.on_first
-
-    def lost(self: CheckpointGroup, *arguments: Any) -> Any:
-        if first and threading.current_thread().name == "namedmesh checkpoint":
-            raise RuntimeError("Connection closed by peer")
-        return on_first(self, *arguments)
-
-    with mock.patch.object(CheckpointGroup, "on_first", lost):
-        training.save(directory / "last", mesh, nn.Linear(2, 2), async_=True)
-        if first:  # the other one waits for it, in the background
-            with pytest.raises(RuntimeError, match="closed by peer"):
-                training.save(directory / "next", mesh, nn.Linear(2, 2))
-
-
-def test_after_a_connection_was_lost_no_other_rank_is_waited_for(tmp_path: Path) -> None:
-    run_ranks(2, lost_in_the_background, tmp_path, timeout=30)
-
-
 # --- what state_dict means -------------------------------------------------------------------------------------
 
 
@@ -498,7 +474,7 @@ def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
     twice = [torch.optim.AdamW(model[1].parameters()), pair[1]]
     twice[0].step()
     said = error_of(lambda: training.save(tmp_path / "twice", None, model, twice))
-    assert "'1.weight:exp_avg' is the name of two values; " in said
+    assert "'1.weight:step' is the name of two values; " in said
     half: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
     before = half[0].weight.clone()
     said = error_of(lambda: training.load(tmp_path / "two", None, half))
@@ -506,3 +482,55 @@ def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
     assert torch.equal(half[0].weight, before)
     training.load(tmp_path / "two", None, half, cast=True)
     assert torch.equal(half[0].weight, model[0].weight.half())
+
+
+# --- weights with two names ------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def stepped(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        self.head(self.embed(torch.arange(4))).square().sum().backward()
+        optimizer.step()
+        return optimizer
+
+
+def test_a_weight_with_two_names_is_saved_once_and_loads_as_one_or_two(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    one, two = Tied(tied=True), Tied(tied=False)
+    optimizer, other = one.stepped(), two.stepped()
+    training.save(tmp_path / "tied", None, one, optimizer)
+    training.load(tmp_path / "tied", None, two, other)
+    assert torch.equal(two.head.weight, two.embed.weight)
+    kept = [other.state[each]["exp_avg"] for each in two.parameters()]
+    assert all(torch.equal(each, optimizer.state[one.embed.weight]["exp_avg"]) for each in kept)
+    assert kept[0].data_ptr() != kept[1].data_ptr()
+    training.save(tmp_path / "equal", None, two, other)
+    training.load(tmp_path / "equal", None, one, optimizer)  # two of one value
+    with torch.no_grad():
+        two.head.weight.add_(1)
+    training.save(tmp_path / "apart", None, two, other)
+    assert error_of(lambda: training.load(tmp_path / "apart", None, one, optimizer)) == (
+        "CheckpointError: 'embed.weight' and 'head.weight' are tied here, and are two weights with other values in the checkpoint "
+        f"{tmp_path}/apart; untie them, or load another checkpoint before the model is used"
+    )
+
+
+def test_a_checkpoint_without_a_step_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    training.save(tmp_path / "one", None, model)
+    run = training.Checkpoints(tmp_path / "run", None)
+    assert error_of(lambda: run.resume_or_start(model, resume=tmp_path / "one")) == (
+        f"CheckpointError: the checkpoint {tmp_path}/one has no step to go on from; save it with step=, or load it with training.load"
+    )
+
+
+def test_a_conjugate_is_another_value() -> None:
+    z = torch.tensor([1 + 2j])
+    assert digest(z) != digest(z.conj()) == digest(z.conj().resolve_conj())

@@ -1,10 +1,9 @@
-"""Random numbers: which ranks draw the same, streams beside the default one, and first weights a few rows at a time."""
+"""Random numbers: which ranks draw the same, blocks beside the default ones, and first weights."""
 
 from __future__ import annotations
 
 import random
-from contextlib import suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 from math import prod
 from typing import Any
 
@@ -18,8 +17,7 @@ from training_checks import ON_EIGHT, ON_FOUR, PIPELINED
 
 import namedmesh
 from namedmesh import training
-from namedmesh.training import initialization
-from namedmesh.training.seeds import Streams
+from namedmesh.training import seeds
 
 
 def draw(name: str | None = None) -> float:
@@ -87,104 +85,69 @@ def test_those_that_draw_the_same_are_those_of_megatrons_tracker() -> None:
             assert each[1] == other[1]
 
 
-def test_streams_go_on_where_they_were() -> None:
-    streams = Streams()
-    streams.add("one", 1)
-    streams.add("other", 2)
-    assert repr(streams) == "Streams('one', 'other')"
-    expected = {
-        name: torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
-        for name, seed in (("one", 1), ("other", 2), ("default", 3))
-    }
-    torch.manual_seed(3)
-    found: dict[str, list[float]] = {"one": [], "other": [], "default": []}
-
-    def draw_into(name: str) -> None:
-        found[name].append(torch.rand(1).item())
-
-    draw_into("default")
-    with streams("one"):
-        draw_into("one")
-        with streams("other"):
-            draw_into("other")
-            with streams("one"):
-                draw_into("one")
-            draw_into("other")
-        draw_into("one")
-    draw_into("default")
-    with suppress(ZeroDivisionError), streams("other"):
-        draw_into("other")
-        raise ZeroDivisionError
-    state = {name: each.clone() for name, each in streams.state_dict().items()}
-    assert sorted(state) == ["cpu", "numpy", "one/cpu", "other/cpu", "python"]
-    last = [torch.rand(2).tolist()]
-    for name in ("one", "other"):
-        with streams(name):
-            last.append(torch.rand(1).tolist())
-    assert [*found["default"], *last[0]] == expected["default"]
-    assert [*found["one"], *last[1]] == expected["one"]
-    assert [*found["other"], *last[2]] == expected["other"]
-    again = Streams()
-    again.load_state_dict(state)
-    assert torch.rand(2).tolist() == last[0]
-    with again("one"):
-        assert torch.rand(1).tolist() == last[1]
-
-
-def test_what_streams_refuse() -> None:
-    streams = Streams()
-    streams.add("tensor", 1)
-    assert error_of(lambda: streams("tenor").__enter__()) == (
-        "TrainingError: there is no stream 'tenor'; did you mean 'tensor'?; the streams are ('tensor',); seed_all() makes them, and "
-        "streams.add(name, seed)"
+def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> None:
+    with fake_world(1):
+        mesh = namedmesh.init_mesh(tp=1, device="cpu")
+        training.seed_all(3, mesh)
+        with training.streams("tensor"), training.streams("expert"):
+            torch.rand(100)
+        after = torch.rand(3)
+        training.seed_all(3, mesh)
+        with training.streams("tensor"), suppress(ZeroDivisionError), training.streams("expert"):
+            raise ZeroDivisionError
+        assert torch.equal(torch.rand(3), after)  # outside: one number was drawn for the outer block
+        state = {name: each.clone() for name, each in seeds.random_state().items()}
+        assert sorted(state) == ["cpu", "data", "numpy", "python"]
+        numbers = [random.random(), *map(draw, (None, "tensor", "expert", "data", "data"))]
+        assert len(set(numbers)) == len(numbers)
+        seeds.set_random_state(state)
+        assert [random.random(), *map(draw, (None, "tensor", "expert", "data", "data"))] == numbers
+        said = error_of(lambda: training.streams("tenor"))
+        mesh.close()
+    assert said == (
+        "TrainingError: there is no stream 'tenor'; did you mean 'tensor'?; seed_all() makes tensor, expert, data"
     )
-    assert error_of(lambda: streams.add("tensor", 2)) == (
-        "TrainingError: there is a stream 'tensor' already; choose another name, or reset() the streams first"
-    )
-    calls: Any = (streams.state_dict, streams.reset, partial(streams.load_state_dict, {}))
-    for name, call in zip(("state_dict", "reset", "load_state_dict"), calls, strict=True):
-        with streams("tensor"):
-            said = error_of(call)
-        assert (
-            said
-            == f"TrainingError: {name}() was called inside the stream 'tensor'; call it behind the with block"
-        )
+
+
+def test_blocks_cost_one_default_number_whatever_is_drawn_inside() -> None:
+    drawn = []
+    with fake_world(1):
+        mesh = namedmesh.init_mesh(tp=1, device="cpu")
+        for inside in (0, 1000):
+            training.seed_all(3, mesh)
+            with training.streams("tensor"):
+                torch.rand(inside)
+            with training.streams("data"):
+                torch.rand(inside)
+            drawn.append(torch.rand(()).item())
+        mesh.close()
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_recomputation_draws_from_streams_as_the_forward_did(inside: bool) -> None:
+    def layer(x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x.sin())
+        with training.streams("tensor"):
+            return nn.functional.dropout(x * x)
+
     def gradient(recompute: bool) -> Tensor:
-        streams = Streams()
-        streams.add("tensor", 1)
+        training.seed_all(0, mesh)
         x = torch.ones(64, requires_grad=True)
-
-        def layer(x: Tensor) -> Tensor:
-            x = nn.functional.dropout(x.sin())
-            with streams("tensor"):
-                return nn.functional.dropout(x * x)
-
-        def forward(x: Tensor) -> Tensor:
+        with training.streams("expert") if inside else nullcontext():
+            out = x
             for _ in range(2):
-                x = (
-                    checkpoint(layer, x, use_reentrant=False, context_fn=streams.recomputed)
-                    if recompute
-                    else layer(x)
-                )
-            return x
-
-        torch.manual_seed(0)
-        if inside:
-            with streams("tensor"):
-                out = forward(x)
-        else:
-            out = forward(x)
+                out = checkpoint(layer, out, use_reentrant=False) if recompute else layer(out)
         (grad,) = torch.autograd.grad(out.sum(), x)
-        with streams("tensor"):
+        with training.streams("tensor"):
             return torch.cat([grad, torch.rand(1)])
 
-    expected = gradient(recompute=False)
+    with fake_world(1):
+        mesh = namedmesh.init_mesh(tp=1, device="cpu")
+        expected, found = gradient(recompute=False), gradient(recompute=True)
+        mesh.close()
     assert 0 < (expected == 0).sum() < 64
-    assert torch.equal(gradient(recompute=True), expected)
+    assert torch.equal(found, expected)
 
 
 class Fused(nn.Module):
@@ -194,8 +157,7 @@ class Fused(nn.Module):
         self.scale = nn.Parameter(torch.empty(()))
 
 
-def test_megatrons_shards_are_shards_of_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialization, "NUMBERS_AT_ONCE", 7)
+def test_megatrons_shards_are_shards_of_the_same_weights() -> None:
     whole = Fused(8, 6)
     training.init_parameters(whole, 1, distribution=lambda *_: (0.5, 2.0))
     assert len(whole.weight.unique()) == 48

@@ -6,21 +6,24 @@ Everything here stands in for something that torch does not offer publicly; each
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from functools import wraps
-from itertools import pairwise
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, wraps
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414  for targets of any form
 from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414  the same
 
+from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,7 +122,7 @@ def _one_axis(layout: Any) -> Any:
     return merged.nest() if len(merged) > 1 else merged
 
 
-def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return the mesh with the axes of several slices and flattened meshes of one root, in the given order."""
     together: DeviceMesh = DeviceMesh._concatenate(list(meshes))
     return together
@@ -194,22 +197,6 @@ def synchronous(tensor: torch.Tensor) -> torch.Tensor:
         waited: torch.Tensor = tensor.wait()
         return waited
     return tensor
-
-
-def parts_of_shard(tensor: DTensor) -> list[list[tuple[int, int]]]:
-    """Return where this rank's shard lies in the whole tensor: for each dim, the start and length of each part of it."""
-    where: Sequence[int] = tensor.device_mesh.get_coordinate() or []
-    found = []
-    for dim, size in enumerate(tensor.shape):
-        index = torch.arange(size)
-        for placement, ranks, rank in zip(tensor.placements, tensor.device_mesh.shape, where, strict=False):
-            if getattr(placement, "dim", None) == dim:
-                blocks = index.chunk(getattr(placement, "split_factor", 1))
-                parts = [part for block in blocks for part in block.chunk(ranks)[rank : rank + 1]]
-                index = torch.cat([index[:0], *parts])
-        starts = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), len(index)]
-        found.append([(int(index[i]), j - i) for i, j in pairwise(starts) if j > i])
-    return found
 
 
 class _Local(torch.autograd.Function):
@@ -326,6 +313,16 @@ def avoid_native_encoders(model: torch.nn.Module) -> None:
             module.use_nested_tensor = False
 
 # --- training ---
+
+
+def frees_after_forward(module: Any) -> bool | None:
+    """Return whether FSDP2 was told to put the weights of a module away after its forward; None where it decides itself."""
+    state = module._get_fsdp_state()
+    if state._auto_reshard_after_forward:
+        return None
+    one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # of torch 2.12
+    groups = one or state._fsdp_param_groups
+    return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
 
 
 def remove_backwards(schedule: Any) -> None:

@@ -19,7 +19,6 @@ __all__ = [
     "GradientError",
     "LaunchError",
     "LayoutError",
-    "LostRanksError",
     "MeshError",
     "NamedMeshError",
     "PlanError",
@@ -89,18 +88,6 @@ class AgreementError(NamedMeshError, RuntimeError):
 
 class LaunchError(NamedMeshError, RuntimeError):
     """The environment of this process does not describe a job, or names a device that is not there."""
-
-
-class LostRanksError(NamedMeshError, RuntimeError):
-    """Some ranks of the job do not answer any more, or have failed.
-
-    Attributes:
-        ranks: which, where that is known.
-        first: whether this rank is the one that found out first: true on one rank only.
-    """
-
-    ranks: tuple[int, ...] = ()
-    first: bool = False
 
 
 class PlanError(NamedMeshError, ValueError):

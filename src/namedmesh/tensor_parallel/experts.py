@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from namedmesh.mesh import NamedMesh
+
 
 class ShardedExperts(LocalParameters):
     """Run stacked experts on this rank's shard of every expert, and sum their outputs over the ranks.
@@ -146,20 +148,27 @@ class ExpertParallel(ParallelStyle):
     sorted by expert, and their numbers, any of which may be 0. What it returns, one row for each token, travels
     back to where the tokens came from; none is dropped or padded.
 
-    Every rank along the axis has **tokens of its own**, or their gradients count several times. Where tp is inside ep, as in
-    a view of ``edp, ep`` over ``dp, tp``, leave each rank its part of the sequence (``SequenceParallel``), or cut the experts
-    over ``etp`` first, with :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in the first
-    forward. Afterwards ``fully_shard(experts, mesh=mesh["edp"])``, and :func:`namedmesh.training.set_expert_divisor`, without
-    which the experts' gradients would be too large: a forward that trains asks for it.
+    Every rank along ``ep`` and ``edp`` has **tokens of its own**, or their gradients count several times. Where tp is inside ep,
+    as in a view of ``edp, ep`` over ``dp, tp``, leave each rank its part of the sequence (``SequenceParallel``), or cut the
+    experts over ``etp`` first, with :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in
+    the first forward that trains.
+
+    Afterwards ``fully_shard(experts, mesh=mesh["edp"])``. The experts have the tokens of all ranks along ep, but FSDP2 divides
+    the sum of their gradients by the ranks along edp only, and everything else by those along dp and cp: the gradients are
+    multiplied by ``edp / (dp * cp)``, or the experts would learn faster, and nothing would fail.
 
     ``torch.compile`` follows it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set, which has to be
     before the first step. In compiled code the tokens are not compared: run one forward without it.
 
+    Args:
+        mesh: the named mesh, with a view that has ``edp`` and ``ep``. Without it the style is good for reports only.
+
     Raises:
+        AxisError: the mesh has no axis ``edp``.
         PlanError: when applied to a module that owns no parameters, or whose parameters do not all have the same
             number of experts in front.
         ShapeError: in the forward: the numbers of tokens are not one for each expert, or do not add up.
-        GradientError: in the forward, on every rank: ranks send the same tokens, or there is no divisor.
+        GradientError: in the forward, on every rank: ranks send the same tokens, or the style was made without a mesh.
 
     Example:
         On 4 ranks each has 2 of the 8 experts:
@@ -180,6 +189,15 @@ class ExpertParallel(ParallelStyle):
 
     takes_distributed = True  # what ShardedExperts cut over etp
     ranks_have_own_data = True
+
+    def __init__(self, mesh: NamedMesh | None = None) -> None:
+        super().__init__()
+        self.gradient_scale: float | None = None
+        self.copies: list[Group] = []
+        if mesh is not None:
+            averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
+            self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
+            self.copies = [Group.of(mesh.group("edp"))]
 
     def __repr__(self) -> str:
         return "ExpertParallel()"
@@ -207,7 +225,7 @@ class ExpertParallel(ParallelStyle):
             raise PlanError(*problems)
         for name, parameter in list(module.named_parameters(recurse=False)):
             replace_parameter(module, name, _cut(parameter, device_mesh, self.src_data_rank))
-        module.forward = ExpertForward(module, Group.of(device_mesh))
+        module.forward = ExpertForward(module, Group.of(device_mesh), self.copies, self.gradient_scale)
         return module
 
 
@@ -226,15 +244,14 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
 class ExpertForward(LocalForward):
     """The forward of a module of experts, between the way of the tokens to their experts and the way back.
 
-    ``gradient_scale``: what the gradients of the weights are multiplied by; None until somebody has said it.
+    ``scale``: what the gradients of the weights are multiplied by; None if nobody has said it.
     ``compared``: the groups whose ranks have tokens of their own, and have not compared them yet.
     """
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    def __init__(self, module: nn.Module, group: Group, copies: list[Group], scale: float | None) -> None:
         super().__init__(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
         self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
-        self.gradient_scale: float | None = None
-        self.compared = [group]
+        self.scale, self.compared = scale, [group, *copies]
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for this rank's tokens, of which each expert has a number."""
@@ -244,10 +261,10 @@ class ExpertForward(LocalForward):
                 "experts"
             )
         trains = torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad
-        if trains and self.gradient_scale is None and dist.get_world_size() > 1:
+        if trains and self.scale is None and dist.get_world_size() > 1:
             raise GradientError(
                 "the gradients of the experts have no divisor, and would be too large by as many times as ranks share them; "
-                "call namedmesh.training.set_expert_divisor(model, mesh) after parallelize"
+                "give the style the mesh: ExpertParallel(mesh)"
             )
         if trains and self.compared and not torch.compiler.is_compiling():
             self.compared = [group for group in self.compared if not _have_their_own(tokens, group)]
@@ -268,8 +285,7 @@ class ExpertForward(LocalForward):
     def plain(self, name: str) -> Tensor:
         """Return this rank's experts of a weight."""
         weight = super().plain(name)
-        scale = 1.0 if self.gradient_scale is None else self.gradient_scale
-        return weight if scale == 1 else _scaled(weight, scale)
+        return weight if self.scale in {None, 1.0} else _scaled(weight, self.scale)
 
 
 class _ScaleGradient(torch.autograd.Function):

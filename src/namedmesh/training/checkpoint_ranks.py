@@ -1,131 +1,58 @@
-"""The ranks that write or read a checkpoint together, on a group of their own, also in the background."""
+"""The ranks that save and load together, and what each of them raises."""
 
 from __future__ import annotations
 
-import atexit
-import io
-import os
-import sys
-from concurrent.futures import Future, wait
-from functools import partial
-from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from namedmesh._torch import before_default_group_ends
 from namedmesh.errors import CheckpointError, NamedMeshError, ranks_in_words
-from namedmesh.options import GroupOptions
+from namedmesh.training.checkpoint_files import DamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+    from pathlib import Path
 
     from namedmesh.mesh import NamedMesh
 
 T = TypeVar("T")
 
 
-class Saving(Future[Path]):
-    """A save in the background, reported once somebody got its result or its error."""
+class Ranks:
+    """All ranks of a mesh (without one, this process), on a gloo group that nothing else uses: DCP communicates in the background.
 
-    def result(self, timeout: float | None = None) -> Path:
-        """Return the path of the checkpoint, once it is in its place."""
-        try:
-            return super().result(timeout)
-        finally:
-            if self.done():
-                _unreported.discard(self)
-
-
-_unreported: set[Saving] = set()
-"""The saves that are under way, and those whose failure was not raised anywhere."""
-os.register_at_fork(after_in_child=_unreported.clear)
-
-
-def _wait_for_all() -> None:
-    wait(list(_unreported))
-
-
-@atexit.register
-def _fail_at_exit() -> None:
-    """Let torchrun, and whoever starts the job again, see that a save failed: the exit status is 120.
-
-    That of an interpreter whose last flush fails; there is no other way from here that lets the other exit handlers run.
+    The group lives as long as the default group.
     """
-    _wait_for_all()
-    errors = [error for each in _unreported if (error := each.exception()) is not None]
-    if not errors:
-        return
-    if sys.stdout is None or sys.stdout.closed:  # neither is flushed
-        sys.stdout = io.StringIO()
-    flush = sys.stdout.flush
 
-    def fail() -> None:
-        flush()
-        if sys.is_finalizing():
-            raise errors[0]
-
-    sys.stdout.flush = fail  # type: ignore[method-assign]
-
-
-class CheckpointGroup:
-    """All ranks of a mesh, on a gloo group (none in a process without) that nothing else uses: a background thread communicates."""
-
-    _of: ClassVar[WeakKeyDictionary[NamedMesh, CheckpointGroup]] = WeakKeyDictionary()
+    _of: ClassVar[WeakKeyDictionary[Any, dict[tuple[int, ...], Ranks]]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
-        self.saving: Saving | None = None  # the last one in the background
-        self.warned: set[str] = set()  # the names of which the ranks were warned already
-        # A collective in the background that failed, as after a rank was lost: others may still wait in one before or after it.
-        self.broken: RuntimeError | None = None
+        self.saving: Future[Path] | None = None
 
     @classmethod
-    def of(cls, mesh: NamedMesh | None) -> CheckpointGroup:
+    def of(cls, mesh: NamedMesh | None) -> Ranks:
         """Return those of a mesh; the first time every rank calls this, as the group is made then."""
         if mesh is None:
             return cls(None)
-        if mesh not in cls._of or mesh.closed:
-            with mesh.agreed("training, for its checkpoints") as maker:
-                maker.compare({})
-                alone = GroupOptions(backend="gloo", share=False)
-                cls._of[mesh] = cls(maker.make(mesh.layout, mesh.layout.axes, alone))
-            mesh.before_close(partial(cls._leave, mesh))
-            before_default_group_ends(_wait_for_all)
-        return cls._of[mesh]
-
-    @classmethod
-    def _leave(cls, mesh: NamedMesh) -> None:
-        cls._of.pop(mesh).finish()
+        ranks = tuple(mesh.layout.ranks)
+        known = cls._of.setdefault(dist.group.WORLD, {})
+        if ranks not in known:
+            part = len(ranks) < dist.get_world_size()  # then the others do not call this
+            known[ranks] = cls(dist.new_group(ranks, backend="gloo", use_local_synchronization=part))
+        return known[ranks]
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The ranks, as DCP takes them; its functions of torch 2.8 know no ``no_dist=False``."""
+        """The ranks, as DCP takes them."""
         if self.group is not None:
             return {"process_group": self.group}
         return {"no_dist": True} if dist.is_initialized() else {}
-
-    def begin(self, work: Callable[[], Path]) -> Saving:
-        """Save in the background."""
-        saving = self.saving = Saving()
-        saving.set_running_or_notify_cancel()  # so that nobody can cancel it, which the other ranks would not hear of
-        _unreported.add(saving)
-
-        def run() -> None:
-            try:
-                saving.set_result(work())
-                _unreported.discard(saving)
-            except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
-                if isinstance(error, RuntimeError) and not isinstance(error, NamedMeshError):
-                    self.broken = error
-                saving.set_exception(error)
-
-        Thread(target=run, name="namedmesh checkpoint", daemon=False).start()  # the interpreter waits for it
-        return saving
 
     def wait(self) -> None:
         """Wait for the end of the save in the background."""
@@ -133,26 +60,19 @@ class CheckpointGroup:
             wait([self.saving])
 
     def finish(self) -> None:
-        """Wait for the end of the save in the background, and raise its error if it was not reported."""
-        self.wait()
-        if self.saving in _unreported:
-            self.saving.result()
+        """Wait for the end of the save in the background, and raise its error, once; every rank has the same."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
 
-    def on_first(self, function: Callable[[list[Any]], T], mine: object = None) -> T:
-        """Call ``function`` on the first rank, with a value of each rank; all get its result, or its error."""
-        values: list[Any] = [mine]
-        if self.group is not None:
-            values = [None] * self.size
-            dist.gather_object(mine, values if self.rank == 0 else None, group=self.group, group_dst=0)
+    def from_first(self, function: Callable[[], T]) -> T:
+        """Return on every rank what a function returns, or raise what it raises, on the first."""
         answer: list[Any] = [None, None]
         if self.rank == 0:
             try:
-                answer[0] = function(values)
-            except (NamedMeshError, OSError) as error:
-                answer[1] = error
-            except Exception as error:  # noqa: BLE001  every rank raises it
-                answer[1] = CheckpointError(*_problems(error))
-                answer[1].__cause__ = error
+                answer[0] = function()
+            except Exception as error:  # noqa: BLE001
+                answer[1] = in_words(error)
         if self.group is not None:
             dist.broadcast_object_list(answer, group=self.group, group_src=0)
         if answer[1] is not None:
@@ -160,43 +80,63 @@ class CheckpointGroup:
         result: T = answer[0]
         return result
 
-    def on_all(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank; all raise what it raises on any. Without an error it is a single reduction."""
-        result, error = None, None
+    def from_all(self, function: Callable[[], T]) -> list[T]:
+        """Call a function on every rank, and return all results; all raise what it raises on any."""
+        answer: list[Any] = [None, None]
         try:
-            result = function()
-        except Exception as raised:  # noqa: BLE001  every rank raises it
-            error = raised
-        if self.broken is not None:  # nothing can be told over this group
-            raise self.broken
-        failed = torch.tensor([int(error is not None)])
+            answer[0] = function()
+        except Exception as error:  # noqa: BLE001
+            answer[1] = in_words(error)
+        answers = [answer] * self.size
         if self.group is not None:
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
-        if failed.item():
-            try:
-                self.on_first(_raise_all, _problems(error))
-            except CheckpointError as found:
-                raise found from (None if isinstance(error, NamedMeshError) else error)
-        return cast("T", result)
+            dist.all_gather_object(answers, answer, group=self.group)
+        failed = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
+        if failed:
+            raise CheckpointError(
+                *by_ranks({rank: error.problems for rank, error in failed.items()}, self.size)
+            )
+        return [result for result, _ in answers]
 
 
-def _problems(error: Exception | None) -> list[str]:
-    """Return an error in words: not every one can be sent to another rank."""
-    if error is None:
-        return []
-    if isinstance(error, NamedMeshError):
-        return list(error.problems)
-    return [f"{type(error).__name__}: {error}".partition("\n")[0]]
-
-
-def _raise_all(by_rank: list[list[str]]) -> None:
-    """Raise the problems of all ranks, one sentence for each."""
+def by_ranks(problems: dict[int, Sequence[str]], size: int) -> list[str]:
+    """Return the problems of ranks, one sentence for each, with the ranks where it is not that of all."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, problems in enumerate(by_rank):
-        for problem in problems:
-            ranks_of.setdefault(problem, []).append(rank)
-    found = []
-    for problem, ranks in ranks_of.items():
-        everywhere = len(ranks) == len(by_rank)
-        found.append(problem if everywhere else f"{ranks_in_words(ranks)}: {problem}")
-    raise CheckpointError(*found)
+    for rank, some in problems.items():
+        for each in some:
+            ranks_of.setdefault(each, []).append(rank)
+    return [
+        each if len(ranks) == size else f"{ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items()
+    ]
+
+
+def in_words(error: Exception) -> CheckpointError:
+    """Return an error that can be sent to another rank."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, NamedMeshError):
+        return CheckpointError(*error.problems)
+    return CheckpointError(f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
+    """Return what DCP raises on every rank as one error, with a sentence for each cause and its ranks."""
+    failures = error.failures if isinstance(error, dcp.api.CheckpointException) else {rank: (error, None)}
+    own = failures.get(rank, (None, None))[0]
+    if isinstance(own, KeyboardInterrupt | SystemExit):  # DCP catches these, too
+        return own
+    found: dict[str, list[int]] = {}
+    causes: dict[str, list[int]] = {}
+    for one, (cause, _) in failures.items():
+        if isinstance(cause, NamedMeshError):
+            for each in cause.problems:
+                found.setdefault(each, []).append(one)
+        else:
+            causes.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(one)
+    # What concerns all of them the first one says.
+    problems = [each if 0 in ranks else f"{ranks_in_words(ranks)}: {each}" for each, ranks in found.items()]
+    problems += [
+        f"{what} by {ranks_in_words(ranks)} ({cause}); see to room and permission there"
+        for cause, ranks in causes.items()
+    ]
+    damaged = all(isinstance(cause, DamagedError) for cause, _ in failures.values())
+    return (DamagedError if damaged else CheckpointError)(*problems)

@@ -1,14 +1,8 @@
-"""A model, its optimizers and the place in the data, as a checkpoint holds them: by names that every layout knows.
-
-An entry is *sharded* (a DTensor, or a shard with Megatron's marks), *shared* (the same on every rank that has it), or *per
-rank*. A name is ``model.NAME``, ``optimizer.PARAMETER:KEY``, ``group.HASH`` (the options of some parameters), ``data.NUMBER``
-or ``random.NAME``; ``rank.N.`` stands before what is per rank.
-"""
+"""What a rank saves and loads, by names that every layout knows: ``model.NAME``, ``optimizer.PARAMETER:KEY``, ``random.NAME``, ``data.NUMBER``."""
 
 from __future__ import annotations
 
 import io
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from namedmesh.errors import CheckpointError, listing
-from namedmesh.training.comparison import Entry, digest, shown
+from namedmesh.training import seeds
 from namedmesh.training.initialization import plain_name, shard_of
-from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,207 +23,180 @@ if TYPE_CHECKING:
     Model = nn.Module | Sequence[nn.Module]
     Optimizers = Optimizer | Sequence[Optimizer] | None
 
+Options = dict[str, tuple[list[str], dict[str, Any], int]]
+"""Of each optimized parameter the kinds of its optimizer, the options, and the number of its group."""
+
 
 class State:
-    """What this rank saves: ``entries``, by name; refused where one stands for several values."""
+    """A model, its optimizers, the random generators and the place in the data of this rank.
+
+    Attributes:
+        values: tensors (shards as DTensors), and copies of what is none.
+        parameters: the names of the model's parameters: replicas of them have to be equal.
+        aliases: further names of parameters, which have no values, and whose they are.
+        ties: parameters that :func:`namedmesh.training.tie_stages` has tied: which tie, and which end of it.
+        options: those of the optimizers.
+    """
 
     def __init__(
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
     ) -> None:
         self.mesh = mesh
-        if mesh is not None:
-            streams.follow(mesh.device)
         modules = [model] if isinstance(model, nn.Module) else list(model)
         self.modules = [
             each.module if isinstance(each, DistributedDataParallel) else each for each in modules
         ]
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
-        given = [] if data is None else data
-        self.loaders: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-        self.entries: dict[str, Entry] = {}
-        self.names: dict[int, str] = {}
-        self._problems: list[str] = []
-        self._add_model()
-        for optimizer in self.optimizers:
-            self._add_optimizer(optimizer)
+        self.loaders: list[Any] = (
+            [] if data is None else list(data) if isinstance(data, list | tuple) else [data]
+        )
+        self.values: dict[str, Any] = {}
+        self.parameters: set[str] = set()
+        self.aliases: dict[str, str] = {}
+        self.ties: dict[str, tuple[str, str]] = {}
+        self.options: Options = {}
+        self._names: dict[int, str] = {}  # of parameters, by identity
+        self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part
+        for module in self.modules:
+            # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
+            for raw, value in module.state_dict(keep_vars=True).items():
+                self._add_to_model(plain_name(raw), value)
+        for number, optimizer in enumerate(self.optimizers):
+            self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
             self._add(f"data.{number}", loader.state_dict())
-        for name, state in streams.state_dict().items():
+        for name, state in seeds.random_state().items():
             self._add(f"random.{name}", state)
-        if self._problems:
-            raise CheckpointError(*self._problems)
 
-    def _add(self, name: str, value: Any, parameter: Tensor | None = None, *, averaged: bool = False) -> None:
-        of_optimizer = name.startswith("optimizer.")
-        shard, shape = self._place(value, parameter)
-        replica = bool(shard) or (isinstance(value, nn.Parameter) and not of_optimizer)
-        exact = not replica and not (averaged and of_optimizer)
-        entry = Entry(value, parameter, averaged, shape if replica else None, shard, exact)
-        if self.entries.setdefault(name, entry).value is not value:
-            self._problems.append(
+    def _add_to_model(self, name: str, value: Any) -> None:
+        if value is not None and self._sources.get(f"model.{name}") is value:
+            return  # two modules of a rank share it
+        if not isinstance(value, nn.Parameter):
+            self._add(f"model.{name}", value, value)
+        elif self._names.setdefault(id(value), name) != name:
+            self.aliases[name] = self._names[id(value)]
+        else:
+            self._add(f"model.{name}", value, value)
+            self.parameters.add(f"model.{name}")
+            if hasattr(value, "tied_stages"):
+                self.ties[name] = value.tied_stages
+
+    def _add(self, name: str, value: Any, source: object = None) -> None:
+        if value is None:
+            return
+        if not isinstance(value, Tensor):
+            value = plain(value, shown(name))
+        elif isinstance(source, Tensor):
+            self._sources.setdefault(name, source)
+            value = self._as_shard(value, source)
+        if name in self.values:
+            raise CheckpointError(
                 f"{shown(name)} is the name of two values; name a layer by its number in the whole model, as "
                 "training.stage_layers does, and give a parameter to one optimizer"
             )
+        self.values[name] = value
 
-    def _add_model(self) -> None:
-        for module in self.modules:
-            own = {id(each) for each in module.buffers()}
-            # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
-            for raw, value in module.state_dict(keep_vars=True).items():
-                name = plain_name(raw)
-                if isinstance(value, Tensor):
-                    averaged = id(value) in own and value.is_floating_point()
-                    self._add(f"model.{name}", value, value, averaged=averaged)
-                    self.names.setdefault(id(value), name)
-                elif value is not None:
-                    self._add(f"model.{name}", value)
-
-    def _add_optimizer(self, optimizer: Optimizer) -> None:
-        parameters = self.parameters(optimizer)
-        unknown = [tuple(each.shape) for name, each in parameters if not name]
-        if unknown:
-            self._problems.append(
+    def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
+        named = self.named(optimizer)
+        if unknown := [tuple(each.shape) for name, each in named if not name]:
+            raise CheckpointError(
                 f"the optimizer has parameters of shape {listing(unknown)} that the model has not; make it from the "
                 "parameters that the model has now"
             )
         for index, kept in optimizer.state_dict()["state"].items():
             if not isinstance(index, int):
-                self._problems.append(
+                raise CheckpointError(
                     f"the optimizer keeps {index!r} for itself; a checkpoint has what it keeps for each parameter"
                 )
-                continue
-            name, parameter = parameters[index]
+            name, parameter = named[index]
             for key, value in kept.items():
-                averaged = False
-                if isinstance(value, Tensor) and value.ndim and not isinstance(parameter, DTensor):
-                    averaged = value.shape == parameter.shape and value.is_floating_point()
-                self._add(f"optimizer.{name}:{key}", value, parameter, averaged=averaged)
-        for content in groups_of(optimizer, parameters):
-            name = f"group.{digest(content):x}"
-            if name not in self.entries:
-                self._add(name, content)
+                self._add(f"optimizer.{name}:{key}", value, parameter)
+        kinds = [each.__name__ for each in type(optimizer).__mro__]
+        kinds = kinds[: kinds.index("Optimizer")]
+        for place, group in enumerate(optimizer.param_groups):
+            options = {key: each for key, each in group.items() if key not in {"params", "param_names"}}
+            content = plain(options, "an option of the optimizer")
+            for each in group["params"]:
+                self.options[self._names[id(each)]] = kinds, content, 1000 * number + place
 
-    def parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    def named(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return an optimizer's parameters with their names, in the order in which torch numbers them."""
         return [
-            (self.names.get(id(each), ""), each)
+            (self._names.get(id(each), ""), each)
             for group in optimizer.param_groups
             for each in group["params"]
         ]
 
-    def compared(self) -> dict[str, Entry]:
-        """Return what ranks compare: all but the options, which are named by what they are, and shards of optimizers."""
-        return {
-            name: entry
-            for name, entry in sorted(self.entries.items(), key=itemgetter(0))
-            if not name.startswith("group.") and not (entry.shard and name.startswith("optimizer."))
-        }
+    def _as_shard(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Return a plain shard with Megatron's marks as a DTensor on the same memory, and any other tensor as it is."""
+        if isinstance(tensor, DTensor):
+            return tensor  # to detach one takes as long as to copy it
+        tensor, cut = tensor.detach(), shard_of(parameter, self.mesh)
+        if self.mesh is None or cut is None or tensor.shape != parameter.shape:
+            return tensor
+        axis, dim, blocks = cut
+        if blocks > 1:
+            raise CheckpointError(
+                f"a shard of shape {tuple(tensor.shape)} is of {blocks} blocks (partition_stride); a checkpoint takes one block a "
+                "tensor: make several parameters of it, or use FusedColwiseParallel"
+            )
+        return DTensor.from_local(tensor, self.mesh[axis], [Shard(dim)], run_check=False)
 
-    def _place(self, value: Any, parameter: Tensor | None) -> tuple[tuple[object, ...], tuple[int, ...]]:
-        """Return which part of a tensor this rank has, empty for all of it, and the shape of the whole."""
-        if not isinstance(value, Tensor):
-            return (), ()
-        value = whole(value, parameter, self.mesh, exchange=False)
-        if not isinstance(value, DTensor):
-            return (), tuple(value.shape)
-        where: Sequence[int] = value.device_mesh.get_coordinate() or []
-        placed = zip(value.placements, value.device_mesh.shape, where, strict=False)
-        shard = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
-        return shard or ("whole",), tuple(value.shape)
-
-    def objects(self) -> dict[str, Any]:
-        """Return copies of all entries that are no tensors, which have to be plain data."""
-        return {
-            name: plain(entry.value, shown(name))
-            for name, entry in self.entries.items()
-            if not isinstance(entry.value, Tensor)
-        }
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors as a checkpoint holds them; may communicate."""
-        return {
-            name: whole(entry.value, entry.parameter, self.mesh)
-            for name, entry in self.entries.items()
-            if isinstance(entry.value, Tensor)
-        }
-
-    def put_model(self, loaded: Mapping[str, Any]) -> None:
-        """Load parameters, buffers and extra states through ``load_state_dict``."""
+    def put(self, found: Mapping[str, Any], options: Options) -> None:
+        """Give the loaded values to the model, the optimizers, the loaders and the generators."""
+        local = {name: self._as_here(name, value) for name, value in found.items()}
         for module in self.modules:
             names = {raw: f"model.{plain_name(raw)}" for raw in module.state_dict(keep_vars=True)}
-            found = {raw: loaded[name] for raw, name in names.items() if name in loaded}
-            module.load_state_dict(found, strict=False)
+            own = {raw: local[name] for raw, name in names.items() if name in local and name in self.values}
+            module.load_state_dict(own, strict=False)
+        for optimizer in self.optimizers:
+            self._put_optimizer(optimizer, local, options)
+        for number, loader in enumerate(self.loaders):
+            loader.load_state_dict(local[f"data.{number}"])
+        random = {name: each for name, each in local.items() if name.startswith("random.")}
+        seeds.set_random_state({name.removeprefix("random."): each for name, each in random.items()})
 
-    def put_optimizer(
-        self,
-        optimizer: Optimizer,
-        options: Mapping[str, Mapping[str, Any]],
-        loaded: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        """Load an optimizer's options, and what it keeps for each parameter, through ``load_state_dict``."""
-        parameters = self.parameters(optimizer)
-        packed = optimizer.state_dict()
-        for group, content in zip(packed["param_groups"], groups_of(optimizer, parameters), strict=True):
-            group.update(options[content["names"][0]] if content["names"] else {})
-        kept = [loaded.get(name, {}) for name, _ in parameters]
-        packed["state"] = {number: dict(each) for number, each in enumerate(kept) if each}
+    def _as_here(self, name: str, value: Any) -> Any:
+        source = self._sources.get(name if name in self._sources else "model." + owner(name))
+        if isinstance(value, DTensor) and source is not None and not isinstance(source, DTensor):
+            return value.to_local()
+        return value
+
+    def _put_optimizer(self, optimizer: Optimizer, found: Mapping[str, Any], options: Options) -> None:
+        named, packed = self.named(optimizer), optimizer.state_dict()
+        kept: dict[str, dict[str, Any]] = {}
+        for name, value in found.items():
+            if name.startswith("optimizer."):
+                kept.setdefault(owner(name), {})[name.partition(":")[2]] = value
+        names = iter(name for name, _ in named)
+        for group in packed["param_groups"]:
+            of_group = [next(names) for _ in group["params"]]
+            if of_group:
+                group.update(options[of_group[0]][1])
+        packed["state"] = {number: kept[name] for number, (name, _) in enumerate(named) if name in kept}
         optimizer.load_state_dict(packed)
-        for (_, parameter), each in zip(parameters, kept, strict=True):
-            for key, value in each.items():
-                now = optimizer.state[parameter].get(key)
-                # torch gives what is no step the type of the parameter.
-                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+        for name, parameter in named:  # torch gives what is no step the type of the parameter
+            for key, value in kept.get(name, {}).items():
+                now = optimizer.state[parameter][key]
+                if isinstance(value, Tensor) and now.dtype != value.dtype:
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def groups_of(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-    """Return the options of each group of parameters, the names in it, and the kind of optimizer."""
-    names = [name for name, _ in parameters]
-    kinds = [each.__name__ for each in type(optimizer).__mro__]
-    kinds = kinds[: kinds.index("Optimizer")]
-    found = []
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
-        count = len(group["params"])
-        found.append({"kinds": kinds, "options": options, "names": names[:count]})
-        names = names[count:]
-    return found
+def owner(name: str) -> str:
+    """Return the parameter of ``optimizer.PARAMETER:KEY``."""
+    return name.removeprefix("optimizer.").partition(":")[0]
 
 
-def whole(
-    tensor: Tensor, parameter: Tensor | None, mesh: NamedMesh | None, *, exchange: bool = True
-) -> Tensor:
-    """Return a tensor as a checkpoint holds it: a marked shard becomes a DTensor of the whole, on the same memory.
-
-    Where the whole was cut in blocks, the ranks of the axis ``exchange`` them first, and the memory is another.
-    """
-    if isinstance(tensor, DTensor):
-        return tensor  # to detach one takes as long as to copy it
-    tensor, cut = tensor.detach(), shard_of(parameter, mesh)
-    if mesh is None or parameter is None or cut is None or tensor.shape != parameter.shape:
-        return tensor
-    axis, dim, blocks = cut
-    if exchange and blocks > 1:
-        tensor = _exchanged(tensor, mesh, axis, dim, (mesh.size(axis), blocks))
-    return DTensor.from_local(tensor, mesh[axis], [Shard(dim)], run_check=False)
+def of_owner(name: str, aliases: Mapping[str, str]) -> str:
+    """Return the name under which a checkpoint has an entry of a parameter with several names."""
+    kind, _, rest = name.partition(".")
+    parameter, colon, key = rest.partition(":") if kind == "optimizer" else (rest, "", "")
+    return f"{kind}.{aliases[parameter]}{colon}{key}" if parameter in aliases else name
 
 
-def local(loaded: Tensor, parameter: Tensor | None, mesh: NamedMesh | None) -> Tensor:
-    """Return the inverse of :func:`whole`."""
-    cut = shard_of(parameter, mesh)
-    if mesh is None or cut is None or not isinstance(loaded, DTensor):
-        return loaded
-    axis, dim, blocks = cut
-    shard = loaded.to_local()
-    return _exchanged(shard, mesh, axis, dim, (blocks, mesh.size(axis))) if blocks > 1 else shard
-
-
-def _exchanged(shard: Tensor, mesh: NamedMesh, axis: str, dim: int, parts: tuple[int, int]) -> Tensor:
-    """Return this rank's shard after the parts of all shards changed from the one order to the other."""
-    joined: Tensor = DTensor.from_local(shard, mesh[axis], [Shard(dim)], run_check=False).full_tensor()
-    other: Tensor = joined.unflatten(dim, (*parts, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
-    mine: Tensor = other.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
-    return mine.contiguous()
+def shown(name: str) -> str:
+    """Return the name of an entry as messages have it."""
+    return repr(name.partition(".")[2])
 
 
 def plain(value: object, what: str) -> Any:

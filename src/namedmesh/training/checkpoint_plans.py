@@ -1,0 +1,380 @@
+"""What DCP saves and loads: its planners with our checks, which run on the first rank and are told on every rank by DCP's own steps."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from namedmesh.errors import CheckpointError, listing, ranks_in_words
+from namedmesh.layout import Layout
+from namedmesh.training.checkpoint_ranks import by_ranks, in_words
+from namedmesh.training.checkpoint_state import of_owner, owner, shown
+from namedmesh.training.comparison import alike, digest, numbers_of
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.planner import LoadPlan
+
+    from namedmesh.training.checkpoint_files import Writer
+    from namedmesh.training.checkpoint_state import State
+
+_warned: set[str] = set()
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """DCP's, with a comparison of what several ranks have under one name.
+
+    Parameters, and all that is a DTensor, have to be the same on all ranks that have the same part. Of anything else that
+    differs (buffers, generators, the place in the data) a checkpoint has every copy, and ``about`` says which rank has which.
+    """
+
+    def __init__(self, state: State | None, extra: Any, writer: Writer, failed: Exception | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._writer, self._failed, self._extra, self._state = writer, failed, extra, state
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        """Say what this rank has, or that it has failed to collect it."""
+        if failed := self._failed or self._writer.failed:
+            raise in_words(failed)
+        state = self._state
+        plan = super().create_local_plan()
+        told = {"extra": self._extra, "digest": digest(self._extra)}
+        if state is not None:
+            told |= {"options": state.options, "aliases": state.aliases, "ties": state.ties}
+        return replace(plan, planner_data=told | {"marks": [self._mark(item) for item in plan.items]})
+
+    def _mark(self, item: Any) -> tuple[Any, ...]:
+        """Return what ranks compare of an item: shape and type of the whole, whether they have to agree, and a hash or two numbers."""
+        name, value = item.index.fqn, self.state_dict[item.index.fqn]
+        if not isinstance(value, Tensor):
+            return None, False, digest(value)
+        whole = tuple(value.shape), value.dtype
+        if isinstance(value, DTensor) or (self._state is not None and name in self._state.parameters):
+            return whole, True, numbers_of(value)
+        return whole, False, digest(value)
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
+        """Compare, on the first rank, and let each rank save what only it has."""
+        told = [plan.planner_data for plan in all_plans]
+        aliases = joined_aliases([(each["aliases"], each["ties"]) for each in told])
+        problems = []
+        if others := [rank for rank, each in enumerate(told) if each["digest"] != told[0]["digest"]]:
+            problems.append(
+                f"the extra values ({listing(told[0]['extra'])}) are not on {ranks_in_words(others)} what they are on rank 0; give "
+                "every rank the same, such as a list of what each of them has"
+            )
+        copies, contradictions = _compared(all_plans, aliases)
+        problems += contradictions
+        if problems:
+            raise CheckpointError(*problems)
+        buffers = {name.partition(".")[2] for name in copies if name.startswith("model.")}
+        if new := sorted(buffers - _warned):
+            _warned.update(new)
+            warnings.warn(
+                f"{listing(new)}: not the same on all ranks, so a checkpoint has the value of each rank; another layout loads the "
+                "first",
+                stacklevel=2,
+            )
+        own = [_own(plan, rank, copies, aliases) for rank, plan in enumerate(all_plans)]
+        plans, metadata = super().create_global_plan(own)
+        options = {name: each for one in told for name, each in one["options"].items()}
+        self._writer.about |= {
+            "extra": told[0]["extra"],
+            "options": options,
+            "aliases": aliases,
+            "copies": copies,
+        }
+        return plans, metadata
+
+    def lookup_object(self, index: Any) -> Any:
+        """Find a value, also of a name of its own."""
+        return super().lookup_object(replace(index, fqn=shared_name(index.fqn)))
+
+
+def joined_aliases(by_rank: Sequence[tuple[dict[str, str], dict[str, tuple[str, str]]]]) -> dict[str, str]:
+    """Return all further names of parameters, of one rank or tied over two, and whose they are."""
+    aliases: dict[str, str] = {}
+    ends: dict[str, dict[str, str]] = {}
+    for own, ties in by_rank:
+        aliases |= own
+        for name, (tie, end) in ties.items():
+            ends.setdefault(tie, {})[end] = name
+    for names in ends.values():
+        if len(names) == 2 and names["first"] != names["last"]:  # noqa: PLR2004
+            aliases[names["last"]] = names["first"]
+    return aliases
+
+
+def _compared(
+    plans: Sequence[dcp.SavePlan], aliases: Mapping[str, str]
+) -> tuple[dict[str, dict[int, int]], list[str]]:
+    """Return of what each rank has its own, and what contradicts itself."""
+    held: dict[Any, list[tuple[int, Any]]] = {}
+    shapes: dict[str, Any] = {}
+    wrong: dict[str, dict[str, None]] = {}
+    for rank, plan in enumerate(plans):
+        for item, mark in zip(plan.items, plan.planner_data["marks"], strict=True):
+            name = of_owner(item.index.fqn, aliases)
+            held.setdefault(replace(item.index, fqn=name), []).append((rank, mark))
+            first = shapes.setdefault(name, (rank, mark[0]))
+            if mark[1] and first[1] != mark[0]:
+                how = f"shape {first[1][0]} on rank {first[0]} and {mark[0][0]} on rank {rank}"
+                wrong.setdefault(how, {})[name] = None
+    copies: dict[str, dict[int, int]] = {}
+    for index, marks in held.items():
+        first, mark = marks[0]
+        differ = [rank for rank, each in marks if not _same(each, mark)]
+        if differ and mark[1]:
+            how = f"other values on rank {differ[0]} than on rank {first}"
+            wrong.setdefault(how, {})[index.fqn] = None
+        elif differ:
+            copies[index.fqn] = {rank: each[2] for rank, each in marks}
+    found = []
+    for how, names in wrong.items():
+        found.append(
+            f"{listing(map(shown, names))}: {how}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
+            "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "
+            "tensor_model_parallel and partition_dim"
+        )
+    return copies, found
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return alike(one[2], other[2]) if one[1] and other[1] else one == other
+
+
+def _own(
+    plan: dcp.SavePlan, rank: int, copies: dict[str, dict[int, int]], aliases: Mapping[str, str]
+) -> dcp.SavePlan:
+    """Give names of their own to what only some ranks have, and leave out what another name's entry has.
+
+    Equal copies have one name, and DCP saves them once.
+    """
+    items = []
+    for item in plan.items:
+        name = item.index.fqn
+        if of_owner(name, aliases) == name:
+            own = f"copy.{copies[name][rank]:x}.{name}" if name in copies else name
+            items.append(replace(item, index=replace(item.index, fqn=own)))
+    return replace(plan, items=items, planner_data=None)
+
+
+def shared_name(name: str) -> str:
+    """Return the name of what a rank has a copy of its own of."""
+    return name.split(".", 2)[2] if name.startswith("copy.") else name
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """DCP's, which says all that does not fit before anything is read, and runs no code of a file."""
+
+    def __init__(
+        self,
+        state: list[State],
+        aliases: Mapping[str, str],
+        about: dict[str, Any],
+        where: Path,
+        *,
+        cast: bool,
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.state, self._about, self._where = state, about, f"the checkpoint {where}"
+        self._aliases = {**aliases, **about["aliases"]}
+        self._cast, self._pretrained = cast, about["data"] is None
+        self._problems: list[str] = []
+        self.changed: set[str] = set()
+        self._found: dict[str, str] = {}  # by the name of an entry, its name in the checkpoint
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
+        """Find, for all that this rank has, what the checkpoint has for it."""
+        prefix = "model." if self._pretrained else ""
+        self._saved = {prefix + name: each for name, each in metadata.state_dict_metadata.items()}
+        wanted: dict[str, Any] = {}
+        names = [name for name in self.state.values if name.startswith(("model.", "data."))]
+        # What was two parameters is read twice, to be compared.
+        names += [f"model.{alias}" for alias in self.state.aliases if f"model.{alias}" in self._saved]
+        names += dict.fromkeys(each for each in map(shared_name, self._saved) if each.startswith("random."))
+        for name in names:
+            self._find(name, wanted, prefix)
+        for name in self._of_optimizers():  # the problems of the model come first
+            self._find(name, wanted, prefix)
+        super().set_up_planner(wanted, metadata, is_coordinator)
+
+    def _find(self, name: str, wanted: dict[str, Any], prefix: str) -> None:
+        if source := self._source(name):
+            self._found[name] = source
+            room = self._room(name, self._saved[source])  # which says what does not fit
+            wanted.setdefault(source.removeprefix(prefix), room)
+
+    def _source(self, name: str) -> str | None:
+        """Return the name of an entry in the checkpoint, of which there may be a copy for each rank that had one."""
+        if name not in self._saved and name not in self._about["copies"]:
+            name = of_owner(name, self._aliases)
+        if name in self._about["copies"]:
+            return self._copy(name)
+        if name in self._saved:
+            return name
+        if name.startswith("model.") and not (self._pretrained and name.endswith("_extra_state")):
+            self._problems.append(f"{shown(name)} is not in {self._where}")
+        elif name.startswith("data."):
+            self._problems.append(
+                f"{self._where} has no place in the data; load it without data=, and skip the samples that were seen"
+            )
+        return None
+
+    def _copy(self, name: str) -> str | None:
+        """Return the copy of the ranks that this one stands for: with its coordinates on the axes that have the same size now."""
+        by_rank: dict[int, int] = self._about["copies"][name]
+        stood_for, before, mesh = set(by_rank), layout_of(self._about), self.state.mesh
+        if mesh is not None and before is not None:
+            now = dict(mesh.layout.items())
+            same = {axis: mesh.coords[axis] for axis, size in before.items() if now.get(axis) == size}
+            stood_for &= {rank - before.rank_offset for rank in before.where(**same)}
+        copies = list(dict.fromkeys(by_rank[rank] for rank in sorted(stood_for)))
+        if len(copies) == 1 or (name.startswith("model.") and copies):
+            return f"copy.{copies[0]:x}.{name}"
+        if name.startswith("optimizer."):
+            self._problems.append(
+                f"the optimizer keeps {shown(name)} for the part that a rank had, and no rank has this part now; load it on the "
+                "layout that it was saved from, or without the optimizer"
+            )
+        elif name.startswith("data."):
+            self._problems.append(
+                f"{self._where} has another place in the data for each rank that this one stands for; load it without data=, and skip "
+                "the samples that were seen"
+            )
+        return None
+
+    def _room(self, name: str, saved: Any) -> Any:
+        """Return where an entry is read to: the memory of the model, or new memory."""
+        if not isinstance(saved, dcp.TensorStorageMetadata):
+            return None
+        shape, dtype = tuple(saved.size), saved.properties.dtype
+        values = self.state.values
+        if name.startswith("optimizer."):
+            parameter = values.get(f"model.{owner(name)}")
+            if parameter is not None and shape == tuple(parameter.shape):
+                return torch.empty_like(parameter, dtype=dtype).detach()
+            return torch.empty(shape, dtype=dtype)
+        if not name.startswith("model.") or name.endswith("_extra_state"):
+            return torch.empty(shape, dtype=dtype)
+        now = values.get(name)
+        if now is None:  # another name of a parameter
+            now = torch.empty_like(values[of_owner(name, self.state.aliases)])
+        if tuple(now.shape) != shape:
+            self._problems.append(
+                f"{shown(name)} has shape {tuple(now.shape)} here, and {shape} in {self._where}"
+            )
+        elif now.dtype != dtype and not self._cast:
+            self._problems.append(
+                f"{shown(name)} is {now.dtype} here, and {dtype} in {self._where}; make the model in that type, or "
+                "pass cast=True to load(), which rounds"
+            )
+        return now
+
+    def _of_optimizers(self) -> list[str]:
+        """Return what the checkpoint has for the optimizers' parameters, or say why they cannot go on from it."""
+        saved = self._about["options"]
+        if not self.state.optimizers:
+            return []
+        if not saved:
+            self._problems.append(f"{self._where} was saved without an optimizer; load it without one")
+            return []
+        keys: dict[str, dict[str, None]] = {}  # by parameter, what an optimizer kept for it
+        for each in map(shared_name, self._saved):
+            if each.startswith("optimizer."):
+                keys.setdefault(owner(each), {})[each.partition(":")[2]] = None
+        found = []
+        for name in self.state.options:
+            if self.options_of(name) is None:
+                self._problems.append(f"the optimizer of {self._where} did not have {name!r}")
+            source = name if name in keys else self._aliases.get(name, name)
+            found += [f"optimizer.{name}:{key}" for key in keys.get(source, ())]
+        self._compare_options()
+        return found
+
+    def _compare_options(self) -> None:
+        """Say which optimizers are of another kind than before, and which groups were several."""
+        mixed: dict[int, dict[str, str]] = {}
+        other_kinds: dict[tuple[str, str], list[str]] = {}
+        for name, (kinds, _, group) in self.state.options.items():
+            if before := self.options_of(name):
+                mixed.setdefault(group, {}).setdefault(repr(before[1]), repr(name))
+                if kinds[0] not in before[0] and before[0][0] not in kinds:
+                    other_kinds.setdefault((before[0][0], kinds[0]), []).append(repr(name))
+        for (kind, now), names in other_kinds.items():
+            self._problems.append(
+                f"the optimizer of {listing(names, 4)} was {kind} in {self._where}, and is {now} "
+                "here; make the one that was saved, or load without the optimizer"
+            )
+        for some in mixed.values():
+            if len(some) > 1:
+                self._problems.append(
+                    f"{listing(some.values())} are in one group of the optimizer, and were in groups with other "
+                    "options; group them as they were"
+                )
+
+    def options_of(self, name: str) -> Any:
+        """Return the kinds and options that the optimizer of a parameter had; None where it had none."""
+        saved = self._about["options"]
+        return saved.get(name) or saved.get(self._aliases.get(name, name))
+
+    def create_local_plan(self) -> LoadPlan:
+        """Say what is wanted, and what does not fit."""
+        wanted = {} if self._problems else self.state_dict
+        plan = dcp.planner.LoadPlan([]) if not wanted else super().create_local_plan()
+        here = [*self.state.values, *(f"model.{alias}" for alias in self.state.aliases)]
+        return replace(plan, planner_data=(self._problems, here))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise the problems of all ranks, on the first, and name what is for none of them."""
+        here = {name for plan in global_plan for name in plan.planner_data[1]}
+        problems = by_ranks(
+            {rank: plan.planner_data[0] for rank, plan in enumerate(global_plan)}, len(global_plan)
+        )
+        for name in sorted(dict.fromkeys(map(shared_name, self._saved))):
+            if name.startswith("model.") and name not in here:
+                problems.append(f"{shown(name)} is in {self._where}, and on no rank in the model")
+        if problems:
+            raise CheckpointError(*problems)
+        return [replace(plan, planner_data=None) for plan in global_plan]
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Read one value that is no tensor."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:  # noqa: ARG002
+        """Note that a part of a tensor was read."""
+        self.changed.add(read_item.dest_index.fqn)
+
+    def put(self) -> list[tuple[object, str, list[float]]]:
+        """Give what was read to the model and all others; of weights with several names, returns which they are, and their numbers."""
+        prefix = "model." if self._pretrained else ""
+        found: dict[str, Any] = {}
+        taken: set[str] = set()
+        for name, source in self._found.items():
+            value = self.state_dict[source.removeprefix(prefix)]
+            found[name] = value.clone() if source in taken and isinstance(value, Tensor) else value
+            taken.add(source)
+        state, mesh = self.state, self.state.mesh
+        state.put(found, {name: self.options_of(name) for name in state.options})
+        coords = {} if mesh is None else mesh.coords
+        place = str({axis: at for axis, at in coords.items() if axis != "pp"})
+        tied: list[tuple[object, str]] = [((tie, place), name) for name, (tie, _) in state.ties.items()]
+        for alias, whose in state.aliases.items():
+            if f"model.{alias}" in found:
+                tied += [((whose, str(coords)), whose), ((whose, str(coords)), alias)]
+        return [(tie, name, numbers_of(found[f"model.{name}"])) for tie, name in tied]
+
+
+def layout_of(about: dict[str, Any]) -> Layout | None:
+    """Return the layout that a checkpoint was saved from; None for that of one process."""
+    return Layout(rank_offset=about["layout"][1], **about["layout"][0]) if about["layout"] else None

@@ -1,0 +1,150 @@
+"""Clipping by one norm over everything that a model's gradients are spread over: DTensors of any mesh, marked shards, pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from namedmesh.errors import TrainingError
+from namedmesh.tensor_parallel import reduce_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from namedmesh.mesh import NamedMesh
+
+
+class _Clipped(NamedTuple):
+    """What torch scales: something with a gradient."""
+
+    grad: Tensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    mesh: NamedMesh,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does; every rank calls this.
+
+    Prevents: ranks that clip by the norm of what each has, or count replicas several times. torch's own function raises for DTensors
+    of two meshes, and leaves the other pipeline stages out.
+
+    Every number of the model's gradient counts once: DTensors by their placements, on any slice or view of the mesh; plain tensors
+    as replicas, but for those marked as shards by Megatron and DeepSpeed: ``tensor_model_parallel`` and ``model_parallel`` (over tp),
+    ``allreduce = False`` (experts, over ep and etp); every stage of ``pp``, but for copies of what another stage has, marked ``shared``
+    (by :func:`tie_stages`) or ``ds_pipe_replicated``. ``Partial`` gradients are summed before. There is one small
+    reduction for each axis that gradients are spread over.
+
+    Args:
+        parameters: those of this rank's part of the model; ones without a gradient count nothing.
+        max_norm: the largest norm that is left as it is.
+        mesh: the mesh.
+        norm_type: the p of the norm, greater than 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: raise for a norm that is infinite or not a number.
+        foreach: as for torch's function.
+
+    Returns:
+        The norm that the gradients had, the same on every rank: of no dims, in float32, or float64 where a gradient is.
+
+    Raises:
+        TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or ``norm_type``.
+
+    Example:
+        >>> import namedmesh
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_([weight], 1.0, mesh), weight.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+        >>> mesh.close(); dist.destroy_process_group()
+    """
+    if not norm_type > 0:
+        raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    reduce_gradients(parameters)
+    spread: dict[
+        tuple[dist.ProcessGroup, ...], list[Tensor]
+    ] = {}  # by the groups whose ranks have other parts
+    clipped: list[Any] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            shard = _shard(parameter.grad)
+            clipped.append(_Clipped(shard))
+            if not (getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)):
+                spread.setdefault(_groups(parameter, parameter.grad, mesh), []).append(shard)
+    powers = {groups: _power(shards, norm_type, foreach) for groups, shards in spread.items()}
+    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    for group in dict.fromkeys(group for groups in powers for group in groups):
+        over = [groups for groups in powers if group in groups]
+        together = torch.stack([powers[groups] for groups in over])
+        dist.all_reduce(together, operation, group=group)
+        powers.update(zip(over, together, strict=True))
+    here = torch.stack([*powers.values(), torch.zeros(2, dtype=torch.float64, device=mesh.device)])
+    power = here.amax(0) if math.isinf(norm_type) else here.sum(0)
+    if "pp" in mesh.layout:
+        dist.all_reduce(power, operation, group=mesh.group("pp"))
+    largest = power[0].masked_fill(power[1] > 0, math.nan)
+    total = largest if math.isinf(norm_type) else power[0] ** (1 / norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise TrainingError(
+            f"the norm of order {norm_type} over the gradients of the whole model is {total.item()}, so they cannot be "
+            "clipped, and were left as they are; skip this step, or pass error_if_nonfinite=False"
+        )
+    clip_grads_with_norm_(clipped, max_norm, total, foreach)
+    return total if any(each.grad.dtype == torch.float64 for each in clipped) else total.float()
+
+
+def _shard(grad: Tensor) -> Tensor:
+    """Return what this rank has of a gradient, in the same memory; one that is a part of a sum is summed."""
+    if not isinstance(grad, DTensor):
+        return grad
+    if any(isinstance(each, Partial) for each in grad.placements):
+        whole = [Replicate() if isinstance(each, Partial) else each for each in grad.placements]
+        grad = grad.redistribute(placements=whole)
+    return grad.to_local()
+
+
+def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a gradient is cut: by its placements, and by the marks of Megatron and DeepSpeed."""
+    groups: list[dist.ProcessGroup] = []
+    if isinstance(grad, DTensor):
+        cut = [dim for dim, each in enumerate(grad.placements) if not isinstance(each, Replicate | Partial)]
+        groups = [grad.device_mesh.get_group(dim) for dim in cut]
+    expert = not getattr(parameter, "allreduce", True)
+    marks = ["ep"] if expert else []
+    if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+        marks.append("etp" if expert else "tp")
+    for axis in marks:
+        # Its own mesh may tell of this axis already.
+        known = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else []
+        if axis in mesh.coords and len(set(known) & set(mesh.ranks(axis))) <= 1:
+            groups.append(mesh.group(axis))
+    return tuple(groups)
+
+
+def _power(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """Return what is added up over ranks: the power of a norm, and 0; of the largest number, it and whether one is not a number.
+
+    Not every backend's maximum keeps what is not a number. A norm in a short type soon is infinite.
+    """
+    short = [each for each in shards if each.dtype in {torch.float16, torch.bfloat16}]
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float32) for each in short]
+    others = [each for each in shards if each.dtype not in {torch.float16, torch.bfloat16}]
+    norms += [get_total_norm(others, norm_type, foreach=foreach)] if others else []
+    together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
+    norm = torch.linalg.vector_norm(together, norm_type)
+    if math.isinf(norm_type):
+        return torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()])
+    return torch.stack([norm**norm_type, torch.zeros_like(norm)])
