@@ -16,10 +16,7 @@ from typing import NamedTuple
 
 from published_runs import GROUPS, RUNS, Run
 
-from namedmesh.plan import Job, Memory, best_partitions, estimate_memory, estimate_step, list_partitions
-from namedmesh.plan.job import axes_of, shares
-from namedmesh.plan.memory import memory_of_share
-from namedmesh.plan.partitions import find_partition
+from namedmesh.plan import Job, best_partitions, estimate_memory, estimate_step, find_partition, list_partitions
 
 MEMORY_GOAL, SPEED_GOAL, RANK_GOAL = 0.15, 0.25, 5
 
@@ -37,12 +34,6 @@ class Result(NamedTuple):
 def job_of(run: Run) -> Job:
     """Return the job of a run."""
     return Job(run.model, run.hardware, **run.job)
-
-
-def first_rank(run: Run) -> Memory:
-    """Return the memory of the first pipeline rank, of which Korthikanti et al. give the activations."""
-    job, axes = job_of(run), axes_of(run.sizes)
-    return memory_of_share(job, axes, shares(job, axes.pp)[0], job.micro_batches(axes.dp))
 
 
 def ranks_of(run: Run) -> int:
