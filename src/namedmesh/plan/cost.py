@@ -58,6 +58,9 @@ class Share(NamedTuple):
 
 def shares(job: Job, pp: int) -> list[Share]:
     """Return the pipeline ranks that may need the most memory or time: the first, the first of the longest, the last."""
+    if ("shares", pp) in job.known:
+        found: list[Share] = job.known["shares", pp]
+        return found
     layers, stages, each = job.model.layers or 0, pp * job.stages_per_rank, list[Share]()
     for rank in range(min(pp, job.model.layers or 1)):
         indices = range(rank, stages, pp)
@@ -65,7 +68,8 @@ def shares(job: Job, pp: int) -> list[Share]:
         dense = sum(layer < layers - job.model.expert_layers for layer in own)
         each.append(Share(rank, dense, len(own) - dense, rank == 0, stages - 1 in indices))
     longest = max(each, key=lambda share: (share.dense + share.expert, share.expert))
-    return list(dict.fromkeys((each[0], longest, each[-1])))
+    job.known["shares", pp] = list(dict.fromkeys((each[0], longest, each[-1])))
+    return shares(job, pp)
 
 
 def in_flight(job: Job, pp: int, rank: int, micro_batches: int | None) -> float:
@@ -127,6 +131,9 @@ def layer_of(job: Job, axes: Axes, *, experts: bool) -> Layer:
     (Megatron weights within, ``moe/experts.py``). What is outside of attention and network is divided by tp with sequence
     parallelism only. "Selective" with torch keeps queries, values, and every second product; sums over tp are kept.
     """
+    key = ("layer", axes.tp, axes.etp, experts)
+    if key in job.known:
+        return job.known[key]
     model, tp = job.model, axes.tp
     hidden, heads = model.hidden or 0, (model.heads or 1) / tp
     stream = hidden / tp if job.sequence_parallel else float(hidden)
@@ -151,7 +158,9 @@ def layer_of(job: Job, axes: Axes, *, experts: bool) -> Layer:
         second = width + (moved if experts else hidden * (gates - 1))
         kept = stream + heads * query + kv * value + out + second + (2 * stream if tp > 1 else 0)
     outputs = 2 * hidden + projected + gates * width
-    return Layer(read, kept, gates * width + hidden, 2 * hidden + out + width, outputs)
+    found = Layer(read, kept, gates * width + hidden, 2 * hidden + out + width, outputs)
+    job.known[key] = found
+    return found
 
 
 def kv_heads_on_rank(model: Model, tp: int) -> float:
@@ -313,7 +322,8 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
         {}
     """
     job, axes = job.settled, axes_of(sizes)
-    job = replace(job, hardware=job.hardware.filled(axes.world))
+    if job.hardware.filled(axes.world) is not job.hardware:
+        job = replace(job, hardware=job.hardware.filled(axes.world))
     return max((_step(job, axes, share) for share in shares(job, axes.pp)), key=lambda step: step.total)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.errors import did_you_mean
 from namedmesh.plan.hardware import Hardware, load_hardware
@@ -100,7 +101,12 @@ class Job:
     fused_loss: bool = False
     stages_per_rank: int = 1
 
-    @property
+    @cached_property
+    def known(self) -> dict[object, Any]:
+        """What many layouts share: the stages of pipelines, the numbers of layers."""
+        return {}
+
+    @cached_property
     def missing(self) -> list[str]:
         """The names of the sizes that the seconds of a step follow from, and that are not known."""
         sizes = {name: getattr(self.model, name) for name in ("layers", "hidden", "heads")}
@@ -116,12 +122,12 @@ class Job:
         checkpointing = self.checkpointing or "selective"
         return replace(self, micro_batch=self.micro_batch or 1, stage=stage, checkpointing=checkpointing)
 
-    @property
+    @cached_property
     def number_bytes(self) -> int:
         """Bytes of an activation and of a weight that computes."""
         return 4 if self.precision == "fp32" else 2
 
-    @property
+    @cached_property
     def state_bytes(self) -> tuple[int, int, int]:
         """Bytes of a parameter's weight, gradient and optimizer state.
 
@@ -132,7 +138,7 @@ class Job:
             return 4, 4, 8
         return 2, 4 if self.trainer == "megatron" and self.precision == "bf16" else 2, 12
 
-    @property
+    @cached_property
     def is_torch(self) -> bool:
         """Whether torch's layers are counted."""
         return self.trainer == "torch"
