@@ -1,9 +1,19 @@
-"""The offline planner: describe a layout in numbers and one picture, and rank layouts by what they cost, without torch or a GPU."""
+"""The offline planner: describe a layout in numbers and one picture, and rank layouts by their cost, without torch or a GPU."""
 
 from __future__ import annotations
 
+from namedmesh.plan.comparison import Comparison, Difference, compare
 from namedmesh.plan.cost import Memory, Step, estimate_memory, estimate_step
+from namedmesh.plan.describe import Kind, Plan, make_plan, plan_text, rank_text
 from namedmesh.plan.hardware import Hardware, load_hardware
-from namedmesh.plan.job import Job
+from namedmesh.plan.job import Axes, Job
 from namedmesh.plan.model import Model, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
+from namedmesh.plan.spec import UsageError, parse_spec
+from namedmesh.plan.svg import draw_svg
+
+__all__ = [
+    "Axes", "Comparison", "Difference", "Hardware", "Job", "Kind", "Memory", "Model", "Partition", "Plan", "Step",
+    "UsageError", "best_partitions", "compare", "draw_svg", "estimate_memory", "estimate_step", "explain", "find_partition",
+    "list_partitions", "load_hardware", "make_plan", "parse_spec", "plan_text", "rank_text", "read_config",
+]  # fmt: skip

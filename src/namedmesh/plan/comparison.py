@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.errors import LayoutError
-from namedmesh.plan.describe import in_words
+from namedmesh.plan.describe import first_groups, in_words
 from namedmesh.plan.spec import resolve
 
 if TYPE_CHECKING:
@@ -76,11 +76,8 @@ def _difference(axes: tuple[str, ...], one: Layout, other: Layout) -> Difference
     names = {*axes, *(_PARTS if "dp" in axes else ())}
     sides = [tuple(axis for axis in layout if axis in names) for layout in (one, other)]
     keys = [layout.partition(*own)[2] if own else () for layout, own in zip((one, other), sides, strict=True)]
-    first, second = (
-        tuple(layout.group(rank, *own) for rank in layout.where(**dict.fromkeys(own, 0))[:_SHOWN])
-        for layout, own in zip((one, other), sides, strict=True)
-    )
-    return Difference(axes, keys[0] == keys[1], first, second)
+    first, second = first_groups(one, sides[0], _SHOWN), first_groups(other, sides[1], _SHOWN)
+    return Difference(axes, keys[0] == keys[1], tuple(first), tuple(second))
 
 
 def comparison_text(comparison: Comparison) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _DATA = ("dp", "dp_replicate", "dp_shard")
 _EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts
 _INSIDE = ("tp", "etp", "ep")  # the axes that exchange activations inside every layer
-_SHOWN, _LONGEST = 8, 16  # groups of a kind, and ranks of a group, that are shown unless all are
+_SHOWN, _LONGEST = 32, 16  # ranks of a kind, and of a group, that are shown unless all are
 _LISTED = 4096  # ranks of a kind that are listed for programs
 
 Group = tuple[int, ...]
@@ -75,12 +75,11 @@ class Plan:
     def groups(self, kind: Kind, limit: int | None = None) -> list[Group]:
         """Return the first groups of a kind, by their lowest rank, or all of them."""
         layout = self.arrangement.layout(kind.view)
-        firsts = layout.where(**dict.fromkeys(kind.axes, 0))
-        return [_part(layout.group(rank, *kind.axes), kind.members) for rank in firsts[:limit]]
+        return [_part(group, kind.members) for group in first_groups(layout, kind.axes, limit)]
 
     def group_of(self, kind: Kind, rank: int) -> Group:
         """Return the group of a kind that a rank is in; an empty one if it is in none."""
-        group = _part(self.arrangement.layout(kind.view).group(rank, *kind.axes), kind.members)
+        group = _part(group_over(self.arrangement.layout(kind.view), rank, kind.axes), kind.members)
         return group if rank in group else ()
 
 
@@ -127,6 +126,16 @@ def make_plan(
     return Plan(arrangement, kinds, communicators, gpus_per_node, across, tuple(warnings))
 
 
+def group_over(layout: Layout, rank: int, axes: Sequence[str]) -> Group:
+    """Return the ranks that a rank shares a group over some axes with; over no axis itself."""
+    return layout.group(rank, *axes) if axes else (rank,)
+
+
+def first_groups(layout: Layout, axes: Sequence[str], limit: int | None = None) -> list[Group]:
+    """Return the first groups over some axes by their lowest rank, or all of them."""
+    return [group_over(layout, rank, axes) for rank in layout.where(**dict.fromkeys(axes, 0))[:limit]]
+
+
 def _part(group: Group, members: str) -> Group:
     if members == "ends":
         return tuple(dict.fromkeys((group[0], group[-1])))
@@ -142,7 +151,7 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], tuple[int, int
     kinds, owners, held, asked, in_world = list[Kind](), dict[Group, str](), dict[str, int](), 0, 0
     for row in groups_of(arrangement):
         layout = arrangement.layout(row.view)
-        group = _part(layout.group(0, *row.axes) if row.axes else (0,), row.members)
+        group = _part(group_over(layout, 0, row.axes), row.members)
         count, each = layout.count(*row.axes) if row.axes else layout.world_size, 1 + row.gloo_groups
         owner, served = owners.setdefault(group, row.name), "its own"
         if len(group) == 1:
@@ -188,7 +197,7 @@ def in_words(ranks: Sequence[int], limit: int = _LONGEST) -> str:
     """Write ranks for people: all of them, or the first ones, the last one and how many."""
     if len(ranks) <= limit:
         return ", ".join(map(str, ranks))
-    return f"{', '.join(map(str, ranks[: limit - 1]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"
+    return f"{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"
 
 
 def plan_text(plan: Plan, *, everything: bool = False) -> str:
@@ -204,12 +213,13 @@ def plan_text(plan: Plan, *, everything: bool = False) -> str:
         members = {"all": "", "ends": "ends of ", "first": "first of "}[kind.members]
         rows.append((kind.name, members + " x ".join(kind.axes), kind.size, kind.count, kind.communicator))
     lines = [*head, "", as_text(Table(("kind", "axes", "size", "groups", "communicator"), tuple(rows))), ""]
-    limit, longest = (None, plan.layout.world_size) if everything else (_SHOWN, _LONGEST)
+    longest = plan.layout.world_size if everything else _LONGEST
     replicas = GroupSpec("model replicas", plan.replica_axes)
     size = plan.layout.size(*replicas.axes) if replicas.axes else 1
     last = Kind(replicas.name, replicas.axes, DENSE, "all", size, plan.layout.world_size // size, "its own")
     for kind in (*plan.kinds, last):
         if kind.communicator == "its own" or everything:
+            limit = None if everything else max(2, _SHOWN // kind.size)
             texts = [f"({in_words(group, longest)})" for group in plan.groups(kind, limit)]
             more = f" and {kind.count - len(texts)} more" if len(texts) < kind.count else ""
             lines.append(f"{kind.name}: {' '.join(texts)}{more}")
@@ -237,7 +247,7 @@ def rank_text(plan: Plan, rank: int) -> str:
         lines.append(f"  pipeline: {before}, {after}")
     data = [axis for axis in layout if axis in _DATA]
     if data:
-        same = in_words(layout.group(rank, *(axis for axis in layout if axis not in data)))
+        same = in_words(group_over(layout, rank, [axis for axis in layout if axis not in data]))
         part = f"part {layout.group_rank(rank, *data)} of 0 to {layout.size(*data) - 1}"
         lines.append(f"  batch: {part}, the same samples as ranks {same}")
     lines.append(f"  parameters: {_shards_in_words(layout, rank, plan.replica_axes)}")
@@ -249,7 +259,7 @@ def rank_text(plan: Plan, rank: int) -> str:
 def _shards_in_words(layout: Layout, rank: int, sharding: Sequence[str]) -> str:
     shards = [f"{axis} part {at} of 0 to {layout[axis] - 1}" for axis, at in layout.coords(rank).items()
               if axis in sharding and layout[axis] > 1]  # fmt: skip
-    copies = layout.group(rank, *(axis for axis in layout if axis not in sharding))
+    copies = group_over(layout, rank, [axis for axis in layout if axis not in sharding])
     return f"{', '.join(shards) or 'all of them'}, the same on ranks {in_words(copies)}"
 
 
