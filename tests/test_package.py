@@ -47,6 +47,7 @@ ROOMS = (
     "mesh",
     "init",
     "plan",
+    "doctor",
     "tensor_parallel",
     "training",
     "migrate",
