@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 from published_runs import GROUPS, RUNS, Run
 
-from namedmesh.plan import Job, best_partitions, estimate_memory, estimate_step, find_partition, list_partitions
+from namedmesh.plan import (
+    Job,
+    best_partitions,
+    estimate_memory,
+    estimate_step,
+    find_partition,
+    list_partitions,
+)
 
 MEMORY_GOAL, SPEED_GOAL, RANK_GOAL = 0.15, 0.25, 5
 
@@ -100,9 +107,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="runs whose name or source has this text")
     only = parser.parse_args().only.lower()
     rows = [(run, compare(run)) for run in RUNS if only in f"{run.name} {run.source}".lower()]
-    print(
-        "| predicted for published: error | GiB | tokens/s a GPU | place |\n|---|---|---|---|"
-    )
+    print("| predicted for published: error | GiB | tokens/s a GPU | place |\n|---|---|---|---|")
     source = ""
     notes: dict[str, list[str]] = {}
     for run, result in rows:

@@ -193,7 +193,13 @@ def _llama_operations(seq: int) -> float:
 
 def _llama_3() -> list[Run]:
     table = ((8192, 1, 64, 8192, 32, 430), (16384, 1, 128, 8192, 16, 400), (16384, 16, 8, 131072, 16, 380))
-    policy = {"stage": 2, "stages_per_rank": 2, "checkpointing": "none", "trainer": "megatron", "micro_batch": 1}
+    policy = {
+        "stage": 2,
+        "stages_per_rank": 2,
+        "checkpointing": "none",
+        "trainer": "megatron",
+        "micro_batch": 1,
+    }
     return [
         Run(
             f"Llama 3 405B, {gpus} GPUs, {seq} tokens",
@@ -450,7 +456,9 @@ def _tried_afterwards_in_2022() -> list[Run]:
     job = _SC21_JOB | {"global_batch": 2048, "micro_batch": 2, "stage": 1}
     source = "BigScience, BLOOM, 2022: arXiv 2211.05100, and 150 TFLOP/s by bigscience.notion.site"
     tokens = 150e12 / _gpt_operations(bloom, again=True)
-    jean_zay = replace(A100_UNFUSED, nics_per_node=4, nic_bandwidth=12.5e9)  # four Omni-Path links of 100 Gb/s
+    jean_zay = replace(
+        A100_UNFUSED, nics_per_node=4, nic_bandwidth=12.5e9
+    )  # four Omni-Path links of 100 Gb/s
     assumed = "nobody ran context parallelism then, with which some layouts are faster here"
     sizes = {"tp": 4, "pp": 12, "dp": 8}
     runs.append(Run("BLOOM 176B", source, bloom, jean_zay, sizes, job, tokens=tokens, assumed=assumed))

@@ -27,7 +27,9 @@ def doctor(*words: str) -> tuple[int, str, str]:
 
 
 def test_a_healthy_job_with_experts() -> None:
-    results = run_ranks(4, lambda: doctor("--pp", "1", "--tp", "2", "--ep", "4", "--etp", "1", "--format", "json"), init=False)
+    results = run_ranks(
+        4, lambda: doctor("--pp", "1", "--tp", "2", "--ep", "4", "--etp", "1", "--format", "json"), init=False
+    )
     assert [(status, err) for status, _, err in results] == [(0, "")] * 4
     assert [out for _, out, _ in results[1:]] == [""] * 3
     data = json.loads(results[0][1])
@@ -108,7 +110,10 @@ def test_every_rank_says_why_a_layout_does_not_fit() -> None:
 def test_settings_that_cannot_be_are_named_before_the_ranks_meet() -> None:
     status, _, err = doctor("--timeout", "nan", "--megabytes", "-1")
     text = "it is a number above 0 and below 1e9"
-    assert (status, err) == (2, f"namedmesh doctor: 2 problems:\n  - timeout is nan; {text}\n  - megabytes is -1; {text}\n")
+    assert (status, err) == (
+        2,
+        f"namedmesh doctor: 2 problems:\n  - timeout is nan; {text}\n  - megabytes is -1; {text}\n",
+    )
     assert doctor("pp=x")[0] == 2
 
 
@@ -121,10 +126,20 @@ def test_the_slowest_group_rank_and_hosts_are_named() -> None:
         reports.append({"axes": axes, "local": 2.0 if rank == 3 else 1.0, "links": links})
     data = summary(reports, ["a", "a", "b", "c"])
     assert data["axes"] == [
-        {"axis": "tp", "size": 2, "groups": 2, "latency us": 1000.0, "GB/s": 9.0, "slowest group": "2, 3", "its GB/s": 8.0}
+        {
+            "axis": "tp",
+            "size": 2,
+            "groups": 2,
+            "latency us": 1000.0,
+            "GB/s": 9.0,
+            "slowest group": "2, 3",
+            "its GB/s": 8.0,
+        }
     ]
     assert (data["slowest_rank"], data["slowest_factor"], data["hosts"]) == (3, 2.0, 3)
-    assert "2 pairs of hosts, the slowest first:\n  c - a: 0.5 GB/s\n  a - b: 1.0 GB/s" in report_text("a job", data)
+    assert "2 pairs of hosts, the slowest first:\n  c - a: 0.5 GB/s\n  a - b: 1.0 GB/s" in report_text(
+        "a job", data
+    )
 
 
 @pytest.mark.parametrize("count", range(1, 9))

@@ -48,6 +48,7 @@ ROOMS = (
     "init",
     "plan",
     "doctor",
+    "doctor_cli",
     "tensor_parallel",
     "training",
     "migrate",

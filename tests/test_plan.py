@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import runpy
 import shlex
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,6 @@ from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, parse
 from namedmesh.plan.spec import parse_amount
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "plan"))
-import make
-
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -43,7 +40,11 @@ def run(command: str) -> tuple[int, str, str]:
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     name = draw(st.sampled_from([*DIALECTS, None]))
-    axes = ("pp", "tp") if name is None else [axis for axis in DIALECTS[name].axes if axis not in {"dp", "dp_shard"}]
+    axes = (
+        ("pp", "tp")
+        if name is None
+        else [axis for axis in DIALECTS[name].axes if axis not in {"dp", "dp_shard"}]
+    )
     sizes = {axis: draw(st.sampled_from([1, 2, 3])) for axis in axes}
     world = prod(sizes.values()) * draw(st.sampled_from([2, 4]))
     expert = {"ep": 2, "etp": 1} if name in {None, "megatron", "torchtitan"} and draw(st.booleans()) else {}
@@ -60,7 +61,9 @@ def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
         row = next(row for row in namedmesh.dialects.groups_of(plan.arrangement) if row.name == kind.name)
         groups = list(plan.arrangement.layout(kind.view).groups(*kind.axes))
         if kind.members != "all":
-            groups = [tuple(sorted({group[0], group[-1 if kind.members == "ends" else 0]})) for group in groups]
+            groups = [
+                tuple(sorted({group[0], group[-1 if kind.members == "ends" else 0]})) for group in groups
+            ]
         assert plan.groups(kind) == groups
         assert (kind.count, {kind.size}) == (len(groups), {len(group) for group in groups})
         for rank in plan.layout.ranks:
@@ -88,7 +91,10 @@ def test_nodes_and_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> N
     for axis, at in here.items():
         peers = [each for each in plan.layout.ranks if {**plan.layout.coords(each), axis: at} == here]
         if len(peers) <= 16:
-            assert lines[axis] == f"{at} of 0 to {plan.layout[axis] - 1}, with ranks {', '.join(map(str, peers))}"
+            assert (
+                lines[axis]
+                == f"{at} of 0 to {plan.layout[axis] - 1}, with ranks {', '.join(map(str, peers))}"
+            )
     shards = {axis: at for axis, at in here.items() if axis in plan.arrangement.dialect.shards}
     copies = plan.layout.where(**shards)
     if len(copies) <= 16:
@@ -107,7 +113,9 @@ def test_the_worked_example() -> None:
     assert plan.communicators == (4, 4, 22)
     assert make_plan("megatron tp=2,pp=4", world_size=16).communicators == (20, 7, 137)
     assert "and 508 more" in plan_text(make_plan(world_size=4096, tp=8))
-    assert "(4088, 4089, 4090, 4091, 4092, 4093, 4094, 4095)" in plan_text(make_plan(world_size=4096, tp=8), everything=True)
+    assert "(4088, 4089, 4090, 4091, 4092, 4093, 4094, 4095)" in plan_text(
+        make_plan(world_size=4096, tp=8), everything=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,8 +124,14 @@ def test_the_worked_example() -> None:
         ({"world_size": 64, "tp": 4, "pp": 4, "order": "tp-pp-dp", "gpus_per_node": 8}, []),
         ({"world_size": 64, "tp": 16, "gpus_per_node": 8}, ["tp=16 leaves a node of 8 GPUs, ..."]),
         ({"world_size": 64, "tp": 4, "ep": 4, "gpus_per_node": 8}, ["ep=4 leaves a node of 8 GPUs, ..."]),
-        ({"world_size": 12, "tp": 2, "gpus_per_node": 8}, ["12 ranks do not fill nodes of 8: the last has 4"]),
-        ({"world_size": 4, "tp": 8, "like": "ezpz"}, ["ezpz reduces tp=8 to the world of 4 ranks without an error"]),
+        (
+            {"world_size": 12, "tp": 2, "gpus_per_node": 8},
+            ["12 ranks do not fill nodes of 8: the last has 4"],
+        ),
+        (
+            {"world_size": 4, "tp": 8, "like": "ezpz"},
+            ["ezpz reduces tp=8 to the world of 4 ranks without an error"],
+        ),
     ],
 )
 def test_warnings(arguments: dict[str, Any], warnings: list[str]) -> None:
@@ -134,7 +148,7 @@ def test_warnings(arguments: dict[str, Any], warnings: list[str]) -> None:
         (lambda: make_plan(Layout(dp=2), world_size=16), LayoutError, "dp=2 (2 ranks) is not the world of 16 ranks; ..."),
         (lambda: make_plan(tp=2, like="megatrn"), UsageError, "'megatrn' is not one of ... did you mean 'megatron'?"),
         (lambda: make_plan("tp=2", pp=2), UsageError, "both 'tp=2' and sizes for pp were given; give one of them"),
-        (lambda: make_plan("megatron tp=2", like="ezpz"), UsageError, "'megatron tp=2' is megatron's, but ..."),
+        (lambda: make_plan("megatron tp=2", like="ezpz"), UsageError, "'megatron tp=2' is megatron's, and like ezpz ..."),
         (lambda: make_plan("tp=2", order="tp-pp"), UsageError, "'tp=2' has its order already; ..."),
         (make_plan, UsageError, "neither sizes nor the number of ranks were given; ..."),
         (lambda: make_plan(tp=2, gpus_per_node=0), UsageError, "gpus_per_node is 0; it is an int of at least 1"),
@@ -168,7 +182,9 @@ def test_every_rank_has_a_cell_inside_its_node_and_the_color_of_its_coordinate(p
     boxes = elements(plan, "rect", color_by=axis)
     cells = [each for each in boxes if each.get("rx") == "5"]
     colors = {plan.layout.coords(rank)[axis]: cell["fill"] for rank, cell in enumerate(cells)}
-    assert [cell["fill"] for cell in cells] == [colors[plan.layout.coords(rank)[axis]] for rank in plan.layout.ranks]
+    assert [cell["fill"] for cell in cells] == [
+        colors[plan.layout.coords(rank)[axis]] for rank in plan.layout.ranks
+    ]
     assert len(set(colors.values())) == len(colors)
     nodes = [each for each in boxes if each.get("class") == "node edge"]
     for rank, cell in enumerate(cells):
@@ -188,7 +204,12 @@ def test_pictures_of_large_worlds_and_of_groups_that_leave_their_node() -> None:
     assert "dashed" not in draw_svg(make_plan("dp=2,tp=4", gpus_per_node=4))
 
 
-@given(*[st.sampled_from(list(DIALECTS))] * 2, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.integers(1, 3))
+@given(
+    *[st.sampled_from(list(DIALECTS))] * 2,
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+)
 def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
     found = compare(f"{a} tp={tp},pp={pp}", f"{b} tp={tp},pp={pp}", world_size=tp * pp * data)
     for kind in found.kinds:
@@ -204,7 +225,8 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
 
 
 def test_the_shown_commands_print_that() -> None:
-    for name, text in make.files().items():
+    made = runpy.run_path(str(ROOT / "examples" / "plan" / "make.py"))["files"]()
+    for name, text in made.items():
         kept = (ROOT / "examples" / "plan" / name).read_text(encoding="utf-8")
         assert kept == text, f"{name}: run examples/plan/make.py, and read what changed"
 
@@ -214,7 +236,11 @@ def test_json_holds_what_the_text_says() -> None:
     data = json.loads(out)
     assert (status, data["axes"], data["expert_axes"]["ep"]) == (0, {"pp": 4, "dp": 2, "cp": 1, "tp": 2}, 2)
     assert data["communicators"] == {"asked": 20, "held": 7, "groups_in_world": 140}
-    assert next(kind["groups"] for kind in data["kinds"] if kind["name"] == "model_parallel")[1][:3] == [2, 3, 6]
+    assert next(kind["groups"] for kind in data["kinds"] if kind["name"] == "model_parallel")[1][:3] == [
+        2,
+        3,
+        6,
+    ]
     one = json.loads(run("plan pp=2,tp=2 --rank 3 --format json")[1])
     assert (one["coords"], one["groups"]["pp"]) == ({"pp": 1, "tp": 1}, [1, 3])
 
@@ -226,8 +252,16 @@ def test_json_holds_what_the_text_says() -> None:
         ("plan tp=a", 2, "namedmesh plan: layout 'tp=a': "),
         ("plan tp=2 --rank 9", 1, "namedmesh plan: rank 9 is outside"),
         ("plan tp=2 --svg /nowhere/a.svg", 2, "namedmesh plan: '/nowhere/a.svg' cannot be written"),
-        ("partitions --world-size 8 --memory 80GB", 2, "namedmesh partitions: --memory needs the number of parameters"),
-        ("partitions --world-size 8 --explain dp=8", 2, "namedmesh partitions: --explain was given ['dp=8']; give two"),
+        (
+            "partitions --world-size 8 --memory 80GB",
+            2,
+            "namedmesh partitions: --memory needs the number of parameters",
+        ),
+        (
+            "partitions --world-size 8 --explain dp=8",
+            2,
+            "namedmesh partitions: --explain was given ['dp=8']; give two",
+        ),
         ("diff --a tp=2 --b tp=2", 0, ""),
         ("plan --word-size 8", 2, "unrecognized arguments: --word-size; did you mean '--world-size'?\n"),
         ("shard --in 8", 2, "invalid choice: 'shard'"),

@@ -17,8 +17,20 @@ from messages import says
 
 from namedmesh import LayoutError
 from namedmesh.plan import (
-    Hardware, Job, Model, Partition, UsageError, best_partitions, estimate_memory, estimate_step, explain, find_partition,
-    list_partitions, load_hardware, make_plan, read_config,
+    Hardware,
+    Job,
+    Model,
+    Partition,
+    UsageError,
+    best_partitions,
+    estimate_memory,
+    estimate_step,
+    explain,
+    find_partition,
+    list_partitions,
+    load_hardware,
+    make_plan,
+    read_config,
 )  # fmt: skip
 from namedmesh.plan.cost import collective, in_flight, layer_of, shares
 from namedmesh.plan.hardware import hardware_names
@@ -53,14 +65,20 @@ QWEN3_MOE = {
     ("model", "published"),
     [(LLAMA_8B, 8.03), (LLAMA_70B, 70.55), (LLAMA_405B, 405.85), (MIXTRAL, 46.70), (DEEPSEEK_V3, 671.03)],
 )
-def test_sizes_amount_to_the_published_parameters_and_to_those_on_the_ranks(model: Model, published: float) -> None:
+def test_sizes_amount_to_the_published_parameters_and_to_those_on_the_ranks(
+    model: Model, published: float
+) -> None:
     assert model.total / 1e9 == pytest.approx(published, abs=0.005)
     job, axes = Job(model, seq=8, stage=0), Axes(pp=4, ep=2 if model.experts else 1)
     stages = [(stage_range(model.layers or 0, rank, 4), rank) for rank in range(4)]
     assert [(share.dense + share.expert, share.rank) for share in shares(job, 1)] == [(model.layers, 0)]
     assert all(len(stages[share.rank][0]) == share.dense + share.expert for share in shares(job, 4))
     dense, expert, routed = model.layer
-    held = dense * ((model.layers or 0) - model.expert_layers) + (expert + routed / axes.ep) * model.expert_layers + model.ends
+    held = (
+        dense * ((model.layers or 0) - model.expert_layers)
+        + (expert + routed / axes.ep) * model.expert_layers
+        + model.ends
+    )
     assert estimate_memory(job, {"ep": axes.ep}).weights == pytest.approx(2 * held, rel=1e-6)
 
 
@@ -72,10 +90,13 @@ def test_layers_that_all_are_dense_have_no_experts_on_a_rank_either() -> None:
 @pytest.mark.parametrize(
     ("config", "billions"), [(LLAMA, 8.03), (FALCON, 6.92), (STARCODER, 15.5), (QWEN3_MOE, 30.5)]
 )
-def test_configurations_amount_to_the_published_parameters(config: dict[str, Any], billions: float, tmp_path: Path) -> None:
+def test_configurations_amount_to_the_published_parameters(
+    config: dict[str, Any], billions: float, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model, notes = read_config(str(tmp_path))
-    assert (model.total / 1e9, notes) == (pytest.approx(billions, rel=0.005), [])
+    assert model.total / 1e9 == pytest.approx(billions, rel=0.005)
+    assert notes == []
 
 
 def test_what_a_configuration_cannot_say_is_named(tmp_path: Path) -> None:
@@ -96,7 +117,9 @@ def test_what_a_configuration_cannot_say_is_named(tmp_path: Path) -> None:
         read_config("/nowhere")
 
 
-@pytest.mark.parametrize(("stage", "expected"), [(0, 16 * 7), (1, 4 * 7 + 12 * 7 / 8), (2, 2 * 7 + 14 * 7 / 8), (3, 14)])
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(0, 16 * 7), (1, 4 * 7 + 12 * 7 / 8), (2, 2 * 7 + 14 * 7 / 8), (3, 14)]
+)
 def test_states_by_stage_and_trainer(stage: int, expected: float) -> None:
     job, sizes = Job(Model(params=28_000_000_000), stage=stage), {"tp": 2, "pp": 2, "dp": 8}
     assert estimate_memory(job, sizes).states / 1e9 == pytest.approx(expected)
@@ -121,11 +144,18 @@ def test_what_torch_keeps_by_hand() -> None:
     """In numbers of two bytes: h=16, q=16, k=v=8, f=24, over two ranks with sequence parallelism; and experts."""
     model = Model(layers=1, heads=4, kv_heads=2, hidden=16, ffn=24, vocab=32)
     none = Job(model, seq=8, checkpointing="none")
-    assert layer_of(none, Axes(tp=2), experts=False).kept == 2 * 16 / 2 + 2 * 16 + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2
+    assert (
+        layer_of(none, Axes(tp=2), experts=False).kept
+        == 2 * 16 / 2 + 2 * 16 + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2
+    )
     selective = layer_of(replace(none, checkpointing="selective"), Axes(), experts=False)
-    assert selective.kept == 16 + 16 + 8 + 16 + 24 + 16  # input, queries, values, attention; gate and last product
+    assert (
+        selective.kept == 16 + 16 + 8 + 16 + 24 + 16
+    )  # input, queries, values, attention; gate and last product
     shared = layer_of(replace(none, model=replace(model, kv_heads=1)), Axes(tp=2), experts=False)
-    assert shared.kept == 2 * 16 / 2 + 2 * 16 + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2  # each rank has the head
+    assert (
+        shared.kept == 2 * 16 / 2 + 2 * 16 + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2
+    )  # each rank has the head
     mixture = replace(model, kv_heads=4, experts=8, top_k=2, expert_ffn=12, shared_experts=1)
     for tp, etp in ((1, 1), (2, 1), (2, 2)):
         found = layer_of(replace(none, model=mixture), Axes(tp=tp, etp=etp), experts=True).kept
@@ -134,7 +164,14 @@ def test_what_torch_keeps_by_hand() -> None:
 
 
 def test_what_fsdp_gathers_and_the_loss_copies() -> None:
-    job = Job(replace(LLAMA_8B, layers=4), seq=128, global_batch=8, stage=3, checkpointing="selective", micro_batch=1)
+    job = Job(
+        replace(LLAMA_8B, layers=4),
+        seq=128,
+        global_batch=8,
+        stage=3,
+        checkpointing="selective",
+        micro_batch=1,
+    )
     layer, ends, logits, hidden = LLAMA_8B.layer[0], 2 * 4096 * 128256, 128 * 128256, 2 * 128 * 4096 * 2
     one, last = (estimate_memory(job, sizes) for sizes in ({"dp": 2}, {"dp": 2, "pp": 2}))
     assert one.gathered == pytest.approx(2 * ends)
@@ -168,7 +205,9 @@ def test_the_bandwidth_of_a_group_follows_from_its_members_in_a_node() -> None:
 
 def test_a_step_by_hand() -> None:
     model = Model(layers=2, hidden=64, heads=4, vocab=100)
-    job = Job(model, PLAIN, 32, 4, 1, 0, trainer="megatron", sequence_parallel=False, checkpointing="selective")
+    job = Job(
+        model, PLAIN, 32, 4, 1, 0, trainer="megatron", sequence_parallel=False, checkpointing="selective"
+    )
     step, tokens, layer = estimate_step(job, {"tp": 2, "pp": 2}), 32, model.layer[0]
     # The last stage: a layer and the head, over two ranks; 2 operations forward, 4 backward, at half of the peak.
     assert step.seconds["matmul"] == pytest.approx(4 * 6 * tokens * (layer + 64 * 100) / 2 / 5e11)
@@ -229,20 +268,32 @@ def test_what_trainers_and_sizes_rule_out() -> None:
     def reasons(job: Job, world: int = 16, **sizes: int) -> tuple[str, ...]:
         return find_partition(list_partitions(world, job, memory=1e15), sizes).reasons
 
-    assert reasons(Job(LLAMA_405B), 128, tp=8, pp=16) == reasons(Job(LLAMA_405B), 128, tp=16, pp=8) == ()  # as was run
+    assert (
+        reasons(Job(LLAMA_405B), 128, tp=8, pp=16) == reasons(Job(LLAMA_405B), 128, tp=16, pp=8) == ()
+    )  # as was run
     assert reasons(Job(LLAMA_405B), 128, pp=128) == ("126 layers cannot fill 128 stages",)
-    assert reasons(Job(Model(ffn=11000)), tp=16) == ("11000 features of the feed-forward network do not divide by tp=16",)
+    assert reasons(Job(Model(ffn=11000)), tp=16) == (
+        "11000 features of the feed-forward network do not divide by tp=16",
+    )
     odd = Job(Model(experts=8, expert_ffn=1001))
     assert reasons(odd, tp=2, etp=2) == ("1001 features of an expert do not divide by etp=2",)
     assert reasons(odd, tp=2, etp=1) == ()
     few = Job(LLAMA_8B, seq=1024, global_batch=8, micro_batch=1)
-    assert reasons(few, pp=16) == ("8 micro-batches are fewer than the 16 stages, which torch's 1F1B refuses",)
+    assert reasons(few, pp=16) == (
+        "8 micro-batches are fewer than the 16 stages, which torch's 1F1B refuses",
+    )
     assert reasons(replace(few, trainer="megatron"), pp=16) == ()
     interleaved = replace(few, trainer="megatron", stages_per_rank=2, global_batch=24)
     assert reasons(interleaved, pp=16)[0].startswith("24 micro-batches do not divide by pp=16")
-    assert reasons(replace(few, global_batch=24), dp=16)[0].startswith("a global batch of 24 does not divide by dp=16")
-    assert reasons(Job(Model(heads=12, kv_heads=9)), tp=4) == ("9 key and value heads can neither be divided nor shared by tp=4",)
-    assert reasons(Job(Model(), seq=1020), cp=4, tp=4) == ("1020 tokens of a sequence do not divide by 2 x cp=4",)
+    assert reasons(replace(few, global_batch=24), dp=16)[0].startswith(
+        "a global batch of 24 does not divide by dp=16"
+    )
+    assert reasons(Job(Model(heads=12, kv_heads=9)), tp=4) == (
+        "9 key and value heads can neither be divided nor shared by tp=4",
+    )
+    assert reasons(Job(Model(), seq=1020), cp=4, tp=4) == (
+        "1020 tokens of a sequence do not divide by 2 x cp=4",
+    )
     assert reasons(few, dp=16)[0].startswith("a global batch of 8 does not divide by")
 
 
@@ -264,11 +315,15 @@ def test_the_search_finds_what_is_found_by_hand(model: Model, sizes: dict[str, i
     found = find_partition(list_partitions(64, job, dp_replicate=1), sizes)
     assert (found.tokens_per_second if found.fits else 0.0) == pytest.approx(by_hand(64, job, 0.08, **sizes))
     given = replace(job, micro_batch=2, stage=3, checkpointing="full")
-    assert {one.job.settled for one in list_partitions(64, given)} == {replace(given, hardware=job.hardware.filled(64))}
+    assert {one.job.settled for one in list_partitions(64, given)} == {
+        replace(given, hardware=job.hardware.filled(64))
+    }
 
 
 def test_copies_of_a_sharded_model_are_tried() -> None:
-    job = Job(LLAMA_8B, seq=1024, global_batch=65536, stage=3)  # a ring of 16,384 ranks takes longer than the work beside it
+    job = Job(
+        LLAMA_8B, seq=1024, global_batch=65536, stage=3
+    )  # a ring of 16,384 ranks takes longer than the work beside it
     best = best_partitions(list_partitions(16384, job), 1)[0]
     plain = best_partitions(list_partitions(16384, job, dp_replicate=1), 1)[0]
     assert best.dp_replicate > 1
@@ -305,7 +360,10 @@ def test_an_explanation_is_the_difference_of_two_breakdowns() -> None:
     assert lines[0].startswith(f"dp=16 ({plain.policies}) is faster than pp=16 ({piped.policies}): ")
     assert plain.step is not None
     assert piped.step is not None
-    gaps = [line.split() for line in lines[1 : lines.index(next(line for line in lines if line.startswith("it needs")))]]
+    gaps = [
+        line.split()
+        for line in lines[1 : lines.index(next(line for line in lines if line.startswith("it needs")))]
+    ]
     assert f"  bubble: 0 s against {piped.step.seconds['bubble']:.3g} s" in lines
     sizes = [abs(float(gap[1]) - float(gap[4])) for gap in gaps]
     assert sizes == sorted(sizes, reverse=True)
@@ -342,7 +400,9 @@ def test_hardware_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "card.json"
     path.write_text(json.dumps(card | {"memory": 96e9}), encoding="utf-8")
     assert load_hardware(str(path)).memory == 96e9
-    path.write_text(json.dumps({"nam": "x"} | {name: card[name] for name in card if name != "name"}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"nam": "x"} | {name: card[name] for name in card if name != "name"}), encoding="utf-8"
+    )
     with pytest.raises(UsageError, match=r"'name' is missing\n.*'nam' is not a field; did you mean 'name'\?"):
         load_hardware(str(path))
     for name in hardware_names():

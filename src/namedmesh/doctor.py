@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from namedmesh.plan.tables import Table, as_text
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Mapping, Sequence
+
+    from namedmesh.dialects import DialectLayout
 
 _WARM, _ROUNDS = 3, 9
 
@@ -51,23 +54,30 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], arguments: Namespace) -> 
     timeout = timedelta(seconds=arguments.timeout)
     device = launch.init(arguments.device, backend=arguments.backend, timeout=timeout)
     try:
-        megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
-        _check(spec, keywords, device, timeout, megabytes, arguments.format)
+        arrangement = resolve(spec, world_size=dist.get_world_size(), **keywords)
+        data = _check(
+            arrangement, device, timeout, arguments.megabytes or (4 if device.type == "cpu" else 64)
+        )
+        if dist.get_rank() == 0:
+            head = f"{arrangement.dense}, {dist.get_backend()} on {device.type}, {count_of(data['hosts'], 'host')}"
+            text = json.dumps(data) if arguments.format == "json" else report_text(head, data)
+            sys.stdout.write(f"{text}\n")
     finally:
         dist.destroy_process_group()
     return 0
 
 
 def _check(
-    spec: str, keywords: Mapping[str, Any], device: torch.device, timeout: timedelta, megabytes: float, how: str
-) -> None:
-    arrangement = resolve(spec, world_size=dist.get_world_size(), **keywords)
+    arrangement: DialectLayout, device: torch.device, timeout: timedelta, megabytes: float
+) -> dict[str, Any]:
+    """Return what all ranks measured, once every group is right."""
     # A rank that waits for a stuck collective comes to the others after its own timeout.
     reports = dist.new_group(backend="gloo", timeout=3 * timeout)
     mesh = init_mesh(arrangement.dense, device=device.type)
     axes = dict.fromkeys(arrangement.dense)
     if arrangement.expert is not None:
-        mesh.add_view("expert", **dict(arrangement.expert.items()))
+        sizes: dict[str, Any] = dict(arrangement.expert.items())
+        mesh.add_view("expert", **sizes)
         axes |= dict.fromkeys(arrangement.expert)
     groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes if mesh.size(axis) > 1]
     groups.append(Group("world", tuple(range(dist.get_world_size())), dist.group.WORLD))
@@ -82,10 +92,7 @@ def _check(
     }
     each = _gathered(report, reports)
     mesh.close()
-    if dist.get_rank() == 0:
-        head = f"{arrangement.dense}, {dist.get_backend()} on {device.type}, {count_of(len(set(hosts)), 'host')}"
-        data = summary(each, hosts)
-        sys.stdout.write(f"{json.dumps(data) if how == 'json' else report_text(head, data)}\n")
+    return summary(each, hosts)
 
 
 def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -127,7 +134,11 @@ def _problem(group: Group, rank: int, device: torch.device, timeout: timedelta) 
         return f"its group has ranks {listing(ranks)} instead of {listing(group.ranks)}"
     total, expected = own + 1, sum(group.ranks) + len(group.ranks)
     _wait(dist.all_reduce(total, group=group.group, async_op=True), timeout)
-    return "" if int(total.item()) == expected else f"an all-reduce gave {int(total.item())} instead of {expected}"
+    return (
+        ""
+        if int(total.item()) == expected
+        else f"an all-reduce gave {int(total.item())} instead of {expected}"
+    )
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
@@ -158,7 +169,9 @@ def _timed(action: Callable[[], object], device: torch.device) -> float:
     return statistics.median(times[_WARM:])
 
 
-def measure_group(group: Group, device: torch.device, megabytes: float) -> tuple[tuple[int, ...], float, float]:
+def measure_group(
+    group: Group, device: torch.device, megabytes: float
+) -> tuple[tuple[int, ...], float, float]:
     """Return the ranks of a group, the seconds of a small all-reduce, and the bus bandwidth of a large one.
 
     A ring sends 2 (n-1)/n of the bytes over each link; that is what counts, whatever the algorithm.
@@ -185,14 +198,26 @@ def host_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
 
 def _measure_links(hosts: Sequence[str], device: torch.device, megabytes: float) -> dict[str, float]:
     """Return the bytes a second to the host that this rank's host is paired with, if it sends; communicates."""
-    rank, speeds, large = dist.get_rank(), dict[str, float](), torch.zeros(max(1, int(megabytes * 2**18)), device=device)
-    answer = torch.zeros(1, device=device)
+    rank, speeds = dist.get_rank(), dict[str, float]()
+    message, answer = (
+        torch.zeros(max(1, int(megabytes * 2**18)), device=device),
+        torch.zeros(1, device=device),
+    )
+
+    def ask(other: int) -> None:
+        dist.send(message, other)
+        dist.recv(answer, other)
+
+    def reply(other: int) -> None:
+        dist.recv(message, other)
+        dist.send(answer, other)
+
     for first, second in host_pairs(hosts):
         if rank == first:
-            seconds = _timed(lambda: (dist.send(large, second), dist.recv(answer, second)), device)
-            speeds[f"{hosts[first]} - {hosts[second]}"] = large.numel() * 4 / seconds
+            seconds = _timed(partial(ask, second), device)
+            speeds[f"{hosts[first]} - {hosts[second]}"] = message.numel() * 4 / seconds
         elif rank == second:
-            _timed(lambda: (dist.recv(large, first), dist.send(answer, first)), device)
+            _timed(partial(reply, first), device)
     return speeds
 
 
@@ -203,13 +228,24 @@ def summary(reports: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> dict[
         speeds = {tuple(report["axes"][axis][0]): report["axes"][axis][1:] for report in reports}
         slowest = min(speeds, key=lambda ranks: speeds[ranks][1])
         latency, bandwidth = (statistics.median(each) for each in zip(*speeds.values(), strict=True))
-        row = {"axis": axis, "size": len(slowest), "groups": len(speeds), "latency us": round(latency * 1e6, 1)}
+        row = {
+            "axis": axis,
+            "size": len(slowest),
+            "groups": len(speeds),
+            "latency us": round(latency * 1e6, 1),
+        }
         row |= {"GB/s": round(bandwidth / 1e9, 3), "slowest group": listing(slowest)}
         axes.append(row | {"its GB/s": round(speeds[slowest][1] / 1e9, 3)})
     times = [report["local"] for report in reports]
     links = {pair: round(speed / 1e9, 3) for report in reports for pair, speed in report["links"].items()}
     slowest_rank, factor = times.index(max(times)), max(times) / statistics.median(times)
-    return {"axes": axes, "links": links, "slowest_rank": slowest_rank, "slowest_factor": factor, "hosts": len(set(hosts))}
+    return {
+        "axes": axes,
+        "links": links,
+        "slowest_rank": slowest_rank,
+        "slowest_factor": factor,
+        "hosts": len(set(hosts)),
+    }
 
 
 def report_text(head: str, data: Mapping[str, Any]) -> str:

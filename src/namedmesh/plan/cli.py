@@ -1,12 +1,14 @@
-"""The commands ``namedmesh plan``, ``partitions``, ``diff`` and ``doctor``: their flags, and what they print.
+"""The commands ``namedmesh plan``, ``partitions`` and ``diff``: their flags, and what they print.
 
 A mistake is raised, and ``namedmesh.__main__`` prints it. What only one command needs is imported when that command runs.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,38 +44,9 @@ _AXES = {
     "ep": "expert-parallel ranks: parts of the set of experts",
     "etp": "tensor-parallel ranks of an expert",
 }
-_MODEL = {
-    "layers": "how many layers",
-    "hidden": "width of the residual stream",
-    "heads": "attention heads",
-    "kv-heads": "heads of keys and values (default: as many as heads)",
-    "head-dim": "features of a head (default: hidden / heads); with --kv-rank those without positions",
-    "ffn": "inner width of the gated feed-forward network (default: 4 x hidden, not gated)",
-    "vocab": "entries of the vocabulary",
-    "experts": "routed experts of a layer",
-    "top-k": "routed experts that a token goes to",
-    "expert-ffn": "inner width of an expert (default: that of --ffn)",
-    "shared-experts": "experts that every token goes to",
-    "dense-layers": "the first layers that have no experts",
-    "expert-groups": "into how many groups of experts a token goes at most",
-    "q-rank": "rank of the queries of latent attention",
-    "kv-rank": "rank of keys and values: latent attention",
-    "rope-dim": "features of a head of latent attention that hold positions",
-    "value-dim": "features of a value head of latent attention",
-}
-_JOB = {
-    "seq": "tokens of a sequence",
-    "global-batch": "sequences of a step, over all ranks",
-    "micro-batch": "sequences that a data-parallel rank works on at a time (default: the best of 1, 2 and 4)",
-    "stage": "of ZeRO: 1 shards the optimizer's state, 2 gradients too, 3 weights too (default: the best of 1 to 3)",
-    "precision": "numbers of matrix products (default: bf16)",
-    "trainer": "whose layers, loss and optimizer are counted: torch's with FSDP2, or Megatron's (default: torch)",
-    "checkpointing": "what is computed again for the backward pass (default: the best)",
-    "stages-per-rank": "pipeline stages of a rank; 2 or more is the interleaved schedule (default: 1)",
-}
 _WORDS = """\
 what is printed: a line for each layout, with the policies under which it is fastest.
-  mb, stage, again    micro-batch, ZeRO's stage and checkpointing that were given or found
+  mb, stage, again    micro-batch, ZeRO's stage and checkpointing: as given, else the best that was found
   GB                  that the fullest rank needs: weights, gradients and optimizer as ZeRO divides them; gathered, what FSDP holds
                       whole (embedding and head; in pipelines all weights and their gradients); activations; loss, copies of the
                       logits; backward, what one layer needs on top
@@ -81,25 +54,23 @@ what is printed: a line for each layout, with the policies under which it is fas
   time goes to        parts of a step: matmul, attention; elementwise, kernels that the memory bounds (norms, gates, copies); bubble,
                       where pipeline ranks wait for the first and the last micro-batch; optimizer; an axis, as far as its
                       communication does not run beside computation
-  leaves the node     axes of which groups leave the fast links
   ruled out           why a layout cannot be trained, by its sizes, by its trainer, or by memory
 Estimates are sums of published formulas; benchmarks/published.py compares them with published runs."""
 
 
 def _add_integers(parser: Any, flags: dict[str, str]) -> None:
     for name, text in flags.items():
-        choices = CHOICES.get(name)
-        kind = int if choices is None or name == "stage" else str
-        metavar = "N" if choices is None else None
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, choices=choices, metavar=metavar, help=text)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
 
 
-def _add_format(parser: Any) -> None:
+def add_format(parser: Any) -> None:
+    """Add how the output is written."""
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: %(default)s")
     parser.add_argument("--all", action="store_true", help="leave nothing out, however long it gets")
 
 
-def _add_layout(parser: ArgumentParser) -> None:
+def add_layout(parser: ArgumentParser) -> None:
+    """Add a spec string, and a flag for each axis."""
     parser.add_argument(
         "spec",
         nargs="*",
@@ -109,7 +80,9 @@ def _add_layout(parser: ArgumentParser) -> None:
     )
     _add_integers(parser, {axis: _AXES[axis] for axis in (*AXES, *EXPERT_AXES)})
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--order", help="the order of the axes, fastest first (default: Megatron's, tp-cp-ep-dp-pp)")
+    order.add_argument(
+        "--order", help="the order of the axes, fastest first (default: Megatron's, tp-cp-ep-dp-pp)"
+    )
     order.add_argument("--like", choices=tuple(DIALECTS), help="the order and the groups of a library")
 
 
@@ -126,11 +99,16 @@ def _show(text: str, data: dict[str, Any], how: str) -> None:
 
 def _configure_plan(parser: ArgumentParser) -> None:
     _add_integers(parser, {"world_size": "how many ranks there are"})
-    _add_layout(parser)
-    _add_integers(parser, {"gpus_per_node": "consecutive ranks that fast links join", "rank": "explain one rank instead"})
-    _add_format(parser)
+    add_layout(parser)
+    _add_integers(
+        parser,
+        {"gpus_per_node": "consecutive ranks that fast links join", "rank": "explain one rank instead"},
+    )
+    add_format(parser)
     parser.add_argument("--svg", metavar="FILE", help="draw the ranks into this file")
-    parser.add_argument("--color-by", metavar="AXIS", help="the axis that gives the colors (default: the slowest above 1)")
+    parser.add_argument(
+        "--color-by", metavar="AXIS", help="the axis that gives the colors (default: the slowest above 1)"
+    )
 
 
 def _plan(arguments: Namespace) -> int:
@@ -159,35 +137,38 @@ def _diff(arguments: Namespace) -> int:
     return 0 if comparison.same else _STATUS
 
 
-def _configure_partitions(parser: ArgumentParser) -> None:
-    from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
+def _add_fields(parser: ArgumentParser, title: str, kind: type[Model | Job]) -> None:
+    """Add a flag for each field of a dataclass; its docstring, which says what they are, stands above them."""
+    text = inspect.getdoc(kind) or ""
+    group = parser.add_argument_group(title, text.partition("Args:\n")[2].partition("\n\n")[0])
+    for one in fields(kind):
+        flag, choices = f"--{one.name.replace('_', '-')}", CHOICES.get(one.name)
+        if isinstance(one.default, bool):
+            group.add_argument(flag, action=BooleanOptionalAction)
+        elif one.name not in {"model", "hardware"}:
+            kind_of = str if one.name in {"params", *CHOICES} and one.name != "stage" else int
+            group.add_argument(flag, type=kind_of, choices=choices, metavar=None if choices else "N")
 
+
+def _configure_partitions(parser: ArgumentParser) -> None:
     parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, _WORDS
     parser.add_argument("--world-size", type=int, metavar="N", required=True, help="how many ranks there are")
-    group = parser.add_argument_group("the model")
-    group.add_argument("--config", metavar="FILE", help="Hugging Face's config.json of the model; flags override it")
-    _add_integers(group, _MODEL)
-    group.add_argument("--tied", action=BooleanOptionalAction, help="whether the head is the embedding, as in GPT-2")
-    group.add_argument("--params", metavar="P", help="parameters in all, such as 7B (default: what the sizes amount to)")
-    group = parser.add_argument_group("how it is trained")
-    _add_integers(group, _JOB | {"dp-replicate": "copies of a sharded model: HSDP (default: the best of some)"})
-    group.add_argument(
-        "--sequence-parallel",
-        action=BooleanOptionalAction,
-        help="whether tensor-parallel ranks share the norms and the residual stream (default: yes)",
-    )
-    group.add_argument("--fused-loss", action="store_true", default=None, help="the loss is one compiled kernel")
-    group = parser.add_argument_group("on what")
-    group.add_argument("--hardware", default="h100", metavar="NAME", help=f"{', '.join(hardware_names())}, or a file.json with "
-                       "the fields of one of namedmesh/plan/cards.json (default: %(default)s)")  # fmt: skip
-    _add_integers(group, {"gpus-per-node": "consecutive ranks on one node, if not the hardware's"})
-    group.add_argument("--memory", metavar="M", help="memory of a GPU, such as 80GB, if not the hardware's")
-    group.add_argument("--margin", type=float, default=MARGIN, help="the part of it that stays free (default: %(default)s)")
-    group = parser.add_argument_group("what is shown")
-    _add_integers(group, {"best": "only the N that fit and have the most tokens a second"})
-    group.add_argument("--explain", nargs="*", metavar="SIZES", help="why one of two layouts, such as tp=8,dp=4, is faster: which "
-                       "seconds, which gigabytes differ, the most first (default: the first two)")  # fmt: skip
-    _add_format(group)
+    text = "Hugging Face's config.json of the model; flags override it"
+    parser.add_argument("--config", metavar="FILE", help=text)
+    _add_fields(parser, "the model", Model)
+    _add_fields(parser, "how it is trained", Job)
+    group = parser.add_argument_group("on what, and what is shown")
+    text = f"{', '.join(hardware_names())}, or a file.json with the fields of a card (default: %(default)s)"
+    group.add_argument("--hardware", default="h100", metavar="NAME", help=text)
+    numbers = {"gpus_per_node": "consecutive ranks on one node, if not the hardware's"}
+    numbers |= {"dp_replicate": "copies of a sharded model: HSDP (default: the best of some)"}
+    _add_integers(group, numbers | {"best": "only the N that fit and have the most tokens a second"})
+    group.add_argument("--memory", help="memory of a GPU, such as 80GB, if not the hardware's")
+    text = "the part of the memory that stays free (default: %(default)s)"
+    group.add_argument("--margin", type=float, default=MARGIN, help=text)
+    text = "why one of two layouts, such as tp=8,dp=4, is faster: the seconds and gigabytes that differ (default: the first two)"
+    group.add_argument("--explain", nargs="*", metavar="SIZES", help=text)
+    add_format(group)
 
 
 def _job(arguments: Namespace) -> tuple[Job, list[str]]:
@@ -215,7 +196,9 @@ def _partitions(arguments: Namespace) -> int:
     listed: Sequence[Partition] = partitions
     if arguments.best is not None:
         listed = best_partitions(partitions, arguments.best)
-    head = f"{count_of(len(partitions), 'layout')} of {arguments.world_size} ranks, {len(fitting)} of them fit"
+    head = (
+        f"{count_of(len(partitions), 'layout')} of {arguments.world_size} ranks, {len(fitting)} of them fit"
+    )
     if job.model.total:
         head += f" {partitions[0].limit / 1e9:.4g} GB of {job.hardware.name} ({arguments.margin:.0%} of it stay free)"
     parts = ["\n".join([head, *(f"{arguments.config}: {note}" for note in notes)])]
@@ -232,7 +215,10 @@ def _partitions(arguments: Namespace) -> int:
     if fitting and not job.missing:
         best = best_partitions(partitions, 1)[0]
         parts.append(f"The fastest, with {best.policies}:\n  {best.call}")
-    data = {"partitions": [_data(one) for one in listed] if arguments.format == "json" else [], "explanation": explanation}
+    data = {
+        "partitions": [_data(one) for one in listed] if arguments.format == "json" else [],
+        "explanation": explanation,
+    }
     _show("\n\n".join(parts), data, arguments.format)
     return 0 if fitting else _STATUS
 
@@ -242,7 +228,9 @@ def _explained(given: list[str], partitions: Sequence[Partition]) -> str:
         first, second = (find_partition(partitions, parse_spec(text)[1]) for text in given)
         return explain(first, second)
     if given:
-        raise UsageError(f"--explain was given {given}; give two layouts, such as tp=8,dp=4 and dp=32, or none for the first two")
+        raise UsageError(
+            f"--explain was given {given}; give two layouts, such as tp=8,dp=4 and dp=32, or none for the first two"
+        )
     best = best_partitions(partitions, 2)
     return explain(*best) if len(best) == 2 else ""  # noqa: PLR2004  one alone needs no reason
 
@@ -266,49 +254,29 @@ def _table(partitions: Sequence[Partition]) -> Table:
 
 
 def _cells(one: Partition) -> dict[str, Any]:
-    job, step, experts = one.job, one.step, bool(one.job.model.experts)
-    time = "" if step is None else ", ".join(
-        f"{part} {seconds / step.total:.0%}" for part, seconds in list(step.seconds.items())[:4] if seconds > 0.01 * step.total
-    )  # fmt: skip
-    copies = one.axes.dp_replicate if one.axes.dp_replicate > 1 else None
-    cells = {"tp": one.axes.tp, "cp": one.axes.cp, "pp": one.axes.pp, "dp": one.axes.dp, "dp_replicate": copies}
-    cells |= {"ep": one.axes.ep, "etp": one.axes.etp} if experts else {}
-    if not one.mismatches and job.model.total:
-        cells |= {"mb": job.micro_batch, "stage": job.stage, "again": job.checkpointing}
-    return {
-        **dict.fromkeys(("tp", "cp", "pp", "dp", "dp_replicate", "ep", "etp", "mb", "stage", "again")),
-        **cells,
-        "GB": None if one.memory is None else round(one.memory.total / 1e9, 1),
-        "tokens/s": round(one.tokens_per_second) or None,
-        "time goes to": time,
-        "leaves the node": " ".join(one.crossing),
-        "ruled out": "; ".join(one.reasons),
+    job, step = one.job, one.step
+    cells: dict[str, Any] = {
+        axis: getattr(one, axis) for axis in ("tp", "cp", "pp", "dp", "dp_replicate", "ep", "etp")
     }
+    if one.dp_replicate == 1:
+        cells["dp_replicate"] = None
+    if not job.model.experts:
+        cells |= {"ep": None, "etp": None}
+    searched = job.model.total and not one.mismatches
+    policies = (job.micro_batch, job.stage, job.checkpointing) if searched else (None, None, None)
+    cells |= dict(zip(("mb", "stage", "again"), policies, strict=True))
+    cells["GB"] = one.memory and round(one.memory.total / 1e9, 1)
+    cells["tokens/s"] = round(one.tokens_per_second) or None
+    parts = [] if step is None else list(step.seconds.items())[:4]
+    cells["time goes to"] = ", ".join(f"{part} {seconds / step.total:.0%}" for part, seconds in parts if step)
+    return cells | {"ruled out": "; ".join(one.reasons)}
 
 
 def _data(one: Partition) -> dict[str, Any]:
-    job, step, memory = one.job, one.step, one.memory
-    policies = {"micro_batch": job.micro_batch, "stage": job.stage, "checkpointing": job.checkpointing}
-    needed = None if memory is None else asdict(memory) | {"total": memory.total}
-    costs = {"memory": needed, "seconds": step and step.seconds, "sent": step and step.sent}
+    policies = {name: getattr(one.job, name) for name in ("micro_batch", "stage", "checkpointing")}
+    costs = {"memory": one.memory and asdict(one.memory), "seconds": one.step and one.step.seconds}
     speed = {"tokens_per_second": one.tokens_per_second, "fits": one.fits, "reasons": one.reasons}
     return one.sizes | policies | costs | speed | {"call": one.call}
-
-
-def _configure_doctor(parser: ArgumentParser) -> None:
-    _add_layout(parser)
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
-                        help="seconds to wait for a rank, or for a collective (default: 60)")  # fmt: skip
-    parser.add_argument("--device", help="cpu, cuda, or one device (default: what torch finds)")
-    parser.add_argument("--backend", help="backend of the groups (default: torch's for the device)")
-    parser.add_argument("--megabytes", type=float, metavar="M", help="size of the large all-reduce (default: 4, on a GPU 64)")
-    _add_format(parser)
-
-
-def _doctor(arguments: Namespace) -> int:
-    from namedmesh.doctor import run_doctor
-
-    return run_doctor(*layout_arguments(arguments), arguments)
 
 
 COMMANDS = {
@@ -318,11 +286,10 @@ COMMANDS = {
         _configure_partitions,
         _partitions,
     ),
-    "diff": ("which groups differ between two layouts; the exit status is 3 if some do", _configure_diff, _diff),
-    "doctor": (
-        "under torchrun: check every group of a layout with a collective, and measure each axis",
-        _configure_doctor,
-        _doctor,
+    "diff": (
+        "which groups differ between two layouts; the exit status is 3 if some do",
+        _configure_diff,
+        _diff,
     ),
 }
 """For each command its summary, the function that declares its arguments, and the one that runs it."""

@@ -57,7 +57,9 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
     """
     one, other = resolve(first, world_size=world_size), resolve(second, world_size=world_size)
     if one.dense.world_size != other.dense.world_size:
-        raise LayoutError(f"{one.dense} and {other.dense} are not over the same ranks; give sizes that fit one world_size")
+        raise LayoutError(
+            f"{one.dense} and {other.dense} are not over the same ranks; give sizes that fit one world_size"
+        )
     axes = list(dict.fromkeys((*one.dense, *other.dense)))
     if "dp" in axes:  # where only one of them splits dp in two, both parts together are the other's dp
         axes = [axis for axis in axes if axis not in _PARTS[1:]]

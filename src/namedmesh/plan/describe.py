@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from namedmesh.dialects import DENSE, EXPERT, DialectLayout, GroupSpec, groups_of
 from namedmesh.errors import count_of
@@ -24,7 +24,8 @@ _LISTED = 4096  # ranks of a kind that are listed for programs
 Group = tuple[int, ...]
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True)
+class Kind:
     """The groups of one kind: a dialect's row, how large and how many they are, and what serves them if ranks share groups."""
 
     name: str
@@ -175,7 +176,9 @@ def _across_nodes(arrangement: DialectLayout, node: int) -> dict[str, int]:
         for axis in layout or ():
             if axis not in across and layout is not None:
                 last = layout.group(0, axis)[-1]
-                across[axis] = sum(rank // node != (rank + last) // node for rank in layout.where(**{axis: 0}))
+                across[axis] = sum(
+                    rank // node != (rank + last) // node for rank in layout.where(**{axis: 0})
+                )
     return across
 
 
@@ -183,8 +186,8 @@ def _node_warnings(arrangement: DialectLayout, across: dict[str, int], node: int
     world, warnings = arrangement.dense.world_size, []
     if node is not None and world > node and world % node:
         warnings.append(f"{world} ranks do not fill nodes of {node}: the last has {world % node}")
-    for axis in across:
-        if axis in _INSIDE and across[axis]:
+    for axis, count in across.items():
+        if axis in _INSIDE and count:
             layout = arrangement.dense if axis in arrangement.dense else arrangement.layout(EXPERT)
             warnings.append(
                 f"{axis}={layout[axis]} leaves a node of {count_of(node or 1, 'GPU')}, with what it sends in every layer; put it "
@@ -224,7 +227,10 @@ def plan_text(plan: Plan, *, everything: bool = False) -> str:
             more = f" and {kind.count - len(texts)} more" if len(texts) < kind.count else ""
             lines.append(f"{kind.name}: {' '.join(texts)}{more}")
     asked, held, in_world = plan.communicators
-    lines += ["", f"A rank asks for {count_of(asked, 'group')} beside the world's, and holds {count_of(held, 'communicator')} if "]
+    lines += [
+        "",
+        f"A rank asks for {count_of(asked, 'group')} beside the world's, and holds {count_of(held, 'communicator')} if ",
+    ]
     lines[-1] += f"groups over the same ranks are shared; the world has {count_of(in_world, 'group')}."
     if across is not None:
         crossed = ", ".join(f"{count} of {axis}" for axis, count in across.items() if count) or "none"
@@ -237,9 +243,12 @@ def rank_text(plan: Plan, rank: int) -> str:
     layout, expert, node = plan.layout, plan.expert, plan.gpus_per_node
     lines = [f"rank {rank} of {layout}{f', node {rank // node}' if node else ''}"]
     for own in (layout, expert):
-        for axis, at in own.coords(rank).items() if own is not None else ():
+        if own is None:
+            continue
+        for axis, at in own.coords(rank).items():
             if own is layout or axis not in layout:
-                lines.append(f"  {axis} {at} of 0 to {own[axis] - 1}, with ranks {in_words(own.group(rank, axis))}")
+                peers = in_words(own.group(rank, axis))
+                lines.append(f"  {axis} {at} of 0 to {own[axis] - 1}, with ranks {peers}")
     if "pp" in layout and layout["pp"] > 1:
         at, group = layout.coords(rank)["pp"], layout.group(rank, "pp")
         before = f"receives from rank {group[at - 1]}" if at else "the first stage"
@@ -273,6 +282,11 @@ def plan_data(plan: Plan, rank: int | None = None) -> dict[str, Any]:
         coords = ({} if plan.expert is None else plan.expert.coords(rank)) | plan.layout.coords(rank)
         groups = {kind.name: plan.group_of(kind, rank) for kind in plan.kinds}
         return data | {"rank": rank, "coords": coords, "groups": groups}
-    kinds = [kind._asdict() | {"groups": plan.groups(kind, _LISTED // kind.size)} for kind in plan.kinds]
+    kinds = [asdict(kind) | {"groups": plan.groups(kind, _LISTED // kind.size)} for kind in plan.kinds]
     counts = {"asked": asked, "held": held, "groups_in_world": in_world}
-    return data | {"kinds": kinds, "communicators": counts, "across_nodes": plan.across_nodes, "warnings": plan.warnings}
+    return data | {
+        "kinds": kinds,
+        "communicators": counts,
+        "across_nodes": plan.across_nodes,
+        "warnings": plan.warnings,
+    }

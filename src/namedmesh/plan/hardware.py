@@ -115,7 +115,10 @@ class Hardware:
 
 @cache
 def _cards() -> dict[str, Hardware]:
-    return {name: Hardware(**card) for name, card in read_json(str(Path(__file__).with_name("cards.json"))).items()}
+    return {
+        name: Hardware(**card)
+        for name, card in read_json(str(Path(__file__).with_name("cards.json"))).items()
+    }
 
 
 def hardware_names() -> list[str]:
@@ -147,21 +150,10 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _checked(path: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a card; a UsageError with a sentence for each that is missing, unknown or wrong."""
+    """Return the fields of a card; a UsageError with a sentence for each that is missing or unknown."""
     names = [one.name for one in fields(Hardware)]
     problems = [f"{name!r} is missing" for name in names if name not in data and name != "sources"]
     problems += [f"{name!r} is not a field{did_you_mean(name, names)}" for name in data if name not in names]
-    for name, value in data.items():
-        if name in {"name", "sources"}:
-            continue
-        numbers = {name: value}
-        if name in {"peak", "matmul"}:
-            numbers = value if isinstance(value, dict) and "bf16" in value else {"bf16": None}
-        for number in numbers.values():
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or number <= 0:
-                problems.append(f"{name!r} is {value!r}; it is a number above 0, by precision for peak and matmul")
-    if not problems and set(data["peak"]) != set(data["matmul"]):
-        problems.append("'peak' and 'matmul' name different precisions; give both the same")
     if problems:
         raise UsageError(*(f"{path}: {problem}" for problem in problems))
     return data

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[int | str, ...]] = {
     "checkpointing": ("none", "selective", "full"),
 }
 """The values of the fields of :class:`Job` that have few."""
+WEIGHTS = 3  # the stage of ZeRO that shards them
 
 
 class Axes(NamedTuple):
@@ -158,7 +159,9 @@ class Job:
                 near = did_you_mean(value, map(str, allowed))
                 problems.append(f"{name} {value!r} is not one of {allowed}{near}")
         if self.precision in CHOICES["precision"] and self.precision not in self.hardware.peak:
-            problems.append(f"{self.hardware.name} has no {self.precision}; it has {', '.join(self.hardware.peak)}")
+            problems.append(
+                f"{self.hardware.name} has no {self.precision}; it has {', '.join(self.hardware.peak)}"
+            )
         return problems
 
     def micro_batches(self, dp: int) -> int | None:

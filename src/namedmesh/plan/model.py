@@ -101,15 +101,23 @@ class Model:
         if problems:
             return problems
         if self.experts is not None and self.top_k > self.experts:
-            problems.append(f"a token goes to {self.top_k} of {self.experts} experts; top_k is {self.experts} at most")
+            problems.append(
+                f"a token goes to {self.top_k} of {self.experts} experts; top_k is {self.experts} at most"
+            )
         if (self.dense_layers or 0) > (self.layers or self.dense_layers or 0):
-            problems.append(f"{self.dense_layers} of {self.layers} layers are dense; give {self.layers} at most")
+            problems.append(
+                f"{self.dense_layers} of {self.layers} layers are dense; give {self.layers} at most"
+            )
         if self.kv_rank is not None and None in {self.rope_dim, self.value_dim, self.head_dim}:
             problems.append("kv_rank is given: latent attention; give head_dim, rope_dim and value_dim too")
         if self.heads and self.hidden and self.head_dim is None and self.hidden % self.heads:
-            problems.append(f"{self.hidden} hidden features do not divide by {self.heads} heads; give head_dim")
+            problems.append(
+                f"{self.hidden} hidden features do not divide by {self.heads} heads; give head_dim"
+            )
         if self.params is not None and self.body < 0:
-            problems.append(f"the sizes have more than {self.params} parameters; give other sizes, or another number")
+            problems.append(
+                f"the sizes have more than {self.params} parameters; give other sizes, or another number"
+            )
         return problems
 
     @property
@@ -220,7 +228,9 @@ def read_config(path: str) -> tuple[Model, list[str]]:
         UsageError: the file cannot be read, or lacks a size that nothing can be said without.
     """
     data = read_json(path if path.endswith(".json") else f"{path.rstrip('/')}/config.json")
-    notes = [f"{key} is not read: only the text model is counted" for key in data if key.endswith("vision_config")]
+    notes = [
+        f"{key} is not read: only the text model is counted" for key in data if key.endswith("vision_config")
+    ]
     if isinstance(data.get("text_config"), dict):
         data = data["text_config"]
     kind = str(data.get("model_type", ""))
@@ -251,7 +261,9 @@ def _sizes(data: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
         elif key is not None:
             problems.append(f"{key} is {data[key]!r}; it is an int")
         elif name in _NEEDED:
-            problems.append(f"there is no {' or '.join(keys)}; add it, or give --{name} and the other sizes by flags")
+            problems.append(
+                f"there is no {' or '.join(keys)}; add it, or give --{name} and the other sizes by flags"
+            )
     return sizes, problems
 
 

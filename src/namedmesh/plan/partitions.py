@@ -22,7 +22,9 @@ MARGIN = 0.08
 _MOST = 10**7  # beyond, there may be millions of them
 # What a user would try by hand; a later policy costs more time, and needs less memory.
 _MICRO_BATCHES, _STAGES, _CHECKPOINTING = (1, 2, 4), (1, 2, 3), ("none", "selective", "full")
-_REPLICAS = 2  # sizes of dp_replicate that are tried beside 1: those that keep most of the sharding inside fast links
+_REPLICAS = (
+    2  # sizes of dp_replicate that are tried beside 1: those that keep most of the sharding inside fast links
+)
 _LEAST = 0.005  # the part of the whole from which on a difference is named
 
 
@@ -86,7 +88,9 @@ class Partition:
         """Why it is ruled out: sizes and trainers, or else the memory."""
         if self.mismatches or self.memory is None or self.memory.total <= self.limit:
             return self.mismatches
-        return (f"needs {self.memory.total / 1e9:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",)
+        return (
+            f"needs {self.memory.total / 1e9:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",
+        )
 
     @cached_property
     def memory(self) -> Memory | None:
@@ -103,29 +107,11 @@ class Partition:
         return estimate_step(self.job, self.sizes)
 
     @property
-    def micro_batches(self) -> int | None:
-        """How many micro-batches a data-parallel rank has in a step; None if the global batch is not known."""
-        return self.job.micro_batches(self.axes.dp)
-
-    @property
     def tokens_per_second(self) -> float:
         """Tokens of the whole job in a second; 0 if sizes are not known."""
         if self.step is None:
             return 0.0
         return (self.job.global_batch or 0) * (self.job.seq or 0) / self.step.total
-
-    @property
-    def crossing(self) -> tuple[str, ...]:
-        """The axes of which some groups leave the fast links."""
-        axes, domain = self.axes, self.job.hardware.domain
-        crossing, stride = [], 1
-        for axis, size in (("tp", axes.tp), ("cp", axes.cp), ("dp", axes.dp), ("pp", axes.pp)):
-            if size > 1 and domain < axes.world and domain % (size * stride):
-                crossing.append(axis)
-            stride *= size
-        if axes.ep > 1 and domain < axes.world and domain % (axes.ep * axes.etp):
-            crossing.append("ep")
-        return tuple(crossing)
 
 
 def list_partitions(
@@ -224,7 +210,9 @@ def _replicas(axes: Axes, job: Job) -> list[int]:
     whole = [
         copies
         for copies in _divisors(axes.dp)
-        if copies > 1 and axes.world // axes.pp // copies % job.hardware.domain == 0 and axes.edp % copies == 0
+        if copies > 1
+        and axes.world // axes.pp // copies % job.hardware.domain == 0
+        and axes.edp % copies == 0
     ]
     return [1, *whole[-_REPLICAS:]]
 
@@ -291,7 +279,7 @@ def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partit
         >>> model = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
         >>> best, *_ = best_partitions(list_partitions(16, Job(model, seq=8192, global_batch=32)), 3)
         >>> best.words, best.policies
-        ('dp=16', '')
+        ('cp=2,dp=8', 'micro-batch 1, stage 1, checkpointing none')
     """
     listed = list(partitions)
     problems = size_problems({"the number of partitions": count})
@@ -311,7 +299,9 @@ def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) ->
         if all(one.sizes.get(axis) == size for axis, size in wanted.items() if size != -1):
             return one
     given = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    raise LayoutError(f"{given} is none of these partitions; name tp, cp, pp, dp, and ep and etp with experts")
+    raise LayoutError(
+        f"{given} is none of these partitions; name tp, cp, pp, dp, and ep and etp with experts"
+    )
 
 
 def explain(first: Partition, second: Partition) -> str:
@@ -334,7 +324,9 @@ def explain(first: Partition, second: Partition) -> str:
     if first.memory is not None and second.memory is not None:
         needed, other = first.memory.total / 1e9, second.memory.total / 1e9
         lines.append(f"it needs {needed:.3g} GB a GPU against {other:.3g} GB")
-        ours, theirs = ({part: size / 1e9 for part, size in vars(one.memory).items()} for one in (first, second))
+        ours, theirs = (
+            {part: size / 1e9 for part, size in vars(one.memory).items()} for one in (first, second)
+        )
         lines += _differences(ours, theirs, needed, "GB")
     lines += [f"{one.words} is ruled out: {'; '.join(one.reasons)}" for one in (first, second) if one.reasons]
     return "\n".join(lines)

@@ -15,6 +15,8 @@ from namedmesh.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from namedmesh.dialects import Dialect
+
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -51,7 +53,9 @@ def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
         elif place == 0 and not equals and did_you_mean(name, DIALECTS):
             problems.append(f"{name!r} is not one of {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}")
         elif re.fullmatch(r"-1|0*[1-9][0-9]*", size, re.ASCII) is None:
-            problems.append(f"{item!r} is no axis with a size; write it like tp=2, or dp=-1 for whatever is left")
+            problems.append(
+                f"{item!r} is no axis with a size; write it like tp=2, or dp=-1 for whatever is left"
+            )
         elif name in sizes:
             problems.append(f"axis {name!r} has a size already; give each axis one")
         else:
@@ -82,18 +86,24 @@ def resolve(
         if sizes:
             raise UsageError(f"both {spec!r} and sizes for {', '.join(sizes)} were given; give one of them")
         name, sizes = parse_spec(spec)
-        if name is not None and like not in {None, name}:
-            raise UsageError(f"{spec!r} is {name}'s, but it should be like {like}; leave one of them out")
+        if name is not None and like is not None:
+            raise UsageError(f"{spec!r} is {name}'s, and like {like} was given too; leave one of them out")
         name = name or like
-        if name is None:
-            if order is not None:
-                raise UsageError(f"{spec!r} has its order already; leave the order out, or give sizes by name")
+        if name is None and order is None:
             return DialectLayout(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
+        if name is None:
+            raise UsageError(f"{spec!r} has its order already; leave the order out, or give sizes by name")
     elif not sizes and world_size is None:
-        raise UsageError("neither sizes nor the number of ranks were given; name sizes, such as tp=2, or the number")
+        raise UsageError(
+            "neither sizes nor the number of ranks were given; name sizes, such as tp=2, or the number"
+        )
+    return layouts_for(_dialect(name), sizes, world_size=world_size, order=order)
+
+
+def _dialect(name: str | None) -> Dialect:
     if name is not None and name not in DIALECTS:
         raise UsageError(f"{name!r} is not one of {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}")
-    return layouts_for(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
+    return PLAIN if name is None else DIALECTS[name]
 
 
 def size_problems(sizes: Mapping[str, int | None]) -> list[str]:

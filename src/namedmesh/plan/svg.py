@@ -59,7 +59,11 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     if axis not in layout:
         raise AxisError(f"axis {axis!r} is not one of {tuple(layout)}{did_you_mean(axis, layout)}")
     drawn, node = min(layout.world_size, _LARGEST), plan.gpus_per_node or _ROW
-    cell, columns, boxes = _cell(len(large), layout.world_size, max(map(len, large))), min(node, _ROW), ceil(drawn / node)
+    cell, columns, boxes = (
+        _cell(len(large), layout.world_size, max(map(len, large))),
+        min(node, _ROW),
+        ceil(drawn / node),
+    )
     wide = columns * (cell.width + cell.gap) - cell.gap + 2 * _PAD
     high = ceil(min(node, drawn) / columns) * (cell.height + cell.gap) - cell.gap + 2 * _PAD + _LABEL
     across = ceil(sqrt(boxes * 1.5 * high / wide))  # a picture half as wide again as it is high
@@ -82,12 +86,11 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
             line = y + _LABEL + _PAD + row // columns * (cell.height + cell.gap)
             parts += _draw_row(plan, ranks[row : row + columns], axis, large, cell, (x + _PAD, line))
     height = top + ceil(boxes / across) * (high + _PAD) - _PAD + _MARGIN
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="Helvetica, Arial, sans-serif" role="img">',
-        f"<title>{escape(str(layout))}, colored by {axis}</title>", _STYLE,
-        f'<rect class="paper" width="{width}" height="{height}"/>', *parts, "</svg>\n",
-    ])  # fmt: skip
+    size = f'width="{width}" height="{height}"'
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {size} '
+    start += 'font-family="Helvetica, Arial, sans-serif" role="img">'
+    title = f"<title>{escape(str(layout))}, colored by {axis}</title>"
+    return "\n".join([start, title, _STYLE, f'<rect class="paper" {size}/>', *parts, "</svg>\n"])
 
 
 def _cell(axes: int, world_size: int, letters: int) -> _Cell:
@@ -111,20 +114,26 @@ def _head(title: str, notes: list[str], axis: str, size: int, width: int) -> tup
         name = f"{axis} {at}" if step == 1 or at + step < size else f"{axis} {at} ... {size - 1}"
         if x + 34 + 9 * len(name) > width - _MARGIN:
             x, y = _MARGIN, y + 24
-        parts.append(f'<rect x="{x}" y="{y}" width="18" height="18" class="edge" fill="{_color(at, size)}" rx="4"/>')
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="18" height="18" class="edge" fill="{_color(at, size)}" rx="4"/>'
+        )
         parts.append(_text(x + 24, y + 14, name, 14, 'class="ink"'))
         x += 34 + 9 * len(name)
     return parts, y + 36
 
 
-def _draw_row(plan: Plan, ranks: range, axis: str, large: list[str], cell: _Cell, place: tuple[int, int]) -> list[str]:
+def _draw_row(  # noqa: PLR0917  what it is drawn from
+    plan: Plan, ranks: range, axis: str, large: list[str], cell: _Cell, place: tuple[int, int]
+) -> list[str]:
     parts, layout, (left, y) = [], plan.layout, place
     for column, rank in enumerate(ranks):
         coords, x = layout.coords(rank), left + column * (cell.width + cell.gap)
         fill, words = _color(coords[axis], layout[axis]), [f"{name} {coords[name]}" for name in large]
         ink, middle = f'fill="{_ink(fill)}" text-anchor="middle"', x + cell.width / 2
         parts.append(f'<g class="rank" data-rank="{rank}"><title>rank {rank}: {", ".join(words)}</title>')
-        parts.append(f'<rect x="{x}" y="{y}" width="{cell.width}" height="{cell.height}" fill="{fill}" rx="5"/>')
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{cell.width}" height="{cell.height}" fill="{fill}" rx="5"/>'
+        )
         step = 2 if max(map(len, large)) <= 4 else 1  # noqa: PLR2004
         lines = [" ".join(words[i : i + step]) for i in range(0, len(words), step)] if cell.small else []
         base = y + (cell.height - cell.font - len(lines) * (cell.small + 2)) / 2 + cell.font * 0.82
@@ -136,7 +145,10 @@ def _draw_row(plan: Plan, ranks: range, axis: str, large: list[str], cell: _Cell
     groups, reach = [layout.group(rank, large[-1]) for rank in ranks], cell.gap / 2 - 1.25
     starts = [i for i in range(len(ranks)) if i == 0 or groups[i] != groups[i - 1]]
     for start, stop in zip(starts, [*starts[1:], len(ranks)], strict=True):
-        x, length = left + start * (cell.width + cell.gap), (stop - start) * (cell.width + cell.gap) - cell.gap
+        x, length = (
+            left + start * (cell.width + cell.gap),
+            (stop - start) * (cell.width + cell.gap) - cell.gap,
+        )
         crosses = " crosses" if _crosses(plan, ranks[start], large[-1]) else ""
         parts.append(
             f'<rect class="group{crosses}" x="{x - reach:g}" y="{y - reach:g}" width="{length + 2 * reach:g}" '
