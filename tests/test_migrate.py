@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +18,9 @@ from namedmesh.migrate.table import APIS, FAIRSCALE, MEGATRON, Row, initialize
 
 pytest.importorskip("libcst")
 from namedmesh.migrate.codemod import change
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Two worlds, one with a data axis that is no power of two, one with tp=1.
 WORLDS = [{"pp": 2, "dp": 3, "cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "cp": 4, "tp": 1}]
@@ -42,9 +44,8 @@ def calls(name: str, row: Row, virtual: int | None) -> list[str]:
             *(f"ignore_virtual=False, vp_stage={stage}" for stage in STAGES[virtual]),
         ]
     found = [", ".join(f"{flag}=True" for flag in flags) for flags in row.axes]
-    for flags in row.axes:
-        if flags:  # likewise by position
-            found.append(", ".join(str(name in flags) for name in row.parameters[: len(row.parameters)]))
+    # Likewise by position.
+    found += [", ".join(str(name in flags) for name in row.parameters) for flags in row.axes if flags]
     return found if not name.startswith("_") else [""]
 
 

@@ -83,7 +83,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
             problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
     bound = any(_readers(one) for one in found.values()) or any(_open(one) for one in found.values())
     kept = _handed_on(found.values())
-    for path in found:  # once more, now that all files are known
+    for path in list(found):  # once more, now that all files are known
         found[path] = codemod.change(texts[path], bound=bound, kept=kept)
         if found[path].after != texts[path] and (arguments.diff or arguments.write):
             _changed(path, texts[path], found[path].after, write=arguments.write)
@@ -103,7 +103,7 @@ def _texts(paths: Iterable[Path], marks: Iterable[bytes]) -> tuple[dict[Path, st
             data = path.read_bytes()
             if any(mark in data for mark in marks):
                 texts[path] = data.decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError) as error:  # noqa: PERF203  the others are read
             problems.append(f"{path}: cannot be read: {error}")
     return texts, problems
 

@@ -10,6 +10,8 @@ from libcst import ParserSyntaxError
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 from libcst.metadata import (
+    ExpressionContext,
+    ExpressionContextProvider,
     MetadataWrapper,
     PositionProvider,
     QualifiedNameProvider,
@@ -21,6 +23,8 @@ from namedmesh.migrate.table import APIS, FAIRSCALE, MEGATRON, Advice, initializ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from namedmesh.migrate.table import Row
 
 MARKS = (
     b"parallel_state",
@@ -54,14 +58,14 @@ class Changes(NamedTuple):
 
 
 class _Replacer(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ExpressionContextProvider)
 
     def __init__(self, bound: bool, own: bool) -> None:
         super().__init__()
         self.found: list[Finding] = []
         self.imports: set[str] = set()
         self.bound, self.own, self.quoted = bound, own, 0
-        self.seen: set[cst.CSTNode] = set()  # functions of calls, and targets of assignments
+        self.seen: set[cst.CSTNode] = set()  # functions of calls
 
     def visit_Import(self, node: cst.Import) -> bool:
         self.imports |= {alias.evaluated_name for alias in node.names}
@@ -81,22 +85,6 @@ class _Replacer(cst.CSTTransformer):
     ) -> cst.BaseExpression:
         self.quoted -= 1
         return updated_node
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        self._assigned(node.target)
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        self._assigned(node.target)
-
-    def visit_Del(self, node: cst.Del) -> None:
-        self._assigned(node.target)
-
-    def _assigned(self, target: cst.CSTNode) -> None:
-        module, leaf = self._name(target)
-        if leaf and isinstance(target, cst.Attribute):
-            self.seen.add(target)
-            doubt = "an assignment changes what legacy calls answer, and no mesh"
-            self._note(target, f"{leaf} = ...", module, Advice("", doubt=doubt))
 
     def visit_Call(self, node: cst.Call) -> None:
         if self._name(node.func)[1]:
@@ -132,13 +120,19 @@ class _Replacer(cst.CSTTransformer):
         return self._read(original_node, updated_node)
 
     def _read(self, node: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression:
-        """Replace a variable; a function that is passed on stays."""
+        """Replace a variable that is read; what is assigned, and a function that is passed on, stays."""
         module, leaf = self._name(node)
         if not leaf or node in self.seen:
             return updated
+        context = self.get_metadata(ExpressionContextProvider, node, ExpressionContext.LOAD)
         row = _row(module, leaf)
         advice = Advice("", doubt="not in the table: it stays")
-        if row is not None:
+        if context is not ExpressionContext.LOAD:
+            if isinstance(node, cst.Name):
+                return updated
+            advice = Advice("", doubt="an assignment changes what legacy calls answer, and no mesh")
+            leaf = f"{leaf} = ..."
+        elif row is not None:
             advice = row.advise()
             if not leaf.startswith("_"):
                 advice = advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
@@ -189,7 +183,7 @@ class _Replacer(cst.CSTTransformer):
 _SUBMODULES = {module.rpartition(".")[2] for module in APIS}
 
 
-def _row(module: str, leaf: str) -> object:
+def _row(module: str, leaf: str) -> Row | None:
     table = APIS.get(module)
     if table is None:  # a name that only a module of the code itself can hand on
         table = MEGATRON | FAIRSCALE if "parallel" in leaf.lower() else {}
