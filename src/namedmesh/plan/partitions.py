@@ -180,13 +180,13 @@ def _best_of(axes: Axes, jobs: list[Job], limit: float, dp_replicate: int | None
     """
     fitting, others = list[Partition](), list[Partition]()
     for copies in _replicas(axes, jobs[0]) if dp_replicate is None else [dp_replicate]:
-        lowest = dict[int | None, int]()  # the lowest stage that fits, by micro-batch
+        lowest = dict[int | None, int]()  # the lowest stage that fits, by micro-batch; -1 where none can
         for job in jobs:
             if (job.stage or 0) >= lowest.get(job.micro_batch, len(_STAGES) + 1):
                 continue
             one = Partition(axes._replace(dp_replicate=copies), job, limit, _mismatches(axes, job, copies))
-            if one.fits:
-                lowest[job.micro_batch] = job.stage or 0
+            if one.fits or one.mismatches:  # which no stage and no checkpointing changes
+                lowest[job.micro_batch] = -1 if one.mismatches else job.stage or 0
             (fitting if one.fits else others).append(one)
     if fitting:
         return max(fitting, key=lambda one: one.tokens_per_second)
