@@ -96,9 +96,8 @@ def parameters_of(job: Job, axes: Axes, share: Share) -> Parameters:
     model, over = job.model, axes.ep * axes.etp
     dense, expert, routed = model.layer
     if model.layers is None:  # spread evenly
-        return Parameters(
-            (expert if model.experts else dense) / axes.tp / axes.pp, routed / over / axes.pp, 0.0, 0.0
-        )
+        shared = (expert if model.experts else dense) / axes.tp / axes.pp
+        return Parameters(shared, routed / over / axes.pp, 0.0, 0.0)
     ends = model.embedding * (share.first + share.last)
     if share.first and share.last and model.tied:
         ends = model.embedding
@@ -107,9 +106,9 @@ def parameters_of(job: Job, axes: Axes, share: Share) -> Parameters:
         whole_heads = model.hidden * model.kv * sum(model.features) * (1 - 1 / axes.tp)
     shared = (dense * share.dense + expert * share.expert) / axes.tp
     shared += whole_heads * (share.dense + share.expert) + ends / axes.tp
-    layer = (
-        (expert if share.expert else dense) / axes.tp + whole_heads + (routed / over if share.expert else 0.0)
-    )
+    layer = dense / axes.tp + whole_heads
+    if share.expert:
+        layer = expert / axes.tp + whole_heads + routed / over
     return Parameters(shared, routed * share.expert / over, layer, ends / axes.tp)
 
 
@@ -250,9 +249,8 @@ def _memory(job: Job, axes: Axes, share: Share) -> Memory:
     gathered = 0.0
     if job.stage == WEIGHTS and axes.pp == 1:
         gathered = number * held.ends
-        backward += (
-            3 * number + _REDUCED
-        ) * held.layer + gathered  # three layers, two of them fetched before they are needed
+        # Three layers, two of them fetched before they are needed.
+        backward += (3 * number + _REDUCED) * held.layer + gathered
     elif job.stage == WEIGHTS:
         # In a pipeline weights stay gathered, and gradients are reduced after the last micro-batch.
         whole, accumulates = held.shared + held.experts, micro_batches is None or micro_batches > kept
@@ -338,9 +336,8 @@ def _step(job: Job, axes: Axes, share: Share) -> Step:
     count, tokens = job.micro_batches(axes.dp) or 1, (job.micro_batch or 1) * (job.seq or 0) / axes.cp
     held = parameters_of(job, axes, share)
     work = _computation(job, axes, share, tokens, held)
-    reduces_each = (
-        job.stage == WEIGHTS and axes.pp == 1
-    )  # FSDP2 gathers and reduces for each micro-batch, outside of pipelines
+    # FSDP2 gathers and reduces for each micro-batch, outside of pipelines.
+    reduces_each = job.stage == WEIGHTS and axes.pp == 1
     if count > 1 and not reduces_each:
         work["elementwise"][1] += _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
     traffic = _traffic(job, axes, share, tokens)

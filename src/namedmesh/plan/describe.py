@@ -176,9 +176,8 @@ def _across_nodes(arrangement: DialectLayout, node: int) -> dict[str, int]:
         for axis in layout or ():
             if axis not in across and layout is not None:
                 last = layout.group(0, axis)[-1]
-                across[axis] = sum(
-                    rank // node != (rank + last) // node for rank in layout.where(**{axis: 0})
-                )
+                firsts = layout.where(**{axis: 0})
+                across[axis] = sum(rank // node != (rank + last) // node for rank in firsts)
     return across
 
 
@@ -227,11 +226,11 @@ def plan_text(plan: Plan, *, everything: bool = False) -> str:
             more = f" and {kind.count - len(texts)} more" if len(texts) < kind.count else ""
             lines.append(f"{kind.name}: {' '.join(texts)}{more}")
     asked, held, in_world = plan.communicators
+    asks = f"A rank asks for {count_of(asked, 'group')} beside the world's, and holds {count_of(held, 'communicator')}"
     lines += [
         "",
-        f"A rank asks for {count_of(asked, 'group')} beside the world's, and holds {count_of(held, 'communicator')} if ",
+        f"{asks} if groups over the same ranks are shared; the world has {count_of(in_world, 'group')}.",
     ]
-    lines[-1] += f"groups over the same ranks are shared; the world has {count_of(in_world, 'group')}."
     if across is not None:
         crossed = ", ".join(f"{count} of {axis}" for axis, count in across.items() if count) or "none"
         lines.append(f"Groups with ranks on several nodes of {plan.gpus_per_node}: {crossed}.")
@@ -284,9 +283,5 @@ def plan_data(plan: Plan, rank: int | None = None) -> dict[str, Any]:
         return data | {"rank": rank, "coords": coords, "groups": groups}
     kinds = [asdict(kind) | {"groups": plan.groups(kind, _LISTED // kind.size)} for kind in plan.kinds]
     counts = {"asked": asked, "held": held, "groups_in_world": in_world}
-    return data | {
-        "kinds": kinds,
-        "communicators": counts,
-        "across_nodes": plan.across_nodes,
-        "warnings": plan.warnings,
-    }
+    data |= {"kinds": kinds, "communicators": counts, "across_nodes": plan.across_nodes}
+    return data | {"warnings": plan.warnings}

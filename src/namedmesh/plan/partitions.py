@@ -22,9 +22,7 @@ MARGIN = 0.08
 _MOST = 10**7  # beyond, there may be millions of them
 # What a user would try by hand; a later policy costs more time, and needs less memory.
 _MICRO_BATCHES, _STAGES, _CHECKPOINTING = (1, 2, 4), (1, 2, 3), ("none", "selective", "full")
-_REPLICAS = (
-    2  # sizes of dp_replicate that are tried beside 1: those that keep most of the sharding inside fast links
-)
+_REPLICAS = 2  # sizes of dp_replicate that are tried beside 1: those with most of the sharding in fast links
 _LEAST = 0.005  # the part of the whole from which on a difference is named
 
 
@@ -88,9 +86,8 @@ class Partition:
         """Why it is ruled out: sizes and trainers, or else the memory."""
         if self.mismatches or self.memory is None or self.memory.total <= self.limit:
             return self.mismatches
-        return (
-            f"needs {self.memory.total / 1e9:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",
-        )
+        needed = self.memory.total / 1e9
+        return (f"needs {needed:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",)
 
     @cached_property
     def memory(self) -> Memory | None:

@@ -59,11 +59,8 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     if axis not in layout:
         raise AxisError(f"axis {axis!r} is not one of {tuple(layout)}{did_you_mean(axis, layout)}")
     drawn, node = min(layout.world_size, _LARGEST), plan.gpus_per_node or _ROW
-    cell, columns, boxes = (
-        _cell(len(large), layout.world_size, max(map(len, large))),
-        min(node, _ROW),
-        ceil(drawn / node),
-    )
+    cell = _cell(len(large), layout.world_size, max(map(len, large)))
+    columns, boxes = min(node, _ROW), ceil(drawn / node)
     wide = columns * (cell.width + cell.gap) - cell.gap + 2 * _PAD
     high = ceil(min(node, drawn) / columns) * (cell.height + cell.gap) - cell.gap + 2 * _PAD + _LABEL
     across = ceil(sqrt(boxes * 1.5 * high / wide))  # a picture half as wide again as it is high
@@ -142,13 +139,11 @@ def _draw_row(  # noqa: PLR0917  what it is drawn from
             parts.append(_text(middle, base + number * (cell.small + 3), line, cell.small, ink))
         parts.append("</g>")
     # What follows each other in a row and is of one group has one outline.
-    groups, reach = [layout.group(rank, large[-1]) for rank in ranks], cell.gap / 2 - 1.25
-    starts = [i for i in range(len(ranks)) if i == 0 or groups[i] != groups[i - 1]]
+    firsts, reach = [_ends(plan, rank, large[-1])[0] for rank in ranks], cell.gap / 2 - 1.25
+    starts = [i for i in range(len(ranks)) if i == 0 or firsts[i] != firsts[i - 1]]
     for start, stop in zip(starts, [*starts[1:], len(ranks)], strict=True):
-        x, length = (
-            left + start * (cell.width + cell.gap),
-            (stop - start) * (cell.width + cell.gap) - cell.gap,
-        )
+        x = left + start * (cell.width + cell.gap)
+        length = (stop - start) * (cell.width + cell.gap) - cell.gap
         crosses = " crosses" if _crosses(plan, ranks[start], large[-1]) else ""
         parts.append(
             f'<rect class="group{crosses}" x="{x - reach:g}" y="{y - reach:g}" width="{length + 2 * reach:g}" '
@@ -157,9 +152,16 @@ def _draw_row(  # noqa: PLR0917  what it is drawn from
     return parts
 
 
+def _ends(plan: Plan, rank: int, axis: str) -> tuple[int, int]:
+    """Return the first and the last rank of a group over an axis."""
+    at, size = plan.layout.coords(rank)[axis], plan.layout[axis]
+    return plan.layout.neighbor(rank, axis, -at), plan.layout.neighbor(rank, axis, size - 1 - at)
+
+
 def _crosses(plan: Plan, rank: int, axis: str) -> bool:
-    group, node = plan.layout.group(rank, axis), plan.gpus_per_node or plan.layout.world_size
-    return group[0] // node != group[-1] // node
+    node = plan.gpus_per_node or plan.layout.world_size
+    first, last = _ends(plan, rank, axis)
+    return first // node != last // node
 
 
 def _text(x: float, y: float, text: str, size: int, paint: str) -> str:
