@@ -263,39 +263,25 @@ def _memory(job: Job, axes: Axes, share: Share) -> Memory:
     return Memory(states[0], states[1], states[2], gathered, activations, loss, backward)
 
 
-class Traffic(NamedTuple):
-    """The bytes that one rank sends over an axis, and the seconds it takes alone."""
-
-    sent: float = 0.0
-    seconds: float = 0.0
-
-    def times(self, count: float) -> Traffic:
-        """Return the traffic of so many."""
-        return Traffic(self.sent * count, self.seconds * count)
-
-
-def collective(hardware: Hardware, whole: float, size: int, stride: int) -> Traffic:
-    """Return an all-gather or a reduce-scatter of ``whole`` bytes round a ring of ``size`` ranks, ``stride`` apart."""
+def collective(hardware: Hardware, whole: float, size: int, stride: int) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of ``whole`` bytes round a ring of ranks, ``stride`` apart."""
     if size == 1:
-        return Traffic()
-    sent = whole * (size - 1) / size
+        return 0.0
     across = -(-size // hardware.members(size, stride)) - 1
     latency = (size - 1 - across) * _HOP_INSIDE + across * _HOP_ACROSS
-    return Traffic(sent, sent / hardware.bandwidth(size, stride) + latency)
+    return whole * (size - 1) / size / hardware.bandwidth(size, stride) + latency
 
 
 @dataclass(frozen=True)
 class Step:
-    """The seconds of a step by what they go to, and the bytes that a rank sends, by axis; the most first.
+    """The seconds of a step by what they go to, the most first.
 
     Args:
         seconds: by part: matrix products, attention, elementwise kernels, which the memory bounds, bubble, optimizer, and each
             axis as far as it does not hide behind computation.
-        sent: bytes by axis.
     """
 
     seconds: dict[str, float]
-    sent: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -340,9 +326,8 @@ def _step(job: Job, axes: Axes, share: Share) -> Step:
     reduces_each = job.stage == WEIGHTS and axes.pp == 1
     if count > 1 and not reduces_each:
         work["elementwise"][1] += _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
-    traffic = _traffic(job, axes, share, tokens)
+    waits = _traffic(job, axes, share, tokens)
     seconds = {part: sum(both) for part, both in work.items()}
-    waits = {axis: one.seconds for axis, one in traffic.items()}
     if not job.is_torch:
         waits["cp"] = _exposed(waits["cp"], seconds["attention"])
     if job.stages_per_rank > 1:
@@ -353,13 +338,10 @@ def _step(job: Job, axes: Axes, share: Share) -> Step:
     rounds, gathers = (count, 2) if reduces_each else (1, 1)
     seconds["elementwise"] += rounds * _copies(job, axes, held, gathers)
     seconds |= {"bubble": idle, "optimizer": _optimizer(job, axes, held)}
-    data = _data_parallel(job, axes, share, held, work, gathers).times(rounds)
-    sent = {axis: one.sent * count for axis, one in traffic.items()} | {"dp": data.sent}
-    return Step(_largest_first(seconds | {"dp": data.seconds}), _largest_first(sent))
-
-
-def _largest_first(parts: dict[str, float]) -> dict[str, float]:
-    return {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part]}
+    seconds["dp"] = rounds * _data_parallel(job, axes, share, held, work, gathers)
+    return Step(
+        {part: seconds[part] for part in sorted(seconds, key=lambda part: -seconds[part]) if seconds[part]}
+    )
 
 
 def _exposed(seconds: float, behind: float, edge: float = 0.0) -> float:
@@ -437,31 +419,28 @@ def _copies(job: Job, axes: Axes, held: Parameters, gathers: int) -> float:
 
 def _data_parallel(  # noqa: PLR0917  what it is computed from
     job: Job, axes: Axes, share: Share, held: Parameters, work: dict[str, list[float]], gathers: int
-) -> Traffic:
-    """Return the seconds of gathers of weights and reductions of gradients that do not hide, and the bytes sent.
+) -> float:
+    """Return the seconds of gathers of weights and reductions of gradients that do not hide.
 
     At stage 0 gradients are all-reduced. From stage 1 on they are reduced and weights gathered (the ZeRO paper, section 7), over
     dp_shard with cp, and for routed experts edp; what each rank has of the gradients is all-reduced over dp_replicate.
     """
-    weights, gradients = list[Traffic](), list[Traffic]()
+    gathered = reduced = 0.0
     groups = ((held.shared, axes.shards, axes.tp), (held.experts, axes.expert_shards, axes.etp * axes.ep))
     for count, size, stride in groups:
-        reduced = collective(job.hardware, _REDUCED * count, size, stride)
-        weights.append(
-            collective(job.hardware, job.number_bytes * count, size, stride) if job.stage else reduced
+        once = collective(job.hardware, _REDUCED * count, size, stride)
+        gathered += collective(job.hardware, job.number_bytes * count, size, stride) if job.stage else once
+        reduced += once + 2 * collective(
+            job.hardware, _REDUCED * count / size, axes.dp_replicate, size * stride
         )
-        own = collective(job.hardware, _REDUCED * count / size, axes.dp_replicate, size * stride)
-        gradients += [reduced, own, own]
     forward, backward = (sum(each) for each in zip(*work.values(), strict=True))
     # The first layer's weights, and the last layer's gradients, have nothing to hide behind.
-    edge, gathered = 1 / max(1, share.dense + share.expert), sum(one.seconds for one in weights)
-    behind = sum(one.seconds for one in gradients) + gathered * (gathers - 1)
-    exposed = _exposed(gathered, forward, edge) + _exposed(behind, backward, edge)
-    return Traffic(sum(one.sent for one in gradients) + gathers * sum(one.sent for one in weights), exposed)
+    edge = 1 / max(1, share.dense + share.expert)
+    return _exposed(gathered, forward, edge) + _exposed(reduced + gathered * (gathers - 1), backward, edge)
 
 
-def _traffic(job: Job, axes: Axes, share: Share, tokens: float) -> dict[str, Traffic]:
-    """Return the traffic of a micro-batch over each axis but dp; what is computed again is sent again.
+def _traffic(job: Job, axes: Axes, share: Share, tokens: float) -> dict[str, float]:
+    """Return the seconds of a micro-batch's traffic over each axis but dp, alone; what is computed again is sent again.
 
     - tp: each half of a layer gathers or reduces the residual stream at both ends (Korthikanti et al., section 4.2.2).
     - etp: likewise, with the tokens of the rank's experts.
@@ -474,24 +453,23 @@ def _traffic(job: Job, axes: Axes, share: Share, tokens: float) -> dict[str, Tra
     model, hardware, passes = job.model, job.hardware, 3 if job.checkpointing == "full" else 2
     stream = tokens * (model.hidden or 0) * job.number_bytes
     halves = 2 * share.dense + (2 if model.shared_experts else 1) * share.expert
-    found = {"tp": collective(hardware, stream, axes.tp, 1).times(2 * passes * halves)}
     routed = stream / axes.tp * model.top_k * axes.etp
-    found["etp"] = collective(hardware, routed, axes.etp, 1).times(2 * passes * share.expert)
     whole = tokens * _keys_and_values(model, axes.tp) * job.number_bytes * axes.cp
-    found["cp"] = collective(hardware, whole, axes.cp, axes.tp).times(
-        (passes + 1) * (share.dense + share.expert)
-    )
-    found["ep"] = Traffic()
-    if axes.ep > 1 and share.expert:
+    found = {
+        "tp": 2 * passes * halves * collective(hardware, stream, axes.tp, 1),
+        "etp": 2 * passes * share.expert * collective(hardware, routed, axes.etp, 1),
+        "cp": (passes + 1) * (share.dense + share.expert) * collective(hardware, whole, axes.cp, axes.tp),
+        "ep": 0.0,
+        "pp": 0.0,
+    }
+    if axes.ep > 1:
         members, groups = hardware.members(axes.ep, axes.etp), model.expert_groups or model.top_k
-        outside = (axes.ep - members) / axes.ep * stream / axes.tp * min(model.top_k, groups)
-        inside = (members - 1) / axes.ep * stream / axes.tp * model.top_k
-        slower = max(outside / hardware.nic_rate, inside / hardware.domain_rate)
-        found["ep"] = Traffic(outside + inside, slower).times(2 * passes * share.expert)
-    found["pp"] = Traffic()
+        outside = (axes.ep - members) / axes.ep * min(model.top_k, groups) / hardware.nic_rate
+        inside = (members - 1) / axes.ep * model.top_k / hardware.domain_rate
+        found["ep"] = 2 * passes * share.expert * stream / axes.tp * max(outside, inside)
     if axes.pp > 1:
-        sent = stream / axes.tp
-        seconds = sent / hardware.bandwidth(axes.pp, axes.world // axes.pp)
-        gather = Traffic() if job.sequence_parallel else collective(hardware, stream, axes.tp, 1)
-        found["pp"] = Traffic(sent + gather.sent, seconds + gather.seconds).times(2 * job.stages_per_rank)
+        found["pp"] = stream / axes.tp / hardware.bandwidth(axes.pp, axes.world // axes.pp)
+        if not job.sequence_parallel:
+            found["pp"] += collective(hardware, stream, axes.tp, 1)
+        found["pp"] *= 2 * job.stages_per_rank
     return found
