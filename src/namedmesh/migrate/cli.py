@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from namedmesh.migrate.codemod import Changes
 
-_READERS = "megatron.core."
 _INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
 
 
@@ -123,19 +122,19 @@ def _open(changes: Changes) -> bool:
 
 def _readers(changes: Changes) -> set[str]:
     """Return the modules of megatron-core beside parallel_state that a file imports."""
-    ours = (f"{_READERS}parallel_state", f"{_READERS}mpu")
-    return {name for name in changes.imports if name.startswith(_READERS) and not name.startswith(ours)}
+    ours = ("megatron.core.parallel_state", "megatron.core.mpu")
+    names = {one.full for one in changes.imports}
+    return {name for name in names if name.startswith("megatron.core.") and not name.startswith(ours)}
 
 
 def _handed_on(each: Iterable[Changes]) -> set[str]:
     """Return the names that files import from modules of the code itself: there, their imports stay."""
-    names = set[str]()
-    for changes in each:
-        for imported in changes.imports:
-            module, _, name = imported.rpartition(".")
-            if not module.startswith(("megatron", "namedmesh", "fairscale")):
-                names.add(name)
-    return names
+    imports = [one for changes in each for one in changes.imports]
+    return {
+        one.name
+        for one in imports
+        if one.name and not one.module.startswith(("megatron", "namedmesh", "fairscale"))
+    }
 
 
 def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:

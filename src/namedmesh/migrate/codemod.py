@@ -22,7 +22,7 @@ from libcst.metadata import (
 from namedmesh.migrate.table import APIS, FAIRSCALE, MEGATRON, Advice, initialize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from namedmesh.migrate.table import Row
 
@@ -49,12 +49,25 @@ class Finding(NamedTuple):
     advice: Advice
 
 
+class Imported(NamedTuple):
+    """One import: the module, the name that is taken from it, if one is, and the name it is given, if another is."""
+
+    module: str
+    name: str | None
+    alias: str | None
+
+    @property
+    def full(self) -> str:
+        """The dotted name of what is imported."""
+        return self.module if self.name is None else f"{self.module}.{self.name}"
+
+
 class Changes(NamedTuple):
     """What is found in one file: the uses, in their order, the source with the certain ones replaced, its other imports."""
 
     findings: list[Finding]
     after: str
-    imports: set[str]
+    imports: list[Imported]
 
 
 class _Replacer(cst.CSTTransformer):
@@ -63,18 +76,18 @@ class _Replacer(cst.CSTTransformer):
     def __init__(self, bound: bool, own: bool) -> None:
         super().__init__()
         self.found: list[Finding] = []
-        self.imports: set[str] = set()
+        self.imports: list[Imported] = []
         self.bound, self.own, self.quoted = bound, own, 0
         self.seen: set[cst.CSTNode] = set()  # functions of calls
 
     def visit_Import(self, node: cst.Import) -> bool:
-        self.imports |= {alias.evaluated_name for alias in node.names}
+        self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
         if not isinstance(node.names, cst.ImportStar):
-            self.imports |= {f"{module}.{alias.evaluated_name}" for alias in node.names}
+            self.imports += [Imported(module, one.evaluated_name, one.evaluated_alias) for one in node.names]
         return False
 
     def visit_FormattedString(self, node: cst.FormattedString) -> None:
@@ -201,7 +214,7 @@ def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
     return False
 
 
-def change(source: str, *, bound: bool = False, kept: Iterable[str] = ()) -> Changes:
+def change(source: str, *, bound: bool = False, kept: Collection[str] = ()) -> Changes:
     """Find the names of the tables in a source, and replace those that are certain.
 
     Args:
@@ -223,9 +236,9 @@ def change(source: str, *, bound: bool = False, kept: Iterable[str] = ()) -> Cha
     if any(".bind(" in finding.advice.new for finding in certain):
         AddImportsVisitor.add_needed_import(context, "namedmesh.compat.megatron")
     module = AddImportsVisitor(context).transform_module(module)
-    for statement in wrapper.module.body:
-        for line in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
-            _drop_unused(context, line, set(kept))
+    for one in replacer.imports:
+        if (one.module in APIS or one.full in APIS) and (one.alias or one.name) not in kept:
+            RemoveImportsVisitor.remove_unused_import(context, *one)
     code = RemoveImportsVisitor(context).transform_module(module).code
     if "namedmesh.compat.megatron.install()" not in code:  # only a file that binds a mesh has this import
         code = re.sub(
@@ -239,25 +252,3 @@ def change(source: str, *, bound: bool = False, kept: Iterable[str] = ()) -> Cha
             "import namedmesh.compat.megatron.install()", "namedmesh.compat.megatron.install()", 1
         )
     return Changes(replacer.found, code, replacer.imports)
-
-
-def _drop_unused(context: CodemodContext, line: cst.BaseSmallStatement, kept: set[str]) -> None:
-    """Let an import of an API go that nothing uses any more."""
-    if isinstance(line, cst.Import):
-        for alias in line.names:
-            if alias.evaluated_name in APIS and (alias.evaluated_alias or "") not in kept:
-                RemoveImportsVisitor.remove_unused_import(
-                    context, alias.evaluated_name, asname=alias.evaluated_alias
-                )
-    elif (
-        isinstance(line, cst.ImportFrom)
-        and line.module is not None
-        and not isinstance(line.names, cst.ImportStar)
-    ):
-        module = _EMPTY.code_for_node(line.module)
-        for alias in line.names:
-            name = alias.evaluated_alias or alias.evaluated_name
-            if (module in APIS or f"{module}.{alias.evaluated_name}" in APIS) and name not in kept:
-                RemoveImportsVisitor.remove_unused_import(
-                    context, module, alias.evaluated_name, alias.evaluated_alias
-                )
