@@ -14,7 +14,7 @@ import statistics
 import time
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import paired
 import torch.distributed as dist

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from llama import Llama, first_weights, llama_plan
 from moe import add_experts, expert_plan, shard_experts
 from settings import Settings
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint

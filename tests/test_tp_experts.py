@@ -19,7 +19,6 @@ from tp_compare import apart, assert_right, numbers, tp_mesh, whole
 from tp_models import Net
 
 import namedmesh
-from namedmesh import training
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import ExpertParallel, ShardedExperts, parallelize, reduce_gradients
 

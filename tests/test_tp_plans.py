@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import problem_of, tp_mesh
-from tp_models import llama_plan as llama_plan
 from tp_models import UP_DOWN, Llama, Mlp
+from tp_models import llama_plan as llama_plan
 
 import namedmesh.tensor_parallel as tp
 from namedmesh.errors import PlanError

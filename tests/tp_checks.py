@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from namedmesh.compat.regions import RankGroup, exchange, gather_parts
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tp_compare import tp_mesh
-from tp_models import llama_plan as llama_plan
 from tp_models import Llama, Net
+from tp_models import llama_plan as llama_plan
 
 from namedmesh.compat import layers
 from namedmesh.compat.cross_entropy import cross_entropy
@@ -38,7 +39,6 @@ from namedmesh.tensor_parallel import (
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
-from namedmesh.compat.regions import RankGroup, exchange, gather_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

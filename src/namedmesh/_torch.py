@@ -6,24 +6,19 @@ Everything here stands in for something that torch does not offer publicly; each
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
-from functools import cache, wraps
-from itertools import pairwise, product
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414  for targets of any form
 from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414  the same
-
-from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

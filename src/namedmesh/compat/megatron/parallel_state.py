@@ -22,7 +22,7 @@ from namedmesh._torch import set_group_timeout
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.mesh_ranks import MEGATRON_WORDS, split
-from namedmesh.compat.megatron.rank_generator import RankGenerator, generate_masked_orthogonal_rank_groups
+from namedmesh.compat.megatron.rank_generator import RankGenerator
 from namedmesh.dialects import DENSE, MEGATRON_GROUPS
 
 if TYPE_CHECKING:
