@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed import distributed_c10d as c10d
 
 from namedmesh._torch import forget_operations
@@ -56,6 +57,8 @@ with warnings.catch_warnings():
 os.environ["RES_OPTIONS"] = "timeout:1"
 
 T = TypeVar("T")
+
+TORCH = Version(torch.__version__)
 
 
 class Outcome(NamedTuple):

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 
 import namedmesh
 from namedmesh import LayoutError, NamedMesh
-from namedmesh._torch import TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +65,6 @@ def _reduced_over_replicas() -> list[float]:
     return [float(len(gradients)), *whole.unique().tolist()]
 
 
-@pytest.mark.skipif(TORCH.release < (2, 9), reason="torch 2.8 takes the gradient from before the hook")
 def test_a_hook_reduces_over_replicas_that_are_in_no_mesh() -> None:
     assert (
         run_ranks(2, _reduced_over_replicas) == [[1.0, 1.0]] * 2

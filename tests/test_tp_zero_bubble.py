@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny
 import torch
-from ranks import run_ranks
+from ranks import TORCH, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -22,7 +22,6 @@ from torch.distributed.tensor import Replicate, Shard
 from tp_compare import Recorded, gradient_of, gradients_apart, tp_mesh
 from tp_models import Block, Net
 
-from namedmesh._torch import TORCH
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
 from namedmesh.tensor_parallel import ColwiseParallel, KeepWhole, RowwiseParallel, SharedInput, parallelize

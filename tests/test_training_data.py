@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import error_of, problems_of
-from ranks import fake_world, live_groups, run_ranks
+from ranks import TORCH, fake_world, live_groups, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import TORCH
 
 PLACES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = {
     "dp": ({"dp": 8}, ("dp",), tuple(range(8))),

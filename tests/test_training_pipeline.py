@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import training_checks as checks
 from messages import error_of
-from ranks import fake_world, run_ranks
+from ranks import TORCH, fake_world, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,6 @@ from training_checks import PIPELINES, alone, loaded_alone, train_one_step, trai
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import TORCH
 from namedmesh.training import seeds
 
 if TYPE_CHECKING:

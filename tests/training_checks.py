@@ -12,6 +12,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from ranks import TORCH
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,7 +20,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import TORCH
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
 if TYPE_CHECKING:
