@@ -89,9 +89,9 @@ def forget_operations() -> None:
 
 
 def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    """Return a 1-D mesh over some axes of a root mesh, on a group that exists; it goes together with the root's slices.
+    """Return a 1-D mesh over some axes of a root mesh, on a group that exists, and known to the root by its name.
 
-    ``DeviceMesh._flatten`` would make a second group. Where the axes adjoin, public calls do: see ``NamedMesh``.
+    It goes together with the root's slices. ``DeviceMesh._flatten`` would make a second group.
     """
     layout = root[axes]._layout
     mesh: Any = DeviceMesh(
@@ -105,6 +105,7 @@ def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGr
     mesh._dim_group_names = [group.group_name]
     if hasattr(root, "_pg_registry"):  # torch 2.14
         root._pg_registry[group.group_name] = group
+    root._flatten_mapping[name] = mesh
     flat: DeviceMesh = mesh
     return flat
 
