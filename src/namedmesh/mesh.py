@@ -175,7 +175,7 @@ class NamedMesh(Accessors):
             options = options or self.options_of(ordered)
             compare({"axes": "-".join(ordered), "name": name, "options": options})
             self._options[ordered] = options
-            group = self._roots.make_group(self._views.layouts[view], ordered)
+            group = self._roots.flatten(view, ordered, name)
             current.refuse_ambiguous(self, {name: group})
             self._views.products[name] = ordered
             self._prepare()

@@ -41,6 +41,7 @@ class Roots(dict[object, DeviceMesh]):
     ) -> None:
         super().__init__()
         self.views, self.groups, self.device_type, self.options_of = views, groups, device_type, options_of
+        self.flat: dict[str, DeviceMesh] = {}  # the meshes of products, which torch's own meshes know by name
 
     def make_group(self, layout: Layout, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """Return this rank's group over some axes, on which all ranks agree; and make the gloo group beside it."""
@@ -88,6 +89,13 @@ class Roots(dict[object, DeviceMesh]):
         )
 
     @without_modes
+    def flatten(self, view: str, axes: tuple[str, ...], name: str) -> dist.ProcessGroup:
+        """Make the group over some axes, which torch's mesh then has under a name: other libraries ask that one."""
+        group = self.make_group(self.views.layouts[view], axes)
+        self.flat[name] = flattened(self[view], axes, name, group)
+        return group
+
+    @without_modes
     def slice(self, names: tuple[str, ...]) -> DeviceMesh:
         """Return the sub-mesh over some axes and flattened products.
 
@@ -106,12 +114,5 @@ class Roots(dict[object, DeviceMesh]):
             if key not in self:
                 self[key] = self.over(layout, together)
             return self[key][names]
-        parts = []
-        for name in names:
-            axes = products.get(name)
-            if axes is None:
-                parts.append(root[name])
-            else:
-                group: Any = self.groups.find(layout, axes, self.options_of(axes))
-                parts.append(flattened(root, axes, name, group))
+        parts = [self.flat[name] if name in products else root[name] for name in names]
         return parts[0] if len(parts) == 1 else concatenate_meshes(parts)
