@@ -27,7 +27,7 @@ except namedmesh.AgreementError as error:
 if rank != 3:
     dist.barrier()
 
-# The next try of all ranks works. Which group is it that a log names?
+# Which group is it that a log names?
 mesh = namedmesh.init_mesh(dp=2, tp=-1)
 if rank == 0:
     print(mesh.explain(mesh.group("tp")))

@@ -260,7 +260,9 @@ def test_a_group_that_cannot_be_made_on_one_rank_fails_on_all() -> None:
 def _second_life() -> list[str]:
     """torchrun starts the ranks of a job again on the store of the first ones, which left their requests there."""
     rank = dist.get_rank()
-    store = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False))
+    store = dist.PrefixStore(
+        "job", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    )
     told = []
     for wrong in (False, True, False):  # the requests of one life are not those of the next
         dist.barrier()

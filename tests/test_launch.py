@@ -241,7 +241,7 @@ def _as_host(rank_without: int, wrong: dict[str, Any]) -> str:
         return ""
     arguments: dict[str, Any] = {"device": "cpu", "timeout": timedelta(seconds=5)}
     text = error_of(lambda: launch.init(**(arguments | wrong if rank == 1 else arguments)))
-    return text if text else str(dist.get_world_size())
+    return text or str(dist.get_world_size())
 
 
 PORTS: list[int] = []
@@ -249,9 +249,7 @@ PORTS: list[int] = []
 
 def test_what_the_default_group_is_made_of_is_compared() -> None:
     PORTS[:] = [free_port()]
-    text = (
-        "AgreementError: backend differs between ranks: gloo on ranks 0, 2; fake on rank 1; give every rank the same"
-    )
+    text = "AgreementError: backend differs between ranks: gloo on ranks 0, 2; fake on rank 1; give every rank the same"
     assert run_ranks(3, _as_host, -1, {"backend": "fake"}, init=False) == [text] * 3
 
 
@@ -270,7 +268,9 @@ def test_a_rank_that_does_not_start_is_named(absent: int) -> None:
     assert told.pop(absent) == ""
     for text in told:
         if absent:
-            assert text.startswith("AgreementError: rank 2 of 3 did not call launch.init within 5 s; see what ")
+            assert text.startswith(
+                "AgreementError: rank 2 of 3 did not call launch.init within 5 s; see what "
+            )
         else:
             assert text.startswith("LaunchError: rank 0, which hosts the store of the job at 127.0.0.1:")
 

@@ -86,14 +86,6 @@ def test_where_selects_a_slice_of_the_table(case: tuple[Layout, list[str]], rand
     assert list(layout.where(**at)) == np.atleast_1d(table(layout)[index]).flatten().tolist()
 
 
-@given(layouts(), st.integers(-5, 5), st.data())
-def test_neighbors_go_round_the_axis(layout: Layout, step: int, data: st.DataObject) -> None:
-    axis = data.draw(st.sampled_from(layout.axes))
-    place = layout.axes.index(axis)
-    rolled = np.roll(table(layout), -step, axis=place).flatten().tolist()
-    assert [layout.neighbor(rank, axis, step) for rank in layout.ranks] == rolled
-
-
 @given(layouts_and_axes(), layouts_and_axes())
 def test_partitions_are_equal_exactly_if_the_groups_are(
     one: tuple[Layout, list[str]], other: tuple[Layout, list[str]]
@@ -298,11 +290,6 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
         LayoutError,
         "rank '1' is not an int; ...",
     ),
-    (
-        lambda: Layout(pp=2, dp=2).neighbor(1, "dp", 0.5),  # type: ignore[arg-type]
-        LayoutError,
-        "step 0.5 is not an int; give the number of places to go",
-    ),
 ]
 
 
@@ -336,8 +323,6 @@ IN_A_GRAPH: dict[str, Any] = {
     "group_rank": lambda layout: layout.group_rank(13, "pp", "tp"),
     "groups": lambda layout: layout.groups("tp")[1][0],
     "items": lambda layout: dict(layout.items())["pp"],
-    "neighbor": lambda layout: layout.neighbor(9, "pp", -1),
-    "neighbour": lambda layout: layout.neighbour(9, "pp", -1),
     "order": lambda layout: len(layout.order),
     "partition": lambda layout: layout.partition("dp", "tp")[1],
     "rank": lambda layout: layout.rank(pp=1, dp=0, tp=1),
@@ -393,10 +378,10 @@ def test_every_accessor_was_in_a_graph() -> None:
 
 def test_a_layout_is_frozen() -> None:
     layout = Layout(tp=2)
-    with pytest.raises(AttributeError, match="a Layout is frozen: 'sizes' cannot be set"):
-        layout.sizes = (3,)
-    with pytest.raises(AttributeError, match="a Layout is frozen: 'axes' cannot be deleted"):
-        del layout.axes
+    with pytest.raises(AttributeError, match="sizes"):
+        layout.sizes = (3,)  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="axes"):
+        del layout.axes  # type: ignore[misc]
     assert layout.sizes == (2,)
 
 

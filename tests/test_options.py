@@ -15,6 +15,7 @@ import namedmesh
 from namedmesh import GroupOptions, LayoutError
 from namedmesh.options import nccl_options
 
+
 def test_options_that_reach_a_group_over_two_axes() -> None:
     with fake_world(8):
         options = {

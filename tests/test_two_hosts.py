@@ -157,12 +157,16 @@ def test_a_cut_link_ends_both_sides_in_every_phase(hosts: Hosts, tmp_path: Path)
     # The side of the store names the rank that does not come, and the other side the store that it has lost.
     assert told["starting"][0].startswith("AgreementError: rank 1 of 2 did not call launch.init within 4 s; ")
     assert told["making"][0].startswith("AgreementError: rank 1 of 2 did not call init_mesh within 4 s; ")
-    assert told["flattening"][0].startswith("AgreementError: rank 1 of 2 did not call mesh.flatten within 4 s; ")
+    assert told["flattening"][0].startswith(
+        "AgreementError: rank 1 of 2 did not call mesh.flatten within 4 s; "
+    )
     assert told["starting"][1].startswith(
         "LaunchError: rank 0, which hosts the store of the job at 10.0.0.1:29500, did not answer within 4 s; "
     )
     for phase, call in (("making", "init_mesh"), ("flattening", "mesh.flatten")):
-        assert told[phase][1].startswith(f"AgreementError: the store of the job is lost during {call}: its host ")
+        assert told[phase][1].startswith(
+            f"AgreementError: the store of the job is lost during {call}: its host "
+        )
 
 
 # Launchers.

@@ -12,7 +12,6 @@ from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
 
     import torch
 
@@ -79,7 +78,9 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layo
     sizes = [group.size() for group in groups.values()]
     layout = Layout.from_shape(list(groups), sizes)
     # The first rank of the mesh: this rank, less its distance from there on each axis.
-    distance = sum(group.rank() * stride for group, stride in zip(groups.values(), layout.strides, strict=True))
+    distance = sum(
+        group.rank() * stride for group, stride in zip(groups.values(), layout.strides, strict=True)
+    )
     if rank < distance:
         raise LayoutError(
             f"rank {rank} cannot be number {distance} of {layout}, which it is by its place in these groups; give the axes "

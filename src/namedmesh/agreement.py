@@ -44,7 +44,9 @@ class Meetings:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.calls = 0  # every rank makes the same calls in the same order, and so gives them the same numbers
+        self.calls = (
+            0  # every rank makes the same calls in the same order, and so gives them the same numbers
+        )
         self._whole = dist.PrefixStore("namedmesh", store)
         self._chosen = uuid4().hex if rank == 0 else ""
         self._without = size - 1 if rank == 0 else 0  # how many ranks rank 0 has to tell
@@ -146,6 +148,7 @@ class _Meeting:
         self.rank, self.size = meetings.rank, meetings.size
         meetings.calls += 1
         self.number = meetings.calls
+        self.store: Any = None
         self.stage = "asked"
         self.end = time.monotonic() + self.timeout.total_seconds()
 
@@ -177,7 +180,7 @@ class _Meeting:
     def _meet(self, request: Mapping[str, str], failure: str = "") -> list[str]:
         """Return the problems that all ranks hear of."""
         wait = _TELLING if failure else self.timeout
-        self.store = store = dist.PrefixStore(str(self.number), self.meetings.part(self.call, wait))
+        store = self.store = dist.PrefixStore(str(self.number), self.meetings.part(self.call, wait))
         stage = self.stage
         store.set(f"{stage}/{self.rank}", json.dumps([failure, request]))
         if store.add(f"{stage}/come", 1) == self.size:
@@ -210,7 +213,9 @@ class _Meeting:
         if absent and (not failed or time.monotonic() > self.end):
             did = "call" if self.stage == "asked" else "come to the end of"
             problems.append(_absent(absent, self.size, f"{did} {self.call}", self.timeout))
-        problems += [f"rank {rank} gave up on {self.call}: {left[come.index(rank)][0]}" for rank in failed[:3]]
+        problems += [
+            f"rank {rank} gave up on {self.call}: {left[come.index(rank)][0]}" for rank in failed[:3]
+        ]
         self.store.compare_set(f"{self.stage}/verdict", "", json.dumps(problems))
 
     def _stay(self) -> None:

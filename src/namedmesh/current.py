@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch.distributed as dist
+
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch.distributed as dist
 
     from namedmesh.mesh import NamedMesh
 
@@ -23,7 +23,9 @@ class Watcher(Protocol):
 
 
 _open: list[NamedMesh] = []  # the oldest first
-_selected: list[NamedMesh] = []  # one stack for the process: autograd runs backward functions in threads of its own
+_selected: list[
+    NamedMesh
+] = []  # one stack for the process: autograd runs backward functions in threads of its own
 _watchers: list[Watcher] = []
 
 
@@ -131,9 +133,9 @@ def refuse_ambiguous(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -
         if other is mesh or other.device.type != mesh.device.type:
             continue
         for name, group in groups.items():
-            if name not in other or other.size(name) == 1:
+            if name not in other or other.size(name) == 1 or other.group(name) is group:
                 continue
-            if other.ranks(name) == mesh.ranks(name) and other.group(name) is not group:
+            if other.ranks(name) == tuple(dist.get_process_group_ranks(group)):
                 problems.append(
                     f"{name!r} would be on another process group than the {name!r} of the open mesh over {other.layout}, and "
                     "torch takes meshes with the same names and ranks for one; share the groups (the same options on "

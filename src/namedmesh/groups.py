@@ -90,12 +90,12 @@ class Groups:
         candidates = (key._replace(use=(label, number)) for number in count())
         return next(own for own in candidates if own in self.held or own not in _kept or not _kept[own].users)
 
-    def overrides(self, keys: Mapping[str, Key]) -> dict[str, Any] | None:
+    def overrides(self, keys: Mapping[str, Key]) -> dict[int | str, Any] | None:
         """Return what ``init_device_mesh`` takes as ``backend_override`` to make new groups for some axes.
 
         None where some of them exist, and where it has no words for their options.
         """
-        found = {}
+        found: dict[int | str, Any] = {}
         for axis, key in keys.items():
             if key in self.held or key in _kept or key.options is None:
                 return None
@@ -159,9 +159,7 @@ class Groups:
         group = self.take(key, label, lambda: _new_groups(partition, label, full))
         return group if self.rank in inside else None
 
-    def take(
-        self, key: Key, label: str, make: Callable[[], Any], *, owned: bool = True
-    ) -> dist.ProcessGroup:
+    def take(self, key: Key, label: str, make: Callable[[], Any], *, owned: bool = True) -> dist.ProcessGroup:
         """Return the group of a key that this mesh has, that another mesh has made, or that is made now."""
         if key not in self.held:
             if key not in _kept:

@@ -80,8 +80,8 @@ def init_mesh(
         device = launch.init(device, backend=backend, timeout=timeout)
     try:
         with agreed("init_mesh", timeout) as compare:
-            chosen = _layout(layout, sizes)
-            return make_mesh(compare, chosen, {}, options or {}, GroupOptions(backend=backend, timeout=timeout), device)
+            fitted, defaults = _layout(layout, sizes), GroupOptions(backend=backend, timeout=timeout)
+            return make_mesh(compare, fitted, {}, {} if options is None else options, defaults, device=device)
     except BaseException as error:
         if not launched:
             raise
@@ -97,6 +97,7 @@ def make_mesh(
     request: Mapping[str, object],
     options: Mapping[str, GroupOptions],
     defaults: GroupOptions,
+    *,
     device: str | torch.device | None = None,
 ) -> NamedMesh:
     """Compare a request with the other ranks, and make the mesh; for the dialects too. Communicates.

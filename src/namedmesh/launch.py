@@ -168,7 +168,7 @@ def local_device(
         return torch.device("cpu")
     module = torch.get_device_module(wanted.type)
     count = module.device_count() if module.is_available() else 0
-    index = wanted.index
+    index: int | None = wanted.index
     if index is None:
         index = int_variable(environment, "LOCAL_RANK") or 0
         index = 0 if count == 1 else index  # the launcher shows each process one of its own
@@ -199,13 +199,13 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
     if device is None and bound is None and backend in ("gloo", "mpi"):
         return torch.device("cpu")
     wanted = bound if device is None and bound is not None else _wanted(device)
-    if wanted.type == "cpu" or (device is not None and wanted.index is not None):
+    if wanted.type == "cpu" or (device is not None and ":" in str(wanted)):  # one device, by its number
         return local_device(wanted)
     if bound is not None and bound.type == wanted.type:
         wanted = bound
     module = torch.get_device_module(wanted.type)
     in_use = module.is_available() and module.is_initialized()
-    if in_use and wanted.index is None:
+    if in_use and ":" not in str(wanted):
         return torch.device(wanted.type, module.current_device())
     chosen = local_device(wanted)
     if not in_use:

@@ -8,8 +8,9 @@ axis is the slowest, the last one the fastest.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean, listing
 from namedmesh.sizes import as_int, fitted_sizes, nearest_axis, product
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Layout"]
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Layout:
     """Named axes over a range of ranks.
 
@@ -45,19 +47,17 @@ class Layout:
         Layout(dp=4, tp=2)
     """
 
-    __slots__ = ("_place", "axes", "rank_offset", "sizes", "strides", "world_size")
-
     axes: tuple[str, ...]
     """The names, slowest axis first."""
     sizes: tuple[int, ...]
     """The size of each axis, in the order of :attr:`axes`."""
-    strides: tuple[int, ...]
-    """The distance between neighboring ranks on each axis, in the order of :attr:`axes`."""
-    world_size: int
-    """How many ranks the layout covers."""
     rank_offset: int
     """The first rank that the layout covers."""
-    _place: dict[str, int]
+    strides: tuple[int, ...] = field(compare=False)
+    """The distance between neighboring ranks on each axis, in the order of :attr:`axes`."""
+    world_size: int = field(compare=False)
+    """How many ranks the layout covers."""
+    _place: dict[str, int] = field(compare=False)
 
     def __init__(self, /, *, world_size: int | None = None, rank_offset: int = 0, **sizes: int) -> None:
         self._fill(tuple(sizes), tuple(sizes.values()), world_size, rank_offset)
@@ -159,22 +159,7 @@ class Layout:
         set_once(self, "rank_offset", operator.index(rank_offset))
         set_once(self, "_place", place)
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Layout is frozen: {name!r} cannot be set; make another Layout")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a Layout is frozen: {name!r} cannot be deleted")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.axes, self.sizes, self.rank_offset)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
-        mine, theirs = (self.axes, self.sizes, self.rank_offset), (other.axes, other.sizes, other.rank_offset)
-        return mine == theirs
-
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # torch.compile would hash every field of a dataclass
         return hash((self.axes, self.sizes, self.rank_offset))
 
     def __repr__(self) -> str:
@@ -368,23 +353,6 @@ class Layout:
         # Many small groups: one column per member, and zip builds the tuples without a Python step for each.
         return tuple(zip(*(_shifted(firsts, offset) for offset in inside), strict=True))
 
-    def neighbor(self, rank: int, axis: str, step: int = 1) -> int:
-        """Return the rank ``step`` places further on an axis, round the end.
-
-        Example:
-            >>> layout = Layout(pp=4, tp=2)
-            >>> layout.neighbor(1, "pp"), layout.neighbor(1, "pp", -1)
-            (3, 7)
-        """
-        steps = as_int(step)
-        if steps is None:
-            raise LayoutError(f"step {step!r} is not an int; give the number of places to go")
-        i = self._index(axis)
-        at = self._local(rank) // self.strides[i] % self.sizes[i]
-        return rank + ((at + steps) % self.sizes[i] - at) * self.strides[i]
-
-    neighbour = neighbor  # its name in 0.1.0
-
     def partition(self, *axes: str) -> tuple[object, ...]:
         """Return a small key that two layouts share exactly if their groups over the given axes are the same.
 
@@ -462,11 +430,6 @@ class Layout:
             steps = range(0, size * stride, stride)
             offsets = steps if len(offsets) == 1 else [base + step for base in offsets for step in steps]
         return offsets
-
-
-def _rebuild(axes: tuple[str, ...], sizes: tuple[int, ...], rank_offset: int) -> Layout:
-    """Unpickle a layout."""
-    return Layout.from_shape(axes, sizes, rank_offset=rank_offset)
 
 
 def _shifted(ranks: Sequence[int], by: int) -> tuple[int, ...]:

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh import agreement, current
-from namedmesh._torch import constant_under_compile, flattened, joined, without_modes
+from namedmesh.accessors import Accessors, Place
 from namedmesh.adopt import layout_of_groups, layout_of_mesh
-from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
-from namedmesh.explain import explain_group, explain_mesh, explain_rank
+from namedmesh.errors import LayoutError, MeshError
 from namedmesh.groups import Groups, destroy_unused
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.views import ROOT_VIEW, Views, join_names, merged, product_axes, quoted
+from namedmesh.roots import Roots
+from namedmesh.views import ROOT_VIEW, Views, join_names, product_axes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
-    from namedmesh.groups import Communicator
 
 __all__ = ["NamedMesh"]
 
 
-class Place(NamedTuple):
-    """This rank's place on an axis or a product: among which ranks, the how manieth, on which group."""
-
-    ranks: tuple[int, ...]
-    rank: int
-    group: Any
-
-
-class NamedMesh:
+class NamedMesh(Accessors):
     """Named axes over live process groups. Made by :func:`namedmesh.init_mesh`, or by adopting what exists.
 
     Every answer is this rank's own. Accessors never communicate; what does, says so in its first line.
@@ -70,6 +59,7 @@ class NamedMesh:
         device: torch.device,
         options: Mapping[str, GroupOptions],
         defaults: GroupOptions,
+        *,
         root: DeviceMesh | None = None,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
@@ -80,7 +70,7 @@ class NamedMesh:
         # Options of the groups over one axis or several, by the axes in the order of their layout.
         self._options = {product_axes(name, layout.axes) or (name,): each for name, each in options.items()}
         self._views = Views(layout)
-        self._roots: dict[object, DeviceMesh] = {}
+        self._roots = Roots(self._views, self.groups, device.type, self.options_of)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}  # slices, by the names that they are asked with
         self._places: dict[tuple[str, ...], Place] = {}
         self._axes: tuple[str, ...] = ()
@@ -88,9 +78,9 @@ class NamedMesh:
         for axis, group in (groups or {}).items():
             self.groups.borrow(self.groups.key(layout, (axis,), self.options_of((axis,))), axis, group)
         if groups is None:
-            self._roots[ROOT_VIEW] = self._make_root(layout)
+            self._roots[ROOT_VIEW] = self._roots.make(layout)
         else:
-            self._roots[ROOT_VIEW] = root or self._root_over(layout, {axis: (axis,) for axis in layout})
+            self._roots[ROOT_VIEW] = root or self._roots.over(layout, {axis: (axis,) for axis in layout})
         self._prepare()
         try:
             current.opened(self, {axis: self.group(axis) for axis in self})
@@ -113,7 +103,8 @@ class NamedMesh:
         """
         layout = layout_of_mesh(mesh)
         groups = {axis: mesh.get_group(axis) for axis in layout}
-        return cls(layout, default_group_device(mesh.device_type), {}, GroupOptions(), mesh, groups)
+        chosen = default_group_device(mesh.device_type)
+        return cls(layout, chosen, {}, GroupOptions(), root=mesh, groups=groups)
 
     @classmethod
     def from_groups(
@@ -129,7 +120,7 @@ class NamedMesh:
             LayoutError: the groups are not those of any layout with these axes in this order.
         """
         layout = layout_of_groups(groups, dist.get_rank())
-        return cls(layout, default_group_device(device), {}, GroupOptions(), None, groups)
+        return cls(layout, default_group_device(device), {}, GroupOptions(), groups=groups)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
         """Add another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
@@ -153,152 +144,6 @@ class NamedMesh:
         for axis, group in new.items():
             self.groups.borrow(self.groups.key(layout, (axis,), self.options_of((axis,))), axis, group)
         self._add_view(name, layout, root)
-
-    # Accessors. Nothing here communicates.
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh over axes and flattened products, in the order of the layout; the same object each time.
-
-        Raises:
-            AxisError: a name that is no axis, or axes of two views at once.
-            LayoutError: axes out of order.
-            MeshError: the mesh is closed.
-        """
-        return self._slice((names,) if isinstance(names, str) else tuple(names), self._version)
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether ``mesh[name]`` answers: for axes, those of views included, and flattened products by name."""
-        return isinstance(name, str) and (name,) in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names of the axes, slowest first; those of a view come after the mesh's own."""
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        """Return the number of axes."""
-        return len(self._axes)
-
-    def group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the process group of this rank over one axis, or over several that were flattened.
-
-        Raises:
-            AxisError: a name that is no axis, or axes of two views at once.
-            MeshError: the mesh is closed, or there is no group over these axes yet.
-        """
-        known = self._places.get(axes)
-        group: dist.ProcessGroup = self._find_group(axes, self._version) if known is None else known.group
-        return group
-
-    def size(self, *axes: str) -> int:
-        """Return the number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
-        known = self._places.get(axes)
-        return len(self._find_ranks(axes, self._version) if known is None else known.ranks)
-
-    def rank(self, *axes: str) -> int:
-        """Return this rank's position in its group over ``axes``; without axes, in the whole mesh."""
-        known = self._places.get(axes)
-        return self._find_ranks(axes, self._version).index(self.global_rank) if known is None else known.rank
-
-    def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Return the global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
-        known = self._places.get(axes)
-        return self._find_ranks(axes, self._version) if known is None else known.ranks
-
-    @property
-    def coords(self) -> dict[str, int]:
-        """This rank's coordinate on each axis; those of a view come after the mesh's own."""
-        self._check_open()
-        return {axis: self.rank(axis) for axis in self}
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The torch mesh over all axes of the layout."""
-        self._check_open()
-        return self._roots[ROOT_VIEW]
-
-    @property
-    def views(self) -> dict[str, Layout]:
-        """The layouts of the views that were added, by name."""
-        return {name: layout for name, layout in self._views.layouts.items() if name != ROOT_VIEW}
-
-    @property
-    def communicators(self) -> tuple[Communicator, ...]:
-        """The process groups that this rank holds through this mesh, in the order they came."""
-        self._check_open()
-        return tuple(self.groups.held.values())
-
-    @property
-    def outlived(self) -> bool:
-        """Whether the default group that the mesh was made in was destroyed."""
-        return dist.group.WORLD is not self.groups.world
-
-    def is_first(self, axis: str) -> bool:
-        """Return whether this rank is the first on an axis, or on a flattened product."""
-        return self.rank(axis) == 0
-
-    def is_last(self, axis: str) -> bool:
-        """Return whether this rank is the last on an axis, or on a flattened product."""
-        return self.rank(axis) == self.size(axis) - 1
-
-    @overload
-    def next(self, axis: str) -> int: ...
-    @overload
-    def next(self, axis: str, *, wrap: bool) -> int | None: ...
-    def next(self, axis: str, *, wrap: bool = True) -> int | None:
-        """Return the global rank after this one on an axis or a flattened product.
-
-        After the last comes the first; with ``wrap=False`` nobody, and None is returned.
-        """
-        if not wrap and self.is_last(axis):
-            return None
-        return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
-
-    @overload
-    def prev(self, axis: str) -> int: ...
-    @overload
-    def prev(self, axis: str, *, wrap: bool) -> int | None: ...
-    def prev(self, axis: str, *, wrap: bool = True) -> int | None:
-        """Return the global rank before this one on an axis or a flattened product.
-
-        Before the first comes the last; with ``wrap=False`` nobody, and None is returned.
-        """
-        if not wrap and self.is_first(axis):
-            return None
-        return self.ranks(axis)[self.rank(axis) - 1]
-
-    def gloo_group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the gloo group over the same ranks as :meth:`group`, for tensors on the CPU.
-
-        Raises:
-            MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
-        """
-        return self._find_gloo_group(axes, self._version)
-
-    def options_of(self, axes: tuple[str, ...]) -> GroupOptions:
-        """Return the options of a group over axes of one view, in its order: what was set for all together, or for each.
-
-        Raises:
-            LayoutError: the axes set options that contradict each other.
-        """
-        if axes in self._options:
-            return self._options[axes]
-        combined: GroupOptions | None = None
-        for axis in axes:
-            of_axis = self._options.get((axis,))
-            if combined is None:
-                combined = of_axis
-            elif of_axis is not None:
-                combined = combined.combined(of_axis, join_names(axes))
-        return combined or _NO_OPTIONS
-
-    def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
-        """Describe a process group, the place of a rank, or, without either, the whole mesh."""
-        layouts = self._views.layouts
-        if group is not None:
-            return explain_group(layouts, self.communicators, group)
-        if rank is not None:
-            return explain_rank(layouts, rank)
-        return explain_mesh(layouts, self.communicators, self.global_rank, self.device)
 
     # What communicates: every rank calls these, in the same order.
 
@@ -330,7 +175,7 @@ class NamedMesh:
             options = options or self.options_of(ordered)
             compare({"axes": "-".join(ordered), "name": name, "options": options})
             self._options[ordered] = options
-            group = self._make_group(self._views.layouts[view], ordered)
+            group = self._roots.make_group(self._views.layouts[view], ordered)
             current.refuse_ambiguous(self, {name: group})
             self._views.products[name] = ordered
             self._prepare()
@@ -357,7 +202,7 @@ class NamedMesh:
         """
         with self.agreed(f"mesh.add_view({name!r})") as compare:
             layout = Layout(**sizes, world_size=self.layout.world_size)
-            self._check_options(name, layout, options or {})
+            self._views.check_options(name, layout, options or {})
             compare({"layout": repr(layout), "options": options or {}})
             return self.take_view(name, layout, options or {})
 
@@ -365,7 +210,7 @@ class NamedMesh:
         """Add a view that the ranks agree on; for the dialects too. Every rank calls it."""
         self._views.check(name, layout, self.global_rank)
         self._options |= {product_axes(key, layout.axes) or (key,): each for key, each in options.items()}
-        root = self._make_root(layout)
+        root = self._roots.make(layout)
         new = {axis: root.get_group(axis) for axis in layout if axis not in self}
         current.refuse_ambiguous(self, new)
         self._add_view(name, layout, root)
@@ -457,135 +302,7 @@ class NamedMesh:
         state = "closed" if self.closed else f"rank {self.global_rank} on {self.device}"
         return f"<NamedMesh {self.layout}, {state}>"
 
-    # Behind the accessors.
-
-    def _check_open(self) -> None:
-        if self.closed or self.outlived:
-            why = "was closed" if self.closed else "has no groups any more, since the default group was destroyed"
-            raise MeshError(f"the mesh over {self.layout} {why}; make another with init_mesh()")
-
-    def _prepare(self) -> None:
-        """Work out what can be asked: accessors are called often, and compiled code must not look for a group."""
-        self._version = str(next(_versions))  # no two meshes, and no two states of one, have the same
-        self._axes = tuple(self._views.axes())
-        for axis in self._axes:
-            self._places[axis,] = self._place((axis,))
-        for name, axes in self._views.products.items():
-            self._places[name,] = self._places[axes] = self._place(axes)
-
-    def _place(self, axes: tuple[str, ...]) -> Place:
-        view, ordered = self._views.find(axes)
-        layout = self._views.layouts[view]
-        ranks = layout.group(self.global_rank, *ordered)
-        group = self.groups.find(layout, ordered, self.options_of(ordered))
-        return Place(ranks, ranks.index(self.global_rank), group)
-
-    # The compiler keeps what these answer, for the version that it was asked with.
-
-    @constant_under_compile
-    def _find_ranks(self, names: tuple[str, ...], _version: str) -> tuple[int, ...]:
-        self._check_open()
-        view, ordered = self._views.find(names or self.layout.axes)
-        return self._views.layouts[view].group(self.global_rank, *ordered)
-
-    @constant_under_compile
-    def _find_group(self, names: tuple[str, ...], _version: str) -> dist.ProcessGroup:
-        self._check_open()
-        _, ordered = self._views.find(names)
-        group: dist.ProcessGroup | None = self._place(ordered).group
-        if group is None:
-            raise MeshError(
-                f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
-                "rank, before it is asked for"
-            )
-        return group
-
-    @constant_under_compile
-    def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
-        self._check_open()
-        view, ordered = self._views.find(axes)
-        options = self.groups.gloo_options(self.options_of(ordered))
-        group = self.groups.find(self._views.layouts[view], ordered, options)
-        if group is None:
-            raise MeshError(
-                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
-                "options=GroupOptions(gloo_twin=True)"
-            )
-        return group
-
-    @constant_under_compile
-    def _slice(self, names: tuple[str, ...], _version: str) -> DeviceMesh:
-        known = self._meshes.get(names)
-        if known is None:
-            known = self._meshes[names] = self._new_slice(names)
-        return known
-
-    @without_modes
-    def _new_slice(self, names: tuple[str, ...]) -> DeviceMesh:
-        self._check_open()
-        view, _ = self._views.find(names)
-        root, layout = self._roots[view], self._views.layouts[view]
-        self._views.check_order(names, root.mesh_dim_names or ())
-        products = {name: axes for name, axes in self._views.products.items() if name in names}
-        if not products:
-            return root[names]
-        together = merged(layout, products)
-        if together is not None:
-            key = tuple(together.items())
-            if key not in self._roots:
-                self._roots[key] = self._root_over(layout, together)
-            return self._roots[key][names]
-        parts = []
-        for name in names:
-            axes = products.get(name)
-            parts.append(root[name] if axes is None else flattened(root, axes, name, self.group(name)))
-        return parts[0] if len(parts) == 1 else joined(parts)
-
     # Behind what communicates.
-
-    def _make_group(self, layout: Layout, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        options = self.options_of(axes)
-        if options.gloo_twin:
-            self.groups.over(layout, axes, self.groups.gloo_options(options))
-        return self.groups.over(layout, axes, options)
-
-    @without_modes
-    def _make_root(self, layout: Layout) -> DeviceMesh:
-        """Return the torch mesh over the axes of a layout, on groups that exist or are made now.
-
-        ``init_device_mesh`` makes those of several axes at once where all of them are new; it would make one more for each
-        axis of size 1, and for sets of ranks that have a group.
-        """
-        root: DeviceMesh | None = None
-        large = {axis: size for axis, size in layout.items() if size > 1}
-        keys = {axis: self.groups.key(layout, (axis,), self.options_of((axis,))) for axis in large}
-        overrides = self.groups.overrides(keys)
-        if len(large) > 1 and overrides is not None:
-            root = init_device_mesh(
-                self.device.type,
-                tuple(large.values()),
-                mesh_dim_names=tuple(large),
-                backend_override=overrides or None,
-            )
-            for axis, key in keys.items():
-                self.groups.take(key, axis, partial(root.get_group, axis))
-        for axis in layout:
-            self._make_group(layout, (axis,))
-        if root is not None and len(large) == len(layout):
-            return root
-        return self._root_over(layout, {axis: (axis,) for axis in layout})
-
-    @without_modes
-    def _root_over(self, layout: Layout, axes: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
-        """Return a torch mesh of all ranks of a layout, over groups that exist."""
-        groups: Any = [self.groups.find(layout, each, self.options_of(each)) for each in axes.values()]
-        ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
-        return DeviceMesh.from_group(
-            groups,
-            self.device.type,
-            mesh=ranks.reshape([layout.size(*each) for each in axes.values()]),
-            mesh_dim_names=tuple(axes),
-        )
 
     def _add_view(self, name: str, layout: Layout, root: DeviceMesh) -> None:
         self._views.layouts[name], self._roots[name] = layout, root
@@ -615,24 +332,3 @@ class NamedMesh:
         if problems:
             raise LayoutError(*problems)
         return self[known]
-
-    def _check_options(self, name: str, layout: Layout, options: Mapping[str, GroupOptions]) -> None:
-        """Refuse options of a view that are for no new axis of it."""
-        new = [axis for axis in layout if axis not in self]
-        problems = []
-        for axis in options:
-            if axis in self:
-                problems.append(
-                    f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
-                )
-            elif axis not in layout and not product_axes(axis, layout.axes):
-                problems.append(
-                    f"options are given for {axis!r}, which is not one of the new axes {tuple(new)} of view {name!r}"
-                    f"{did_you_mean(axis, new)}"
-                )
-        if problems:
-            raise AxisError(*problems)
-
-
-_NO_OPTIONS = GroupOptions()
-_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed

@@ -123,7 +123,8 @@ class GroupOptions:
         if backend == "nccl":
             return backend, nccl_options(self)
         if backend == "gloo":
-            return backend, dist.ProcessGroupGloo.Options(backend, self.timeout)
+            options: Any = dist.ProcessGroupGloo.Options
+            return backend, options(backend, self.timeout)
         return None
 
     def _for_nccl(self) -> bool:

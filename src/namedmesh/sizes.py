@@ -17,18 +17,7 @@ if TYPE_CHECKING:
 USUAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
 
 # What `Layout` and `init_mesh` take by keyword beside the axes.
-RESERVED = (
-    "backend",
-    "device",
-    "layout",
-    "options",
-    "part",
-    "rank_offset",
-    "replace",
-    "share_groups",
-    "timeout",
-    "world_size",
-)
+RESERVED = ("backend", "device", "layout", "options", "rank_offset", "replace", "timeout", "world_size")
 
 
 def axis_name_problems(axes: Sequence[object]) -> list[str]:

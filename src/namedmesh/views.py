@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import AxisError, LayoutError, listing
+from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
 from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from namedmesh.layout import Layout
 
@@ -112,6 +112,28 @@ class Views:
         if problems:
             raise LayoutError(*problems)
 
+    def check_options(self, name: str, layout: Layout, options: Iterable[str]) -> None:
+        """Refuse options of a new view that are for no new axis of it.
+
+        Raises:
+            AxisError: all problems at once.
+        """
+        known = self.axes()
+        new = [axis for axis in layout if axis not in known]
+        problems = []
+        for axis in options:
+            if axis in known:
+                problems.append(
+                    f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
+                )
+            elif axis not in layout and not product_axes(axis, layout.axes):
+                problems.append(
+                    f"options are given for {axis!r}, which is not one of the new axes {tuple(new)} of view {name!r}"
+                    f"{did_you_mean(axis, new)}"
+                )
+        if problems:
+            raise AxisError(*problems)
+
     def check_product(self, name: str, axes: tuple[str, ...]) -> None:
         """Refuse a name for a product that means something else already.
 
@@ -141,7 +163,9 @@ def merged(layout: Layout, products: Mapping[str, tuple[str, ...]]) -> dict[str,
         >>> merged(Layout(pp=2, dp=2, tp=2), {"pp_tp": ("pp", "tp")}) is None
         True
     """
-    places = {axis: (place, (axis,)) for place, axis in enumerate(layout)}
+    places: dict[str, tuple[int, tuple[str, ...]]] = {
+        axis: (place, (axis,)) for place, axis in enumerate(layout)
+    }
     for name, axes in products.items():
         for axis in axes:
             del places[axis]

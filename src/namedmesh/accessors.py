@@ -1,0 +1,270 @@
+"""What a mesh answers about this rank: sub-meshes, groups, ranks and neighbors by name. Nothing here communicates."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import torch.distributed as dist
+
+from namedmesh._torch import constant_under_compile
+from namedmesh.errors import MeshError
+from namedmesh.explain import explain_group, explain_mesh, explain_rank
+from namedmesh.options import GroupOptions
+from namedmesh.views import ROOT_VIEW, join_names, quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from namedmesh.groups import Communicator, Groups
+    from namedmesh.layout import Layout
+    from namedmesh.roots import Roots
+    from namedmesh.views import Views
+
+
+class Place(NamedTuple):
+    """This rank's place on an axis or a product: among which ranks, the how manieth, on which group."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: Any
+
+
+class Accessors:
+    """The answers of a :class:`namedmesh.NamedMesh`: worked out when a group is made, as compiled code must not look for one."""
+
+    layout: Layout
+    device: torch.device
+    groups: Groups
+    global_rank: int
+    closed: bool
+    _views: Views
+    _roots: Roots
+    _options: dict[tuple[str, ...], GroupOptions]
+    _meshes: dict[tuple[str, ...], DeviceMesh]
+    _places: dict[tuple[str, ...], Place]
+    _axes: tuple[str, ...]
+    _version: str
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the sub-mesh over axes and flattened products, in the order of the layout; the same object each time.
+
+        Raises:
+            AxisError: a name that is no axis, or axes of two views at once.
+            LayoutError: axes out of order.
+            MeshError: the mesh is closed.
+        """
+        return self._slice((names,) if isinstance(names, str) else tuple(names), self._version)
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether ``mesh[name]`` answers: for axes, those of views included, and flattened products by name."""
+        return isinstance(name, str) and (name,) in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of the axes, slowest first; those of a view come after the mesh's own."""
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        """Return the number of axes."""
+        return len(self._axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """Return the process group of this rank over one axis, or over several that were flattened.
+
+        Raises:
+            AxisError: a name that is no axis, or axes of two views at once.
+            MeshError: the mesh is closed, or there is no group over these axes yet.
+        """
+        known = self._places.get(axes)
+        group: dist.ProcessGroup = self._find_group(axes, self._version) if known is None else known.group
+        return group
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
+        known = self._places.get(axes)
+        return len(self._find_ranks(axes, self._version) if known is None else known.ranks)
+
+    def rank(self, *axes: str) -> int:
+        """Return this rank's position in its group over ``axes``; without axes, in the whole mesh."""
+        known = self._places.get(axes)
+        return self._find_ranks(axes, self._version).index(self.global_rank) if known is None else known.rank
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """Return the global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
+        known = self._places.get(axes)
+        return self._find_ranks(axes, self._version) if known is None else known.ranks
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's coordinate on each axis; those of a view come after the mesh's own."""
+        self._check_open()
+        return {axis: self.rank(axis) for axis in self}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The torch mesh over all axes of the layout."""
+        self._check_open()
+        return self._roots[ROOT_VIEW]
+
+    @property
+    def views(self) -> dict[str, Layout]:
+        """The layouts of the views that were added, by name."""
+        return {name: layout for name, layout in self._views.layouts.items() if name != ROOT_VIEW}
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The process groups that this rank holds through this mesh, in the order they came."""
+        self._check_open()
+        return tuple(self.groups.held.values())
+
+    @property
+    def outlived(self) -> bool:
+        """Whether the default group that the mesh was made in was destroyed."""
+        return dist.group.WORLD is not self.groups.world
+
+    def is_first(self, axis: str) -> bool:
+        """Return whether this rank is the first on an axis, or on a flattened product."""
+        return self.rank(axis) == 0
+
+    def is_last(self, axis: str) -> bool:
+        """Return whether this rank is the last on an axis, or on a flattened product."""
+        return self.rank(axis) == self.size(axis) - 1
+
+    @overload
+    def next(self, axis: str) -> int: ...
+    @overload
+    def next(self, axis: str, *, wrap: bool) -> int | None: ...
+    def next(self, axis: str, *, wrap: bool = True) -> int | None:
+        """Return the global rank after this one on an axis or a flattened product.
+
+        After the last comes the first; with ``wrap=False`` nobody, and None is returned.
+        """
+        if not wrap and self.is_last(axis):
+            return None
+        return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
+
+    @overload
+    def prev(self, axis: str) -> int: ...
+    @overload
+    def prev(self, axis: str, *, wrap: bool) -> int | None: ...
+    def prev(self, axis: str, *, wrap: bool = True) -> int | None:
+        """Return the global rank before this one on an axis or a flattened product.
+
+        Before the first comes the last; with ``wrap=False`` nobody, and None is returned.
+        """
+        if not wrap and self.is_first(axis):
+            return None
+        return self.ranks(axis)[self.rank(axis) - 1]
+
+    def gloo_group(self, *axes: str) -> dist.ProcessGroup:
+        """Return the gloo group over the same ranks as :meth:`group`, for tensors on the CPU.
+
+        Raises:
+            MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
+        """
+        return self._find_gloo_group(axes, self._version)
+
+    def options_of(self, axes: tuple[str, ...]) -> GroupOptions:
+        """Return the options of a group over axes of one view, in its order: what was set for all together, or for each.
+
+        Raises:
+            LayoutError: the axes set options that contradict each other.
+        """
+        if axes in self._options:
+            return self._options[axes]
+        combined: GroupOptions | None = None
+        for axis in axes:
+            of_axis = self._options.get((axis,))
+            if combined is None:
+                combined = of_axis
+            elif of_axis is not None:
+                combined = combined.combined(of_axis, join_names(axes))
+        return combined or _NO_OPTIONS
+
+    def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
+        """Describe a process group, the place of a rank, or, without either, the whole mesh."""
+        layouts = self._views.layouts
+        if group is not None:
+            return explain_group(layouts, self.communicators, group)
+        if rank is not None:
+            return explain_rank(layouts, rank)
+        return explain_mesh(layouts, self.communicators, self.global_rank, self.device)
+
+    # Behind the accessors.
+
+    def _check_open(self) -> None:
+        if self.closed or self.outlived:
+            why = (
+                "was closed"
+                if self.closed
+                else "has no groups any more, since the default group was destroyed"
+            )
+            raise MeshError(f"the mesh over {self.layout} {why}; make another with init_mesh()")
+
+    def _prepare(self) -> None:
+        """Work out what can be asked: accessors are called often, and compiled code must not look for a group."""
+        self._version = str(next(_versions))  # no two meshes, and no two states of one, have the same
+        self._axes = tuple(self._views.axes())
+        for axis in self._axes:
+            self._places[axis,] = self._place((axis,))
+        for name, axes in self._views.products.items():
+            self._places[name,] = self._places[axes] = self._place(axes)
+
+    def _place(self, axes: tuple[str, ...]) -> Place:
+        view, ordered = self._views.find(axes)
+        layout = self._views.layouts[view]
+        ranks = layout.group(self.global_rank, *ordered)
+        group = self.groups.find(layout, ordered, self.options_of(ordered))
+        return Place(ranks, ranks.index(self.global_rank), group)
+
+    # The compiler keeps what these answer, for the version that it was asked with.
+
+    @constant_under_compile
+    def _find_ranks(self, names: tuple[str, ...], _version: str) -> tuple[int, ...]:
+        self._check_open()
+        view, ordered = self._views.find(names or self.layout.axes)
+        return self._views.layouts[view].group(self.global_rank, *ordered)
+
+    @constant_under_compile
+    def _find_group(self, names: tuple[str, ...], _version: str) -> dist.ProcessGroup:
+        self._check_open()
+        _, ordered = self._views.find(names)
+        group: dist.ProcessGroup | None = self._place(ordered).group
+        if group is None:
+            raise MeshError(
+                f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
+                "rank, before it is asked for"
+            )
+        return group
+
+    @constant_under_compile
+    def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
+        self._check_open()
+        view, ordered = self._views.find(axes)
+        options = self.groups.gloo_options(self.options_of(ordered))
+        group = self.groups.find(self._views.layouts[view], ordered, options)
+        if group is None:
+            raise MeshError(
+                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
+                "options=GroupOptions(gloo_twin=True)"
+            )
+        return group
+
+    @constant_under_compile
+    def _slice(self, names: tuple[str, ...], _version: str) -> DeviceMesh:
+        known = self._meshes.get(names)
+        if known is None:
+            self._check_open()
+            known = self._meshes[names] = self._roots.slice(names)
+        return known
+
+
+_NO_OPTIONS = GroupOptions()
+_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
+
+
+_NO_OPTIONS = GroupOptions()
+_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
