@@ -137,14 +137,9 @@ class Megatron:
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         allowed = [name for name in self.accepted.parameters if name not in _DETERMINED]
-        problems = []
-        for name in options:
-            if name not in allowed:
-                problems.append(
-                    f"bind() takes no {name!r}{did_you_mean(name, allowed)}; it takes {', '.join(allowed)}"
-                )
-        if problems:
-            raise ContractTypeError(*problems)
+        other = [f"{name!r}{did_you_mean(name, allowed)}" for name in options if name not in allowed]
+        if other:
+            raise ContractTypeError(f"bind() takes no {', '.join(other)}; it takes {', '.join(allowed)}")
 
     def _sizes(self, mesh: NamedMesh, dense: MeshRanks, expert: MeshRanks) -> dict[str, int]:
         sizes = {
@@ -212,7 +207,7 @@ class _Seam:
         for members in sets:
             self.known[tuple(members), backend, second] = group
 
-    def create(
+    def create(  # noqa: PLR0917  the original's signature
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
         use_local_synchronization: bool = False, group_desc: Any = None,
     ) -> Any:  # fmt: skip
