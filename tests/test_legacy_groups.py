@@ -21,6 +21,7 @@ from installing import run_python, without
 from legacy import apart, numbers, original, outcome
 from messages import error_of, refuses, says
 from ranks import fake_world, live_groups, run_ranks, summed
+from torch.utils.checkpoint import checkpoint
 
 import namedmesh
 from namedmesh import Layout, LayoutError, MeshError
@@ -257,8 +258,11 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
         fairscale.bind(first)
         layer = fairscale.ColumnParallelLinear(4, 8)
         with fairscale.bind(second):
+            output = checkpoint(layer, torch.ones(1, 4), use_reentrant=False)
             assert layer(torch.zeros(1, 4)).shape == (1, 8)
             assert fairscale.ColumnParallelLinear(4, 8).weight.shape == (2, 4)
+        output.sum().backward()
+        assert layer.weight.grad is not None
         for mesh in (first, second):
             mesh.close()
 
