@@ -118,8 +118,8 @@ def test_names_of_the_parts_are_those_of_the_package() -> None:
         for name in part.__all__:
             assert getattr(part, name) is getattr(fairscale, name)
     for package in (fairscale, tp):
-        for part in ("layers", "mappings", "utils"):
-            assert getattr(package, part) is importlib.import_module(f"{package.__name__}.{part}")
+        for name in ("layers", "mappings", "utils"):
+            assert getattr(package, name) is importlib.import_module(f"{package.__name__}.{name}")
     doc = inspect.getdoc(fairscale.get_model_parallel_rank)
     assert doc == "Return the index of this rank in _MODEL_PARALLEL_GROUP."
 
@@ -244,7 +244,7 @@ def test_variables_can_be_assigned() -> None:
         assert (tp.get_tensor_parallel_world_size(), tp.get_tensor_parallel_src_rank()) == (8, 0)
         assert tp.layers.ColumnParallelLinear(4, 8).weight.shape == (1, 4)
         tp._DATA_PARALLEL_RANKS = "patched"
-        assert tp.get_data_parallel_ranks() == "patched"  # type: ignore[comparison-overlap]
+        assert tp.get_data_parallel_ranks() == "patched"
         tp._CONTEXT_PARALLEL_GROUP = None
         assert not tp.tensor_parallel_is_initialized()
         tp.destroy_tensor_parallel()
@@ -269,6 +269,7 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
 
 @pytest.mark.parametrize("dialect", [fairscale, ezpz])
 def test_with_switches_between_meshes(dialect: Any) -> None:
+    module: Any
     module, size = (
         (state, state.get_model_parallel_world_size)
         if dialect is fairscale
@@ -302,8 +303,8 @@ def test_with_switches_between_meshes(dialect: Any) -> None:
 
 
 PLACES: dict[str, Callable[[Any], Any]] = {
-    "fairscale": lambda mesh: fairscale.bind(mesh) and state,
-    "ezpz": lambda mesh: ezpz.bind(mesh) and tp,
+    "fairscale": lambda mesh: (fairscale.bind(mesh), state)[1],
+    "ezpz": lambda mesh: (ezpz.bind(mesh), tp)[1],
     "mpu": deepspeed.mpu,
     "grid": deepspeed.PipelineParallelGrid.from_mesh,
 }
