@@ -148,6 +148,9 @@ def fairscale_s(module: Any, *sizes: int) -> Any:
     told = [outcome(getattr(module, name)) for name in ASKED]
     again = outcome(module.initialize_model_parallel, *sizes)
     module.destroy_model_parallel()
+    module._MODEL_PARALLEL_GROUP = "assigned"
+    again = again, outcome(module.initialize_model_parallel, 1)
+    module.destroy_model_parallel()
     return before, made, told, again, [outcome(getattr(module, name)) for name in ASKED]
 
 
