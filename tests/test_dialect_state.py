@@ -18,7 +18,7 @@ from namedmesh.compat.megatron import parallel_state
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NO_GLOO = {"create_gloo_process_groups": False}
+NO_GLOO: dict[str, Any] = {"create_gloo_process_groups": False}
 tp_size = parallel_state.get_tensor_model_parallel_world_size
 
 
@@ -121,7 +121,7 @@ def test_a_closed_mesh_answers_no_more(meshes: tuple[NamedMesh, NamedMesh]) -> N
     assert megatron.current_mesh() is second
     megatron.unbind()
     assert not parallel_state.is_initialized()
-    with pytest.raises(MeshError, match="was closed; give megatron.bind an open one"):
+    with pytest.raises(MeshError, match=r"was closed; give megatron\.bind an open one"):
         bind(first)
 
 
@@ -129,7 +129,10 @@ def test_what_is_no_mesh_for_megatron_is_refused() -> None:
     with pytest.raises(MeshError, match=r"^megatron\.bind got a NoneType; give it a NamedMesh"):
         megatron.bind(None)  # type: ignore[arg-type]
     with fake_world(8, 3):
-        for axis, text in (("xp", "axis 'xp' has no place in Megatron's groups"), ("ep", "add a view for it")):
+        for axis, text in (
+            ("xp", "axis 'xp' has no place in Megatron's groups"),
+            ("ep", "add a view for it"),
+        ):
             mesh = namedmesh.init_mesh({"dp": 4, axis: 2}, device="cpu")
             with pytest.raises(LayoutError, match=text):
                 bind(mesh)

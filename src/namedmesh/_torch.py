@@ -117,7 +117,7 @@ def _one_axis(layout: Any) -> Any:
     return merged.nest() if len(merged) > 1 else merged
 
 
-def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return the mesh with the axes of several slices and flattened meshes of one root, in the given order."""
     together: DeviceMesh = DeviceMesh._concatenate(list(meshes))
     return together
@@ -146,7 +146,6 @@ def without_modes(function: F) -> F:
 
 # What the old rooms use of the old adapter; it goes with them.
 forget_group_caches = forget_operations
-concatenate_meshes = joined
 
 
 def constant_of_mesh(function):

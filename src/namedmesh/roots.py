@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from namedmesh._torch import flattened, joined, without_modes
+from namedmesh._torch import concatenate_meshes, flattened, without_modes
 from namedmesh.views import merged
 
 if TYPE_CHECKING:
@@ -114,4 +114,4 @@ class Roots(dict[object, DeviceMesh]):
             else:
                 group: Any = self.groups.find(layout, axes, self.options_of(axes))
                 parts.append(flattened(root, axes, name, group))
-        return parts[0] if len(parts) == 1 else joined(parts)
+        return parts[0] if len(parts) == 1 else concatenate_meshes(parts)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Megatron"]
 
+_CALL = "megatron.initialize_model_parallel"
 _DETERMINED = (  # by the mesh, or by the options of its groups
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size", "order", "rank_offset", "local_world_size",
@@ -93,10 +94,7 @@ class Megatron:
         if given.get("rank_offset", 0) or given.get("local_world_size") not in {None, dist.get_world_size()}:
             self.initialize(*args, **kwargs)  # over a part of the world, for which it makes groups of its own
             return
-        call, timeout = (
-            "megatron.initialize_model_parallel",
-            timedelta(minutes=given["distributed_timeout_minutes"]),
-        )
+        defaults = GroupOptions(timeout=timedelta(minutes=given["distributed_timeout_minutes"]))
         layouts: list[Layout] = []
         original = self.module.RankGenerator
 
@@ -109,17 +107,16 @@ class Megatron:
 
         def make() -> NamedMesh:
             dense, expert = layouts
-            mesh = make_mesh(
-                compare, dense, _texts(given, dense.groups("pp")[0]), {}, GroupOptions(timeout=timeout)
-            )
-            mesh.take_view("expert", expert, {})
-            return mesh
+            seam.mesh = make_mesh(compare, dense, _texts(given, dense.groups("pp")[0]), {}, defaults)
+            seam.mesh.take_view("expert", expert, {})
+            return seam.mesh
 
         seam = _Seam(self.module, make)
         try:
-            with agreed(call) as compare, self.state.blank() as values, seam.replacing(generate):
+            with agreed(_CALL) as compare, self.state.blank() as values, seam.replacing(generate):
                 self.initialize(*args, **kwargs)
         except BaseException:
+            seam.destroy_own()
             if seam.mesh is not None:
                 seam.mesh.close(destroy_groups=True)
             raise
@@ -129,9 +126,8 @@ class Megatron:
 
     def end(self) -> None:
         """Forget every answer and assignment; the groups that :meth:`make` made are destroyed."""
-        for name in self.state.names:  # it would destroy those of gloo, which others share
-            if name.endswith("_GLOO"):
-                vars(self.module)[name] = None
+        if self.state.shown is not None:  # the original destroys groups of gloo, which others share
+            vars(self.module).update({name: None for name in self.state.names if name.endswith("_GLOO")})
         self.destroy()
         self.state.destroy()
 
