@@ -175,7 +175,8 @@ class ModelParallel:
 
     def are_there(self, *variables: str) -> bool:
         """Return whether variables have values."""
-        return None not in [getattr(self.state.module, name) for name in variables]
+        absent = [name for name in variables if getattr(self.state.module, name) is None]
+        return not absent
 
     def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
         """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""
