@@ -10,6 +10,7 @@ import textwrap
 import warnings
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ from installing import run_python, without
 from legacy import apart, numbers, original, outcome
 from messages import error_of, refuses, says
 from ranks import fake_world, live_groups, run_ranks, summed
+from torch.utils.checkpoint import checkpoint
 
 import namedmesh
 from namedmesh import Layout, LayoutError, MeshError
@@ -111,21 +113,13 @@ def test_every_name_of_ezpz_s_is_there_with_its_arguments() -> None:
         assert ", ".join(found) == signature
 
 
-def test_modules_export_what_they_name() -> None:
-    for module in (
-        fairscale,
-        state,
-        fairscale.layers,
-        fairscale.mappings,
-        fairscale.utils,
-        ezpz,
-        tp,
-        tp.layers,
-        tp.mappings,
-    ):
-        assert len(module.__all__) == len({*module.__all__})
-        for name in module.__all__:
-            assert getattr(module, name) is not None
+def test_names_of_the_parts_are_those_of_the_package() -> None:
+    for part in (fairscale.initialize, fairscale.layers):
+        for name in part.__all__:
+            assert getattr(part, name) is getattr(fairscale, name)
+    for package in (fairscale, tp):
+        for name in ("layers", "mappings", "utils"):
+            assert getattr(package, name) is importlib.import_module(f"{package.__name__}.{name}")
     doc = inspect.getdoc(fairscale.get_model_parallel_rank)
     assert doc == "Return the index of this rank in _MODEL_PARALLEL_GROUP."
 
@@ -153,6 +147,9 @@ def fairscale_s(module: Any, *sizes: int) -> Any:
         made = outcome(module.initialize_model_parallel, *sizes)
     told = [outcome(getattr(module, name)) for name in ASKED]
     again = outcome(module.initialize_model_parallel, *sizes)
+    module.destroy_model_parallel()
+    module._MODEL_PARALLEL_GROUP = "assigned"
+    again = again, outcome(module.initialize_model_parallel, 1)
     module.destroy_model_parallel()
     return before, made, told, again, [outcome(getattr(module, name)) for name in ASKED]
 
@@ -250,7 +247,7 @@ def test_variables_can_be_assigned() -> None:
         assert (tp.get_tensor_parallel_world_size(), tp.get_tensor_parallel_src_rank()) == (8, 0)
         assert tp.layers.ColumnParallelLinear(4, 8).weight.shape == (1, 4)
         tp._DATA_PARALLEL_RANKS = "patched"
-        assert tp.get_data_parallel_ranks() == "patched"  # type: ignore[comparison-overlap]
+        assert tp.get_data_parallel_ranks() == "patched"
         tp._CONTEXT_PARALLEL_GROUP = None
         assert not tp.tensor_parallel_is_initialized()
         tp.destroy_tensor_parallel()
@@ -264,14 +261,18 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
         fairscale.bind(first)
         layer = fairscale.ColumnParallelLinear(4, 8)
         with fairscale.bind(second):
+            output = checkpoint(layer, torch.ones(1, 4), use_reentrant=False)
             assert layer(torch.zeros(1, 4)).shape == (1, 8)
             assert fairscale.ColumnParallelLinear(4, 8).weight.shape == (2, 4)
+        output.sum().backward()
+        assert layer.weight.grad is not None
         for mesh in (first, second):
             mesh.close()
 
 
 @pytest.mark.parametrize("dialect", [fairscale, ezpz])
 def test_with_switches_between_meshes(dialect: Any) -> None:
+    module: Any
     module, size = (
         (state, state.get_model_parallel_world_size)
         if dialect is fairscale
@@ -304,25 +305,36 @@ def test_with_switches_between_meshes(dialect: Any) -> None:
             mesh.close()
 
 
-def compiled(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    return (
-        fairscale.copy_to_model_parallel_region(x) + 1,
-        state.get_model_parallel_rank(),
-        tp.get_tensor_parallel_world_size(),
-    )
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "fairscale": lambda mesh: (fairscale.bind(mesh), state)[1],
+    "ezpz": lambda mesh: (ezpz.bind(mesh), tp)[1],
+    "mpu": deepspeed.mpu,
+    "grid": deepspeed.PipelineParallelGrid.from_mesh,
+}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*autograd.function.Function:DeprecationWarning"
-)  # of torch's compiler about itself
-def test_accessors_make_no_break_in_a_graph() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler about itself
+@pytest.mark.parametrize("place", PLACES)
+def test_accessors_make_no_break_in_a_graph(place: str) -> None:
     with fake_world(8, 5):
-        mesh = namedmesh.init_mesh(dp=4, tp=2, device="cpu")
-        fairscale.bind(mesh)
-        ezpz.bind(mesh)
-        function = torch.compile(compiled, backend="eager", fullgraph=True)
+        mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2, device="cpu")
+        made = PLACES[place](mesh)
+        names = [name for name in dir(made) if name.startswith("get_") or name.endswith("_initialized")]
+        calls = [getattr(made, name) for name in names]
+        plain = [call for call in calls if isinstance(call(), (int, list))]
+        assert len(calls) > len(plain) > 8
+
+        def answering(x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+            for call in calls:  # no graph hands out a group
+                call()
+            return fairscale.copy_to_model_parallel_region(x) + 1 if place == "fairscale" else x, [
+                call() for call in plain
+            ]
+
+        torch._dynamo.reset()
+        compiled = torch.compile(answering, backend="eager", fullgraph=True)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            assert [function(torch.ones(2))[1:] for _ in range(2)] == [(1, 2)] * 2
+            assert [compiled(torch.ones(2))[1] for _ in range(2)] == [[call() for call in plain]] * 2
         mesh.close()
 
 
@@ -387,6 +399,12 @@ def share() -> list[Any]:
 
 def test_dialects_that_are_bound_to_one_mesh_share_its_groups() -> None:
     assert run_ranks(8, share) == [[True] * 36] * 8
+
+
+def test_the_page_of_the_book_runs() -> None:
+    text = (Path(__file__).parents[1] / "examples" / "README.md").read_text(encoding="utf-8")
+    page = text.partition("## fairscale and ezpz")[2].partition("```python")[2].partition("```")[0]
+    assert "bind" in run_python(page + "print(fairscale.bind)")
 
 
 def three_groups(rank: int, sizes: tuple[int, int, int]) -> None:
@@ -629,13 +647,7 @@ def test_what_is_no_open_mesh_is_refused(bind: Callable[[Any], object]) -> None:
         (ezpz.bind, {"dp": 4, "dp_shard": 2}, "the mesh has both 'dp' and 'dp_shard'; use one or the other"),
         (ProcessGroups.bind, {"dp": 4, "cp": 2}, "axis 'cp' has no place in ProcessGroups's groups, ..."),
         (
-            deepspeed.PipelineParallelGrid.from_mesh,
-            {"dp_shard": 2, "tp": 2, "dp_replicate": 2},
-            "axes 'dp_shard' and 'dp_replicate' do not adjoin in dp_shard=2 x tp=2 x dp_replicate=2 (8 ranks), and a "
-            "topology of DeepSpeed's has one data axis; put one right after the other",
-        ),
-        (
-            deepspeed.PipelineParallelGrid.from_mesh,
+            deepspeed.mpu,
             {"pp": 2, "pipe": 2, "dp": 2},
             "axes 'pp' and 'pipe' of pp=2 x pipe=2 x dp=2 (8 ranks) both are what DeepSpeed calls pipe; use one of them",
         ),

@@ -37,9 +37,9 @@ Initializer: TypeAlias = "Callable[[Tensor], Any]"
 # What the layers of all dialects share.
 
 
-def draw_whole(
+def draw_whole(  # noqa: PLR0917  what a weight is
     shard: Tensor, whole: Tensor, dim: int, group: Group, initialize: Initializer, stride: int
-) -> Tensor:  # noqa: PLR0917
+) -> Tensor:
     """Fill a whole weight, copy this rank's shard of ``dim`` of each of ``stride`` blocks, joined, and return the whole.
 
     Ranks that are seeded alike draw the same numbers, so that the shards do not depend on the number of ranks. The

@@ -41,7 +41,7 @@ _PLACE = "deepspeed.runtime.pipe.topology"
 
 def _replace(_module: Any) -> dict[str, object]:
     """Return our topologies and grid, which take the place of the original's."""
-    return {name: getattr(topology, name) for name in topology.__all__ if not name.startswith("_")}
+    return {name: getattr(topology, name) for name in topology.__all__}
 
 
 _ORIGINAL = Original(_PLACE, _replace, {_PLACE: f"{__name__}.topology"})

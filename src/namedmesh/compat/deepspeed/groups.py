@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bind", "mark_parameters", "unbind"]
 
-_NAMES = (
+_NAMES = [
     "_ALL_TO_ALL_GROUP",
     "_DATA_PARALLEL_GROUP",
     "_EXPERT_DATA_PARALLEL_GROUP",
@@ -38,7 +38,7 @@ _NAMES = (
     "expert_tensor_parallel_world_size",
     "mesh_device",
     "mpu",
-)
+]
 
 
 @cache
@@ -50,21 +50,11 @@ def _state() -> State:
 def bind(mesh: NamedMesh) -> Bound:
     """Let DeepSpeed's engine, MoE layers and ZeRO take their groups from a mesh.
 
-    Every rank calls it before ``deepspeed.initialize``. The variables of ``deepspeed.utils.groups``, of a release of 0.19,
-    are filled until the mesh is closed; its mpu is the mesh's. A view with axes ``ep`` and ``edp``, and ``etp`` where the
-    experts' layers are sharded, gives the groups of MoE layers whose ``ep_size`` is the size of ``ep``. For anything else
-    DeepSpeed makes groups of its own.
-
-    Args:
-        mesh: a mesh that :func:`namedmesh.compat.deepspeed.mpu` takes; it says what is refused.
-
-    Returns:
-        A handle: in ``with bind(mesh):`` the mesh is selected, and the binding ends with the block.
-
-    Example, before ``deepspeed.initialize``::
-
-        mesh = namedmesh.init_mesh(dp=-1, tp=2)
-        namedmesh.compat.deepspeed.bind(mesh)
+    Every rank calls it before ``deepspeed.initialize(...)``, with a mesh that :func:`namedmesh.compat.deepspeed.mpu` takes. The
+    variables of ``deepspeed.utils.groups``, of a release of 0.19, are filled until the mesh is closed; its mpu is the mesh's.
+    A view with axes ``ep`` and ``edp``, and ``etp`` where the experts' layers are sharded, gives the groups of MoE layers
+    whose ``ep_size`` is the size of ``ep``. For anything else DeepSpeed makes groups of its own. In ``with bind(mesh):`` the
+    mesh is selected, and the binding ends with the block.
     """
     state = _state()
     return state.bind(mesh) if state.is_bound(mesh) else state.take(mesh, _values(mesh))

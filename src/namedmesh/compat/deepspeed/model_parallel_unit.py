@@ -33,13 +33,7 @@ _TOGETHER = ({"dp_replicate", "dp_shard"}, {"sp", "cp"})
 
 
 def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in its order; two of a kind are refused.
-
-    Example:
-        >>> from namedmesh import Layout
-        >>> axis_map(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2))["data"]
-        ('dp_replicate', 'dp_shard')
-    """
+    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in its order; two of a kind are refused."""
     axes, problems = {}, []
     for kind, names in _AXES.items():
         own = axes[kind] = tuple(axis for axis in layout if axis in names)
@@ -76,9 +70,7 @@ def _getter(kind: str, answer: str) -> Any:
 
     def getter(self: Getters) -> Any:
         if answer == "group" and self.mesh.closed:
-            raise MeshError(
-                f"the mesh over {self.mesh.layout} was closed; make another, and an mpu or a grid of it"
-            )
+            raise MeshError(f"the mesh over {self.mesh.layout} was closed; make another")
         return getattr(self._answers[kind], answer)
 
     getter.__doc__ = f"Return this rank's {kind}-parallel {answer.replace('_', ' ')}."
@@ -124,8 +116,6 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
 
     Raises:
         LayoutError: the mesh has an axis of no kind of parallelism of DeepSpeed's, or two of the same kind.
-        MeshError: ``mesh`` is no open mesh.
-        AgreementError: the other ranks did not call this.
 
     Example:
         >>> import namedmesh, torch.distributed as dist

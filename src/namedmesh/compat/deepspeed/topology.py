@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from namedmesh.agreement import agreed
 from namedmesh.compat.axis_map import agreed_groups
-from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map
+from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers
 from namedmesh.compat.errors import (
     ContractAttributeError,
     ContractError,
@@ -27,10 +27,12 @@ from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.sizes import RESERVED, product
+from namedmesh.sizes import product
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from typing_extensions import Self
 
     from namedmesh.mesh import NamedMesh
 
@@ -39,7 +41,6 @@ __all__ = [
     "PipeModelDataParallelTopology",
     "PipelineParallelGrid",
     "ProcessTopology",
-    "_prime_factors",
 ]
 
 _CANONICAL = {"pipe": "pp", "data": "dp", "model": "tp"}
@@ -48,19 +49,12 @@ _CANONICAL = {"pipe": "pp", "data": "dp", "model": "tp"}
 class ProcessTopology:
     """Named axes over the ranks 0, 1, 2 and so on; a million of them cost what eight do, until all are asked for.
 
-    Args:
-        axes: the names, slowest axis first.
-        dims: the size of each axis.
-
-    Attributes:
-        layout: the same as a :class:`namedmesh.Layout`, for ``namedmesh.init_mesh(topology.layout)``. There the
-            axes pipe, data and model have the names pp, dp and tp.
-        ProcessCoord: the named tuple that coordinates come in.
+    Of ``axes``, slowest axis first, and ``dims``, the size of each. ``layout`` is the same as a :class:`namedmesh.Layout`, for
+    ``namedmesh.init_mesh(topology.layout)``; there the axes pipe, data and model have the names pp, dp and tp.
 
     Raises:
         LayoutError: no axis, a size below 1, or more sizes than names. What cannot be a name is Python's ValueError.
-        ContractIndexError: fewer sizes than names.
-        ContractTypeError: names in one string.
+        ContractIndexError, ContractTypeError: fewer sizes than names, or names in one string.
 
     Example:
         >>> topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 2, 2])
@@ -84,16 +78,12 @@ class ProcessTopology:
                 f"{len(axes)} axes {list(axes)} but {len(dims)} dims {list(dims)}; give one size for each axis"
             )
         self._places = [range(size) for size in dims]
-        self.layout = Layout.from_shape(_mesh_names(axes), dims)
+        names = [_CANONICAL.get(axis, axis) for axis in axes]
+        self.layout = Layout.from_shape(names if len({*names}) == len(names) else axes, dims)
         self._names = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at some coordinates, one for each axis.
-
-        Raises:
-            LayoutError: too few coordinates, or too many. Other names are Python's TypeError.
-            ContractError: a coordinate outside of its axis.
-        """
+        """Return the rank at some coordinates, one for each axis; a ContractError for one outside of its axis."""
         if len(coord_kwargs) != len(self._names):
             raise LayoutError(
                 f"get_rank() got {len(coord_kwargs)} coordinates for {product(self.axes, self.dims)}; give one for each axis, or "
@@ -118,10 +108,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Return the coordinates of a rank on all axes but some, as the names of checkpoint files have them.
-
-        ``inner_sep`` stands between an axis and the coordinate on it, ``outer_sep`` between axes.
-        """
+        """Return the coordinates of a rank on all axes but some, as the names of checkpoint files have them."""
         omitted = frozenset(omit_axes)
         shown = [axis for axis in self.axes if axis not in omitted]
         at = self.get_coord(rank)._asdict() if shown else {}
@@ -217,43 +204,16 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
     return [*factors, rest] if rest > 1 else factors
 
 
-def _mesh_names(axes: Sequence[str]) -> list[str]:
-    """Return the names that a mesh has for the axes of a topology: the canonical ones, unless one is in use.
-
-    Example:
-        >>> _mesh_names(["pipe", "data", "expert"]), _mesh_names(["pipe", "pp", "device"])
-        (['pp', 'dp', 'expert'], ['pipe', 'pp', 'device_axis'])
-    """
-    names = [_CANONICAL.get(axis, axis) for axis in axes]
-    if len({*names}) < len(names):
-        names = [*axes]
-    return [f"{name}_axis" if name in {*RESERVED, "self"} else name for name in names]
-
-
 # The grid.
 
 
 class PipelineParallelGrid(Getters):
     """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models use them; communicates.
 
-    Every rank of the world makes one, with the same topology. The groups are those of a :class:`namedmesh.NamedMesh`,
-    ``mesh``, whose axes are called pp, dp and tp: no two of them have the same ranks.
-
-    Args:
-        topology: axes pipe and data, and possibly model and others. By default the prime factors of the number of
-            ranks go to pipe and data in turns.
-        process_group: taken, and not used, as in the original.
-
-    Attributes:
-        data_parallel_size, pipe_parallel_size, model_parallel_size, slice_parallel_size: the sizes of data, pipe and, the
-            same twice, model.
-        stage_id, data_parallel_id: this rank's coordinates; ``is_first_stage`` and ``is_last_stage`` follow.
-        ds_model_proc_group, ds_model_world_size, ds_model_rank: the group of one replica of the model, the ranks with the
-            same coordinate on data.
-        dp_group: the ranks along data, ``dp_proc_group`` their group, and ``dp_groups`` those of all such groups; so
-            ``pp_group``, ``pp_proc_group`` and ``pipe_groups`` along pipe, and ``slice_group``, ``slice_proc_group`` and
-            ``model_groups`` along model, the last one only if the model is sharded.
-        p2p_groups: for each rank, it and the next in its pipeline; after the last stage comes the first.
+    Every rank of the world makes one, with the same topology: axes pipe and data, and possibly model and others. By default
+    the prime factors of the number of ranks go to pipe and data in turns. ``process_group`` is not used, as in the original.
+    Its attributes are the original's. The groups are those of a :class:`namedmesh.NamedMesh`, ``mesh``, whose axes are called
+    pp, dp and tp: no two of them have the same ranks.
 
     Raises:
         ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
@@ -270,6 +230,8 @@ class PipelineParallelGrid(Getters):
         >>> dist.destroy_process_group()
     """
 
+    _owned = False
+
     def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  the original's signature
         require_default_group("deepspeed.init_distributed()")
         factors = _prime_factors(dist.get_world_size())
@@ -278,49 +240,46 @@ class PipelineParallelGrid(Getters):
         with agreed("deepspeed.PipelineParallelGrid") as compare:
             layout = ProcessTopology(names, [topology.get_dim(axis) for axis in names]).layout
             _check_grid(topology, layout)
-            mesh = make_mesh(compare, layout, {}, {}, GroupOptions())
-            self._fill(topology, mesh, {axis: (own,) for axis, own in zip(names, layout, strict=True)})
+            self._fill(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
         self._owned = True
 
     @classmethod
-    def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
+    def from_mesh(cls, mesh: NamedMesh) -> Self:
         """Make a grid over a mesh that exists, whose groups it uses; every rank calls it; communicates.
 
-        Its axes pp, dp (or dp_replicate and dp_shard, one right after the other) and tp are DeepSpeed's pipe, data and
-        model; other axes keep their names. A pipe or data that it lacks has size 1.
-
-        Raises:
-            LayoutError: its axes make no topology.
-            MeshError: ``mesh`` is no open mesh.
-            AgreementError: the other ranks did not call this.
+        Its axes pp, dp and tp are DeepSpeed's pipe, data and model; the first two must be there. Others keep their names.
         """
         require_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
-        grid: Any = cls.__new__(cls)
+        words = {name: kind for kind, name in _CANONICAL.items()}
+        topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
+        grid = cls.__new__(cls)
         with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
-            grid._fill(*_topology_of(mesh))
-        grid._owned = False
+            _check_grid(topology, mesh.layout)
+            grid._fill(topology, mesh)  # noqa: SLF001  its own
         return grid
 
-    def _fill(self, topology: Any, mesh: NamedMesh, axes: Mapping[str, tuple[str, ...]]) -> None:
-        """Set this rank's coordinates and groups, by the mesh's axes for each of the topology's."""
+    def _fill(self, topology: Any, mesh: NamedMesh) -> None:
+        """Set this rank's coordinates and groups."""
         self._topo, self.mesh, self.global_rank = topology, mesh, mesh.global_rank
         self.world_size = mesh.layout.world_size
-        replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
-        kinds = {"pipe": axes["pipe"], "data": axes["data"], "model": replica, "slice": axes.get("model", ())}
+        axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
+        replica = [own for axis, own in axes.items() if axis != "data"]
+        part = [axes["model"]] if "model" in axes else []
+        kinds = {"pipe": [axes["pipe"]], "data": [axes["data"]], "model": replica, "slice": part}
         self._answers = answers(mesh, kinds)
-        pipe, data, model, part = self._answers.values()
+        pipe, data, model, sliced = self._answers.values()
         self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
         self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
         self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
-        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = part
+        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = sliced
         self.model_parallel_size = self.slice_parallel_size
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_groups, self.pipe_groups = map(topology.get_axis_comm_lists, ("data", "pipe"))
-        pairs = [
-            pair for ranks in self.pipe_groups for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-        ]
-        self.p2p_groups = [list(pair) for pair in sorted(pairs)]
+        self.p2p_groups: list[list[int]] = []
+        for ranks in self.pipe_groups:
+            self.p2p_groups += [[rank, ranks[place - len(ranks) + 1]] for place, rank in enumerate(ranks)]
+        self.p2p_groups.sort()
         if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
             self.model_groups, self.mp_group = topology.get_axis_comm_lists("model"), list[int]()
 
@@ -331,7 +290,7 @@ class PipelineParallelGrid(Getters):
 
     def _is_grid_valid(self) -> bool:
         """Return whether the topology has as many ranks as the world."""
-        return prod(map(self._topo.get_dim, self._topo.get_axis_names())) == dist.get_world_size()
+        return bool(self.world_size == dist.get_world_size())
 
     def topology(self) -> Any:
         """Return the topology, as it was given."""
@@ -359,23 +318,3 @@ def _check_grid(topology: Any, layout: Layout) -> None:
             raise ContractAttributeError(
                 f"the topology {topology!r} has no axis {axis!r}; give it one, of size 1 if need be"
             )
-
-
-def _topology_of(mesh: NamedMesh) -> tuple[ProcessTopology, NamedMesh, dict[str, tuple[str, ...]]]:
-    """Return a topology over the ranks of a mesh, the mesh, and its axes for each of the topology's."""
-    layout, kinds = mesh.layout, axis_map(mesh.layout)
-    del kinds["sequence"]
-    names = {axis: kind for kind, own in kinds.items() for axis in own}
-    axes: dict[str, tuple[str, ...]] = {kind: () for kind in ("pipe", "data") if not kinds[kind]}
-    for axis in layout:  # two axes of one kind have the position of the first
-        kind = names.get(axis, axis)
-        axes[kind] = kinds.get(kind, (axis,))
-    topology = ProcessTopology(list(axes), [layout.size(*own) if own else 1 for own in axes.values()])
-    if kinds["data"] and topology.get_axis_comm_lists("data") != [
-        [*ranks] for ranks in layout.groups(*kinds["data"])
-    ]:
-        raise LayoutError(
-            f"axes {' and '.join(map(repr, kinds['data']))} do not adjoin in {layout}, and a topology of DeepSpeed's has one data "
-            "axis; put one right after the other"
-        )
-    return topology, mesh, axes

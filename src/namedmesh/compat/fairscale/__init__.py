@@ -12,25 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 from namedmesh.compat.fairscale import cross_entropy, initialize, layers, mappings, utils
-from namedmesh.compat.fairscale.cross_entropy import vocab_parallel_cross_entropy
+from namedmesh.compat.fairscale.cross_entropy import (
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+)
 from namedmesh.compat.fairscale.initialize import *
 from namedmesh.compat.fairscale.layers import *
 from namedmesh.compat.fairscale.mappings import *
 from namedmesh.compat.install import Original
 
-__all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
-    *initialize.__all__,
-    *layers.__all__,
-    *mappings.__all__,
-    "cross_entropy",
-    "initialize",
-    "install",
-    "layers",
-    "mappings",
-    "uninstall",
-    "utils",
-    "vocab_parallel_cross_entropy",
-]
+__all__ = ["cross_entropy", "initialize", "install", "layers", "mappings", "uninstall", "utils"]
+__all__ += [*initialize.__all__, *layers.__all__, *mappings.__all__, "vocab_parallel_cross_entropy"]  # noqa: PLE0604  names
 
 _PLACE = "fairscale.nn.model_parallel"
 _PARTS = ("", ".cross_entropy", ".initialize", ".layers", ".mappings", ".utils")

@@ -8,8 +8,6 @@ from __future__ import annotations
 from namedmesh.compat import layers
 from namedmesh.compat.ezpz.tp import DIALECT
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):
     """A linear layer whose output features are sharded over the tensor-parallel ranks."""

@@ -2,13 +2,6 @@
 
 from namedmesh.compat.ezpz.tp import DIALECT
 
-__all__ = [
-    "copy_to_tensor_parallel_region",
-    "gather_from_tensor_parallel_region",
-    "reduce_from_tensor_parallel_region",
-    "scatter_to_tensor_parallel_region",
-]
-
 copy_to_tensor_parallel_region = DIALECT.copy
 reduce_from_tensor_parallel_region = DIALECT.reduce
 scatter_to_tensor_parallel_region = DIALECT.scatter
