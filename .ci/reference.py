@@ -25,10 +25,8 @@ MODULES = (
     "namedmesh.compat.ezpz.tp",
     "namedmesh.compat.fairscale",
     "namedmesh.compat.megatron",
-    "namedmesh.compat.megatron.parallel_state",
     "namedmesh.compat.megatron.tensor_parallel",
     "namedmesh.compat.process_groups",
-    "namedmesh.compat.torchtitan",
 )
 
 

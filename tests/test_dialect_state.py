@@ -6,6 +6,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from messages import error_of
 from ranks import fake_world, live_groups, run_ranks, summed
@@ -18,7 +19,7 @@ from namedmesh.compat.megatron import parallel_state
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NO_GLOO = {"create_gloo_process_groups": False}
+NO_GLOO: dict[str, Any] = {"create_gloo_process_groups": False}
 tp_size = parallel_state.get_tensor_model_parallel_world_size
 
 
@@ -121,7 +122,7 @@ def test_a_closed_mesh_answers_no_more(meshes: tuple[NamedMesh, NamedMesh]) -> N
     assert megatron.current_mesh() is second
     megatron.unbind()
     assert not parallel_state.is_initialized()
-    with pytest.raises(MeshError, match="was closed; give megatron.bind an open one"):
+    with pytest.raises(MeshError, match=r"was closed; give megatron\.bind an open one"):
         bind(first)
 
 
@@ -129,7 +130,10 @@ def test_what_is_no_mesh_for_megatron_is_refused() -> None:
     with pytest.raises(MeshError, match=r"^megatron\.bind got a NoneType; give it a NamedMesh"):
         megatron.bind(None)  # type: ignore[arg-type]
     with fake_world(8, 3):
-        for axis, text in (("xp", "axis 'xp' has no place in Megatron's groups"), ("ep", "add a view for it")):
+        for axis, text in (
+            ("xp", "axis 'xp' has no place in Megatron's groups"),
+            ("ep", "add a view for it"),
+        ):
             mesh = namedmesh.init_mesh({"dp": 4, axis: 2}, device="cpu")
             with pytest.raises(LayoutError, match=text):
                 bind(mesh)
@@ -174,3 +178,19 @@ def _again_and_again() -> list[bool]:
 
 def test_dialects_share_groups_and_leave_none_behind() -> None:
     assert run_ranks(4, _again_and_again, timeout=180) == [[True] * 18] * 4
+
+
+def _asked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    first = parallel_state.is_pipeline_first_stage() and not parallel_state.is_rank_in_embedding_group()
+    return x + rank + size + first, rank, size
+
+
+def test_accessors_make_no_break_in_a_graph(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+    for mesh, expected in zip(meshes, [(1, 4), (1, 2)], strict=True):
+        torch._dynamo.reset()  # torch takes a group in a variable for a constant
+        with mesh:
+            assert torch.compile(_asked, backend="eager", fullgraph=True)(torch.ones(2))[1:] == expected

@@ -21,6 +21,7 @@ from installing import run_python, without
 from legacy import apart, numbers, original, outcome
 from messages import error_of, refuses, says
 from ranks import fake_world, live_groups, run_ranks, summed
+from torch.utils.checkpoint import checkpoint
 
 import namedmesh
 from namedmesh import Layout, LayoutError, MeshError
@@ -117,8 +118,8 @@ def test_names_of_the_parts_are_those_of_the_package() -> None:
         for name in part.__all__:
             assert getattr(part, name) is getattr(fairscale, name)
     for package in (fairscale, tp):
-        for part in ("layers", "mappings", "utils"):
-            assert getattr(package, part) is importlib.import_module(f"{package.__name__}.{part}")
+        for name in ("layers", "mappings", "utils"):
+            assert getattr(package, name) is importlib.import_module(f"{package.__name__}.{name}")
     doc = inspect.getdoc(fairscale.get_model_parallel_rank)
     assert doc == "Return the index of this rank in _MODEL_PARALLEL_GROUP."
 
@@ -146,6 +147,9 @@ def fairscale_s(module: Any, *sizes: int) -> Any:
         made = outcome(module.initialize_model_parallel, *sizes)
     told = [outcome(getattr(module, name)) for name in ASKED]
     again = outcome(module.initialize_model_parallel, *sizes)
+    module.destroy_model_parallel()
+    module._MODEL_PARALLEL_GROUP = "assigned"
+    again = again, outcome(module.initialize_model_parallel, 1)
     module.destroy_model_parallel()
     return before, made, told, again, [outcome(getattr(module, name)) for name in ASKED]
 
@@ -243,7 +247,7 @@ def test_variables_can_be_assigned() -> None:
         assert (tp.get_tensor_parallel_world_size(), tp.get_tensor_parallel_src_rank()) == (8, 0)
         assert tp.layers.ColumnParallelLinear(4, 8).weight.shape == (1, 4)
         tp._DATA_PARALLEL_RANKS = "patched"
-        assert tp.get_data_parallel_ranks() == "patched"  # type: ignore[comparison-overlap]
+        assert tp.get_data_parallel_ranks() == "patched"
         tp._CONTEXT_PARALLEL_GROUP = None
         assert not tp.tensor_parallel_is_initialized()
         tp.destroy_tensor_parallel()
@@ -257,14 +261,18 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
         fairscale.bind(first)
         layer = fairscale.ColumnParallelLinear(4, 8)
         with fairscale.bind(second):
+            output = checkpoint(layer, torch.ones(1, 4), use_reentrant=False)
             assert layer(torch.zeros(1, 4)).shape == (1, 8)
             assert fairscale.ColumnParallelLinear(4, 8).weight.shape == (2, 4)
+        output.sum().backward()
+        assert layer.weight.grad is not None
         for mesh in (first, second):
             mesh.close()
 
 
 @pytest.mark.parametrize("dialect", [fairscale, ezpz])
 def test_with_switches_between_meshes(dialect: Any) -> None:
+    module: Any
     module, size = (
         (state, state.get_model_parallel_world_size)
         if dialect is fairscale
@@ -298,8 +306,8 @@ def test_with_switches_between_meshes(dialect: Any) -> None:
 
 
 PLACES: dict[str, Callable[[Any], Any]] = {
-    "fairscale": lambda mesh: fairscale.bind(mesh) and state,
-    "ezpz": lambda mesh: ezpz.bind(mesh) and tp,
+    "fairscale": lambda mesh: (fairscale.bind(mesh), state)[1],
+    "ezpz": lambda mesh: (ezpz.bind(mesh), tp)[1],
     "mpu": deepspeed.mpu,
     "grid": deepspeed.PipelineParallelGrid.from_mesh,
 }

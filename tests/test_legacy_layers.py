@@ -6,6 +6,7 @@ import copy
 import pickle
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -49,39 +50,6 @@ def started() -> Iterator[None]:
 # --- against one process ------------------------------------------------------------------------------------
 
 
-def linear_difference(make: Any, kind: str, arguments: dict[str, Any]) -> float:
-    """A linear layer beside a whole one: output and gradients, and the shards of three blocks."""
-    dim = int(kind == "Row")
-    torch.manual_seed(3)
-    layer = make(H, OUT, keep_master_weight_for_test=True, **arguments)
-    whole = nn.Linear(H, OUT, dtype=torch.float64)
-    with torch.no_grad():
-        whole.weight.copy_(layer.master_weight)
-        whole.bias.copy_(numbers(OUT, seed=4))
-        layer.bias.copy_(whole.bias if dim else shard(whole.bias, 0))
-    inputs = [numbers(5, H, seed=1).requires_grad_() for _ in range(2)]
-    outputs = [whole(inputs[0]), layer(inputs[1])]
-    if isinstance(outputs[1], tuple):
-        outputs[1] = outputs[1][0]
-    cut = 1 if arguments.get("gather_output") is False else None
-    gradient = numbers(5, OUT, seed=2)
-    outputs[0].backward(gradient)
-    outputs[1].backward(shard(gradient, cut))
-    torch.manual_seed(3)
-    striped = make(H, OUT, stride=3, keep_master_weight_for_test=True)
-    joined = torch.cat(
-        [shard(block, dim) for block in striped.master_weight.to(striped.weight.dtype).chunk(3, dim)], dim
-    )
-    return max(
-        apart(outputs[1], shard(outputs[0], cut)),
-        apart(inputs[1].grad, inputs[0].grad),
-        apart(layer.weight, shard(whole.weight, dim)),
-        apart(layer.weight.grad, shard(whole.weight.grad, dim)),  # type: ignore[arg-type]
-        apart(layer.bias.grad, shard(whole.bias.grad, None if dim else 0)),  # type: ignore[arg-type]
-        apart(striped.weight, joined),
-    )
-
-
 EMBEDDINGS: list[dict[str, Any]] = [{}, {"padding_idx": 5}, {"padding_idx": -2}, {"sparse": True}]
 
 
@@ -99,32 +67,22 @@ def embedding_difference(make: Any, dim: int, options: dict[str, Any]) -> float:
     return max(apart(outputs[1], outputs[0]), apart(layer.weight.grad.to_dense(), wanted))
 
 
-def layers_beside_whole_ones() -> dict[str, float]:
+def embeddings_beside_whole_ones() -> dict[str, float]:
     found = {}
     with started():
-        config = SimpleNamespace(params_dtype=torch.float64)
-        for module in (fairscale.layers, ezpz.layers, tensor_parallel):
-            more = {"config": config, "tp_group": dist.group.WORLD} if module is tensor_parallel else {}
-            for kind, arguments in (
-                ("Column", {"gather_output": True}),
-                ("Column", {"gather_output": False}),
-                ("Row", {}),
-            ):
-                make = partial(getattr(module, f"{kind}ParallelLinear"), **more)
-                found[f"{module.__name__} {kind} {arguments}"] = linear_difference(make, kind, arguments)
-            for options in EMBEDDINGS if module is not tensor_parallel else EMBEDDINGS[:1]:
-                make = partial(module.VocabParallelEmbedding, **more)
-                found[f"{module.__name__} vocabulary {options}"] = embedding_difference(make, 0, options)
-                if module is not tensor_parallel:
-                    made = embedding_difference(module.ParallelEmbedding, 1, options)
-                    found[f"{module.__name__} features {options}"] = made
+        for module, options in product((fairscale.layers, ezpz.layers), EMBEDDINGS):
+            for dim, kind in enumerate(("VocabParallelEmbedding", "ParallelEmbedding")):
+                found[f"{module.__name__} {kind} {options}"] = embedding_difference(
+                    getattr(module, kind), dim, options
+                )
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_layers_are_shards_of_whole_ones(world_size: int) -> None:
-    for found in run_ranks(world_size, layers_beside_whole_ones):
-        assert len(found) == 3 * 3 + 2 * 2 * 4 + 1
+def test_embeddings_are_shards_of_whole_ones(world_size: int) -> None:
+    """Of fairscale's own this does not hold: it takes a padding id for one of each rank's part."""
+    for found in run_ranks(world_size, embeddings_beside_whole_ones):
+        assert len(found) == 16
         assert agrees(found), found
 
 
@@ -545,6 +503,8 @@ def default_groups() -> list[Any]:
     layer.weight.requires_grad_(False)
     output, bias = layer(torch.ones(2, 4))
     output.sum().backward()  # in megatron-core a bias beside a frozen weight silently does not learn
+    gradient: Any
+    (gradient,) = (parameter.grad for parameter in layer.parameters() if parameter.requires_grad)
     total = tensor_parallel.reduce_from_tensor_model_parallel_region(torch.tensor([float(dist.get_rank())]))
     loss = tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([4]))
     found = [
@@ -552,7 +512,7 @@ def default_groups() -> list[Any]:
         expert.tp_group is parallel_state.get_expert_tensor_parallel_group(),
         tuple(output.shape),
         bias,
-        layer.bias.grad.tolist() == [2.0] * 3,
+        gradient.tolist() == [2.0] * 3,
         total.item(),
         round(loss.item(), 4),
         tensor_parallel.param_is_not_tensor_parallel_duplicate(torch.zeros(1)),
@@ -636,8 +596,6 @@ PLAIN_MISTAKES: dict[str, Callable[[Any], Any]] = {
     "the length of dim -1 of a tensor of shape (2, 6) is 6, ...": (
         lambda one: one.layers.RowParallelLinear(4, 4)(torch.zeros(2, 6))
     ),
-    "num_embeddings is 65, ...": lambda one: one.layers.VocabParallelEmbedding(65, 4),
-    "embedding_dim is 6, ...": lambda one: one.layers.ParallelEmbedding(8, 6),
     "padding_idx is 8, and the ids run from 0 to 7; name one of them, or None": (
         lambda one: one.layers.ParallelEmbedding(8, 4, padding_idx=8)
     ),
@@ -697,12 +655,8 @@ ASSERTIONS: dict[str, Callable[[Any], Any]] = {
             torch.zeros(2, 5).long()
         )
     ),
-    "the length ... 0 ... (6, 2) is 6, ...": (
-        lambda group: tensor_parallel.scatter_to_sequence_parallel_region(torch.zeros(6, 2), group)
-    ),
     "output_split_sizes are [1, 2, 3, 4], and rank 0 of 4 has a shard of length 2; pass the length of every rank's shard, in "
     "rank order": lambda group: GATHER(torch.zeros(2), True, group, [1, 2, 3, 4]),
-    "output_split_sizes are [1, 2], ...": lambda group: GATHER(torch.zeros(2), True, group, [1, 2]),
     "the lengths to send are [1, 2, 3, 4], for 4 ranks and dim 0 of shape (9,); pass one for each rank, which add up to it": (
         lambda group: SUM(torch.zeros(9), group, [1, 2, 3, 4])
     ),
@@ -714,9 +668,6 @@ ASSERTIONS: dict[str, Callable[[Any], Any]] = {
     "  - the target has shape (3,) and the logits (2, 4); pass one id for each row of logits: shape (2,)\n"
     "  - label_smoothing is 1.0, for a part of 4 entries; it can be 0, or between 0 and 1 where there are several entries": (
         lambda group: LOSS(torch.zeros(2, 4), torch.zeros(3), 1.0, group)
-    ),
-    "label_smoothing is 0.5, for a part of 1 ...": lambda group: LOSS(
-        torch.zeros(2, 1), torch.zeros(2), 0.5, group
     ),
     "the number of elements ... (2, 3) is 6, ...": (
         lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from installing import run_python
 from ranks import run_ranks
 
 from namedmesh.__main__ import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.oracle("torchtitan")
 def recipe() -> Any:
     """The function that the book shows."""
     book = Path(__file__).parents[1].joinpath("examples", "README.md").read_text(encoding="utf-8")
-    found = re.search(r"<!-- run: torchtitan -->\n```python\n(.*?)^```$", book, flags=re.MULTILINE | re.DOTALL)
+    found = re.search(
+        r"<!-- run: torchtitan -->\n```python\n(.*?)^```$", book, flags=re.MULTILINE | re.DOTALL
+    )
     assert found is not None
     names: dict[str, Any] = {}
     exec(compile(found.group(1), "examples/README.md", "exec"), names)  # noqa: S102  the book is ours
@@ -79,7 +81,7 @@ def _train() -> float:
     assert dist.get_process_group_ranks(group) == [0, 1, 2, 3]
     grad: Any = model.weight.grad
     assert whole.weight.grad is not None
-    gap = (grad.full_tensor() - whole.weight.grad).abs().max().item()
+    gap: float = (grad.full_tensor() - whole.weight.grad).abs().max().item()
     mesh.close()
     return max(abs(summed(group, loss.item()) / 4 - expected.item()), gap)
 

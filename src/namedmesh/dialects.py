@@ -41,6 +41,8 @@ EXPERT_AXES = ("edp", "ep", "etp")
 """The axes that only the experts' layout has, slowest first."""
 _DATA = ("dp_replicate", "dp_shard", "dp")
 
+Members = Literal["all", "ends", "first", "part"]
+
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -52,7 +54,6 @@ class GroupSpec:
         view: the layout that has these axes, ``"dense"`` or ``"expert"``.
         members: all ranks over the axes, the two ends (one rank, if there is one only), the first, or a part of
             them that does not follow from whole axes.
-        key: the name of the group in the dialect's options, such as a file of NCCL settings.
         variable: the module-level variable of the original that holds the group.
         ranks: the variable that holds its ranks.
         gloo: the variable that holds the gloo group over the same ranks.
@@ -61,8 +62,7 @@ class GroupSpec:
     name: str
     axes: tuple[str, ...]
     view: str = DENSE
-    members: Literal["all", "ends", "first", "part"] = "all"
-    key: str = ""
+    members: Members = "all"
     variable: str = ""
     ranks: str = ""
     gloo: str = ""
@@ -115,76 +115,63 @@ class Dialect:
         return "-".join(tokens)
 
 
+def _row(
+    name: str, axes: str, variable: str, ranks: str = "", *, gloo: bool = False, members: Members = "all"
+) -> GroupSpec:
+    view = EXPERT if axes.rsplit(maxsplit=1)[-1] in {*EXPERT_AXES, "egtp_remat"} else DENSE
+    twin = f"{variable}_GLOO" if gloo else ""
+    return GroupSpec(name, tuple(axes.split()), view, members, variable, ranks, twin)
+
+
 # fmt: off
 MEGATRON_GROUPS = (
-    GroupSpec("data_parallel with_context_parallel", ("dp", "cp"), key="dp_cp",
-         variable="_DATA_PARALLEL_GROUP_WITH_CP", ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
-         gloo="_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
-    GroupSpec("data_parallel", ("dp",), key="dp",
-         variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_GLOBAL_RANKS", gloo="_DATA_PARALLEL_GROUP_GLOO"),
-    GroupSpec("context_parallel", ("cp",), key="cp",
-         variable="_CONTEXT_PARALLEL_GROUP", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    GroupSpec("model_parallel", ("pp", "gtp_remat", "tp"), key="mp",
-         variable="_MODEL_PARALLEL_GROUP", ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
-    GroupSpec("tensor_model_parallel", ("tp",), key="tp",
-         variable="_TENSOR_MODEL_PARALLEL_GROUP", ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    GroupSpec("pipeline_model_parallel", ("pp",), key="pp",
-         variable="_PIPELINE_MODEL_PARALLEL_GROUP", ranks="_PIPELINE_GLOBAL_RANKS"),
-    GroupSpec("embedding", ("pp",), members="ends", key="embd",
-         variable="_EMBEDDING_GROUP", ranks="_EMBEDDING_GLOBAL_RANKS"),
-    GroupSpec("position_embedding", ("pp",), members="first", key="pos_embd",
-         variable="_POSITION_EMBEDDING_GROUP", ranks="_POSITION_EMBEDDING_GLOBAL_RANKS"),
-    GroupSpec("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "gtp_remat", "tp"),
-         key="tp_dp_cp", variable="_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
-    GroupSpec("tensor_and_data_parallel", ("dp", "gtp_remat", "tp"), key="tp_dp",
-         variable="_TENSOR_AND_DATA_PARALLEL_GROUP"),
-    GroupSpec("tensor_and_context_parallel", ("cp", "tp"), key="tp_cp",
-         variable="_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
-    GroupSpec("gtp_weight_remat", ("gtp_remat",), key="gtp_remat",
-         variable="_GTP_WEIGHT_REMAT_GROUP", ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    GroupSpec("data_parallel with_gtp_remat", ("dp", "gtp_remat"), key="gtp_remat_dp",
-         variable="_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    GroupSpec("data_parallel with_context_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
-         key="gtp_remat_dp_cp", variable="_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
-    GroupSpec("expert_model_parallel", ("ep",), EXPERT, key="ep",
-         variable="_EXPERT_MODEL_PARALLEL_GROUP", ranks="_EXPERT_MODEL_PARALLEL_RANKS"),
-    GroupSpec("expert_tensor_parallel", ("etp",), EXPERT, key="ep_tp",
-         variable="_EXPERT_TENSOR_PARALLEL_GROUP"),
-    GroupSpec("expert_tensor_and_model_parallel", ("ep", "etp"), EXPERT, key="tp_ep_mp",
-         variable="_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
-    GroupSpec("expert_tensor_model_pipeline_parallel", ("pp", "ep", "etp"), EXPERT,
-         key="tp_ep_pp", variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
-    GroupSpec("expert_data_parallel", ("edp",), EXPERT, key="ep_dp",
-         variable="_EXPERT_DATA_PARALLEL_GROUP", gloo="_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
-    GroupSpec("expert_gtp_weight_remat", ("egtp_remat",), EXPERT, key="expt_gtp_remat",
-         variable="_EXPERT_GTP_WEIGHT_REMAT_GROUP",
-         ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    GroupSpec("expert_tensor_model_pipeline_parallel with_egtp_remat", ("pp", "egtp_remat", "ep", "etp"), EXPERT, key="tp_ep_gtp_remat_pp",
-         variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
-    GroupSpec("expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT,
-         key="ep_gtp_remat_dp", variable="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    GroupSpec("intra_distributed_optimizer_instance", ("pp", "edp", "egtp_remat", "ep", "etp"), EXPERT,
-         key="intra_dist_opt_instance",
-         variable="_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
-    GroupSpec("data_parallel with_context_parallel independent_all_gather", ("dp", "cp"), members="part", key="dp_cp",
-         variable="_DATA_PARALLEL_GROUP_WITH_CP_AG"),
-    GroupSpec("data_parallel with_context_parallel partial_data_parallel", ("dp", "cp"), members="part", key="intra_dp_cp",
-         variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-         gloo="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
-    GroupSpec("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
-         members="part", key="gtp_remat_dp_cp",
-         variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
-    GroupSpec("hierarchical_context_parallel", ("cp",), members="part", key="hcp",
-         variable="_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"),
-    GroupSpec("hybrid_data_context_parallel", ("dp", "cp"), members="part", key="dp_cp",
-         variable="_HYBRID_DP_CP_GROUPS"),
-    GroupSpec("expert_data_parallel partial_expert_data_parallel", ("edp",), EXPERT, "part",
-         key="intra_ep_dp", variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-         gloo="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
-    GroupSpec("expert_data_parallel partial_expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, "part", key="ep_gtp_remat_dp",
-         variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    GroupSpec("inter_distributed_optimizer_instance", ("edp",), EXPERT, "part",
-         key="inter_ep_dp", variable="_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
+    _row("data_parallel with_context_parallel", "dp cp",
+         "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),
+    _row("data_parallel", "dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
+    _row("context_parallel", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+    _row("model_parallel", "pp gtp_remat tp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
+    _row("tensor_model_parallel", "tp",
+         "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
+    _row("pipeline_model_parallel", "pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
+    _row("embedding", "pp", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS", members="ends"),
+    _row("position_embedding", "pp",
+         "_POSITION_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GLOBAL_RANKS", members="first"),
+    _row("tensor_and_data_parallel with_context_parallel", "dp cp gtp_remat tp",
+         "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
+    _row("tensor_and_data_parallel", "dp gtp_remat tp", "_TENSOR_AND_DATA_PARALLEL_GROUP"),
+    _row("tensor_and_context_parallel", "cp tp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
+    _row("gtp_weight_remat", "gtp_remat", "_GTP_WEIGHT_REMAT_GROUP", "_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
+    _row("data_parallel with_gtp_remat", "dp gtp_remat", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
+    _row("data_parallel with_context_parallel with_gtp_remat", "dp cp gtp_remat",
+         "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
+    _row("expert_model_parallel", "ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
+    _row("expert_tensor_parallel", "etp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
+    _row("expert_tensor_and_model_parallel", "ep etp", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    _row("expert_tensor_model_pipeline_parallel", "pp ep etp",
+         "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
+    _row("expert_data_parallel", "edp", "_EXPERT_DATA_PARALLEL_GROUP", gloo=True),
+    _row("expert_gtp_weight_remat", "egtp_remat",
+         "_EXPERT_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
+    _row("expert_tensor_model_pipeline_parallel with_egtp_remat", "pp egtp_remat ep etp",
+         "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
+    _row("expert_data_parallel with_gtp_remat", "edp egtp_remat",
+         "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
+    _row("intra_distributed_optimizer_instance", "pp edp egtp_remat ep etp",
+         "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
+    _row("data_parallel with_context_parallel independent_all_gather", "dp cp",
+         "_DATA_PARALLEL_GROUP_WITH_CP_AG", members="part"),
+    _row("data_parallel with_context_parallel partial_data_parallel", "dp cp",
+         "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", gloo=True, members="part"),
+    _row("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", "dp cp gtp_remat",
+         "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", members="part"),
+    _row("hierarchical_context_parallel", "cp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", members="part"),
+    _row("hybrid_data_context_parallel", "dp cp", "_HYBRID_DP_CP_GROUPS", members="part"),
+    _row("expert_data_parallel partial_expert_data_parallel", "edp",
+         "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", gloo=True, members="part"),
+    _row("expert_data_parallel partial_expert_data_parallel with_gtp_remat", "edp egtp_remat",
+         "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", members="part"),
+    _row("inter_distributed_optimizer_instance", "edp",
+         "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", members="part"),
 )
 # fmt: on
 """Megatron's groups, in the order in which they are made; those with ``members="part"`` only on request.
@@ -199,22 +186,18 @@ _DEEPSPEED_KINDS = (
     GroupSpec("pipe", ("pp",)),
     GroupSpec("slice", ("tp",)),
 )
-# fmt: off
 _FAIRSCALE_KINDS = (
-    GroupSpec("data", ("dp",), variable="_DATA_PARALLEL_GROUP"),
-    GroupSpec("pipeline", ("pp",), variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
-    GroupSpec("model", ("tp",), variable="_MODEL_PARALLEL_GROUP"),
-    GroupSpec("context", ("cp",), variable="_CONTEXT_PARALLEL_GROUP",
-         ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
+    _row("data", "dp", "_DATA_PARALLEL_GROUP"),
+    _row("pipeline", "pp", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
+    _row("model", "tp", "_MODEL_PARALLEL_GROUP"),
+    _row("context", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
 )
 _EZPZ_KINDS = (
-    GroupSpec("data", ("dp",), variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_RANKS"),
-    GroupSpec("pipeline", ("pp",), variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
-    GroupSpec("context", ("cp",), variable="_CONTEXT_PARALLEL_GROUP",
-         ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
-    GroupSpec("tensor", ("tp",), variable="_TENSOR_PARALLEL_GROUP", ranks="_TENSOR_PARALLEL_RANKS"),
+    _row("data", "dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_RANKS"),
+    _row("pipeline", "pp", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
+    _row("context", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
+    _row("tensor", "tp", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
 )
-# fmt: on
 _TORCHTITAN_KINDS = (
     *(GroupSpec(axis, (axis,)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
     GroupSpec("batch", ("dp_replicate", "dp_shard")),

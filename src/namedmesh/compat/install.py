@@ -115,7 +115,7 @@ def when_imported(name: str, call: Callable[[], object]) -> None:
     if not name or name in sys.modules or not is_installed(name.partition(".")[0]):
         call()
     else:
-        sys.meta_path.insert(0, _Watch(name, call))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Watch(name, call))
 
 
 class _Watch:
@@ -130,7 +130,7 @@ class _Watch:
         """Return how the module is imported; None for every other one."""
         if name != self.name:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return spec

@@ -81,7 +81,8 @@ class ModelParallel:
     def __init__(self, name: str, function: str, module: ModuleType, sizes: Mapping[str, str]) -> None:
         self.name, self.function, self.sizes = name, function, sizes
         self.rows = DIALECTS[name].kinds
-        self.own = State(f"{name}'s model parallelism", function, module)
+        names = [row.variable for row in self.rows] + [row.ranks for row in self.rows if row.ranks]
+        self.own = State(f"{name}'s model parallelism", function, module, names=names)
         self.state = self.own
         self._states = {module: self.own}
 
@@ -141,6 +142,11 @@ class ModelParallel:
         arguments = {name: sizes[axis] for axis, name in self.sizes.items()}
         with agreed(f"{self.name}.{self.function}") as compare:
             self.state.refuse_second()
+            assigned = [name for name in self.state.names if getattr(self.state.module, name) is not None]
+            if assigned:
+                raise ContractError(
+                    f"{self.name} is already initialized: {', '.join(assigned)} were assigned; destroy it first, or set them to None"
+                )
             try:
                 layout = Layout.from_shape(axes, [fitted[axis] for axis in axes], world_size=world)
             except LayoutError as error:
@@ -169,7 +175,8 @@ class ModelParallel:
 
     def are_there(self, *variables: str) -> bool:
         """Return whether variables have values."""
-        return None not in [getattr(self.state.module, name) for name in variables]
+        absent = [name for name in variables if getattr(self.state.module, name) is None]
+        return not absent
 
     def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
         """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""

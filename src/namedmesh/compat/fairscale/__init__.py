@@ -21,7 +21,7 @@ from namedmesh.compat.fairscale.mappings import *
 from namedmesh.compat.install import Original
 
 __all__ = ["cross_entropy", "initialize", "install", "layers", "mappings", "uninstall", "utils"]
-__all__ += ["vocab_parallel_cross_entropy", *initialize.__all__, *layers.__all__, *mappings.__all__]
+__all__ += [*initialize.__all__, *layers.__all__, *mappings.__all__, "vocab_parallel_cross_entropy"]  # noqa: PLE0604  names
 
 _PLACE = "fairscale.nn.model_parallel"
 _PARTS = ("", ".cross_entropy", ".initialize", ".layers", ".mappings", ".utils")

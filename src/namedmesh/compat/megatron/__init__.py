@@ -28,6 +28,7 @@ from namedmesh.compat.megatron.initialize import Megatron
 from namedmesh.compat.state import Bound
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
     from namedmesh.mesh import NamedMesh
@@ -160,7 +161,7 @@ def _original(module: ModuleType) -> Megatron:
     return _known[module]
 
 
-def _replace(module: ModuleType) -> dict[str, object]:
+def _replace(module: ModuleType) -> Mapping[str, object]:
     original = _original(module)
     _answer_from(original)
     return original.ours

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Megatron"]
 
+_CALL = "megatron.initialize_model_parallel"
 _DETERMINED = (  # by the mesh, or by the options of its groups
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size", "order", "rank_offset", "local_world_size",
@@ -93,10 +94,7 @@ class Megatron:
         if given.get("rank_offset", 0) or given.get("local_world_size") not in {None, dist.get_world_size()}:
             self.initialize(*args, **kwargs)  # over a part of the world, for which it makes groups of its own
             return
-        call, timeout = (
-            "megatron.initialize_model_parallel",
-            timedelta(minutes=given["distributed_timeout_minutes"]),
-        )
+        defaults = GroupOptions(timeout=timedelta(minutes=given["distributed_timeout_minutes"]))
         layouts: list[Layout] = []
         original = self.module.RankGenerator
 
@@ -109,17 +107,16 @@ class Megatron:
 
         def make() -> NamedMesh:
             dense, expert = layouts
-            mesh = make_mesh(
-                compare, dense, _texts(given, dense.groups("pp")[0]), {}, GroupOptions(timeout=timeout)
-            )
-            mesh.take_view("expert", expert, {})
-            return mesh
+            seam.mesh = make_mesh(compare, dense, _texts(given, dense.groups("pp")[0]), {}, defaults)
+            seam.mesh.take_view("expert", expert, {})
+            return seam.mesh
 
         seam = _Seam(self.module, make)
         try:
-            with agreed(call) as compare, self.state.blank() as values, seam.replacing(generate):
+            with agreed(_CALL) as compare, self.state.blank() as values, seam.replacing(generate):
                 self.initialize(*args, **kwargs)
         except BaseException:
+            seam.destroy_own()
             if seam.mesh is not None:
                 seam.mesh.close(destroy_groups=True)
             raise
@@ -129,22 +126,16 @@ class Megatron:
 
     def end(self) -> None:
         """Forget every answer and assignment; the groups that :meth:`make` made are destroyed."""
-        for name in self.state.names:  # it would destroy those of gloo, which others share
-            if name.endswith("_GLOO"):
-                vars(self.module)[name] = None
+        if self.state.shown is not None:  # the original destroys groups of gloo, which others share
+            vars(self.module).update({name: None for name in self.state.names if name.endswith("_GLOO")})
         self.destroy()
         self.state.destroy()
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         allowed = [name for name in self.accepted.parameters if name not in _DETERMINED]
-        problems = []
-        for name in options:
-            if name not in allowed:
-                problems.append(
-                    f"bind() takes no {name!r}{did_you_mean(name, allowed)}; it takes {', '.join(allowed)}"
-                )
-        if problems:
-            raise ContractTypeError(*problems)
+        other = [f"{name!r}{did_you_mean(name, allowed)}" for name in options if name not in allowed]
+        if other:
+            raise ContractTypeError(f"bind() takes no {', '.join(other)}; it takes {', '.join(allowed)}")
 
     def _sizes(self, mesh: NamedMesh, dense: MeshRanks, expert: MeshRanks) -> dict[str, int]:
         sizes = {
@@ -212,7 +203,7 @@ class _Seam:
         for members in sets:
             self.known[tuple(members), backend, second] = group
 
-    def create(
+    def create(  # noqa: PLR0917  the original's signature
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
         use_local_synchronization: bool = False, group_desc: Any = None,
     ) -> Any:  # fmt: skip

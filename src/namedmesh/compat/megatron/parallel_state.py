@@ -4,7 +4,7 @@ Like the original it is a module with variables; ``initialize_model_parallel`` f
 own. One whose group is not there raises :class:`~namedmesh.compat.errors.ContractError`, an ``AssertionError``. Flags
 that stand at other places in other releases are keywords only.
 """
-# ruff: noqa: PLW0603, PLR0917, D103  the original's signatures; what an accessor answers is its name
+# ruff: noqa: PLW0603, PLR0917, D103, E702  the original's signatures; what an accessor answers is its name
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from namedmesh._torch import set_group_timeout
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.mesh_ranks import MEGATRON_WORDS, split
-from namedmesh.compat.megatron.rank_generator import RankGenerator
+from namedmesh.compat.megatron.rank_generator import (
+    RankGenerator,
+    generate_masked_orthogonal_rank_groups,  # noqa: F401  a name of this module, too
+)
 from namedmesh.dialects import DENSE, MEGATRON_GROUPS
 
 if TYPE_CHECKING:
@@ -32,68 +35,43 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DATA_PARALLEL_GROUP_WITH_CP: Any = None
-_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP: Any = None
-_DATA_PARALLEL_GROUP_WITH_CP_GLOO: Any = None
-_DATA_PARALLEL_GROUP: Any = None
-_DATA_PARALLEL_GLOBAL_RANKS: Any = None
-_DATA_PARALLEL_GROUP_GLOO: Any = None
-_CONTEXT_PARALLEL_GROUP: Any = None
-_CONTEXT_PARALLEL_GLOBAL_RANKS: Any = None
-_MODEL_PARALLEL_GROUP: Any = None
-_MODEL_PARALLEL_GLOBAL_RANKS: Any = None
-_TENSOR_MODEL_PARALLEL_GROUP: Any = None
-_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS: Any = None
-_PIPELINE_MODEL_PARALLEL_GROUP: Any = None
-_PIPELINE_GLOBAL_RANKS: Any = None
-_EMBEDDING_GROUP: Any = None
-_EMBEDDING_GLOBAL_RANKS: Any = None
-_POSITION_EMBEDDING_GROUP: Any = None
-_POSITION_EMBEDDING_GLOBAL_RANKS: Any = None
-_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP: Any = None
-_TENSOR_AND_DATA_PARALLEL_GROUP: Any = None
-_TENSOR_AND_CONTEXT_PARALLEL_GROUP: Any = None
-_GTP_WEIGHT_REMAT_GROUP: Any = None
-_GTP_WEIGHT_REMAT_GLOBAL_RANKS: Any = None
-_DATA_PARALLEL_GROUP_WITH_GTP_REMAT: Any = None
-_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT: Any = None
-_EXPERT_MODEL_PARALLEL_GROUP: Any = None
-_EXPERT_MODEL_PARALLEL_RANKS: Any = None
-_EXPERT_TENSOR_PARALLEL_GROUP: Any = None
-_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP: Any = None
-_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP: Any = None
-_EXPERT_DATA_PARALLEL_GROUP: Any = None
-_EXPERT_DATA_PARALLEL_GROUP_GLOO: Any = None
-_EXPERT_GTP_WEIGHT_REMAT_GROUP: Any = None
+# fmt: off
+_DATA_PARALLEL_GROUP_WITH_CP: Any = None; _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP: Any = None
+_DATA_PARALLEL_GROUP_WITH_CP_GLOO: Any = None; _DATA_PARALLEL_GROUP: Any = None
+_DATA_PARALLEL_GLOBAL_RANKS: Any = None; _DATA_PARALLEL_GROUP_GLOO: Any = None
+_CONTEXT_PARALLEL_GROUP: Any = None; _CONTEXT_PARALLEL_GLOBAL_RANKS: Any = None
+_MODEL_PARALLEL_GROUP: Any = None; _MODEL_PARALLEL_GLOBAL_RANKS: Any = None
+_TENSOR_MODEL_PARALLEL_GROUP: Any = None; _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS: Any = None
+_PIPELINE_MODEL_PARALLEL_GROUP: Any = None; _PIPELINE_GLOBAL_RANKS: Any = None; _EMBEDDING_GROUP: Any = None
+_EMBEDDING_GLOBAL_RANKS: Any = None; _POSITION_EMBEDDING_GROUP: Any = None
+_POSITION_EMBEDDING_GLOBAL_RANKS: Any = None; _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP: Any = None
+_TENSOR_AND_DATA_PARALLEL_GROUP: Any = None; _TENSOR_AND_CONTEXT_PARALLEL_GROUP: Any = None
+_GTP_WEIGHT_REMAT_GROUP: Any = None; _GTP_WEIGHT_REMAT_GLOBAL_RANKS: Any = None
+_DATA_PARALLEL_GROUP_WITH_GTP_REMAT: Any = None; _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT: Any = None
+_EXPERT_MODEL_PARALLEL_GROUP: Any = None; _EXPERT_MODEL_PARALLEL_RANKS: Any = None
+_EXPERT_TENSOR_PARALLEL_GROUP: Any = None; _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP: Any = None
+_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP: Any = None; _EXPERT_DATA_PARALLEL_GROUP: Any = None
+_EXPERT_DATA_PARALLEL_GROUP_GLOO: Any = None; _EXPERT_GTP_WEIGHT_REMAT_GROUP: Any = None
 _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS: Any = None
 _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP: Any = None
 _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT: Any = None
-_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP: Any = None
-_DATA_PARALLEL_GROUP_WITH_CP_AG: Any = None
+_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP: Any = None; _DATA_PARALLEL_GROUP_WITH_CP_AG: Any = None
 _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP: Any = None
 _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO: Any = None
 _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT: Any = None
-_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS: Any = None
-_HYBRID_DP_CP_GROUPS: Any = {}
+_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS: Any = None; _HYBRID_DP_CP_GROUPS: Any = {}
 _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP: Any = None
 _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO: Any = None
 _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT: Any = None
-_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP: Any = None
-_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE: Any = None
-_MPU_TENSOR_MODEL_PARALLEL_RANK: Any = None
-_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: Any = None
-_MPU_PIPELINE_MODEL_PARALLEL_RANK: Any = None
-_MPU_DATA_PARALLEL_WORLD_SIZE: Any = None
-_MPU_DATA_PARALLEL_RANK: Any = None
-_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE: Any = None
-_MPU_EXPERT_MODEL_PARALLEL_RANK: Any = None
-_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE: Any = None
-_MPU_EXPERT_TENSOR_PARALLEL_RANK: Any = None
-_GLOBAL_MEMORY_BUFFER: Any = None
-_GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any = None
-_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK: Any = None
-_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: Any = None
-_global_process_group_list: Any = None
+_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP: Any = None; _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE: Any = None
+_MPU_TENSOR_MODEL_PARALLEL_RANK: Any = None; _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: Any = None
+_MPU_PIPELINE_MODEL_PARALLEL_RANK: Any = None; _MPU_DATA_PARALLEL_WORLD_SIZE: Any = None
+_MPU_DATA_PARALLEL_RANK: Any = None; _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE: Any = None
+_MPU_EXPERT_MODEL_PARALLEL_RANK: Any = None; _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE: Any = None
+_MPU_EXPERT_TENSOR_PARALLEL_RANK: Any = None; _GLOBAL_MEMORY_BUFFER: Any = None
+_GLOBAL_SYMMETRIC_MEMORY_BUFFER: Any = None; _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK: Any = None
+_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE: Any = None; _global_process_group_list: Any = None
+# fmt: on
 
 
 def missing(variable: str, check_initialized: bool = True) -> Any:
@@ -248,7 +226,7 @@ def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     return [pp_ranks[0]]
 
 
-def initialize_model_parallel(
+def initialize_model_parallel(  # noqa: C901, PLR0912  one row of the table after the other
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
@@ -276,79 +254,105 @@ def initialize_model_parallel(
     create_all_gather_group: bool | None = False,
 ) -> None:
     """Make the groups of a job of some sizes; every rank calls it with the same arguments, the original's."""
-    tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
-    ep, gtp, egtp = expert_model_parallel_size, gtp_remat_size, expert_gtp_remat_size
-    etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
-    instances = num_distributed_optimizer_instances
     settings = [use_sharp, sharp_enabled_group, nccl_communicator_config_path, high_priority_stream_groups]
     if any(settings) or pipeline_model_parallel_comm_backend not in {None, "nccl"}:
         raise ContractError(
             "settings of NCCL, SHARP and the backends of pipelines are megatron-core's; install it, or leave them out"
         )
-    if virtual_pipeline_model_parallel_size is not None and pp == 1:
+    if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size == 1:
         raise ContractRuntimeError(
             "virtual stages interleave the stages of a pipeline; set pipeline_model_parallel_size to 2 or more"
         )
-    if max(gtp, egtp) > 1 and instances > 1:
+    if max(gtp_remat_size, expert_gtp_remat_size) > 1 and num_distributed_optimizer_instances > 1:
         raise ContractError(
             "weights that are gathered for each use go with one optimizer instance; set "
             "num_distributed_optimizer_instances to 1"
         )
+    tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
+    etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
     world = dist.get_world_size() if local_world_size is None else local_world_size
-    dp, edp = _what_is_left(world, tp, pp, cp, gtp), _what_is_left(world, etp, ep, pp, egtp)
-    dense = RankGenerator(tp, 1, dp, pp, cp, _with_gtp(order, "tp"), rank_offset, gtp)
-    expert = RankGenerator(etp, ep, edp, pp, 1, _with_gtp(order, "ep"), rank_offset, egtp)
-    if (not order.endswith("pp") and pp > 1 and dp != edp) or dense.get_ranks("pp") != expert.get_ranks("pp"):
+    dp = _what_is_left(world, tp, pp, context_parallel_size, gtp_remat_size)
+    edp = _what_is_left(world, etp, expert_model_parallel_size, pp, expert_gtp_remat_size)
+    sizes = (tp, 1, dp, pp, context_parallel_size)
+    dense = RankGenerator(*sizes, _with_gtp(order, "tp"), rank_offset, gtp_remat_size)
+    sizes = (etp, expert_model_parallel_size, edp, pp, 1)
+    expert = RankGenerator(*sizes, _with_gtp(order, "ep"), rank_offset, expert_gtp_remat_size)
+    unlike = not order.endswith("pp") and pp > 1 and dp != edp
+    if unlike or dense.get_ranks("pp") != expert.get_ranks("pp"):
         raise ContractError(
             f"the pipelines of the layers and of their experts do not fit together in the order {order!r}; put pp last in "
             "it, or choose expert sizes that leave edp = dp"
         )
-    for name, size in (("dp x cp", dp * cp), ("edp", edp)):
-        if instances < 1 or size % instances:
-            raise ContractError(
-                f"num_distributed_optimizer_instances is {instances}, which does not divide {name} = {size}; choose one that "
-                "does"
-            )
-    if hybrid_context_parallel and dp * cp % 2:
-        raise ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {dp * cp}")
+    replicas = dp * context_parallel_size
+    _check_instances(num_distributed_optimizer_instances, replicas, edp)
+    if hybrid_context_parallel and replicas % 2:
+        raise ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {replicas}")
     timeout = timedelta(minutes=distributed_timeout_minutes)
-    gloo = {DENSE: create_gloo_process_groups and gtp == 1}
-    gloo["expert"] = gloo[DENSE] and egtp == 1
+    gloo = create_gloo_process_groups and gtp_remat_size == 1
     pipelines = {
         "_EMBEDDING_GROUP": get_embedding_ranks or default_embedding_ranks,
         "_POSITION_EMBEDDING_GROUP": get_position_embedding_ranks or default_position_embedding_ranks,
     }
     for row in MEGATRON_GROUPS:
         token = "-".join(MEGATRON_WORDS.get(axis, axis) for axis in row.axes)
-        sets: Sequence[Sequence[int]] = (dense if row.view == DENSE else expert).get_ranks(token)
+        sets = (dense if row.view == DENSE else expert).get_ranks(token)
         if row.variable in pipelines:
-            sets = [list(pipelines[row.variable](list(ranks))) for ranks in sets]
+            sets = [list(pipelines[row.variable](ranks)) for ranks in sets]
+        elif row.members == "part":
+            if row.variable == "_HYBRID_DP_CP_GROUPS":
+                for ranks in sets if hybrid_context_parallel else ():
+                    _HYBRID_DP_CP_GROUPS.update(create_hybrid_dp_cp_groups(dist.get_rank(), ranks, None))
+                continue
+            if row.variable == "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS":
+                _make_hierarchical(row, sets, hierarchical_context_parallel_sizes or (), timeout)
+                continue
+            if row.variable == "_DATA_PARALLEL_GROUP_WITH_CP_AG":
+                sets = sets if create_all_gather_group else []
+            else:
+                sets = _parts(row, sets, num_distributed_optimizer_instances)
         elif row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
-            models = expert.get_ranks("tp-ep-pp")
-            sets = [list(chain(*part)) for part in split(models, len(models) // instances)]
-        elif row.variable == "_DATA_PARALLEL_GROUP_WITH_CP_AG" and not create_all_gather_group:
-            continue
-        elif row.variable == "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS":
-            _make_hierarchical(row, sets, hierarchical_context_parallel_sizes or (), timeout)
-            continue
-        elif row.variable == "_HYBRID_DP_CP_GROUPS":
-            for ranks in sets if hybrid_context_parallel else ():
-                _HYBRID_DP_CP_GROUPS.update(create_hybrid_dp_cp_groups(dist.get_rank(), ranks, None))
-            continue
-        elif row.variable == "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP":
-            if instances == 1:
-                continue
-            sets = [part for ranks in sets for part in split(ranks, instances, edp // instances)]
-        elif "_INTRA_PARTIAL_" in row.variable:
-            if instances == 1:
-                _make_same(row, row.variable.replace("INTRA_PARTIAL_", ""))
-                continue
-            sets = [part for ranks in sets for part in split(ranks, len(ranks) // instances)]
-        _make(row, sets, timeout, gloo=gloo[row.view])
+            sets = _instances(expert, num_distributed_optimizer_instances)
+        if sets:
+            _make(row, sets, timeout, gloo=gloo and (row.view == DENSE or expert_gtp_remat_size == 1))
     if virtual_pipeline_model_parallel_size is not None:
         globals()["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
         set_virtual_pipeline_model_parallel_world_size(virtual_pipeline_model_parallel_size)
     _set_global_memory_buffer()
+
+
+def _check_instances(instances: int, replicas: int, edp: int) -> None:
+    for name, size in (("dp x cp", replicas), ("edp", edp)):
+        if instances < 1 or size % instances:
+            raise ContractError(
+                f"num_distributed_optimizer_instances is {instances}, which does not divide {name} = {size}; choose one that "
+                "does"
+            )
+
+
+def _parts(row: GroupSpec, sets: list[list[int]], instances: int) -> list[list[int]]:
+    """Return the ranks of an optimizer's instance in each of some sets, or of one rank in all instances.
+
+    With one instance the first are the sets themselves, whose groups have other variables, and the second none.
+    """
+    across = row.variable == "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
+    if instances == 1:
+        whole = row.variable.replace("INTRA_PARTIAL_", "")
+        for variable, source in ((row.variable, whole), (row.gloo, f"{whole}_GLOO")):
+            if variable and not across:
+                globals()[variable] = globals()[source]
+        return []
+    parts = []
+    for ranks in sets:
+        size = len(ranks) // instances
+        parts += split(ranks, instances, size) if across else split(ranks, size)
+    return parts
+
+
+def _instances(expert: RankGenerator, instances: int) -> list[list[int]]:
+    """Return the ranks of each instance of the optimizer: whole models, one after the other."""
+    models = expert.get_ranks("tp-ep-pp")
+    each = len(models) // instances
+    return [list(chain(*models[first : first + each])) for first in range(0, len(models), each)]
 
 
 def _make(row: GroupSpec, sets: Sequence[Sequence[int]], timeout: timedelta, *, gloo: bool) -> None:
@@ -359,12 +363,6 @@ def _make(row: GroupSpec, sets: Sequence[Sequence[int]], timeout: timedelta, *, 
         values[row.ranks] = next((list(ranks) for ranks in sets if dist.get_rank() in ranks), None)
     if row.gloo and gloo:
         values[row.gloo] = _create_mine(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
-
-
-def _make_same(row: GroupSpec, variable: str) -> None:
-    globals()[row.variable] = globals()[variable]
-    if row.gloo:
-        globals()[row.gloo] = globals()[f"{variable}_GLOO"]
 
 
 def _make_hierarchical(
@@ -403,251 +401,186 @@ def destroy_model_parallel() -> None:
 # fmt: off
 def is_initialized() -> bool:
     return _DATA_PARALLEL_GROUP is not None
-
 def is_unitialized() -> bool:
     _deprecated("is_unitialized", "is_initialized")
     return not is_initialized()
-
 def model_parallel_is_initialized() -> bool:
     if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
         return False
     return _DATA_PARALLEL_GROUP is not None
-
 def has_separate_all_gather_group() -> bool:
     return _DATA_PARALLEL_GROUP_WITH_CP_AG is not None
-
 def get_model_parallel_group(check_initialized: bool = True) -> Any:
     return _MODEL_PARALLEL_GROUP or missing("_MODEL_PARALLEL_GROUP", check_initialized)
-
 def get_model_parallel_src_rank() -> int:
     return (_MODEL_PARALLEL_GLOBAL_RANKS or missing("_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
-
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
     return _TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP", check_initialized)
-
 def get_tensor_model_parallel_world_size() -> int:
     if _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
     return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).size()
-
 def get_tensor_model_parallel_rank() -> int:
     if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_RANK
     return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).rank()
-
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
     global _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
     _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = world_size
-
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
     global _MPU_TENSOR_MODEL_PARALLEL_RANK
     _MPU_TENSOR_MODEL_PARALLEL_RANK = rank
-
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
     return _PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP", check_initialized)
-
 def get_pipeline_model_parallel_world_size() -> int:
     if _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
     return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).size()
-
 def get_pipeline_model_parallel_rank() -> int:
     if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_RANK
     return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).rank()
-
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     global _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
     _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     global _MPU_PIPELINE_MODEL_PARALLEL_RANK
     _MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
-
 def get_tensor_model_parallel_src_rank() -> int:
     return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
-
 def get_pipeline_model_parallel_next_rank() -> int:
     ranks: Any = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
     return ranks[(get_pipeline_model_parallel_rank() + 1) % get_pipeline_model_parallel_world_size()]
-
 def get_pipeline_model_parallel_prev_rank() -> int:
     ranks: Any = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
     return ranks[(get_pipeline_model_parallel_rank() - 1) % get_pipeline_model_parallel_world_size()]
-
 def get_pipeline_model_parallel_first_rank() -> int:
     return (_PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS"))[0]
-
 def get_pipeline_model_parallel_last_rank() -> int:
     ranks: Any = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
     return ranks[get_pipeline_model_parallel_world_size() - 1]
-
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     return _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
-
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     global _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
     _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
     _deprecated("set_virtual_pipeline_model_parallel_rank", "is_pipeline_first_stage(vp_stage=...)")
     _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
-
 def get_embedding_group(check_initialized: bool = True) -> Any:
     return _EMBEDDING_GROUP or missing("_EMBEDDING_GROUP", check_initialized)
-
 def get_position_embedding_group(check_initialized: bool = True) -> Any:
     return _POSITION_EMBEDDING_GROUP or missing("_POSITION_EMBEDDING_GROUP", check_initialized)
-
 def is_rank_in_position_embedding_group() -> bool:
     return dist.get_rank() in (_POSITION_EMBEDDING_GLOBAL_RANKS or ())
-
 def get_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
     return _GTP_WEIGHT_REMAT_GROUP or missing("_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
     ranks = _GTP_WEIGHT_REMAT_GLOBAL_RANKS
     return ranks or missing("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-
 def get_gtp_weight_remat_world_size() -> int:
     return _GTP_WEIGHT_REMAT_GROUP.size() if _GTP_WEIGHT_REMAT_GROUP else 0
-
 def get_gtp_weight_remat_rank() -> int:
     return _GTP_WEIGHT_REMAT_GROUP.rank() if _GTP_WEIGHT_REMAT_GROUP else 0
-
 def get_context_parallel_group(check_initialized: bool = True) -> Any:
     return _CONTEXT_PARALLEL_GROUP or missing("_CONTEXT_PARALLEL_GROUP", check_initialized)
-
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> Any:
     return _CONTEXT_PARALLEL_GLOBAL_RANKS or missing("_CONTEXT_PARALLEL_GLOBAL_RANKS", check_initialized)
-
 def get_context_parallel_world_size() -> int:
     return _CONTEXT_PARALLEL_GROUP.size() if _CONTEXT_PARALLEL_GROUP else _zero("_CONTEXT_PARALLEL_GROUP")
-
 def get_context_parallel_rank() -> int:
     return _CONTEXT_PARALLEL_GROUP.rank() if _CONTEXT_PARALLEL_GROUP else _zero("_CONTEXT_PARALLEL_GROUP")
-
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> Any:
     groups = _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS
     return groups or missing("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", check_initialized)
-
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
     group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
     return group or missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", check_initialized)
-
 def get_tensor_and_context_parallel_world_size() -> int:
     group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
     return group.size() if group else _zero("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-
 def get_tensor_and_context_parallel_rank() -> int:
     group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
     return group.rank() if group else _zero("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-
 def set_data_parallel_rank(rank: int | None) -> None:
     global _MPU_DATA_PARALLEL_RANK
     _MPU_DATA_PARALLEL_RANK = rank
-
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     if with_context_parallel:
         return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
     return (_DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
-
 def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
     return _EXPERT_GTP_WEIGHT_REMAT_GROUP or missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
     ranks = _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS
     return ranks or missing("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-
 def get_expert_gtp_weight_remat_world_size() -> int:
     return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
-
 def get_expert_gtp_weight_remat_rank() -> int:
     return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
-
 def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
     return _EXPERT_MODEL_PARALLEL_GROUP or missing("_EXPERT_MODEL_PARALLEL_GROUP", check_initialized)
-
 def get_expert_model_parallel_src_rank() -> int:
     return (_EXPERT_MODEL_PARALLEL_RANKS or missing("_EXPERT_MODEL_PARALLEL_RANKS"))[0]
-
 def get_expert_model_parallel_world_size() -> int:
     if _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
     group = _EXPERT_MODEL_PARALLEL_GROUP
     return group.size() if group else _zero("_EXPERT_MODEL_PARALLEL_GROUP")
-
 def get_expert_model_parallel_rank() -> int:
     if _MPU_EXPERT_MODEL_PARALLEL_RANK is not None:
         return _MPU_EXPERT_MODEL_PARALLEL_RANK
     group = _EXPERT_MODEL_PARALLEL_GROUP
     return group.rank() if group else _zero("_EXPERT_MODEL_PARALLEL_GROUP")
-
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
     global _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
     _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE = world_size
-
 def set_expert_model_parallel_rank(rank: int | None) -> None:
     global _MPU_EXPERT_MODEL_PARALLEL_RANK
     _MPU_EXPERT_MODEL_PARALLEL_RANK = rank
-
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
     return _EXPERT_TENSOR_PARALLEL_GROUP or missing("_EXPERT_TENSOR_PARALLEL_GROUP", check_initialized)
-
 def get_expert_tensor_parallel_world_size() -> int:
     if _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE is not None:
         return _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
     group = _EXPERT_TENSOR_PARALLEL_GROUP
     return group.size() if group else _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-
 def get_expert_tensor_parallel_rank() -> int:
     if _MPU_EXPERT_TENSOR_PARALLEL_RANK is not None:
         return _MPU_EXPERT_TENSOR_PARALLEL_RANK
     group = _EXPERT_TENSOR_PARALLEL_GROUP
     return group.rank() if group else _MPU_TENSOR_MODEL_PARALLEL_RANK
-
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
     global _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
     _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = world_size
-
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
     global _MPU_EXPERT_TENSOR_PARALLEL_RANK
     _MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
-
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
     group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
     return group or missing("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", check_initialized)
-
 def get_expert_tensor_and_model_parallel_world_size() -> int:
     group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
     return group.size() if group else _zero("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
-
 def get_expert_tensor_and_model_parallel_rank() -> int:
     group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
     return group.rank() if group else _zero("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
-
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
     group = _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP
     return group or missing("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", check_initialized)
-
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
     group = _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
     return group or missing("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
-
 def get_global_memory_buffer() -> Any:
     return _GLOBAL_MEMORY_BUFFER or missing("_GLOBAL_MEMORY_BUFFER")
-
 def get_global_symmetric_memory_buffer() -> Any:
     return _GLOBAL_SYMMETRIC_MEMORY_BUFFER or missing("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
-
 def destroy_global_memory_buffer() -> None:
     global _GLOBAL_MEMORY_BUFFER
     _GLOBAL_MEMORY_BUFFER = None
-
 def destroy_global_symmetric_memory_buffer() -> None:
     global _GLOBAL_SYMMETRIC_MEMORY_BUFFER
     _GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
@@ -852,7 +785,7 @@ def _required(vp_stage: int | None) -> int:
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    ranks, rank = _EMBEDDING_GLOBAL_RANKS or (), dist.get_rank()
+    ranks, rank = _EMBEDDING_GLOBAL_RANKS or [], dist.get_rank()
     if ignore_virtual or rank not in ranks:
         return rank in ranks
     if rank == ranks[0]:

@@ -58,23 +58,16 @@ class RankGenerator:
 
     def _tokens(self, order: str) -> list[str]:
         parsed = parse_order(order, tuple(self.name_to_size))
-        lost, unknown = [], []
         for name in parsed.omitted:
-            if (
-                name not in order and self.name_to_size[name] != 1
-            ):  # the original looks for a part of the text, too
-                lost.append(
+            if name not in order and self.name_to_size[name] != 1:  # as the original, which looks for a part
+                raise ContractRuntimeError(
                     f"the size of {name} is {self.name_to_size[name]}, but the order {order!r} has no place for it; add {name!r}"
                 )
         for name in parsed.unknown:
-            unknown.append(
+            raise ContractKeyError(
                 f"{name!r} in the order {order!r} is not one of {', '.join(self.name_to_size)}"
                 f"{did_you_mean(name, self.name_to_size)}"
             )
-        if lost:
-            raise ContractRuntimeError(*lost)
-        if unknown:
-            raise ContractKeyError(*unknown)
         return parsed.tokens
 
     def get_mask(self, order: str, token: str) -> list[bool]:

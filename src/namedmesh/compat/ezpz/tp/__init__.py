@@ -19,7 +19,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself, rank, world_size
-from namedmesh.compat.partition import *  # noqa: F403  all of them
+from namedmesh.compat.partition import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    split_tensor_along_last_dim,
+)
 
 if TYPE_CHECKING:
     from datetime import timedelta
