@@ -6,6 +6,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from messages import error_of
 from ranks import fake_world, live_groups, run_ranks, summed
@@ -177,3 +178,19 @@ def _again_and_again() -> list[bool]:
 
 def test_dialects_share_groups_and_leave_none_behind() -> None:
     assert run_ranks(4, _again_and_again, timeout=180) == [[True] * 18] * 4
+
+
+def _asked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    first = parallel_state.is_pipeline_first_stage() and not parallel_state.is_rank_in_embedding_group()
+    return x + rank + size + first, rank, size
+
+
+def test_accessors_make_no_break_in_a_graph(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+    for mesh, expected in zip(meshes, [(1, 4), (1, 2)], strict=True):
+        torch._dynamo.reset()  # torch takes a group in a variable for a constant
+        with mesh:
+            assert torch.compile(_asked, backend="eager", fullgraph=True)(torch.ones(2))[1:] == expected
