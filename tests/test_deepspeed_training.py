@@ -426,3 +426,58 @@ def test_deepspeed_trains_on_a_mesh_as_on_its_own_groups() -> None:
         for case, stage, got, expected in told:
             assert len(set(expected)) == 3
             assert got == pytest.approx(expected, abs=1e-6), (case, stage)
+
+
+# A model of Hugging Face's, that DeepSpeed shards itself.
+
+
+def small_llama() -> Any:
+    transformers: Any = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
+
+def train_sharded_by_deepspeed(groups: Any) -> list[float]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 1000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    engine, *_ = importlib.import_module("deepspeed").initialize(model=small_llama(), config=config)
+    source = torch.Generator().manual_seed(dist.get_rank() // 2)
+    losses = []
+    for _ in range(3):
+        ids = torch.randint(32, (2, 4), generator=source)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    engine.destroy()
+    groups._release_process_group_references()
+    return losses
+
+
+def _shard_on_both() -> tuple[bool, list[float], list[float]]:
+    theirs = original()
+    init_deepspeed()
+    expected = train_sharded_by_deepspeed(theirs)
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    with deepspeed.bind(mesh):
+        held = theirs._TENSOR_MODEL_PARALLEL_GROUP is mesh.group("tp")
+        got = train_sharded_by_deepspeed(theirs)
+    mesh.close()
+    return held, got, expected
+
+
+@pytest.mark.oracle("deepspeed", "transformers")
+def test_deepspeed_shards_a_model_on_a_mesh_as_on_its_own_groups() -> None:
+    original()
+    small_llama()
+    for held, got, expected in run_ranks(4, _shard_on_both, timeout=120):
+        assert held
+        assert len(set(expected)) == 3
+        assert got == pytest.approx(expected, abs=1e-6)
