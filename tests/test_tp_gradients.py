@@ -150,7 +150,10 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901  one function for each way
         compute = lambda m, x: m.down(m.norms(m.gain(m.up(x)))) + m.bare * x  # noqa: E731
         torch.manual_seed(0)
         parts: dict[str, Any] = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "gain": Gain()}
-        parts |= {"norms": OfHeads(nn.RMSNorm(4, elementwise_affine=False)), "bare": nn.Parameter(torch.ones(1))}
+        parts |= {
+            "norms": OfHeads(nn.RMSNorm(4, elementwise_affine=False)),
+            "bare": nn.Parameter(torch.ones(1)),
+        }
         trained(parallelize(Net(compute, **parts).double(), tp_mesh(), UP_DOWN), 2)
 
     mixed = "gain.weight"
@@ -198,7 +201,9 @@ def test_under_fsdp_all_ranks_stop_at_the_first_step() -> None:
 
 def when_compared() -> list[int]:
     """The steps, of the first nine, before which the ranks communicate; and what a training step leaves behind."""
-    model = parallelize(Net(lambda m, x: m.down(m.up(x)), up=nn.Linear(8, 16), down=nn.Linear(16, 8)), tp_mesh(), UP_DOWN)
+    model = parallelize(
+        Net(lambda m, x: m.down(m.up(x)), up=nn.Linear(8, 16), down=nn.Linear(16, 8)), tp_mesh(), UP_DOWN
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for number in range(1, 10):
@@ -238,7 +243,9 @@ PARTIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torch's norms": (
         {},
         llama_plan(sequence_parallel=True)
-        | dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), torch_styles.SequenceParallel()),
+        | dict.fromkeys(
+            ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), torch_styles.SequenceParallel()
+        ),
     ),
     "shared kv heads": ({"n_kv_heads": 1}, llama_plan(8, 1)),
 }

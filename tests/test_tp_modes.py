@@ -237,7 +237,9 @@ def mixed_precision() -> int:
     """Steps of bfloat16 under FSDP2, and of float16 with a scaler, in which nothing is taken for a difference."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     steps = 0
-    for name, dtype in product(("sequence", "shared heads", "torch's norms"), (torch.bfloat16, torch.float16)):
+    for name, dtype in product(
+        ("sequence", "shared heads", "torch's norms"), (torch.bfloat16, torch.float16)
+    ):
         make, plan, data = CASES[name]
         torch.manual_seed(0)
         model: Any = parallelize(make(), mesh["tp"], plan)
@@ -287,9 +289,17 @@ def edges() -> dict[str, float]:
     out: Any = model(DATA)
     assert out.placements == (Replicate(),)
     found["DTensors"] = apart(out.full_tensor(), reference(DATA))
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(output_layouts=Replicate()), "down": KeepWhole()})
+    model = parallelize(
+        copy.deepcopy(reference),
+        mesh,
+        {"up": ColwiseParallel(output_layouts=Replicate()), "down": KeepWhole()},
+    )
     found["whole"] = training_difference(model, reference, DATA)
-    scattered = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(0))})
+    scattered = parallelize(
+        copy.deepcopy(reference),
+        mesh,
+        {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(0))},
+    )
     found["scattered"] = apart(scattered(DATA), reference(DATA).chunk(mesh.size())[mesh.get_local_rank()])
     return found
 

@@ -159,18 +159,35 @@ def flat(**widths: tuple[int, int]) -> nn.ModuleDict:
 
 
 BLOCK = {"o": (16, 16), "up": (16, 64), "down": (64, 16)}
-STYLES: dict[str, Any] = {"qkv": ColwiseParallel(), "o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+STYLES: dict[str, Any] = {
+    "qkv": ColwiseParallel(),
+    "o": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
 
 
 @pytest.mark.parametrize(
     ("model", "plan", "row", "makes"),
     [
         (flat(qkv=(16, 48), **BLOCK), STYLES, "o: takes 16", "qkv makes 48, up makes 64"),
-        (flat(gate_up=(8, 48), down=(24, 8)), {"gate_up": ColwiseParallel(), "down": RowwiseParallel()}, "down: takes 24", "gate_up makes 48"),
-        (nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16))}), {"attn.qkv": ColwiseParallel(), "attn.o": RowwiseParallel()}, "attn.o: takes 16", "attn.qkv makes 48"),
+        (
+            flat(gate_up=(8, 48), down=(24, 8)),
+            {"gate_up": ColwiseParallel(), "down": RowwiseParallel()},
+            "down: takes 24",
+            "gate_up makes 48",
+        ),
+        (
+            nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16))}),
+            {"attn.qkv": ColwiseParallel(), "attn.o": RowwiseParallel()},
+            "attn.o: takes 16",
+            "attn.qkv makes 48",
+        ),
     ],
 )
-def test_a_row_layer_that_no_column_layer_fits_names_split_linear(model: nn.Module, plan: Any, row: str, makes: str) -> None:
+def test_a_row_layer_that_no_column_layer_fits_names_split_linear(
+    model: nn.Module, plan: Any, row: str, makes: str
+) -> None:
     assert problem_of(model, plan) == (
         f"{row} features, which no column layer of its block makes ({makes}): one of them is several layers in one (q|k|v, "
         f"gate|up); take it apart with split_linear before, or say that its features lie head by head, or group by group, with "
@@ -188,10 +205,15 @@ def test_what_the_remedies_say_is_taken() -> None:
     model = flat(qkv=(16, 48), **BLOCK)
     split_linear(model, "qkv", [16, 16, 16])
     apart = {f"qkv.{index}": ColwiseParallel() for index in range(3)}
-    assert plan_report(model, 2, {key: each for key, each in STYLES.items() if key != "qkv"} | apart).tp_size == 2
+    assert (
+        plan_report(model, 2, {key: each for key, each in STYLES.items() if key != "qkv"} | apart).tp_size
+        == 2
+    )
     # Other widths, and rows or columns alone, ask nothing.
     for names in ({"o"}, {"qkv"}, {"qkv", "up"}):
-        assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, {name: STYLES[name] for name in names}).tp_size == 2
+        assert (
+            plan_report(flat(qkv=(16, 48), **BLOCK), 2, {name: STYLES[name] for name in names}).tp_size == 2
+        )
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("qkv", [16, 16]), ("norm", [8, 8])])

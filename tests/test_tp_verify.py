@@ -125,7 +125,9 @@ def test_what_differs_is_named() -> None:
     for name in ("summed twice", "doubled", "complex"):
         assert names(first[name]) == {"gradient of factor.weight"}
     assert names(first["of integers"]) == {"output 0"}
-    assert {"output 0", "gradient of up.weight", "gradient of input 0"} <= names(first["softmax of a rank's features"])
+    assert {"output 0", "gradient of up.weight", "gradient of input 0"} <= names(
+        first["softmax of a rank's features"]
+    )
     assert "do not match" in first["shards"].different["output 0"]
 
 

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 DIM, HIDDEN, HEAD = 8, 16, 4
 # What torch says where a module mixes plain tensors and DTensors, or writes into what its styles hand out.
-TORCHS_OWN = ("mixed torch.Tensor and DTensor", "is being modified inplace", "have a sharding strategy registered")
+TORCHS_OWN = (
+    "mixed torch.Tensor and DTensor",
+    "is being modified inplace",
+    "have a sharding strategy registered",
+)
 # Words that a reader of names would take for something.
 NAMES = ["factor", "act", "temperature", "norm", "gate_scale", "k_norm", "silu", "mixer", "attn_gain", "elu"]
 

@@ -256,7 +256,9 @@ class _Reader:
             if around is None:
                 continue
             place = ".".join(key.split(".")[: around.count(".") + 1])
-            if any(each != place and matches(place, each) for each in plan):  # each layer has an entry of its own
+            if any(
+                each != place and matches(place, each) for each in plan
+            ):  # each layer has an entry of its own
                 place = around
             known = plan.get(place)
             if known is None or type(known) is LocalParameters:
