@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 X = numbers(2, 8, seed=1)
 
 
-def gained(*, zeros: bool = False) -> Net:
+def gained(*, zeros: bool = False) -> Any:
     """A gain on each rank's features."""
     torch.manual_seed(0)
     linears = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
@@ -265,7 +265,7 @@ def sums(name: str) -> tuple[Counter[str], Counter[str], float]:
         reference(ids).square().sum().backward()
     with Recorded() as reduced:
         reduce_gradients(model)
-    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    pairs: list[Any] = list(zip(model.parameters(), reference.parameters(), strict=True))
     assert all(one.grad.placements == one.placements for one, _ in pairs if isinstance(one.grad, DTensor))
     size = max(float(other.grad.abs().max()) for _, other in pairs)  # type: ignore[union-attr]
     worst = max(apart(whole(one.grad), other.grad) for one, other in pairs) / size  # type: ignore[arg-type]

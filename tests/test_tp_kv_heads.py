@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from messages import says
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from tp_compare import assert_right, hf_difference, sharded, tp_mesh, training_difference
-from tp_models import llama_plan as llama_plan
 from tp_models import Attention, Llama, hf_model
+from tp_models import llama_plan as llama_plan
 
 from namedmesh.errors import PlanError
 from namedmesh.sizes import SharedHeads

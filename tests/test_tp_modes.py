@@ -91,16 +91,16 @@ def in_copies(model: nn.Module) -> nn.Module:
     return model if hooked or isinstance(model, Net) else pickle.loads(pickle.dumps(model))  # noqa: S301
 
 
-def recomputed(model: nn.Module) -> nn.Module:
+def recomputed(model: Any) -> nn.Module:
     layers = getattr(model, "layers", None)
     for name, layer in layers.named_children() if layers is not None else ():
         layers.register_module(name, checkpoint_wrapper(layer))
     if layers is None:
-        model.forward = partial(checkpoint, model.forward, use_reentrant=False)  # type: ignore[method-assign]
+        model.forward = partial(checkpoint, model.forward, use_reentrant=False)
     return model
 
 
-def selective(model: nn.Module) -> nn.Module:
+def selective(model: Any) -> nn.Module:
     """Keep the matrix products, as selective checkpointing does: what is kept may not be written into."""
 
     def policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -108,7 +108,7 @@ def selective(model: nn.Module) -> nn.Module:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
-    model.forward = partial(checkpoint, model.forward, use_reentrant=False, context_fn=contexts)  # type: ignore[method-assign]
+    model.forward = partial(checkpoint, model.forward, use_reentrant=False, context_fn=contexts)
     return model
 
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 from tp_compare import assert_right, gradient_of, gradients_apart, sharded, tp_mesh, whole
-from tp_models import llama_plan as llama_plan
 from tp_models import TORCHS_NORMS, Llama, Mlp, OwnForward
+from tp_models import llama_plan as llama_plan
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,

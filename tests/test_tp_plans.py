@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import problem_of, tp_mesh
-from tp_models import llama_plan as llama_plan
 from tp_models import UP_DOWN, Llama, Mlp
+from tp_models import llama_plan as llama_plan
 
 import namedmesh.tensor_parallel as tp
 from namedmesh.errors import PlanError
@@ -225,14 +225,14 @@ def test_what_cannot_be_split(name: str, sizes: list[int]) -> None:
 
 def test_a_split_linear_is_the_same_function() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"qkv": nn.Linear(8, 48)}).eval()
+    model: Any = nn.ModuleDict({"qkv": nn.Linear(8, 48)}).eval()
     whole, x = copy.deepcopy(model["qkv"]), torch.randn(2, 8)
-    model["qkv"].bias.requires_grad_(requires_grad=False)  # type: ignore[union-attr]
+    model["qkv"].bias.requires_grad_(requires_grad=False)
     split_linear(model, "qkv", [32, 8, 8])
     torch.testing.assert_close(model["qkv"](x), whole(x))
     assert [each.requires_grad for each in model.parameters()] == [True, False] * 3
     assert not model["qkv"].training
-    torch.testing.assert_close(torch.cat([each.weight for each in model["qkv"]]), whole.weight)  # type: ignore[union-attr]
+    torch.testing.assert_close(torch.cat([each.weight for each in model["qkv"]]), whole.weight)
 
 
 # --- the mesh, and applying twice ---------------------------------------------------------------------------

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,12 +16,9 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tp_compare import tp_mesh
-from tp_models import llama_plan as llama_plan
 from tp_models import Llama, Net
+from tp_models import llama_plan as llama_plan
 
-from namedmesh.compat import layers
-from namedmesh.compat.cross_entropy import cross_entropy
-from namedmesh.compat.megatron.tensor_parallel import layers as megatron
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -38,7 +33,8 @@ from namedmesh.tensor_parallel import (
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
-from namedmesh.compat.regions import RankGroup, exchange, gather_parts
+from namedmesh.tensor_parallel.collectives import Group, enter, exchange
+from namedmesh.tensor_parallel.hf import RowwiseEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -159,7 +155,7 @@ def embeddings() -> Pairs:
     ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
     rows = RowwiseParallel(input_layouts=WHOLE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, ids)
-    own = RowwiseParallel(input_layouts=WHOLE, local_forward=True)
+    own = RowwiseEmbedding()
     yield from against_whole(nn.Sequential(Normed()), {"0": own}, ids)
     scattered = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
@@ -174,7 +170,7 @@ def llamas() -> Pairs:
     for sequence_parallel in (False, True):
         for kv_heads in (2, 1):
             model = Llama(dim=16, n_heads=4, n_kv_heads=kv_heads, hidden=12, layers=1)
-            yield from against_whole(model, llama_plan(sequence_parallel=sequence_parallel), ids)
+            yield from against_whole(model, llama_plan(4, kv_heads, sequence_parallel=sequence_parallel), ids)
 
 
 def heads_and_tail() -> Net:
@@ -247,86 +243,18 @@ def routed() -> Net:
     return Net(compute, experts=Net(each, weight=nn.Parameter(torch.empty(4, 4, 4))))
 
 
+class Undivided(ExpertParallel):
+    """Where the caller sums the gradients of all tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        applied: Any = super()._apply(module, device_mesh)
+        applied.forward.gradient_scale = 1.0
+        return applied  # type: ignore[no-any-return]
+
+
 def exchanged_tokens() -> Pairs:
-    plan = {"experts": ExpertParallel()}
+    plan = {"experts": Undivided()}
     yield from against_whole(routed(), plan, noise(16, 4), cut_in=0, cut_out=0)
-
-
-# --- layers of legacy code and their regions ----------------------------------------------------------------
-
-
-def legacy(layer: nn.Module) -> Callable[..., Tensor]:
-    """A layer as a function of its input and its shard of the weight; of Megatron's result only the output."""
-
-    def call(value: Tensor, weight: Tensor) -> Tensor:
-        output: Any = torch.func.functional_call(layer, {"weight": weight}, (value,))
-        found: Tensor = output[0] if isinstance(output, tuple) else output
-        return found
-
-    return call
-
-
-def fairscales(name: str, *arguments: Any, **options: Any) -> Any:
-    """A layer of fairscale's and ezpz's over all ranks."""
-    group = RankGroup(tp_mesh())
-    return type(name, (getattr(layers, name),), {"current_group": lambda _: group})(*arguments, **options)
-
-
-def legacy_linears() -> Pairs:
-    sequence = SimpleNamespace(sequence_parallel=True)
-    column = partial(megatron.ColumnParallelLinear, 8, 12, bias=False, tp_group=dist.group.WORLD)
-    row = partial(megatron.RowParallelLinear, 12, 8, bias=False, tp_group=dist.group.WORLD)
-    x, up, down = noise(4, 2, 8), (noise(12, 8), 0), (noise(8, 12), 1)
-    y = noise(4, 2, 12)
-    for layer, value, weight, cut_out in (
-        (column(gather_output=True), (x, None), up, None),
-        (fairscales("ColumnParallelLinear", 8, 12, bias=False), (x, None), up, None),
-        (column(config=sequence), (x, 0), up, 2),
-        (row(), (y, None), down, None),
-        (fairscales("RowParallelLinear", 12, 8, bias=False), (y, None), down, None),
-        (row(config=sequence, input_is_parallel=True), (y, 2), down, 0),
-    ):
-        yield from against_function(legacy(layer), F.linear, [value, weight], cut_out)
-    whole = fairscales("RowParallelLinear", 12, 8)
-    whole.weight.data = shard(down[0], 1)
-    yield whole.get_master_weight(), down[0]
-
-
-def legacy_embeddings() -> Pairs:
-    ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
-    weight = noise(8, 8)
-    scattered = megatron.VocabParallelEmbedding(
-        8, 8, reduce_scatter_embeddings=True, tp_group=dist.group.WORLD
-    )
-    for layer, dim, cut_out in (
-        (megatron.VocabParallelEmbedding(8, 8, tp_group=dist.group.WORLD), 0, None),
-        (fairscales("VocabParallelEmbedding", 8, 8), 0, None),
-        (scattered, 0, 0),
-        (fairscales("ParallelEmbedding", 8, 8), 1, None),
-    ):
-
-        def plain(weight: Tensor, cut_out: int | None = cut_out) -> Tensor:
-            vectors = F.embedding(ids, weight)
-            return vectors if cut_out is None else vectors.transpose(0, 1)
-
-        yield from against_function(partial(legacy(layer), ids), plain, [(weight, dim)], cut_out)
-    for norm_type in (2.0, math.inf, 0.0):
-        mine, whole = shard(weight, 1).clone(), weight.clone()
-        if norm_type == 0.0:  # unequal numbers on the ranks
-            mine, whole = mine * (mine > 0), whole * (whole > 0)
-        layer = fairscales("ParallelEmbedding", 8, 8, max_norm=0.7, norm_type=norm_type)
-        yield legacy(layer)(ids, mine), F.embedding(ids, whole, max_norm=0.7, norm_type=norm_type)
-
-
-def legacy_loss() -> Pairs:
-    peers = RankGroup(tp_mesh())
-    target = torch.tensor([1, 7, 3])
-    yield from against_function(
-        lambda logits: cross_entropy(logits, target, peers, dtype=None),
-        lambda logits: F.cross_entropy(logits, target, reduction="none"),
-        [(noise(3, 8) * 4, 1)],
-        None,
-    )
 
 
 def vocabulary_loss() -> Pairs:
@@ -342,12 +270,12 @@ def vocabulary_loss() -> Pairs:
 
 def regions() -> Pairs:
     mesh = tp_mesh()
-    peers, size = RankGroup(mesh), mesh.size()
+    peers, size = Group.of(mesh), mesh.size()
 
     # Every rank makes another part of the gradient.
     even = noise(2 * size, 4)
     start = shard(even, 0).clone().requires_grad_()
-    joined = gather_parts(start, peers, 0)
+    joined = enter(start, peers, 0)
     (joined * even * (peers.rank + 1)).sum().backward()
     assert start.grad is not None
     yield joined, even
@@ -388,9 +316,6 @@ CHECKS: tuple[Callable[[], Pairs], ...] = (
     comparison,
     experts,
     exchanged_tokens,
-    legacy_linears,
-    legacy_embeddings,
-    legacy_loss,
     vocabulary_loss,
     regions,
 )

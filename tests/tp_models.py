@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import llama
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 
-import llama
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 if TYPE_CHECKING:

@@ -228,7 +228,7 @@ def _trained(wiring: Wiring, *, check: bool, tolerance: float = 1e-9) -> Outcome
 
 def _train(model: nn.Module, reference: Any, tolerance: float = 1e-9, *, check: bool = False) -> set[str]:
     """Do some steps, of which the first leaves some parameters frozen; return whose gradients are wrong in one of them."""
-    wrong = set()
+    wrong: set[str] = set()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, reference)]
     for step in range(3):
         for each in (model, reference):

@@ -7,13 +7,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.experts import ExpertParallel, IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.gradients import compare_gradients, reduce_gradients
 from namedmesh.tensor_parallel.heads import KeyValueParallel, split_linear
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.loss import cross_entropy
 from namedmesh.tensor_parallel.modules import KeepWhole, LocalParameters, SumOutput, SumTailGradient
-from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.report import PlanReport, plan_report
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SharedInput
 from namedmesh.tensor_parallel.verification import VerifyReport, verify

@@ -195,7 +195,7 @@ class _FirstBackward:
 
     def __init__(self, axis: Axis, parameters: dict[str, nn.Parameter]) -> None:
         self.axis, self.parameters = axis, parameters
-        self.handles = [each.register_post_accumulate_grad_hook(self) for each in parameters.values()]  # type: ignore[no-untyped-call]  # torch's
+        self.handles = [each.register_post_accumulate_grad_hook(self) for each in parameters.values()]
 
     def __call__(self, _parameter: Tensor) -> None:
         for handle in self.handles:

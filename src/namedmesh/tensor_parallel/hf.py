@@ -213,7 +213,7 @@ class _Reader:
         self._add_attention(plan)
         return plan
 
-    def _entries(self, key: str, name: str) -> dict[str, ParallelStyle]:
+    def _entries(self, key: str, name: str) -> dict[str, ParallelStyle]:  # noqa: C901  one question after the other
         """Return what one key comes to: itself, one entry a module where they differ, or nothing.
 
         Raises:
