@@ -91,8 +91,8 @@ def in_copies(model: nn.Module) -> nn.Module:
     return model if hooked or isinstance(model, Net) else pickle.loads(pickle.dumps(model))  # noqa: S301
 
 
-def recomputed(model: Any) -> nn.Module:
-    layers = getattr(model, "layers", None)
+def recomputed(model: Any) -> Any:
+    layers: Any = getattr(model, "layers", None)
     for name, layer in layers.named_children() if layers is not None else ():
         layers.register_module(name, checkpoint_wrapper(layer))
     if layers is None:
@@ -100,7 +100,7 @@ def recomputed(model: Any) -> nn.Module:
     return model
 
 
-def selective(model: Any) -> nn.Module:
+def selective(model: Any) -> Any:
     """Keep the matrix products, as selective checkpointing does: what is kept may not be written into."""
 
     def policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import problem_of, tp_mesh
-from tp_models import UP_DOWN, Llama, Mlp
-from tp_models import llama_plan as llama_plan
+from tp_models import UP_DOWN, Llama, Mlp, llama_plan
 
 import namedmesh.tensor_parallel as tp
 from namedmesh.errors import PlanError
@@ -219,7 +218,7 @@ def test_what_the_remedies_say_is_taken() -> None:
 @pytest.mark.parametrize(("name", "sizes"), [("qkv", [16, 16]), ("norm", [8, 8])])
 def test_what_cannot_be_split(name: str, sizes: list[int]) -> None:
     model = nn.ModuleDict({"qkv": nn.Linear(8, 48), "norm": nn.LayerNorm(16)})
-    with pytest.raises(PlanError, match="give an nn.Linear and sizes that add up to its out_features"):
+    with pytest.raises(PlanError, match=r"give an nn.Linear and sizes that add up to its out_features"):
         split_linear(model, name, sizes)
 
 

@@ -11,8 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from tp_compare import tp_mesh
-from tp_models import UP_DOWN, Attention, Llama, Mlp, Net
-from tp_models import llama_plan as llama_plan
+from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, llama_plan
 
 from namedmesh.__main__ import main
 from namedmesh.errors import PlanError

@@ -16,8 +16,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tp_compare import tp_mesh
-from tp_models import Llama, Net
-from tp_models import llama_plan as llama_plan
+from tp_models import Llama, Net, llama_plan
 
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
