@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+WHOLE, SEQUENCE, LAST = Replicate(), Shard(1), Shard(-1)
+
+
 def largest(one: Tensor, other: Tensor) -> float:
     return (whole(one.detach()) - whole(other.detach())).abs().max().item()
 
