@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from tp_models import Llama
+from tp_models import Llama, llama_plan
 
 import namedmesh
 from namedmesh.tensor_parallel import cross_entropy, parallelize

@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_compare import sharded, tp_mesh
-from tp_models import NORMS, FeedForward, Llama
-from tp_models import llama_plan as llama_plan
+from tp_models import NORMS, FeedForward, Llama, llama_plan
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,

@@ -31,7 +31,7 @@ EXPERTS, WIDTH = 4, 4
 # --- a shard of every expert ----------------------------------------------------------------------------------
 
 
-def packed() -> Net:
+def packed() -> Any:
     """Gate and up in one weight, as most models of Hugging Face have them."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
@@ -39,7 +39,10 @@ def packed() -> Net:
         return torch.einsum("...eo,eio->...i", torch.sigmoid(gate) * up, m.down)
 
     torch.manual_seed(0)
-    gate_up, down = nn.Parameter(torch.randn(EXPERTS, 16, WIDTH)), nn.Parameter(torch.randn(EXPERTS, WIDTH, 8))
+    gate_up, down = (
+        nn.Parameter(torch.randn(EXPERTS, 16, WIDTH)),
+        nn.Parameter(torch.randn(EXPERTS, WIDTH, 8)),
+    )
     return Net(compute, gate_up=gate_up, down=down).double()
 
 
@@ -54,7 +57,8 @@ def sharded(dims: tuple[str, ...] = ("tp",)) -> Any:
 
 def packed_difference(dims: tuple[str, ...], directory: str) -> list[float]:
     """A step, the weights, and those that another layout loads from a checkpoint."""
-    reference, model, x = packed(), sharded(dims), numbers(3, WIDTH, seed=0)
+    reference: Any = packed()
+    model, x = sharded(dims), numbers(3, WIDTH, seed=0)
     found = []
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for each in (model, reference):
@@ -77,12 +81,16 @@ def packed_difference(dims: tuple[str, ...], directory: str) -> list[float]:
 
 @pytest.mark.filterwarnings("default")  # torch's own, of its checkpoints
 @pytest.mark.parametrize(("ranks", "dims"), [(2, ("tp",)), (4, ("dp", "tp"))])
-def test_gate_and_up_in_one_weight_train_and_are_saved(ranks: int, dims: tuple[str, ...], tmp_path: Path) -> None:
+def test_gate_and_up_in_one_weight_train_and_are_saved(
+    ranks: int, dims: tuple[str, ...], tmp_path: Path
+) -> None:
     assert_right(run_ranks(ranks, packed_difference, dims, str(tmp_path)), cases=5)
 
 
 def test_what_would_count_on_every_rank_is_refused() -> None:
-    with pytest.raises(namedmesh.errors.PlanError, match="'down' of Net is whole on every rank and would count once for each"):
+    with pytest.raises(
+        namedmesh.errors.PlanError, match="'down' of Net is whole on every rank and would count once for each"
+    ):
         namedmesh.tensor_parallel.plan_report(packed(), 2, ShardedExperts({"gate_up": Shard(1)}))
 
 
@@ -160,7 +168,9 @@ def refused(**options: Any) -> str:
 
 def test_the_same_tokens_on_several_ranks_are_refused() -> None:
     for text in run_ranks(4, partial(refused, tp=2)):
-        assert text.startswith("ranks 0, 1 of the 2 ranks that share experts send the same tokens, whose gradients would")
+        assert text.startswith(
+            "ranks 0, 1 of the 2 ranks that share experts send the same tokens, whose gradients would"
+        )
         assert "SequenceParallel" in text
         assert "etp" in text
 
@@ -182,7 +192,9 @@ def copies_with_the_same_tokens() -> str:
 
 def test_copies_of_experts_with_the_same_tokens_are_refused() -> None:
     for text in run_ranks(2, copies_with_the_same_tokens):
-        assert text.startswith("GradientError: ranks 0, 1 of the 2 ranks that share experts send the same tokens")
+        assert text.startswith(
+            "GradientError: ranks 0, 1 of the 2 ranks that share experts send the same tokens"
+        )
 
 
 def no_false_alarm() -> int:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 X = numbers(2, 8, seed=1)
 
 
-def gained(*, zeros: bool = False) -> Net:
+def gained(*, zeros: bool = False) -> Any:
     """A gain on each rank's features."""
     torch.manual_seed(0)
     linears = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
@@ -76,7 +76,7 @@ def trained(model: Any, steps: int, value: Tensor = X) -> None:
         optimizer.step()
 
 
-def stopped_when() -> dict[str, bool]:  # noqa: C901  one function for each way
+def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for each way
     """Every way by which a gradient may come, of a model whose gain is in no style."""
 
     def frozen_first() -> None:
@@ -140,8 +140,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901  one function for each way
 
     def only_some_have_a_bias() -> None:
         """What one rank has alone is left out."""
-        model = gained()
-        model = parallelize(model, tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
+        model: Any = parallelize(gained(), tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
         model.extra = nn.Parameter(torch.ones(1)) if dist.get_rank() else None
         trained(model, 2)
 
@@ -150,7 +149,10 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901  one function for each way
         compute = lambda m, x: m.down(m.norms(m.gain(m.up(x)))) + m.bare * x  # noqa: E731
         torch.manual_seed(0)
         parts: dict[str, Any] = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "gain": Gain()}
-        parts |= {"norms": OfHeads(nn.RMSNorm(4, elementwise_affine=False)), "bare": nn.Parameter(torch.ones(1))}
+        parts |= {
+            "norms": OfHeads(nn.RMSNorm(4, elementwise_affine=False)),
+            "bare": nn.Parameter(torch.ones(1)),
+        }
         trained(parallelize(Net(compute, **parts).double(), tp_mesh(), UP_DOWN), 2)
 
     mixed = "gain.weight"
@@ -198,7 +200,9 @@ def test_under_fsdp_all_ranks_stop_at_the_first_step() -> None:
 
 def when_compared() -> list[int]:
     """The steps, of the first nine, before which the ranks communicate; and what a training step leaves behind."""
-    model = parallelize(Net(lambda m, x: m.down(m.up(x)), up=nn.Linear(8, 16), down=nn.Linear(16, 8)), tp_mesh(), UP_DOWN)
+    model = parallelize(
+        Net(lambda m, x: m.down(m.up(x)), up=nn.Linear(8, 16), down=nn.Linear(16, 8)), tp_mesh(), UP_DOWN
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for number in range(1, 10):
@@ -238,7 +242,9 @@ PARTIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torch's norms": (
         {},
         llama_plan(sequence_parallel=True)
-        | dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), torch_styles.SequenceParallel()),
+        | dict.fromkeys(
+            ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), torch_styles.SequenceParallel()
+        ),
     ),
     "shared kv heads": ({"n_kv_heads": 1}, llama_plan(8, 1)),
 }
@@ -258,10 +264,10 @@ def sums(name: str) -> tuple[Counter[str], Counter[str], float]:
         reference(ids).square().sum().backward()
     with Recorded() as reduced:
         reduce_gradients(model)
-    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    pairs: list[Any] = list(zip(model.parameters(), reference.parameters(), strict=True))
     assert all(one.grad.placements == one.placements for one, _ in pairs if isinstance(one.grad, DTensor))
-    size = max(float(other.grad.abs().max()) for _, other in pairs)  # type: ignore[union-attr]
-    worst = max(apart(whole(one.grad), other.grad) for one, other in pairs) / size  # type: ignore[arg-type]
+    size = max(float(other.grad.abs().max()) for _, other in pairs)
+    worst = max(apart(whole(one.grad), other.grad) for one, other in pairs) / size
     known = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
     counts = [Counter(each for each in names if each in known) for names in (backward.names, reduced.names)]
     return counts[0], counts[1], worst

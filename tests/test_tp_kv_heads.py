@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from tp_compare import assert_right, hf_difference, sharded, tp_mesh, training_difference
-from tp_models import Attention, Llama, hf_model
-from tp_models import llama_plan as llama_plan
+from tp_models import Attention, Llama, hf_model, llama_plan
 
 from namedmesh.errors import PlanError
 from namedmesh.sizes import SharedHeads

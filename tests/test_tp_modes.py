@@ -91,16 +91,16 @@ def in_copies(model: nn.Module) -> nn.Module:
     return model if hooked or isinstance(model, Net) else pickle.loads(pickle.dumps(model))  # noqa: S301
 
 
-def recomputed(model: nn.Module) -> nn.Module:
-    layers = getattr(model, "layers", None)
+def recomputed(model: Any) -> Any:
+    layers: Any = getattr(model, "layers", None)
     for name, layer in layers.named_children() if layers is not None else ():
         layers.register_module(name, checkpoint_wrapper(layer))
     if layers is None:
-        model.forward = partial(checkpoint, model.forward, use_reentrant=False)  # type: ignore[method-assign]
+        model.forward = partial(checkpoint, model.forward, use_reentrant=False)
     return model
 
 
-def selective(model: nn.Module) -> nn.Module:
+def selective(model: Any) -> Any:
     """Keep the matrix products, as selective checkpointing does: what is kept may not be written into."""
 
     def policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -108,7 +108,7 @@ def selective(model: nn.Module) -> nn.Module:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
-    model.forward = partial(checkpoint, model.forward, use_reentrant=False, context_fn=contexts)  # type: ignore[method-assign]
+    model.forward = partial(checkpoint, model.forward, use_reentrant=False, context_fn=contexts)
     return model
 
 
@@ -237,7 +237,9 @@ def mixed_precision() -> int:
     """Steps of bfloat16 under FSDP2, and of float16 with a scaler, in which nothing is taken for a difference."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     steps = 0
-    for name, dtype in product(("sequence", "shared heads", "torch's norms"), (torch.bfloat16, torch.float16)):
+    for name, dtype in product(
+        ("sequence", "shared heads", "torch's norms"), (torch.bfloat16, torch.float16)
+    ):
         make, plan, data = CASES[name]
         torch.manual_seed(0)
         model: Any = parallelize(make(), mesh["tp"], plan)
@@ -287,9 +289,17 @@ def edges() -> dict[str, float]:
     out: Any = model(DATA)
     assert out.placements == (Replicate(),)
     found["DTensors"] = apart(out.full_tensor(), reference(DATA))
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(output_layouts=Replicate()), "down": KeepWhole()})
+    model = parallelize(
+        copy.deepcopy(reference),
+        mesh,
+        {"up": ColwiseParallel(output_layouts=Replicate()), "down": KeepWhole()},
+    )
     found["whole"] = training_difference(model, reference, DATA)
-    scattered = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(0))})
+    scattered = parallelize(
+        copy.deepcopy(reference),
+        mesh,
+        {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(0))},
+    )
     found["scattered"] = apart(scattered(DATA), reference(DATA).chunk(mesh.size())[mesh.get_local_rank()])
     return found
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
-from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils.checkpoint import checkpoint
-from tp_compare import assert_right, gradient_of, gradients_apart, sharded, tp_mesh, whole
-from tp_models import TORCHS_NORMS, Llama, Mlp, OwnForward
-from tp_models import llama_plan as llama_plan
+from tp_compare import assert_right, gradient_of, sharded, tp_mesh, whole
+from tp_models import Mlp, OwnForward
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     reduce_gradients,
 )
@@ -32,60 +24,8 @@ from namedmesh.tensor_parallel import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-STEPS = 2  # of which the second has momentum
 
-
-@dataclass(frozen=True)
-class Case:
-    """A model, a plan for it, and how closely the two must agree."""
-
-    plan: dict[str, Any]
-    model: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float64
-    loss_parallel: bool = False
-    ours: bool = True  # torch's own styles may leave a gradient in another layout than the parameter
-
-
-COLUMN_EMBEDDING = ColwiseParallel(output_layouts=Replicate())
-LLAMAS = {
-    "plain": Case(llama_plan()),
-    "plain, float32": Case(llama_plan(), dtype=torch.float32),
-    "sequence": Case(llama_plan(sequence_parallel=True)),
-    "sequence, float32": Case(llama_plan(sequence_parallel=True), dtype=torch.float32),
-    "loss": Case(llama_plan(loss_parallel=True), loss_parallel=True),
-    "sequence, loss": Case(llama_plan(sequence_parallel=True, loss_parallel=True), loss_parallel=True),
-    "tied": Case(llama_plan(), {"tied": True}),
-    "tied, sequence": Case(llama_plan(sequence_parallel=True), {"tied": True}),
-    "column embedding": Case(llama_plan() | {"tok_embeddings": COLUMN_EMBEDDING}),
-    "torch's styles inside": Case(
-        llama_plan(sequence_parallel=True)
-        | {
-            "layers.*.attention.wo": TorchRowwise(output_layouts=Shard(1)),
-            "layers.*.feed_forward.w1": TorchColwise(),
-            "tok_embeddings": TorchRowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
-        },
-        ours=False,
-    ),
-    "input prepared once": Case(
-        llama_plan(sequence_parallel=True)
-        | {f"layers.*.feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
-        | {
-            "layers.*.feed_forward": PrepareModuleInput(
-                input_layouts=Shard(1), desired_input_layouts=Replicate()
-            )
-        }
-    ),
-    "torch's norms": Case(llama_plan(sequence_parallel=True) | TORCHS_NORMS),
-}
-
-
-def loss_of(model: nn.Module, ids: Tensor, case: Case) -> Tensor:
-    logits = model(ids)
-    return F.cross_entropy(logits.flatten(0, 1).to(case.dtype), ids.roll(-1, 1).flatten())
-
-
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+WHOLE, SEQUENCE, LAST = Replicate(), Shard(1), Shard(-1)
 
 
 def largest(one: Tensor, other: Tensor) -> float:
@@ -105,53 +45,6 @@ def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> fl
         shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
         difference = max(difference, (grad.to_local() - shard.to_local()).abs().max().item())
     return difference
-
-
-def llama_differences(case: Case) -> dict[str, float]:
-    torch.manual_seed(0)
-    reference = Llama(**case.model).to(case.dtype)
-    model = sharded(reference, case.plan)
-    if case.model.get("tied"):
-        assert model.output.weight is model.tok_embeddings.weight
-    ids = torch.randint(0, 32, (2, 8))
-    found = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
-    optimizers = optimizer(reference), optimizer(model)
-    for step in range(STEPS):
-        wanted = loss_of(reference, ids, case)
-        wanted.backward()
-        with loss_parallel() if case.loss_parallel else nullcontext():
-            loss = loss_of(model, ids, case)
-            loss.backward()
-        found["loss"] = max(found["loss"], largest(loss, wanted))
-        if step == 0:
-            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                difference = gradient_difference(mine, theirs, locally=case.ours)
-                found["gradient"] = max(found["gradient"], difference)
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-    found["parameter"] = max(map(largest, model.parameters(), reference.parameters()))
-    return found
-
-
-def llamas(names: list[str]) -> dict[str, dict[str, float]]:
-    return {name: llama_differences(LLAMAS[name]) for name in names}
-
-
-MAIN = ["plain", "sequence, float32", "sequence, loss", "tied, sequence"]
-
-
-@pytest.mark.parametrize(("tp_size", "names"), [(1, MAIN), (2, list(LLAMAS)), (4, MAIN)])
-def test_a_sharded_llama_trains_as_the_whole_one(tp_size: int, names: list[str]) -> None:
-    for results in run_ranks(tp_size, llamas, names):
-        assert list(results) == names
-        for name, found in results.items():
-            assert_right([found], 1e-6 if LLAMAS[name].dtype is torch.float32 else 1e-12)
-
-
-# --- one pair of linears, in every layout -------------------------------------------------------------------
-
-WHOLE, SEQUENCE, LAST = Replicate(), Shard(1), Shard(-1)
 
 
 # (style of `up`, style of `down`, layout of the input, layout of the output)
@@ -317,33 +210,3 @@ def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
 
 
 # --- what surrounds a training step -------------------------------------------------------------------------
-
-
-def surroundings() -> dict[str, float]:
-    torch.manual_seed(3)
-    reference = Llama().double()
-    model = sharded(reference, llama_plan(sequence_parallel=True))
-    ids = torch.randint(0, 32, (2, 8))
-    found = {}
-    wanted = reference(ids)
-    with torch.no_grad():
-        found["no_grad"] = largest(model(ids), wanted)
-    with torch.inference_mode():
-        found["inference"] = largest(model(ids), wanted)
-    wanted.square().mean().backward()
-    for reentrant in (False, True):
-        model.zero_grad()
-        x = torch.zeros((), requires_grad=True)  # the reentrant kind wants an input with a gradient
-        checkpoint(lambda ids, _x: model(ids), ids, x, use_reentrant=reentrant).square().mean().backward()
-        found[f"checkpoint {reentrant}"] = gradients_apart(model, reference)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    found["deep copy"] = largest(copied(ids), wanted)
-    model(ids).sum().backward()
-    return found
-
-
-def test_no_grad_checkpointing_and_deep_copies() -> None:
-    assert_right(run_ranks(2, surroundings))

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import problem_of, tp_mesh
-from tp_models import UP_DOWN, Llama, Mlp
-from tp_models import llama_plan as llama_plan
+from tp_models import UP_DOWN, Llama, Mlp, llama_plan
 
 import namedmesh.tensor_parallel as tp
 from namedmesh.errors import PlanError
@@ -159,18 +158,35 @@ def flat(**widths: tuple[int, int]) -> nn.ModuleDict:
 
 
 BLOCK = {"o": (16, 16), "up": (16, 64), "down": (64, 16)}
-STYLES: dict[str, Any] = {"qkv": ColwiseParallel(), "o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+STYLES: dict[str, Any] = {
+    "qkv": ColwiseParallel(),
+    "o": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
 
 
 @pytest.mark.parametrize(
     ("model", "plan", "row", "makes"),
     [
         (flat(qkv=(16, 48), **BLOCK), STYLES, "o: takes 16", "qkv makes 48, up makes 64"),
-        (flat(gate_up=(8, 48), down=(24, 8)), {"gate_up": ColwiseParallel(), "down": RowwiseParallel()}, "down: takes 24", "gate_up makes 48"),
-        (nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16))}), {"attn.qkv": ColwiseParallel(), "attn.o": RowwiseParallel()}, "attn.o: takes 16", "attn.qkv makes 48"),
+        (
+            flat(gate_up=(8, 48), down=(24, 8)),
+            {"gate_up": ColwiseParallel(), "down": RowwiseParallel()},
+            "down: takes 24",
+            "gate_up makes 48",
+        ),
+        (
+            nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16))}),
+            {"attn.qkv": ColwiseParallel(), "attn.o": RowwiseParallel()},
+            "attn.o: takes 16",
+            "attn.qkv makes 48",
+        ),
     ],
 )
-def test_a_row_layer_that_no_column_layer_fits_names_split_linear(model: nn.Module, plan: Any, row: str, makes: str) -> None:
+def test_a_row_layer_that_no_column_layer_fits_names_split_linear(
+    model: nn.Module, plan: Any, row: str, makes: str
+) -> None:
     assert problem_of(model, plan) == (
         f"{row} features, which no column layer of its block makes ({makes}): one of them is several layers in one (q|k|v, "
         f"gate|up); take it apart with split_linear before, or say that its features lie head by head, or group by group, with "
@@ -188,29 +204,34 @@ def test_what_the_remedies_say_is_taken() -> None:
     model = flat(qkv=(16, 48), **BLOCK)
     split_linear(model, "qkv", [16, 16, 16])
     apart = {f"qkv.{index}": ColwiseParallel() for index in range(3)}
-    assert plan_report(model, 2, {key: each for key, each in STYLES.items() if key != "qkv"} | apart).tp_size == 2
+    assert (
+        plan_report(model, 2, {key: each for key, each in STYLES.items() if key != "qkv"} | apart).tp_size
+        == 2
+    )
     # Other widths, and rows or columns alone, ask nothing.
     for names in ({"o"}, {"qkv"}, {"qkv", "up"}):
-        assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, {name: STYLES[name] for name in names}).tp_size == 2
+        assert (
+            plan_report(flat(qkv=(16, 48), **BLOCK), 2, {name: STYLES[name] for name in names}).tp_size == 2
+        )
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("qkv", [16, 16]), ("norm", [8, 8])])
 def test_what_cannot_be_split(name: str, sizes: list[int]) -> None:
     model = nn.ModuleDict({"qkv": nn.Linear(8, 48), "norm": nn.LayerNorm(16)})
-    with pytest.raises(PlanError, match="give an nn.Linear and sizes that add up to its out_features"):
+    with pytest.raises(PlanError, match=r"give an nn.Linear and sizes that add up to its out_features"):
         split_linear(model, name, sizes)
 
 
 def test_a_split_linear_is_the_same_function() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"qkv": nn.Linear(8, 48)}).eval()
+    model: Any = nn.ModuleDict({"qkv": nn.Linear(8, 48)}).eval()
     whole, x = copy.deepcopy(model["qkv"]), torch.randn(2, 8)
-    model["qkv"].bias.requires_grad_(requires_grad=False)  # type: ignore[union-attr]
+    model["qkv"].bias.requires_grad_(requires_grad=False)
     split_linear(model, "qkv", [32, 8, 8])
     torch.testing.assert_close(model["qkv"](x), whole(x))
     assert [each.requires_grad for each in model.parameters()] == [True, False] * 3
     assert not model["qkv"].training
-    torch.testing.assert_close(torch.cat([each.weight for each in model["qkv"]]), whole.weight)  # type: ignore[union-attr]
+    torch.testing.assert_close(torch.cat([each.weight for each in model["qkv"]]), whole.weight)
 
 
 # --- the mesh, and applying twice ---------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import tp_mesh
-from tp_models import Llama, OwnForward
-from tp_models import llama_plan as llama_plan
+from tp_models import Llama, OwnForward, llama_plan
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel import (

@@ -11,8 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from tp_compare import tp_mesh
-from tp_models import UP_DOWN, Attention, Llama, Mlp, Net
-from tp_models import llama_plan as llama_plan
+from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, llama_plan
 
 from namedmesh.__main__ import main
 from namedmesh.errors import PlanError
@@ -124,7 +123,9 @@ def test_what_differs_is_named() -> None:
     for name in ("summed twice", "doubled", "complex"):
         assert names(first[name]) == {"gradient of factor.weight"}
     assert names(first["of integers"]) == {"output 0"}
-    assert {"output 0", "gradient of up.weight", "gradient of input 0"} <= names(first["softmax of a rank's features"])
+    assert {"output 0", "gradient of up.weight", "gradient of input 0"} <= names(
+        first["softmax of a rank's features"]
+    )
     assert "do not match" in first["shards"].different["output 0"]
 
 

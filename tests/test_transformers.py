@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ranks import fake_world, live_groups, run_ranks
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import namedmesh
@@ -83,7 +84,11 @@ def _in_its_hands(folder: str) -> dict[str, Any]:
             whole.generate(ids(), max_new_tokens=4, do_sample=False),
         )
         path = f"{folder}/{tied}"
-        model.save_pretrained(path)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)
+        if mesh.rank("tp") == 0:
+            model.save_pretrained(path, state_dict=state)
+        torch.distributed.barrier()
         # With the mesh, for transformers to take what it needs of it.
         loaded = type(whole).from_pretrained(path, device_mesh=mesh["tp"])
         values = loaded.state_dict()
@@ -153,7 +158,12 @@ def _steps_of_trainer(folder: str, mesh: NamedMesh | None, configuration: Any) -
     samples = [{"input_ids": row, "labels": row} for row in ids().repeat(2, 1)]
     trainer = transformers().Trainer(model=model, args=arguments, train_dataset=samples)
     trainer.train()
-    trainer.model.save_pretrained(f"{folder}/saved")  # save_model() lets the writing rank in alone
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(
+        trainer.model, options=options
+    )  # save_model() lets the writing rank in alone
+    if state:
+        trainer.model.save_pretrained(f"{folder}/saved", state_dict=state)
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     return mesh is None or trainer.accelerator.torch_device_mesh is mesh.device_mesh, losses
 

@@ -16,8 +16,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tp_compare import tp_mesh
-from tp_models import Llama, Net
-from tp_models import llama_plan as llama_plan
+from tp_models import Llama, Net, llama_plan
 
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
@@ -34,6 +33,7 @@ from namedmesh.tensor_parallel import (
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
 from namedmesh.tensor_parallel.collectives import Group, enter, exchange
+from namedmesh.tensor_parallel.hf import RowwiseEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,7 +154,7 @@ def embeddings() -> Pairs:
     ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
     rows = RowwiseParallel(input_layouts=WHOLE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, ids)
-    own = RowwiseParallel(input_layouts=WHOLE, local_forward=True)
+    own = RowwiseEmbedding()
     yield from against_whole(nn.Sequential(Normed()), {"0": own}, ids)
     scattered = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
@@ -169,7 +169,7 @@ def llamas() -> Pairs:
     for sequence_parallel in (False, True):
         for kv_heads in (2, 1):
             model = Llama(dim=16, n_heads=4, n_kv_heads=kv_heads, hidden=12, layers=1)
-            yield from against_whole(model, llama_plan(sequence_parallel=sequence_parallel), ids)
+            yield from against_whole(model, llama_plan(4, kv_heads, sequence_parallel=sequence_parallel), ids)
 
 
 def heads_and_tail() -> Net:
@@ -242,12 +242,18 @@ def routed() -> Net:
     return Net(compute, experts=Net(each, weight=nn.Parameter(torch.empty(4, 4, 4))))
 
 
+class Undivided(ExpertParallel):
+    """Where the caller sums the gradients of all tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        applied: Any = super()._apply(module, device_mesh)
+        applied.forward.gradient_scale = 1.0
+        return applied  # type: ignore[no-any-return]
+
+
 def exchanged_tokens() -> Pairs:
-    plan = {"experts": ExpertParallel()}
+    plan = {"experts": Undivided()}
     yield from against_whole(routed(), plan, noise(16, 4), cut_in=0, cut_out=0)
-
-
-# --- the loss and the regions ---
 
 
 def vocabulary_loss() -> Pairs:
@@ -262,8 +268,8 @@ def vocabulary_loss() -> Pairs:
 
 
 def regions() -> Pairs:
-    peers = Group.of(tp_mesh())
-    size = peers.size
+    mesh = tp_mesh()
+    peers, size = Group.of(mesh), mesh.size()
 
     # Every rank makes another part of the gradient.
     even = noise(2 * size, 4)

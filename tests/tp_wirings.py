@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 DIM, HIDDEN, HEAD = 8, 16, 4
 # What torch says where a module mixes plain tensors and DTensors, or writes into what its styles hand out.
-TORCHS_OWN = ("mixed torch.Tensor and DTensor", "is being modified inplace", "have a sharding strategy registered")
+TORCHS_OWN = (
+    "mixed torch.Tensor and DTensor",
+    "is being modified inplace",
+    "have a sharding strategy registered",
+)
 # Words that a reader of names would take for something.
 NAMES = ["factor", "act", "temperature", "norm", "gate_scale", "k_norm", "silu", "mixer", "attn_gain", "elu"]
 
@@ -224,7 +228,7 @@ def _trained(wiring: Wiring, *, check: bool, tolerance: float = 1e-9) -> Outcome
 
 def _train(model: nn.Module, reference: Any, tolerance: float = 1e-9, *, check: bool = False) -> set[str]:
     """Do some steps, of which the first leaves some parameters frozen; return whose gradients are wrong in one of them."""
-    wrong = set()
+    wrong: set[str] = set()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, reference)]
     for step in range(3):
         for each in (model, reference):

@@ -106,8 +106,8 @@ class Axis(NamedTuple):
     name: str
 
 
-# Those that the optimizers' hook asks. A copy of a model comes in with its first forward.
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Those that the optimizers' hook asks, in the same order on every rank. A copy of a model comes in with its first forward.
+_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -148,7 +148,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         model.register_forward_pre_hook(_before_forward)
     setattr(model, _AXES, [*vars(model).get(_AXES, ()), axis])
     setattr(model, _BEGUN, False)
-    _models.add(model)
+    _models[model] = None
 
 
 @cache
@@ -177,7 +177,7 @@ def _before_forward(model: nn.Module, _args: Any) -> None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or vars(model)[_BEGUN]:
         return
     setattr(model, _BEGUN, True)
-    _models.add(model)
+    _models[model] = None
     for axis in vars(model)[_AXES]:
         whole = {name: each for name, each in model.named_parameters() if _is_whole(each, axis)}
         trained = {name: each for name, each in whole.items() if each.requires_grad and not each.is_meta}
@@ -195,7 +195,7 @@ class _FirstBackward:
 
     def __init__(self, axis: Axis, parameters: dict[str, nn.Parameter]) -> None:
         self.axis, self.parameters = axis, parameters
-        self.handles = [each.register_post_accumulate_grad_hook(self) for each in parameters.values()]  # type: ignore[no-untyped-call]  # torch's
+        self.handles = [each.register_post_accumulate_grad_hook(self) for each in parameters.values()]
 
     def __call__(self, _parameter: Tensor) -> None:
         for handle in self.handles:
@@ -246,7 +246,11 @@ def _compare(axis: Axis, parameters: dict[str, nn.Parameter], across: Sequence[G
         GradientError: with the name of each parameter.
     """
     gradients = {name: each.grad for name, each in parameters.items()}
-    mixed = [name for name, each in parameters.items() if isinstance(each.grad, DTensor) > isinstance(each, DTensor)]
+    mixed = [
+        name
+        for name, each in parameters.items()
+        if isinstance(each.grad, DTensor) > isinstance(each, DTensor)
+    ]
     if mixed:
         raise GradientError(
             f"{listing(mixed)}: a plain tensor, whose gradient is a DTensor, because it was used together with one, such as the "

@@ -100,7 +100,8 @@ class KeyValueParallel(ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.kv_heads % device_mesh.size() == 0:
-            return ColwiseParallel._apply(self, module, device_mesh)
+            applied: nn.Module = super()._apply(module, device_mesh)
+            return applied
         problems = self.size_problems(module, device_mesh.size())
         if problems:
             raise PlanError(*problems)

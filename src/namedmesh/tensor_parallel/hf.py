@@ -213,7 +213,7 @@ class _Reader:
         self._add_attention(plan)
         return plan
 
-    def _entries(self, key: str, name: str) -> dict[str, ParallelStyle]:
+    def _entries(self, key: str, name: str) -> dict[str, ParallelStyle]:  # noqa: C901  one question after the other
         """Return what one key comes to: itself, one entry a module where they differ, or nothing.
 
         Raises:
@@ -256,7 +256,9 @@ class _Reader:
             if around is None:
                 continue
             place = ".".join(key.split(".")[: around.count(".") + 1])
-            if any(each != place and matches(place, each) for each in plan):  # each layer has an entry of its own
+            if any(
+                each != place and matches(place, each) for each in plan
+            ):  # each layer has an entry of its own
                 place = around
             known = plan.get(place)
             if known is None or type(known) is LocalParameters:
