@@ -1040,3 +1040,10 @@ def frees_after_forward(module: Any) -> bool | None:
     one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # of torch 2.12
     groups = one or state._fsdp_param_groups
     return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
+
+
+def all_reduced(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the ``"sum"`` or ``"max"`` over a group in a new tensor, also in compiled code; torch has no public function for it."""
+    started = torch.ops._c10d_functional.all_reduce(tensor, operation, group.group_name)
+    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return result

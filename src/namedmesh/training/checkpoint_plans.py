@@ -178,7 +178,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def __init__(
         self,
-        state: list[State],
+        state: State,
         aliases: Mapping[str, str],
         about: dict[str, Any],
         where: Path,
