@@ -23,8 +23,6 @@ from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414  for targets of any form
-from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414  the same
 
 from namedmesh.errors import MeshError
 
@@ -52,8 +50,6 @@ _NAMES_COUNT_GROUPS = Version("2.14.0a0") > TORCH
 # Up to 2.11 DTensor gathers what is sharded in blocks in the wrong order, or not at all.
 HAS_BLOCKS = Version("2.12.0a0") <= TORCH
 
-# Up to 2.12 the compiler takes the sums of attention in float64 for float32.
-_COMPILES_SUMS_OF_DOUBLES = Version("2.13.0a0") <= TORCH
 
 # The compiler of torch 2.11 drops the gradient of what a custom function returns, if an operation wrote into it.
 _DROPS_GRADIENTS = Version("2.11.0a0") <= TORCH < Version("2.12.0a0")
@@ -138,29 +134,6 @@ def state_of_default_group(create: Callable[[], T]) -> T:
         tags[_TAG] = _EndsWithDefaultGroup(create())
     state: T = tags[_TAG].state
     return state
-
-
-class _Finisher:
-    """Stands among torch's communicators, which it finalizes first of all when it destroys the default group."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finalize = finish
-
-
-def tells_before_destruction() -> bool:
-    """Return whether ``destroy_process_group`` begins with something of ours: torch's with torchcomms does."""
-    return "comms" in dist.destroy_process_group.__code__.co_names and isinstance(c10d._world.comms, list)
-
-
-def before_default_group_ends(finish: Callable[[], None]) -> None:
-    """Call a function while the groups of the process still work, when torch is about to destroy the default group.
-
-    Called where :func:`tells_before_destruction`, and once, however often it is given.
-    """
-    if tells_before_destruction():
-        communicators = c10d._world.comms
-        if not any(isinstance(each, _Finisher) and each.finalize == finish for each in communicators):
-            communicators.append(_Finisher(finish))
 
 
 def _end_state(state: Any, process: int) -> None:
@@ -521,19 +494,6 @@ def constant_under_compile(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def constant_of_mesh(function: F) -> F:
-    """Let the compiler call a function of a mesh, and of constants, while it traces, and keep the result.
-
-    Up to torch 2.11 the compiler takes such an object only as the one whose method is called.
-    """
-
-    @wraps(function)
-    def call(mesh: Any, *args: Any) -> Any:
-        return mesh._constant(function, mesh._version, *args)
-
-    return call  # type: ignore[return-value]
 
 
 @requires_private(_python_dispatch, "_disable_current_modes", fallback=lambda function: function)
@@ -956,77 +916,8 @@ def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor 
         return None, None
 
 
-# Pipelines.
-
-
-def remove_backwards(schedule: Any) -> None:
-    """Remove the backwards from a pipeline schedule with several stages on a rank.
-
-    torch's ``eval`` skips each backward when its turn comes, and looks for its gradient first: it fails where two
-    stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).
-    """
-    kinds = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
-    if hasattr(schedule, "pipeline_order_with_comms"):
-        schedule.pipeline_order_with_comms = {
-            rank: [
-                each
-                for action in actions
-                for each in getattr(action, "sub_actions", None) or (action,)
-                if each.computation_type.name in kinds
-            ]
-            for rank, actions in schedule.pipeline_order_with_comms.items()
-        }
-    else:  # torch 2.8, for some of them
-        schedule.pipeline_order = {
-            rank: [
-                each if each is not None and each.computation_type.name in kinds else None for each in actions
-            ]
-            for rank, actions in schedule.pipeline_order.items()
-        }
-
-
 if _missing:
     warnings.warn(f"torch {torch.__version__} has no {', '.join(_missing)}{_REMEDY}", stacklevel=2)
-
-
-# Attention.
-
-
-def has_attention_with_lse(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether :func:`attention_with_lse` can do this: torch's kernel for the CPU, and widths that are one."""
-    op = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    if not _COMPILES_SUMS_OF_DOUBLES and query.dtype == torch.float64 and torch.compiler.is_compiling():
-        return False
-    return op is not None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
-
-
-def attention_with_lse(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention and the logarithm of its sums of exponentials, which torch's public function keeps to itself."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    result: tuple[torch.Tensor, torch.Tensor] = op(
-        query, key, value, 0.0, causal, attn_mask=None, scale=scale
-    )
-    return result
-
-
-def attention_backward(
-    tensors: tuple[torch.Tensor, ...], causal: bool, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value.
-
-    Args:
-        tensors: the gradient of the output, query, key, value, the output, and its sums as of :func:`attention_with_lse`;
-            the last two may be those over more keys than these.
-        causal: as before.
-        scale: as before.
-    """
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = op(
-        *tensors, 0.0, causal, attn_mask=None, scale=scale
-    )
-    return result
 
 
 # --- training ---
@@ -1057,3 +948,16 @@ def check_archive(contents: Any) -> None:
             reader.get_record(name)
         else:
             reader.get_record_offset(name)
+
+
+def remove_backwards(schedule: Any) -> None:
+    """Remove the backwards from a pipeline schedule with several stages on a rank.
+
+    torch's ``eval`` skips each backward when its turn comes, and looks for its gradient first: it fails where two
+    stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).
+    """
+    kinds = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    for rank, actions in schedule.pipeline_order_with_comms.items():
+        single = [each for action in actions for each in getattr(action, "sub_actions", None) or (action,)]
+        forward = [each for each in single if each.computation_type.name in kinds]
+        schedule.pipeline_order_with_comms[rank] = forward
