@@ -198,7 +198,12 @@ class Phases:
 
     def _watched(self, act: Callable[[], object]) -> None:
         self.cut.ready()
-        act()
+        try:
+            act()
+        except RuntimeError as error:  # of the backend
+            if not isinstance(error, namedmesh.NamedMeshError):
+                raise namedmesh.TrainingError(f"{error}") from error
+            raise
 
 
 def test_a_cut_link_is_told_on_both_sides_in_every_phase(hosts: Hosts, tmp_path: Path) -> None:
@@ -225,7 +230,7 @@ def test_a_cut_link_is_told_on_both_sides_in_every_phase(hosts: Hosts, tmp_path:
     far = {phase: said for phase, (_, said) in told.items()}
     for phase in ("stepping", "connecting", "saving"):  # torch's own, or DCP's with that of torch inside
         for said in (near.pop(phase), far.pop(phase)):
-            assert "imed out" in said or "onnection" in said, (phase, said)
+            assert any(word in said for word in ("imed out", "imeout", "onnection")), (phase, said)
     for said in near.values():
         assert said.startswith("AgreementError: rank 1 of 0 to 1 did not call ")
     assert far.pop("starting").startswith(

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from namedmesh._torch import default_timeout
 from namedmesh.errors import CheckpointError, NamedMeshError, ranks_in_words
 from namedmesh.training.checkpoint_files import DamagedError
 
@@ -44,7 +45,9 @@ class Ranks:
         known = cls._of.setdefault(dist.group.WORLD, {})
         if ranks not in known:
             part = len(ranks) < dist.get_world_size()  # then the others do not call this
-            known[ranks] = cls(dist.new_group(ranks, backend="gloo", use_local_synchronization=part))
+            limit = default_timeout()  # torch gives a new group its own
+            group = dist.new_group(ranks, limit, "gloo", use_local_synchronization=part)
+            known[ranks] = cls(group)
         return known[ranks]
 
     @property
