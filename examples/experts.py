@@ -44,11 +44,11 @@ mesh = namedmesh.init_mesh(dp=-1)
 mesh.add_view("expert", edp=-1, ep=2)  # the same ranks: groups of 2 share the experts, each group has all
 model = Mixture().to(mesh.device)
 namedmesh.parallelize(model.experts, mesh["ep"], ExpertParallel())
-fully_shard(model.experts, mesh=mesh["edp"])  # the ranks with the same experts
+experts = fully_shard(model.experts, mesh=mesh["edp"])  # the ranks with the same experts
 fully_shard(model, mesh=mesh["dp"])
 # The experts have the tokens of all ranks: divided by edp only, they would learn faster than the router.
-model.experts.set_gradient_divide_factor(float(mesh.size("dp")))
-model.experts.set_force_sum_reduction_for_comms(True)  # gloo has no other
+experts.set_gradient_divide_factor(float(mesh.size("dp")))
+experts.set_force_sum_reduction_for_comms(True)  # gloo has no other
 training.init_parameters(model, seed=0, distribution=lambda *_: (0.0, 0.3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
 generator = torch.Generator().manual_seed(mesh.rank("dp"))

@@ -137,12 +137,9 @@ def error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
             causes.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(one)
     # What concerns all of them the first one says.
     problems = [each if 0 in ranks else f"{ranks_in_words(ranks)}: {each}" for each, ranks in found.items()]
-    for cause, ranks in causes.items():
-        remedy = (
-            "start the job again"
-            if "imed out" in cause or "onnection" in cause
-            else "see to room and permission there"
-        )
-        problems.append(f"{what} by {ranks_in_words(ranks)} ({cause}); {remedy}")
+    for how, ranks in causes.items():
+        lost = "imed out" in how or "onnection" in how
+        remedy = "start the job again" if lost else "see to room and permission there"
+        problems.append(f"{what} by {ranks_in_words(ranks)} ({how}); {remedy}")
     damaged = all(isinstance(cause, DamagedError) for cause, _ in failures.values())
     return (DamagedError if damaged else CheckpointError)(*problems)
