@@ -67,7 +67,7 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     for layer in model.layers.values():
         recompute_and_compile(layer, settings)
     if mesh.size() > 1:
-        share_parameters(model, experts, mesh, settings)
+        share_parameters(model, experts, mesh)
     return model
 
 
@@ -79,7 +79,7 @@ def recompute_and_compile(layer: Any, settings: Settings) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def share_parameters(model: Llama, experts: list[Any], mesh: NamedMesh, settings: Settings) -> None:
+def share_parameters(model: Llama, experts: list[Any], mesh: NamedMesh) -> None:
     """Spread the parameters over the ranks that hold the same ones."""
     over = training.fsdp_mesh(mesh)
     for each in experts:

@@ -37,8 +37,10 @@ mesh = namedmesh.init_mesh(pp=2, dp=-1)
 stage = Stage(mesh).to(mesh.device)
 fully_shard(stage, mesh=mesh["dp"])
 training.init_parameters(stage, seed=0)
-sum_tied = training.tie_stages(  # with pp=1 a rank has both, with more than two stages, those between have neither
-    mesh, stage.embed.weight if stage.embed else None, stage.head.weight if stage.head else None
+sum_tied = (
+    training.tie_stages(  # with pp=1 a rank has both, with more than two stages, those between have neither
+        mesh, stage.embed.weight if stage.embed else None, stage.head.weight if stage.head else None
+    )
 )
 optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
 pipe = training.pipeline(

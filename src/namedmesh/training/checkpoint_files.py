@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
+from namedmesh._torch import check_archive
 from namedmesh.errors import CheckpointError, listing
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Reader(dcp.FileSystemReader):
                     file.seek(offset)
                     contents = io.BytesIO(file.read(length))
                 _check_zip(contents)
-                torch.load(contents, weights_only=True, map_location="cpu")
+                check_archive(contents)
         except Exception as error:
             raise _damaged(name, self._where) from error
         return plan

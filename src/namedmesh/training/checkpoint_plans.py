@@ -58,6 +58,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
         if not isinstance(value, Tensor):
             return None, False, digest(value)
         whole = tuple(value.shape), value.dtype
+        if name.startswith("optimizer."):
+            parameter = self.state_dict.get(f"model.{owner(name)}")
+            if parameter is not None and parameter.shape == value.shape:
+                return whole, True, []  # as the parameters are
         if isinstance(value, DTensor) or (self._state is not None and name in self._state.parameters):
             return whole, True, numbers_of(value)
         return whole, False, digest(value)
@@ -178,7 +182,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def __init__(
         self,
-        state: list[State],
+        state: State,
         aliases: Mapping[str, str],
         about: dict[str, Any],
         where: Path,

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from namedmesh._torch import default_timeout
 from namedmesh.errors import CheckpointError, NamedMeshError, ranks_in_words
 from namedmesh.training.checkpoint_files import DamagedError
 
@@ -44,7 +45,9 @@ class Ranks:
         known = cls._of.setdefault(dist.group.WORLD, {})
         if ranks not in known:
             part = len(ranks) < dist.get_world_size()  # then the others do not call this
-            known[ranks] = cls(dist.new_group(ranks, backend="gloo", use_local_synchronization=part))
+            limit = default_timeout()  # torch gives a new group its own
+            group = dist.new_group(ranks, limit, "gloo", use_local_synchronization=part)
+            known[ranks] = cls(group)
         return known[ranks]
 
     @property
@@ -134,9 +137,9 @@ def error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
             causes.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(one)
     # What concerns all of them the first one says.
     problems = [each if 0 in ranks else f"{ranks_in_words(ranks)}: {each}" for each, ranks in found.items()]
-    problems += [
-        f"{what} by {ranks_in_words(ranks)} ({cause}); see to room and permission there"
-        for cause, ranks in causes.items()
-    ]
+    for how, ranks in causes.items():
+        lost = "imed out" in how or "onnection" in how
+        remedy = "start the job again" if lost else "see to room and permission there"
+        problems.append(f"{what} by {ranks_in_words(ranks)} ({how}); {remedy}")
     damaged = all(isinstance(cause, DamagedError) for cause, _ in failures.values())
     return (DamagedError if damaged else CheckpointError)(*problems)

@@ -6,16 +6,18 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from namedmesh._torch import all_reduced
 from namedmesh.errors import TrainingError
 from namedmesh.tensor_parallel import reduce_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from torch.distributed import ProcessGroup
 
     from namedmesh.mesh import NamedMesh
 
@@ -74,27 +76,25 @@ def clip_grad_norm_(
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     reduce_gradients(parameters)
-    spread: dict[
-        tuple[dist.ProcessGroup, ...], list[Tensor]
-    ] = {}  # by the groups whose ranks have other parts
+    spread: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}  # by the groups whose ranks have other parts
     clipped: list[Any] = []
     for parameter in parameters:
-        if parameter.grad is not None:
-            shard = _shard(parameter.grad)
-            clipped.append(_Clipped(shard))
+        grad = parameter.grad
+        if grad is not None:
+            clipped.append(_Clipped(grad.to_local() if isinstance(grad, DTensor) else grad))
+            counted = _summed(grad)  # on every rank, as it communicates
             if not (getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)):
-                spread.setdefault(_groups(parameter, parameter.grad, mesh), []).append(shard)
+                spread.setdefault(_groups(parameter, grad, mesh), []).append(counted)
     powers = {groups: _power(shards, norm_type, foreach) for groups, shards in spread.items()}
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    operation = "max" if math.isinf(norm_type) else "sum"
     for group in dict.fromkeys(group for groups in powers for group in groups):
         over = [groups for groups in powers if group in groups]
-        together = torch.stack([powers[groups] for groups in over])
-        dist.all_reduce(together, operation, group=group)
+        together = all_reduced(torch.stack([powers[groups] for groups in over]), operation, group)
         powers.update(zip(over, together, strict=True))
     here = torch.stack([*powers.values(), torch.zeros(2, dtype=torch.float64, device=mesh.device)])
     power = here.amax(0) if math.isinf(norm_type) else here.sum(0)
     if "pp" in mesh.layout:
-        dist.all_reduce(power, operation, group=mesh.group("pp"))
+        power = all_reduced(power, operation, mesh.group("pp"))
     largest = power[0].masked_fill(power[1] > 0, math.nan)
     total = largest if math.isinf(norm_type) else power[0] ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -106,8 +106,8 @@ def clip_grad_norm_(
     return total if any(each.grad.dtype == torch.float64 for each in clipped) else total.float()
 
 
-def _shard(grad: Tensor) -> Tensor:
-    """Return what this rank has of a gradient, in the same memory; one that is a part of a sum is summed."""
+def _summed(grad: Tensor) -> Tensor:
+    """Return what this rank has of a gradient; one that is a part of a sum is summed."""
     if not isinstance(grad, DTensor):
         return grad
     if any(isinstance(each, Partial) for each in grad.placements):
@@ -116,9 +116,9 @@ def _shard(grad: Tensor) -> Tensor:
     return grad.to_local()
 
 
-def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[dist.ProcessGroup, ...]:
+def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[ProcessGroup, ...]:
     """Return the groups over which a gradient is cut: by its placements, and by the marks of Megatron and DeepSpeed."""
-    groups: list[dist.ProcessGroup] = []
+    groups: list[ProcessGroup] = []
     if isinstance(grad, DTensor):
         cut = [dim for dim, each in enumerate(grad.placements) if not isinstance(each, Replicate | Partial)]
         groups = [grad.device_mesh.get_group(dim) for dim in cut]

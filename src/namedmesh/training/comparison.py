@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _SAMPLE = 1024  # elements of a tensor that are compared
-TOLERANCE = 1e-3
-"""Replicas may differ by what rounding adds up to over a run; different tensors differ by more."""
+_TOLERANCE = (
+    1e-3  # replicas may differ by what rounding adds up to over a run; different tensors differ by more
+)
 
 
 def digest(value: object) -> int:
@@ -81,5 +82,5 @@ def numbers_of(tensor: Tensor) -> list[float]:
 
 def alike(one: list[float], other: list[float]) -> bool:
     """Return whether two results of :func:`numbers_of` are those of one tensor, but for rounding."""
-    limit = TOLERANCE * max(abs(each) for each in (*one, *other))
+    limit = _TOLERANCE * max((abs(each) for each in (*one, *other)), default=0.0)
     return all(abs(a - b) <= limit for a, b in zip(one, other, strict=True))

@@ -219,7 +219,10 @@ class Pipeline:
         if rows < 1:
             # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.
             return 0 * self._loss(output[:1], _rows_of(self._target, slice(self._count - 1, self._count)))
-        loss = self._loss(output[:rows], _rows_of(self._target, slice(first, first + rows)))
+        real = (
+            output if rows == len(index) else output[:rows]
+        )  # a slice costs memory of its size in the backward
+        loss = self._loss(real, _rows_of(self._target, slice(first, first + rows)))
         return loss * (rows / self._count) if self._reduction == "mean" else loss
 
 
