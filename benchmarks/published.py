@@ -1,10 +1,10 @@
-"""What the planner predicts for published runs: memory, activations, tokens a second, and the rank of the layout.
+"""What the planner predicts for published runs: memory, tokens a second, and the rank of the layout.
 
     python benchmarks/published.py [--only TEXT]
 
 The rank is the place of the published layout by tokens a second among all that fit the hardware with the same policies
 and the same global batch. Where the planner takes it not to fit, it is the place among all that need no more memory, in
-brackets, with the reason below. The efficiency of the hardware stands in its file: src/namedmesh/plan/gpus.
+brackets, with the reason below. The efficiency of the hardware stands in its file: src/namedmesh/plan/cards.json.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from typing import NamedTuple
 
 from published_runs import GROUPS, RUNS, Run
 
-from namedmesh.plan import Job, Memory, best_partitions, estimate_memory, estimate_step, list_partitions
-from namedmesh.plan.job import axes_of, shares
-from namedmesh.plan.memory import memory_of_share
-from namedmesh.plan.partitions import find_partition
+from namedmesh.plan import (
+    Job,
+    best_partitions,
+    estimate_memory,
+    estimate_step,
+    find_partition,
+    list_partitions,
+)
 
 MEMORY_GOAL, SPEED_GOAL, RANK_GOAL = 0.15, 0.25, 5
 
@@ -28,7 +32,6 @@ class Result(NamedTuple):
     """A run's predictions: errors are of the published figure, None where none is published."""
 
     memory: float | None
-    activations: float | None
     tokens: float | None
     rank: str
     reason: str
@@ -36,13 +39,7 @@ class Result(NamedTuple):
 
 def job_of(run: Run) -> Job:
     """Return the job of a run."""
-    return Job(run.model, run.hardware, **run.job)
-
-
-def first_rank(run: Run) -> Memory:
-    """Return the memory of the first pipeline rank, of which Korthikanti et al. give the activations."""
-    job, axes = job_of(run), axes_of(run.sizes)
-    return memory_of_share(job, axes, shares(job, axes.pp)[0], job.micro_batches(axes.dp))
+    return Job(run.model, run.hardware, **run.job).settled  # nothing is left to be searched
 
 
 def ranks_of(run: Run) -> int:
@@ -59,11 +56,13 @@ def tokens_per_gpu(run: Run) -> float:
 def place(run: Run) -> tuple[str, str]:
     """Return the place of the published layout among all that fit, and why it is ruled out if it is."""
     ranks = ranks_of(run)
-    published = find_partition(list_partitions(ranks, job_of(run)), run.sizes)
+    published = find_partition(list_partitions(ranks, job_of(run), margin=0, dp_replicate=1), run.sizes)
     limit = None
+    if published.mismatches:
+        return "none", "; ".join(published.mismatches)
     if published.reasons and published.memory is not None:
         limit = max(run.hardware.memory, published.memory.total)
-    partitions = list_partitions(ranks, job_of(run), memory=limit)
+    partitions = list_partitions(ranks, job_of(run), memory=limit, margin=0, dp_replicate=1)
     fitting = best_partitions(partitions, len(partitions))
     where = [one.sizes for one in fitting].index(published.sizes) + 1
     text = f"{where}/{len(fitting)}"
@@ -72,16 +71,14 @@ def place(run: Run) -> tuple[str, str]:
 
 def compare(run: Run) -> Result:
     """Compare one run with what is predicted for it."""
-    memory = activations = tokens = None
+    memory = tokens = None
     rank, reason = "", ""
     if run.memory is not None:
         memory = estimate_memory(job_of(run), run.sizes).total / 2**30 / run.memory - 1
-    if run.activations is not None:
-        activations = first_rank(run).activations / run.activations - 1
     if run.tokens is not None:
         tokens = tokens_per_gpu(run) / run.tokens - 1
         rank, reason = place(run)
-    return Result(memory, activations, tokens, rank, reason)
+    return Result(memory, tokens, rank, reason)
 
 
 def within_the_best(result: Result) -> bool:
@@ -92,13 +89,11 @@ def within_the_best(result: Result) -> bool:
 
 def _row(run: Run, result: Result) -> str:
     cells = [run.name]
-    pairs = [(run.memory, result.memory), (run.activations, result.activations), (run.tokens, result.tokens)]
+    pairs = [(run.memory, result.memory), (run.tokens, result.tokens)]
     for published, error in pairs:
         if published is None or error is None:
             cells.append("")
             continue
-        if published > 2**30:  # bytes
-            published /= 2**30  # noqa: PLW2901  in GiB
         digits = 0 if published >= 1000 else 1  # noqa: PLR2004  four digits say enough
         cells.append(f"{published * (1 + error):,.{digits}f} for {published:,.{digits}f}: {error:+.0%}")
     return f"| {' | '.join([*cells, result.rank])} |"
@@ -112,15 +107,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="runs whose name or source has this text")
     only = parser.parse_args().only.lower()
     rows = [(run, compare(run)) for run in RUNS if only in f"{run.name} {run.source}".lower()]
-    print(
-        "| predicted for published: error | GiB | GiB of activations | tokens/s a GPU | place |\n|---|---|---|---|---|"
-    )
+    print("| predicted for published: error | GiB | tokens/s a GPU | place |\n|---|---|---|---|")
     source = ""
     notes: dict[str, list[str]] = {}
     for run, result in rows:
         if run.source != source:
             source = run.source
-            print(f"| **{source}** | | | | |")
+            print(f"| **{source}** | | | |")
         print(_row(run, result))
         for note in (run.assumed, result.reason):
             if note:
@@ -137,7 +130,6 @@ def main() -> None:
 
 def _summaries(results: list[Result]) -> None:
     _summary("memory", [result.memory for result in results], MEMORY_GOAL)
-    _summary("activations", [result.activations for result in results], MEMORY_GOAL)
     _summary("tokens a second", [result.tokens for result in results], SPEED_GOAL)
     ranked = [within_the_best(result) for result in results if result.rank]
     print(f"  published layout among the best {RANK_GOAL} that fit: {sum(ranked)} of {len(ranked)}")

@@ -57,6 +57,9 @@ H800 = replace(
     matmul={precision: fraction * _LEFT for precision, fraction in _H100.matmul.items()},
 )
 A100 = load_hardware("a100")
+# Before FlashAttention the scores were written to memory: for each of a head's 128 features and each earlier token 4 operations at
+# the rate of products, and for each score 10 bytes at that of memory, are 0.11 of the peak of the half that a causal mask leaves.
+A100_UNFUSED = replace(A100, name="A100, attention's scores in memory", attention=0.11)
 
 
 GROUPS = ("runs the model was made with", "runs looked up later", "runs nothing was decided with")
@@ -75,7 +78,6 @@ class Run:
         sizes: the size of each axis.
         job: the other fields of :class:`namedmesh.plan.Job`.
         memory: GiB of the fullest rank, as published.
-        activations: bytes of the first pipeline rank's activations, by a published formula.
         tokens: tokens a second and GPU, as published.
         assumed: what the source does not state; and, for a miss, which assumption differs.
         group: one of :data:`GROUPS`.
@@ -88,7 +90,6 @@ class Run:
     sizes: dict[str, int]
     job: dict[str, Any] = field(default_factory=dict)
     memory: float | None = None
-    activations: float | None = None
     tokens: float | None = None
     assumed: str = ""
     group: str = GROUPS[0]
@@ -109,10 +110,8 @@ _SC21_JOB = {
     "seq": 2048,
     "trainer": "megatron",
     "checkpointing": "full",
+    "micro_batch": 1,
     "sequence_parallel": False,
-    "fused_attention": False,
-    "dropout": True,
-    "overlap": False,
     "stage": 0,
 }
 
@@ -144,7 +143,7 @@ def _megatron_2021() -> list[Run]:
                 f"GPT {billions}B",
                 "Narayanan et al., SC 2021, table 1",
                 model,
-                A100,
+                A100_UNFUSED,
                 sizes,
                 job,
                 tokens=teraflops * 1e12 / _gpt_operations(model, again=True),
@@ -156,7 +155,7 @@ def _megatron_2021() -> list[Run]:
 
 
 def _korthikanti() -> list[Run]:
-    # name, heads, hidden, layers, tp, pp, GPUs, batch, micro-batch, stages a rank, seconds: full, selective with SP
+    # name, heads, hidden, layers, tp, pp, batch, micro-batch, stages a rank, seconds: full, selective with sequence parallelism
     table = (
         ("22B", 64, 6144, 48, 8, 1, 4, 4, 1, 1.42, 1.10),
         ("175B", 96, 12288, 96, 8, 8, 64, 1, 3, 18.13, 13.75),
@@ -165,36 +164,19 @@ def _korthikanti() -> list[Run]:
     )
     runs = []
     for name, heads, hidden, layers, tp, pp, batch, micro_batch, turns, *seconds in table:
-        model = _gpt(layers, hidden, heads)
-        tokens = batch * 2048 / (tp * pp)
         common = _SC21_JOB | {"global_batch": batch, "micro_batch": micro_batch, "stages_per_rank": turns}
-        stage = 2048 * micro_batch * hidden * layers * (1 + (pp - 1) / (pp * turns) if turns > 1 else 1)
-        attention, widths = 5 * heads * 2048 / hidden, 34.0
-        policies = {
-            "none": (False, 10 + 24 / tp + attention / tp, None),
-            "selective": (False, 10 + 24 / tp, None),
-            "none, sequence-parallel": (True, (widths + attention) / tp, None),
-            "selective, sequence-parallel": (True, widths / tp, seconds[1]),
-            "full": (False, 2.0, seconds[0]),
-        }
-        for policy, (parallel, each, took) in policies.items():
-            job = common | {"checkpointing": policy.partition(",")[0], "sequence_parallel": parallel}
+        for policy, parallel, took in zip(("full", "selective"), (False, True), seconds, strict=True):
+            job = common | {"checkpointing": policy, "sequence_parallel": parallel}
             runs.append(
                 Run(
                     f"GPT {name}, {policy}",
-                    "Korthikanti et al., MLSys 2023, tables 2, 3 and 5, section 4.2.3",
-                    model,
-                    A100,
+                    "Korthikanti et al., MLSys 2023, tables 3 and 5",
+                    _gpt(layers, hidden, heads),
+                    A100_UNFUSED,
                     {"tp": tp, "pp": pp, "dp": 1},
                     job,
-                    activations=stage * each,
-                    tokens=tokens / took if took else None,
-                    assumed="activations by the paper's formula, not measured"
-                    + (
-                        ""
-                        if pp * turns <= layers and layers % (pp * turns) == 0
-                        else "; the layers do not divide by the stages"
-                    ),
+                    tokens=batch * 2048 / (tp * pp) / took,
+                    assumed="the paper takes tp inside a node first, by rule",
                 )
             )
     return runs
@@ -211,7 +193,13 @@ def _llama_operations(seq: int) -> float:
 
 def _llama_3() -> list[Run]:
     table = ((8192, 1, 64, 8192, 32, 430), (16384, 1, 128, 8192, 16, 400), (16384, 16, 8, 131072, 16, 380))
-    policy = {"stage": 2, "stages_per_rank": 2, "checkpointing": "none", "trainer": "megatron"}
+    policy = {
+        "stage": 2,
+        "stages_per_rank": 2,
+        "checkpointing": "none",
+        "trainer": "megatron",
+        "micro_batch": 1,
+    }
     return [
         Run(
             f"Llama 3 405B, {gpus} GPUs, {seq} tokens",
@@ -240,17 +228,15 @@ def _deepseek() -> list[Run]:
                 "seq": 4096,
                 "global_batch": 15360,
                 "stage": 1,
+                "micro_batch": 1,
                 "precision": "fp8",
-                "schedule": "dualpipe",
+                "stages_per_rank": 2,
                 "trainer": "megatron",
                 "checkpointing": "selective",
-                "recompute": ("layernorm", "mla_up_proj", "moe_act"),
-                "fp8_inputs": True,
-                "optimizer_bytes": 8,
             },
             tokens=1e12 / (180e3 * 3600),
-            assumed="micro-batch 1; not counted: the second token's prediction, scales of fp8 for each tile; experts are weighted as "
-            "Megatron does it, within",
+            assumed="micro-batch 1; interleaved with 2 stages a rank, where DualPipe hides the experts' traffic too; not counted: what "
+            "it computes again and keeps in fp8, so that the planner takes it not to fit; the second token's prediction",
         )
     ]
 
@@ -276,21 +262,19 @@ def _torchtitan_8b() -> list[Run]:
     )
     runs = []
     for words, precision, measured in rows:
-        # Its RMSNorm is written in Python (torchtitan, models/norms.py).
-        job = {"seq": 8192, "micro_batch": 2, "checkpointing": "op", "precision": precision}
-        job |= {"compiled": words != "eager", "fused_norms": words != "eager"}
+        job = {"seq": 8192, "micro_batch": 2, "checkpointing": "selective", "precision": precision}
         for gpus, table, tokens, memory in measured:
             name, batch = f"Llama 3.1 8B, FSDP {gpus}, {words}", {"global_batch": 2 * gpus}
             source = f"{_PAGE}{table}"
+            assumed = "counted as compiled: eager kernels read and write more" if words == "eager" else ""
             runs.append(
-                Run(name, source, LLAMA_8B, GRAND_TETON, {"dp": gpus}, job | batch, memory, None, tokens)
+                Run(name, source, LLAMA_8B, GRAND_TETON, {"dp": gpus}, job | batch, memory, tokens, assumed)
             )
     for cp, tokens, memory in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
         job = {"seq": 32768 * cp, "global_batch": 8 // cp, "checkpointing": "full", "precision": "fp8"}
-        job["context_attention"] = "torch"
         name, sizes = f"Llama 3.1 8B, FSDP {8 // cp}, CP {cp}", {"dp": 8 // cp, "cp": cp}
         ring = _RING if cp > 1 else ""
-        runs.append(Run(name, f"{_PAGE}2", LLAMA_8B, GRAND_TETON, sizes, job, memory, None, tokens, ring))
+        runs.append(Run(name, f"{_PAGE}2", LLAMA_8B, GRAND_TETON, sizes, job, memory, tokens, ring))
     return runs
 
 
@@ -314,7 +298,7 @@ def _torchtitan_large() -> list[Run]:
     runs = []
     for name, table, sizes, job, memory, tokens in rows:
         model, pipeline = (LLAMA_70B, {}) if name.startswith("70B") else (LLAMA_405B, {"pp": 8})
-        policy = {"seq": 8192, "checkpointing": "full", "precision": "fp8", "context_attention": "torch"}
+        policy = {"seq": 8192, "checkpointing": "full", "precision": "fp8"}
         runs.append(
             Run(
                 f"Llama 3.1 {name}",
@@ -324,7 +308,6 @@ def _torchtitan_large() -> list[Run]:
                 {"tp": 8, **pipeline, **sizes},
                 policy | job,
                 memory,
-                None,
                 tokens,
                 _MICRO,
             )
@@ -405,7 +388,7 @@ def _llm_foundry(hardware: Hardware, rows: tuple[tuple[str, int, int, int, int, 
         layers, hidden, heads = sizes[size]
         model = Model(layers=layers, hidden=hidden, heads=heads, vocab=50432, tied=True)
         job = {"seq": seq, "global_batch": batch, "micro_batch": micro_batch, "checkpointing": policy}
-        job |= {"compiled": False, "fused_loss": True}  # its default loss_fn is fused_crossentropy
+        job |= {"fused_loss": True}  # its default loss_fn is fused_crossentropy
         name = f"MPT {size}, FSDP {gpus}, {seq} tokens"
         runs.append(Run(name, page, model, hardware, {"dp": gpus}, job, tokens=tokens, assumed=_MPT_PAGE))
     return runs
@@ -413,23 +396,22 @@ def _llm_foundry(hardware: Hardware, rows: tuple[tuple[str, int, int, int, int, 
 
 def _tried_afterwards() -> list[Run]:
     """Return runs that were looked up when the model was made; eager kernels and casts to fp8 are counted since."""
-    h200, op = load_hardware("h200"), {"seq": 8192, "checkpointing": "op"}
+    h200, op = load_hardware("h200"), {"seq": 8192, "checkpointing": "selective"}
     page = "torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
     runs = []
     for gpus, tokens, memory in ((32, 10938, 47.96), (64, 10753, 46.97)):
         job = op | {"global_batch": 2 * gpus, "micro_batch": 2, "precision": "fp8", "fused_loss": True}
         name = f"Llama 3.1 8B, FSDP {gpus}, H200"
-        runs.append(Run(name, page, LLAMA_8B, h200, {"dp": gpus}, job, memory, None, tokens))
+        runs.append(Run(name, page, LLAMA_8B, h200, {"dp": gpus}, job, memory, tokens))
     for name, model, seq, rows, policy, tokens in (
-        ("Llama 3 8B", LLAMA_8B, 8192, 1, "op", 2973),
+        ("Llama 3 8B", LLAMA_8B, 8192, 1, "selective", 2973),
         ("Llama 3 70B", LLAMA_70B, 8192, 1, "full", 331),
         ("Llama 2 13B", _LLAMA_2["13B"], 4096, 2, "none", 2162),
-        ("Llama 2 13B", _LLAMA_2["13B"], 4096, 2, "op", 1904),
-        ("Llama 2 70B", _LLAMA_2["70B"], 4096, 1, "op", 355),
+        ("Llama 2 13B", _LLAMA_2["13B"], 4096, 2, "selective", 1904),
+        ("Llama 2 70B", _LLAMA_2["70B"], 4096, 1, "selective", 355),
         ("Llama 2 70B", _LLAMA_2["70B"], 4096, 2, "full", 353),
     ):
         job = {"seq": seq, "global_batch": 64 * rows, "micro_batch": rows, "checkpointing": policy}
-        job["compiled"] = False
         title, source = f"{name}, FSDP 64, {policy}", "torchtitan, docs/performance.md"
         runs.append(Run(title, source, model, A100, {"dp": 64}, job, tokens=tokens, assumed=_A100_PAGE))
     gpt = Model(layers=96, hidden=12288, heads=96, vocab=64000, tied=True)
@@ -460,7 +442,7 @@ def _tried_afterwards_in_2022() -> list[Run]:
             f"MT-NLG 530B, {gpus} GPUs",
             "Smith et al., Megatron-Turing NLG 530B, 2022, section 3.3",
             turing,
-            A100,
+            A100_UNFUSED,
             {"tp": 8, "pp": 35, "dp": gpus // 280},
             _SC21_JOB | {"global_batch": 1920},
             tokens=1920 * 2048 / seconds / gpus,
@@ -471,11 +453,15 @@ def _tried_afterwards_in_2022() -> list[Run]:
         )
         for gpus, seconds in ((2240, 60.1), (2800, 50.2), (3360, 44.4))
     ]
-    job = _SC21_JOB | {"global_batch": 2048, "micro_batch": 2, "stage": 1, "dropout": False, "overlap": True}
+    job = _SC21_JOB | {"global_batch": 2048, "micro_batch": 2, "stage": 1}
     source = "BigScience, BLOOM, 2022: arXiv 2211.05100, and 150 TFLOP/s by bigscience.notion.site"
     tokens = 150e12 / _gpt_operations(bloom, again=True)
-    jean_zay = replace(A100, nics_per_node=4, nic_bandwidth=12.5e9)  # four Omni-Path links of 100 Gb/s
-    runs.append(Run("BLOOM 176B", source, bloom, jean_zay, {"tp": 4, "pp": 12, "dp": 8}, job, tokens=tokens))
+    jean_zay = replace(
+        A100_UNFUSED, nics_per_node=4, nic_bandwidth=12.5e9
+    )  # four Omni-Path links of 100 Gb/s
+    assumed = "nobody ran context parallelism then, with which some layouts are faster here"
+    sizes = {"tp": 4, "pp": 12, "dp": 8}
+    runs.append(Run("BLOOM 176B", source, bloom, jean_zay, sizes, job, tokens=tokens, assumed=assumed))
     return runs
 
 
@@ -594,7 +580,7 @@ def _nvidia() -> list[Run]:
             "stage": stage,
         }
         job |= {"stages_per_rank": turns, "sequence_parallel": tp > 1, "trainer": "megatron"}
-        job |= {"checkpointing": "none", "state_bytes": 16}
+        job |= {"checkpointing": "none"}
         sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": gpus // tp // pp // cp, "ep": ep}
         assumed = _NVIDIA_ASSUMED + (_SMALL_EXPERTS if model.experts else "")
         runs.append(Run(title, page, model, load_hardware(kind), sizes, job, tokens=tokens, assumed=assumed))

@@ -47,6 +47,8 @@ ROOMS = (
     "mesh",
     "init",
     "plan",
+    "doctor",
+    "doctor_cli",
     "tensor_parallel",
     "training",
     "migrate",

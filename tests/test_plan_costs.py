@@ -1,36 +1,264 @@
-"""Partitions, cuts and comparisons against independent calculations; what memory and steps cost is in test_plan_estimates."""
+"""What layouts cost, by hand, by published formulas and runs; which of them fit, and what the search finds."""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import says
 
 from namedmesh import LayoutError
-from namedmesh.dialects import DIALECTS
 from namedmesh.plan import (
+    Hardware,
     Job,
     Model,
+    Partition,
+    UsageError,
     best_partitions,
-    compare,
-    cut_weight,
     estimate_memory,
+    estimate_step,
+    explain,
+    find_partition,
     list_partitions,
     load_hardware,
     make_plan,
-    nearest_misses,
-)
-from namedmesh.plan.partitions import explain, find_partition, misses_text, remedies
+    read_config,
+)  # fmt: skip
+from namedmesh.plan.cost import collective, in_flight, layer_of, shares
+from namedmesh.plan.hardware import hardware_names
+from namedmesh.plan.job import Axes
+from namedmesh.sizes import stage_range
 
-LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
-LLAMA_405B = Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from published import MEMORY_GOAL, SPEED_GOAL, compare, within_the_best
+from published_runs import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, LLAMA_405B, RUNS
+
+GPT = Model(layers=5, hidden=16, heads=4, vocab=32)
+MIXTRAL = replace(LLAMA_8B, vocab=32000, experts=8, top_k=2)
+PLAIN = Hardware("plain", {"bf16": 1e12}, {"bf16": 0.5}, 0.25, 80e9, 1e12, 0.5, 4, 4, 1e9, 1.0, 4, 1e8, 1.0)
+SIZES = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 128256}
+LLAMA = SIZES | {"model_type": "llama", "num_key_value_heads": 8, "intermediate_size": 14336}
+FALCON = {
+    "model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71, "vocab_size": 65024,
+    "multi_query": True,
+}  # fmt: skip
+STARCODER = {
+    "model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48, "n_inner": 24576, "vocab_size": 49152,
+    "multi_query": True,
+}  # fmt: skip
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1, "vocab_size": 151936,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [(LLAMA_8B, 8.03), (LLAMA_70B, 70.55), (LLAMA_405B, 405.85), (MIXTRAL, 46.70), (DEEPSEEK_V3, 671.03)],
+)
+def test_sizes_amount_to_the_published_parameters_and_to_those_on_the_ranks(
+    model: Model, published: float
+) -> None:
+    assert model.total / 1e9 == pytest.approx(published, abs=0.005)
+    job, axes = Job(model, seq=8, stage=0), Axes(pp=4, ep=2 if model.experts else 1)
+    stages = [(stage_range(model.layers or 0, rank, 4), rank) for rank in range(4)]
+    assert [(share.dense + share.expert, share.rank) for share in shares(job, 1)] == [(model.layers, 0)]
+    assert all(len(stages[share.rank][0]) == share.dense + share.expert for share in shares(job, 4))
+    dense, expert, routed = model.layer
+    held = (
+        dense * ((model.layers or 0) - model.expert_layers)
+        + (expert + routed / axes.ep) * model.expert_layers
+        + model.ends
+    )
+    assert estimate_memory(job, {"ep": axes.ep}).weights == pytest.approx(2 * held, rel=1e-6)
+
+
+def test_layers_that_all_are_dense_have_no_experts_on_a_rank_either() -> None:
+    model = Model(layers=4, dense_layers=4, experts=8, hidden=4096, heads=32, ffn=14336, vocab=32000)
+    assert estimate_memory(Job(model, stage=0), {}).weights == pytest.approx(2 * model.total, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"), [(LLAMA, 8.03), (FALCON, 6.92), (STARCODER, 15.5), (QWEN3_MOE, 30.5)]
+)
+def test_configurations_amount_to_the_published_parameters(
+    config: dict[str, Any], billions: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model, notes = read_config(str(tmp_path))
+    assert model.total / 1e9 == pytest.approx(billions, rel=0.005)
+    assert notes == []
+
+
+def test_what_a_configuration_cannot_say_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    unusual = {"decoder_sparse_step": 2, "layer_types": ["full", "sliding"], "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps({"text_config": QWEN3_MOE | unusual, "vision_config": {}}), encoding="utf-8")
+    vision, note = read_config(str(path))[1]
+    assert vision == "vision_config is not read: only the text model is counted"
+    assert note.startswith("decoder_sparse_step, layer_types, num_nextn_predict_layers may change the sizes")
+    path.write_text('{"hidden_size": "wide", "model_type": "mpt", "n_layers": 32}', encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        read_config(str(path))
+    assert [problem.split(": ")[1].split(";")[0] for problem in caught.value.problems] == [
+        "there is no num_hidden_layers or n_layer or num_layers", "hidden_size is 'wide'",
+        "there is no num_attention_heads or n_head", "there is no vocab_size",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_config("/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(0, 16 * 7), (1, 4 * 7 + 12 * 7 / 8), (2, 2 * 7 + 14 * 7 / 8), (3, 14)]
+)
+def test_states_by_stage_and_trainer(stage: int, expected: float) -> None:
+    job, sizes = Job(Model(params=28_000_000_000), stage=stage), {"tp": 2, "pp": 2, "dp": 8}
+    assert estimate_memory(job, sizes).states / 1e9 == pytest.approx(expected)
+    more = 2 * 7 / (8 if stage >= 2 else 1)  # gradients in float32
+    megatron = estimate_memory(replace(job, trainer="megatron"), sizes)
+    assert megatron.states / 1e9 == pytest.approx(expected + more)
+    copies = estimate_memory(job, sizes | {"dp_replicate": 4})
+    assert copies.optimizer == pytest.approx(12 * 7e9 / (2 if stage else 1))
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_activations_by_korthikantis_table_2(policy: str, parallel: bool) -> None:
+    """Without the masks of dropout, two bytes, and with fused attention, which keeps no scores."""
+    t, h, s = 2, 16, 8
+    expected = {True: 32 / t, False: 8 + 24 / t}[parallel] if policy != "full" else 2 / (t if parallel else 1)
+    job = Job(GPT, seq=s, micro_batch=3, trainer="megatron", checkpointing=policy, sequence_parallel=parallel)
+    assert estimate_memory(job, {"tp": t}).activations == pytest.approx(5 * 3 * s * h * expected)
+
+
+def test_what_torch_keeps_by_hand() -> None:
+    """In numbers of two bytes: h=16, q=16, k=v=8, f=24, over two ranks with sequence parallelism; and experts."""
+    model = Model(layers=1, heads=4, kv_heads=2, hidden=16, ffn=24, vocab=32)
+    none = Job(model, seq=8, checkpointing="none")
+    assert (
+        layer_of(none, Axes(tp=2), experts=False).kept
+        == 2 * 16 / 2 + 2 * 16 + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2
+    )
+    selective = layer_of(replace(none, checkpointing="selective"), Axes(), experts=False)
+    assert (
+        selective.kept == 16 + 16 + 8 + 16 + 24 + 16
+    )  # input, queries, values, attention; gate and last product
+    shared = layer_of(replace(none, model=replace(model, kv_heads=1)), Axes(tp=2), experts=False)
+    assert (
+        shared.kept == 2 * 16 / 2 + 2 * 16 + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2
+    )  # each rank has the head
+    mixture = replace(model, kv_heads=4, experts=8, top_k=2, expert_ffn=12, shared_experts=1)
+    for tp, etp in ((1, 1), (2, 1), (2, 2)):
+        found = layer_of(replace(none, model=mixture), Axes(tp=tp, etp=etp), experts=True).kept
+        halves = 2 * 16 / tp + 2 * 16 + 5 * 16 / tp + 3 * 4 * 12 / tp
+        assert found == halves + 2 * 2 * 16 * etp / tp + 2 * 8
+
+
+def test_what_fsdp_gathers_and_the_loss_copies() -> None:
+    job = Job(
+        replace(LLAMA_8B, layers=4),
+        seq=128,
+        global_batch=8,
+        stage=3,
+        checkpointing="selective",
+        micro_batch=1,
+    )
+    layer, ends, logits, hidden = LLAMA_8B.layer[0], 2 * 4096 * 128256, 128 * 128256, 2 * 128 * 4096 * 2
+    one, last = (estimate_memory(job, sizes) for sizes in ({"dp": 2}, {"dp": 2, "pp": 2}))
+    assert one.gathered == pytest.approx(2 * ends)
+    again = layer_of(job, Axes(), experts=False)
+    more = 2 * 128 * (again.read - again.kept + again.gradients)
+    assert one.backward == pytest.approx(more + (3 * 2 + 4) * layer + 2 * ends, rel=1e-4)
+    # The last of two stages: two layers and the head, gathered for the whole step, and gradients that accumulate.
+    assert last.gathered == pytest.approx((2 + 4) * (2 * layer + ends / 2), rel=1e-4)
+    assert one.loss == last.loss == 14 * logits + hidden  # a pipeline keeps the logits of one micro-batch too
+    assert estimate_memory(replace(job, fused_loss=True), {}).loss == 4 * logits + hidden
+    assert estimate_memory(job, {"tp": 2}).loss == 18 * logits / 2 + hidden
+    assert estimate_memory(replace(job, trainer="megatron"), {"tp": 2}).loss == 10 * logits / 2 + hidden
+
+
+def test_micro_batches_in_flight() -> None:
+    job = Job(Model(layers=32))
+    assert [in_flight(job, 4, rank, 16) for rank in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(job, 4, rank, 2) for rank in range(4)] == [2, 2, 2, 1]
+    p, m = 8, 3  # Korthikanti, section 4.2.3
+    assert in_flight(replace(job, stages_per_rank=m), p, 0, 64) == pytest.approx(p * (1 + (p - 1) / (p * m)))
+
+
+def test_the_bandwidth_of_a_group_follows_from_its_members_in_a_node() -> None:
+    assert [PLAIN.bandwidth(*each) for each in ((4, 1), (16, 1), (16, 2), (4, 4))] == [1e9, 4e8, 2e8, 1e8]
+    assert PLAIN.bandwidth(3, 1) == 1e8  # the second group has a rank in one node and two in the next
+    hops = 12 * 3.4e-6 + 3 * 9.6e-6  # of a ring over four nodes of four
+    assert collective(PLAIN, 8e8, 16, 1) == pytest.approx(7.5e8 / 4e8 + hops, rel=1e-9)
+    nvl72 = load_hardware("gb200-nvl72").filled(1024)  # 64 of the 72
+    assert (nvl72.bandwidth(64, 1), nvl72.bandwidth(16, 32)) == (0.80 * 900e9, 2 * 45e9)
+
+
+def test_a_step_by_hand() -> None:
+    model = Model(layers=2, hidden=64, heads=4, vocab=100)
+    job = Job(
+        model, PLAIN, 32, 4, 1, 0, trainer="megatron", sequence_parallel=False, checkpointing="selective"
+    )
+    step, tokens, layer = estimate_step(job, {"tp": 2, "pp": 2}), 32, model.layer[0]
+    # The last stage: a layer and the head, over two ranks; 2 operations forward, 4 backward, at half of the peak.
+    assert step.seconds["matmul"] == pytest.approx(4 * 6 * tokens * (layer + 64 * 100) / 2 / 5e11)
+    # Half of s x s scores, two products, forward, again, and two and a half times backward, at a quarter of the peak.
+    assert step.seconds["attention"] == pytest.approx(4 * 4.5 * 2 * 32 * 32 * 64 / 2 / 2.5e11)
+    # What is read backward is moved twice forward and three times backward; the loss; and gradients that accumulate.
+    read, logits = layer_of(job, Axes(tp=2, pp=2), experts=False).read, 100 / 2
+    moved = tokens * (5 * 2 * read + 2 * 10 * logits) + 10 * (layer + 64 * 100) / 2
+    assert step.seconds["elementwise"] == pytest.approx(4 * moved / 5e11)
+    # Four all-reduces of 32 x 64 numbers of two bytes: each is sent to one other rank twice, half at a time.
+    sent, hop = 4 * 4 * 2 * (tokens * 64 * 2 / 2), 3.4e-6
+    assert step.seconds["tp"] == pytest.approx(sent / 1e9 + 4 * 4 * 2 * hop)
+    # Each of the two ranks sends half to its peer in the next stage, and gathers the other half there.
+    assert step.seconds["pp"] == pytest.approx(4 * 2 * (2 * tokens * 64 * 2 / 2 / 1e9 + hop))
+    one = sum(step.seconds[part] for part in ("matmul", "attention", "elementwise", "tp", "pp")) / 4
+    assert step.seconds["bubble"] == pytest.approx(one)  # (p-1) micro-batches
+    full = estimate_step(replace(job, checkpointing="full"), {"tp": 2, "pp": 2})
+    assert full.seconds["tp"] == pytest.approx(
+        step.seconds["tp"] * 3 / 2
+    )  # once more, where the layer is computed again
+
+
+def test_what_copies_of_shards_send() -> None:
+    """Gathered and reduced by two shards in a node; of each half, gradients are all-reduced between two nodes."""
+    model = Model(layers=2, hidden=64, heads=4, vocab=100)
+    node = replace(PLAIN, gpus_per_node=2, domain=2, nics_per_node=2, domain_bandwidth=1e6, nic_bandwidth=1e5)
+    job = Job(model, node, 32, 4, 1, 1, trainer="megatron", checkpointing="none")
+    sharded = estimate_step(job, {"dp": 4, "dp_replicate": 2}).seconds["dp"]
+    shared = 2 * model.layer[0] + 2 * 64 * 100
+    inside, between = shared * (2 + 4) / 2 / 1e6, 2 * shared / 2 * 4 / 2 / 1e5
+    assert sharded == pytest.approx(inside + between, rel=0.01)  # far too slow to hide
+
+
+def names_where(found: dict[str, float], limit: float) -> set[str]:
+    return {name for name, error in found.items() if abs(error) > limit}
+
+
+def test_published_runs() -> None:
+    """The goals: of 125 speeds 108 within a quarter, 98 layouts among the best five, of 19 memories 17 within 15 %."""
+    results = {f"{run.name} {run.source}": (run, compare(run)) for run in RUNS}
+    assert len(results) == len(RUNS)
+    speeds = {name: each.tokens for name, (_, each) in results.items() if each.tokens is not None}
+    memories = {name: each.memory for name, (_, each) in results.items() if each.memory is not None}
+    missed = names_where(speeds, SPEED_GOAL)
+    assert (len(speeds), len(memories)) == (125, 19)
+    assert len(missed) <= 125 - 113
+    assert len(names_where(memories, MEMORY_GOAL)) <= 1
+    assert sum(within_the_best(each) for _, each in results.values()) >= 100
+    others = {name for name, (_, each) in results.items() if each.rank and not within_the_best(each)}
+    unexplained = [name for name in missed | others if not results[name][0].assumed]
+    assert unexplained == []
 
 
 @given(st.integers(1, 48))
@@ -38,8 +266,7 @@ def test_partitions_are_all_factorings(world: int) -> None:
     expected = [sizes for sizes in product(range(1, world + 1), repeat=3) if world % prod(sizes) == 0]
     found = list_partitions(world)
     assert [(one.tp, one.cp, one.pp) for one in found] == sorted(expected)
-    assert all(one.tp * one.cp * one.pp * one.dp == world for one in found)
-    assert all(one.fits for one in found)
+    assert all(one.axes.world == world and one.fits for one in found)
 
 
 def test_experts_add_every_size_inside_the_rest() -> None:
@@ -50,190 +277,148 @@ def test_experts_add_every_size_inside_the_rest() -> None:
     assert inside == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
 
 
-def test_the_best_partitions_by_what_their_steps_take() -> None:
-    partitions = list_partitions(16, Job(LLAMA_8B, seq=8192, global_batch=64))
-    best = best_partitions(partitions, 3)
-    speeds = [one.tokens_per_second for one in partitions if one.fits]
-    assert [one.tokens_per_second for one in best] == sorted(speeds, reverse=True)[:3]
-    for one in best:
-        assert one.step is not None
-        assert one.tokens_per_second == pytest.approx(64 * 8192 / sum(one.step.seconds.values()))
-    text = "2 problems:\n  - the number of partitions is 0; ...\n  - a ranking needs hidden, heads, global_batch; give them too"
-    with pytest.raises(LayoutError, match=says(text)):
-        best_partitions(list_partitions(8, Job(Model(layers=8), seq=4)), 0)
+def test_what_trainers_and_sizes_rule_out() -> None:
+    def reasons(job: Job, world: int = 16, **sizes: int) -> tuple[str, ...]:
+        return find_partition(list_partitions(world, job, memory=1e15), sizes).reasons
 
-
-def test_all_partitions_work_on_one_global_batch() -> None:
-    partitions = list_partitions(16, Job(LLAMA_8B, seq=8192, global_batch=24, micro_batch=2))
-    for one in partitions:
-        if 24 % (2 * one.dp):
-            assert f"a global batch of 24 does not divide by dp={one.dp} x micro-batches of 2" in one.reasons
-            assert one.micro_batches is None
-        else:
-            assert (one.micro_batches, one.dp * 2 * (one.micro_batches or 0)) == (24 // 2 // one.dp, 24)
-    assert {one.dp for one in partitions if one.fits} <= {1, 2, 4}
-
-
-def test_layouts_that_were_run_are_not_struck() -> None:
-    found = {(one.tp, one.pp): one.reasons for one in list_partitions(128, Job(LLAMA_405B), memory=1e15)}
-    # 126 layers on 16 stages; 16 ranks share 8 kv heads
-    assert found[8, 16] == found[16, 8] == found[1, 64] == ()
-    assert found[1, 128] == ("126 layers cannot fill pp=128",)
-    deepseek = Model(layers=61, heads=128, hidden=7168)
-    assert next(one.reasons for one in list_partitions(16, Job(deepseek)) if one.pp == 16) == ()
-    odd = Model(heads=12, kv_heads=9, hidden=48)
-    reasons = {one.tp: one.reasons for one in list_partitions(4, Job(odd)) if one.cp == one.pp == 1}
-    assert reasons[4] == ("9 key and value heads can neither be divided nor shared by tp=4",)
-
-
-def test_the_memory_of_the_hardware_is_a_limit() -> None:
-    for name in ("a100", "h200"):
-        job = Job(LLAMA_405B, load_hardware(name), seq=8192, global_batch=64)
-        for one in list_partitions(64, job):
-            if not any("divide" in reason or "fill" in reason for reason in one.reasons):
-                assert one.memory is not None
-                assert one.fits == (one.memory.total <= job.hardware.memory)
-
-
-def test_what_does_not_fit_is_told_what_it_lacks() -> None:
-    partitions = list_partitions(8, Job(LLAMA_8B, seq=8192, global_batch=8), memory=24e9)
-    assert not any(one.fits for one in partitions)
-    misses = nearest_misses(partitions, 2)
-    needs = sorted(
-        one.memory.total for one in partitions if one.reasons[0].startswith("needs") and one.memory
+    assert (
+        reasons(Job(LLAMA_405B), 128, tp=8, pp=16) == reasons(Job(LLAMA_405B), 128, tp=16, pp=8) == ()
+    )  # as was run
+    assert reasons(Job(LLAMA_405B), 128, pp=128) == ("126 layers cannot fill 128 stages",)
+    assert reasons(Job(Model(ffn=11000)), tp=16) == (
+        "11000 features of the feed-forward network do not divide by tp=16",
     )
-    assert [one.memory.total for one in misses if one.memory] == needs[:2]
-    lines = misses_text(misses).splitlines()
-    assert f"{misses[0].words} lacks {needs[0] / 1e9 - 24:.3g} GB" in lines[1]
-    assert "--checkpointing full" in lines[1]
-    for one in misses:
-        job, sizes = one.job, one.sizes
-        fitting = [
-            policy
-            for policy in ("op", "full")
-            if estimate_memory(replace(job, checkpointing=policy), sizes).total <= 24e9
-        ]
-        assert [words for words in remedies(one) if "checkpointing" in words] == [
-            f"--checkpointing {policy}" for policy in fitting
-        ]
-    assert remedies(next(one for one in partitions if one.dp == 8)) == []
+    odd = Job(Model(experts=8, expert_ffn=1001))
+    assert reasons(odd, tp=2, etp=2) == ("1001 features of an expert do not divide by etp=2",)
+    assert reasons(odd, tp=2, etp=1) == ()
+    few = Job(LLAMA_8B, seq=1024, global_batch=8, micro_batch=1)
+    assert reasons(few, pp=16) == (
+        "8 micro-batches are fewer than the 16 stages, which torch's 1F1B refuses",
+    )
+    assert reasons(replace(few, trainer="megatron"), pp=16) == ()
+    interleaved = replace(few, trainer="megatron", stages_per_rank=2, global_batch=24)
+    assert reasons(interleaved, pp=16)[0].startswith("24 micro-batches do not divide by pp=16")
+    assert reasons(replace(few, global_batch=24), dp=16)[0].startswith(
+        "a global batch of 24 does not divide by dp=16"
+    )
+    assert reasons(Job(Model(heads=12, kv_heads=9)), tp=4) == (
+        "9 key and value heads can neither be divided nor shared by tp=4",
+    )
+    assert reasons(Job(Model(), seq=1020), cp=4, tp=4) == (
+        "1020 tokens of a sequence do not divide by 2 x cp=4",
+    )
+    assert reasons(few, dp=16)[0].startswith("a global batch of 8 does not divide by")
 
 
-def test_an_explanation_names_the_seconds_and_the_gigabytes() -> None:
+def by_hand(world: int, job: Job, margin: float, **sizes: int) -> float:
+    """The most tokens a second of one layout over all that the search tries, each priced alone."""
+    best = 0.0
+    for micro_batch, stage, policy in product((1, 2, 4), (1, 2, 3), ("none", "selective", "full")):
+        fixed = replace(job, micro_batch=micro_batch, stage=stage, checkpointing=policy)
+        partitions = list_partitions(world, fixed, margin=margin, dp_replicate=1)
+        one = find_partition(partitions, sizes)
+        best = max(best, one.tokens_per_second if one.fits else 0.0)
+    return best
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 64}, {"tp": 4, "cp": 2, "dp": 4, "pp": 2}, {"tp": 8, "dp": 8}])
+@pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B])
+def test_the_search_finds_what_is_found_by_hand(model: Model, sizes: dict[str, int]) -> None:
+    job = Job(model, seq=8192, global_batch=256)
+    found = find_partition(list_partitions(64, job, dp_replicate=1), sizes)
+    assert (found.tokens_per_second if found.fits else 0.0) == pytest.approx(by_hand(64, job, 0.08, **sizes))
+    given = replace(job, micro_batch=2, stage=3, checkpointing="full")
+    assert {one.job.settled for one in list_partitions(64, given)} == {
+        replace(given, hardware=job.hardware.filled(64))
+    }
+
+
+def test_copies_of_a_sharded_model_are_tried() -> None:
+    job = Job(
+        LLAMA_8B, seq=1024, global_batch=65536, stage=3
+    )  # a ring of 16,384 ranks takes longer than the work beside it
+    best = best_partitions(list_partitions(16384, job), 1)[0]
+    plain = best_partitions(list_partitions(16384, job, dp_replicate=1), 1)[0]
+    assert best.dp_replicate > 1
+    assert best.tokens_per_second > plain.tokens_per_second
+    assert f"dp_replicate={best.dp_replicate}, dp_shard={best.dp // best.dp_replicate}" in best.call
+    assert find_partition(list_partitions(64, Job(), dp_replicate=3), {"dp": 64}).reasons == (
+        "dp=64 does not divide by dp_replicate=3",
+    )
+
+
+def test_the_call_to_copy_makes_the_layout() -> None:
+    one = Partition(Axes(tp=2, cp=2, pp=2, dp=8, dp_replicate=2, ep=4, etp=1), Job(Model(experts=8)))
+    assert one.call == (
+        "mesh = init_mesh(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2); "
+        'mesh.add_view("expert", pp=2, edp=8, ep=4, etp=1)'
+    )
+    plan = make_plan("pp=2,dp_replicate=2,dp_shard=4,cp=2,tp=2")
+    assert plan.layout.world_size == one.axes.world == 2 * 8 * 4 * 1
+    assert Partition(Axes(dp=4)).call == "mesh = init_mesh(pp=1, dp=4, cp=1, tp=1)"
+
+
+def test_memory_and_its_margin_are_a_limit() -> None:
+    for name, margin in (("a100", 0.0), ("h200", 0.08)):
+        job = Job(LLAMA_405B, load_hardware(name), seq=8192, global_batch=64)
+        listed = [one for one in list_partitions(64, job, margin=margin) if one.memory is not None]
+        assert {one.limit for one in listed} == {job.hardware.memory * (1 - margin)}
+        assert [one.fits for one in listed] == [one.memory.total <= one.limit for one in listed if one.memory]
+
+
+def test_an_explanation_is_the_difference_of_two_breakdowns() -> None:
     partitions = list_partitions(16, Job(LLAMA_8B, seq=8192, global_batch=64))
     plain, piped = (find_partition(partitions, sizes) for sizes in ({"dp": 16}, {"pp": 16}))
+    lines = explain(piped, plain).splitlines()
+    assert lines[0].startswith(f"dp=16 ({plain.policies}) is faster than pp=16 ({piped.policies}): ")
     assert plain.step is not None
     assert piped.step is not None
-    lines = explain(piped, plain).splitlines()
-    assert lines[0].startswith("dp=16 is faster than pp=16: ")
+    gaps = [
+        line.split()
+        for line in lines[1 : lines.index(next(line for line in lines if line.startswith("it needs")))]
+    ]
     assert f"  bubble: 0 s against {piped.step.seconds['bubble']:.3g} s" in lines
-    assert any(line.startswith("it needs ") and line.endswith(" GB") for line in lines)
-    assert find_partition(partitions, {"tp": 4, "cp": 2}).sizes["dp"] == 2
-    with pytest.raises(LayoutError, match=r"tp=3 is no partition of 16 ranks"):
-        find_partition(partitions, {"tp": 3})
+    sizes = [abs(float(gap[1]) - float(gap[4])) for gap in gaps]
+    assert sizes == sorted(sizes, reverse=True)
 
 
-@given(
-    st.integers(1, 64), st.integers(1, 16), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.booleans()
-)
-def test_what_crosses_nodes_is_what_the_plan_says(
-    world: int, node: int, ep: int, etp: int, moe: bool
-) -> None:
-    job = Job(Model(experts=8 if moe else None), load_hardware("h100").with_node(node))
-    partitions = list_partitions(world, job)
-    some = [one for one in partitions if (one.ep, one.etp) == (ep, etp)][:4]
-    for one in some:
-        sizes: dict[str, Any] = (
-            one.sizes if moe else {axis: one.sizes[axis] for axis in ("tp", "cp", "pp", "dp")}
-        )
-        plan = make_plan(**sizes, gpus_per_node=node)
-        assert set(one.crossing) == {place.axis for place in plan.placements if place.across_nodes}
-
-
-def test_what_a_model_rules_out() -> None:
-    model = Model(layers=3, heads=32, kv_heads=8, hidden=4096, vocab=50257)
-    found = {(one.tp, one.cp, one.pp): one.reasons for one in list_partitions(64, Job(model, seq=1020))}
-    assert found[1, 1, 2] == ()
-    assert found[16, 1, 1] == ("50257 vocabulary entries do not divide by tp=16",)
-    assert found[1, 4, 4] == (
-        "3 layers cannot fill pp=4",
-        "a sequence of 1020 does not divide by 2 x cp=4",
-    )
-
-
-def test_memory_rules_out_what_does_not_fit() -> None:
-    found = list_partitions(8, Job(Model(params=7_000_000_000), stage=1), memory=20_000_000_000)
-    by_sizes = {(one.tp, one.pp, one.dp): one.reasons for one in found if one.cp == 1}
-    assert by_sizes[1, 1, 8] == ("needs 38.5 GB of 20.0 at stage 1",)
-    assert by_sizes[8, 1, 1] == ()
-
-
-@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 20), st.sampled_from(["column", "row"]))
-def test_a_weight_is_cut_as_torch_chunks_it(inputs: int, outputs: int, tp: int, style: str) -> None:
-    weight = torch.arange(inputs * outputs).reshape(inputs, outputs)
-    dim = 1 if style == "column" else 0
-    chunks = torch.chunk(weight, tp, dim=dim)
-    cut = cut_weight(inputs, outputs, tp=tp, style=style)
-    assert len(cut.pieces) == tp
-    for piece, chunk in zip(cut.pieces, chunks, strict=False):
-        assert piece.shape == tuple(chunk.shape)
-        assert piece.weight_shape == tuple(chunk.T.shape)
-        assert torch.equal(weight.narrow(dim, piece.start, piece.stop - piece.start), chunk)
-    assert all(piece.start == piece.stop for piece in cut.pieces[len(chunks) :])
-    assert cut.even == ((outputs if style == "column" else inputs) % tp == 0)
-    with pytest.raises(
-        LayoutError, match=says("style 'colum' is not one of ('column', 'row'); did you mean 'column'?")
-    ):
-        cut_weight(4, 4, tp=2, style="colum")
-
-
-@given(
-    st.sampled_from(list(DIALECTS)),
-    st.sampled_from(list(DIALECTS)),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 2, 3]),
-)
-def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
-    found = compare(f"{a} tp={tp},pp={pp}", f"{b} tp={tp},pp={pp}", world_size=tp * pp * data)
-    for kind in found.kinds:
-        sides = []
-        for made in (found.first.dense, found.second.dense):
-            here = [axis for axis in kind.axes if axis in made]
-            if "dp" in kind.axes:
-                here = [axis for axis in made if axis.startswith("dp")]
-            sides.append(set(made.groups(*here)) if here else {(rank,) for rank in made.ranks})
-        assert kind.same == (sides[0] == sides[1])
-        # All groups are the same, or none is, unless each is a single rank.
-        assert kind.same or not sides[0] & sides[1]
-
-
-MUCH = Model(experts=8, top_k=20, params=5, expert_params=6)
-MIXED = Job(recompute=("mla", "mla_up_proj", "moe_act"), checkpointing="full", context_attention="tourch")
+MUCH = Job(Model(experts=8, top_k=20), checkpointing="ful", stage=4, precision="fp4")
 
 
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("call", "message"),
     [
-        (Job(Model(heads=0), stage=4), "heads is 0; ...\n  - stage 4 is not one of (0, 1, 2, 3)"),
         (
-            Job(MUCH, checkpointing="ful"),
-            "a token goes to 20 of 8 experts; top_k is 8 at most\n"
-            "  - the experts have 6 parameters of 5 in all; give expert_params, or other sizes\n"
-            "  - checkpointing 'ful' is not one of ('none', 'selective', 'op', 'full'); did you mean 'full'?",
+            lambda: list_partitions(8, MUCH),
+            "4 problems:\n  - a token goes to 20 of 8 experts; top_k is 8 at most\n  - stage 4 is not one of (0, 1, 2, 3)\n"
+            "  - precision 'fp4' is not one of ('bf16', 'fp8', 'fp32'); did you mean 'fp8'?\n"
+            "  - checkpointing 'ful' is not one of ('none', 'selective', 'full'); did you mean 'full'?",
         ),
-        (
-            MIXED,
-            "recompute 'mla' is not one of ('layernorm', 'mla_up_proj', 'moe_act')\n"
-            "  - context_attention 'tourch' is not one of ('gathered', 'torch', 'ring'); did you mean 'torch'?\n"
-            "  - recompute has mla_up_proj, but attention is not latent; ...\n"
-            "  - recompute has moe_act, but there are no experts; ...\n"
-            "  - recompute goes with selective checkpointing, not with full; leave one out",
-        ),
+        (lambda: list_partitions(8, Job(precision="fp8", hardware=load_hardware("a100"))), "NVIDIA A100 ... has no fp8; it has bf16"),
+        (lambda: list_partitions(0), "world_size is 0; it is an int of at least 1"),
+        (lambda: list_partitions(8, margin=8), "margin is 8; it is the part of the memory that stays free, such as 0.08"),
+        (lambda: best_partitions(list_partitions(8, Job(Model(layers=8), seq=4)), 1), "a ranking needs hidden, heads, ..."),
+        (lambda: find_partition(list_partitions(8), {"tp": 3}), "tp=3 is none of these partitions; ..."),
+        (lambda: explain(*list_partitions(8)[:2]), "dp=8 has no step to explain: the seconds of a step need layers, ..."),
+        (lambda: load_hardware("h1000"), "hardware 'h1000' is not one of ...; did you mean 'h100'?"),
     ],
-)
-def test_what_does_not_go_together_in_a_job_is_named(job: Job, message: str) -> None:
-    count = message.count("\n") + 1
-    text = message if count == 1 else f"{count} problems:\n  - {message}"
-    with pytest.raises(LayoutError, match=says(text)):
-        list_partitions(8, job)
+)  # fmt: skip
+def test_what_does_not_go_together_is_named(call: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=says(message)):
+        call()
+
+
+def test_hardware_of_ones_own(tmp_path: Path) -> None:
+    card = {name: value for name, value in vars(load_hardware("h100")).items() if name != "sources"}
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(card | {"memory": 96e9}), encoding="utf-8")
+    assert load_hardware(str(path)).memory == 96e9
+    path.write_text(
+        json.dumps({"nam": "x"} | {name: card[name] for name in card if name != "name"}), encoding="utf-8"
+    )
+    with pytest.raises(UsageError, match=r"'name' is missing\n.*'nam' is not a field; did you mean 'name'\?"):
+        load_hardware(str(path))
+    for name in hardware_names():
+        found = load_hardware(name)
+        named = {each for names in found.sources for each in names.split(", ")}
+        assert {"peak", "matmul", "attention", "memory", "domain_fraction", "nic_bandwidth"} <= named

@@ -157,7 +157,7 @@ def test_a_size_larger_than_the_world_is_cut_down_where_the_library_does() -> No
 def test_mistakes_are_refused(
     name: str, sizes: dict[str, int], order: str | None, kind: type[Exception]
 ) -> None:
-    """The sentences stand in plan_session.txt."""
+    """What they say stands in test_plan.py and in the dialects."""
     with pytest.raises(kind):
         layouts_for(DIALECTS.get(name, PLAIN), sizes, world_size=32, order=order)
 

@@ -375,14 +375,8 @@ def test_the_groups_are_measured_inside_hosts_and_between_them(hosts: Hosts) -> 
         results = hosts.run(2, _examined)
     assert [status for status, _ in results] == [0] * 4
     report = json.loads(results[0][1])
-    inside, between = report["links"]
-    assert (inside["link"], inside["pairs"], between["link"], between["pairs"]) == (
-        "inside a host",
-        2,
-        "between hosts",
-        1,
-    )
-    assert between["slowest pair"] == "host-a - host-b"
+    [(pair, between)] = report["links"].items()
+    assert (pair, report["hosts"]) == ("host-a - host-b", 2)
+    inside = next(row["GB/s"] for row in report["axes"] if row["axis"] == "tp")
     # 20 megabits a second are 0.0025 GB/s; the loopback interface has a hundred times that, unless others use the cores.
-    assert between["GB/s"] < min(0.01, inside["its GB/s"])
-    assert report["cards"] == {"host-a": two_hosts.LINK, "host-b": two_hosts.LINK}
+    assert between < min(0.01, inside)

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 COMMANDS: dict[str, str] = {
-    "plan": "namedmesh.plan.cli",
-    "partitions": "namedmesh.plan.partitions_cli",
-    **dict.fromkeys(("shard", "diff", "doctor"), "namedmesh.plan.cli"),
+    **dict.fromkeys(("plan", "partitions", "diff"), "namedmesh.plan.cli"),
+    "doctor": "namedmesh.doctor_cli",
     "migrate": "namedmesh.migrate.cli",
     "run": "namedmesh.compat.cli",
     "verify": "namedmesh.verify_cli",

@@ -13,7 +13,7 @@ __all__ = ["diff"]
 def diff(a: str, b: str, *, world_size: int | None = None) -> Comparison:
     """Return which groups differ between two dialects, so that a move from one to the other is never silent.
 
-    Needs neither torch nor a process group; ``python -m namedmesh diff`` prints the same as tables.
+    Needs neither torch nor a process group; ``python -m namedmesh diff`` prints the same.
 
     Args:
         a: a dialect and sizes, such as ``"megatron tp=2,pp=4"``; the dialects are megatron, deepspeed,
@@ -25,7 +25,7 @@ def diff(a: str, b: str, *, world_size: int | None = None) -> Comparison:
         For each kind of group whether it is the same ranks in both, with the first groups of either.
 
     Raises:
-        SpecError: a text cannot be read; the error points at the mistake.
+        UsageError: a text cannot be read.
         LayoutError: sizes that do not fit, or two worlds of different size.
 
     Example:

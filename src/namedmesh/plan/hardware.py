@@ -1,33 +1,30 @@
-"""GPUs and the links between them, read from one JSON file each: the shipped ones, or a file of the user."""
+"""GPUs and the links between them: the cards of ``cards.json``, each number with its source, or a file of the user."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from math import gcd
 from pathlib import Path
 from typing import Any
 
-from namedmesh.errors import LayoutError, did_you_mean
-from namedmesh.plan.spec import UsageError, size_problems
-
-_FOLDER = Path(__file__).with_name("gpus")
-_BY_PRECISION = ("peak", "matmul")
-_SIZES = ("gpus_per_node", "domain")
-_FRACTIONS = ("attention", "memory_fraction", "domain_fraction", "nic_fraction")
+from namedmesh.errors import did_you_mean
+from namedmesh.plan.spec import UsageError, read_json, size_problems
 
 
 @dataclass(frozen=True, eq=False)  # by identity: it holds dicts
 class Hardware:
     """One GPU, its node and its links. Bandwidths are bytes a second in one direction.
 
+    ``matmul`` is 0.85 of what the best shape reaches, as ordinary shapes reach 80 to 90 % of it (github.com/stas00/ml-engineering,
+    compute/accelerator); ``memory_fraction`` and ``nic_fraction`` are those of Calculon (Isaev et al., SC 2023, systems/*.json).
+
     Args:
         name: its name.
         peak: operations a second by precision, dense.
         matmul: the fraction of the peak that large matrix products reach, by precision.
-        attention: the fraction of the bf16 peak that fused attention reaches, forward and backward.
-        memory: bytes that a job may use; the data sheet's GB, as 10^9 bytes, leaves 5 GiB of a card of 80 GiB to CUDA and NCCL.
+        attention: the fraction of the bf16 peak that causal attention reaches, forward and backward.
+        memory: bytes of a GPU, by its data sheet.
         memory_bandwidth: bytes that it reads or writes in a second.
         memory_fraction: the fraction of it that elementwise kernels reach.
         gpus_per_node: GPUs in a node; its NICs are theirs together.
@@ -57,13 +54,7 @@ class Hardware:
     sources: dict[str, str] = field(default_factory=dict)
 
     def matmul_rate(self, precision: str) -> float:
-        """Return the operations of matrix products in a second.
-
-        Raises:
-            LayoutError: the hardware has no figure for the precision.
-        """
-        if precision not in self.peak:
-            raise LayoutError(f"{self.name} has no {precision}; it has {', '.join(self.peak)}")
+        """Return the operations of matrix products in a second."""
         return self.peak[precision] * self.matmul[precision]
 
     @property
@@ -82,14 +73,10 @@ class Hardware:
         return self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
 
     def with_node(self, gpus: int) -> Hardware:
-        """Return the same GPUs in nodes of another size, with as many NICs for each; fast links join a node at least.
-
-        Raises:
-            LayoutError: a node of less than one GPU.
-        """
+        """Return the same GPUs in nodes of another size, with as many NICs for each; fast links join a node at least."""
         problems = size_problems({"gpus_per_node": gpus})
         if problems:
-            raise LayoutError(*problems)
+            raise UsageError(*problems)
         domain = gpus if self.domain == self.gpus_per_node else max(gpus, self.domain)
         nics = self.nics_per_node * gpus / self.gpus_per_node
         return replace(self, gpus_per_node=gpus, domain=domain, nics_per_node=nics)
@@ -115,10 +102,6 @@ class Hardware:
         A group that leaves its domain goes in and out through the NICs of all its members there: eight members have
         eight NICs, one member has its own.
 
-        Args:
-            size: ranks of the group.
-            stride: how far apart they are.
-
         Example:
             >>> h100 = load_hardware("h100")
             >>> [round(h100.bandwidth(size, stride) / 1e9) for size, stride in ((8, 1), (64, 1), (64, 4), (8, 8))]
@@ -130,13 +113,21 @@ class Hardware:
         return min(self.domain_rate, members * self.nic_rate)
 
 
+@cache
+def _cards() -> dict[str, Hardware]:
+    return {
+        name: Hardware(**card)
+        for name, card in read_json(str(Path(__file__).with_name("cards.json"))).items()
+    }
+
+
 def hardware_names() -> list[str]:
-    """Return the names of the shipped files."""
-    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+    """Return the names of the cards."""
+    return sorted(_cards())
 
 
 def load_hardware(name: str) -> Hardware:
-    """Load hardware by its name, or from a JSON file with the fields of :class:`Hardware`.
+    """Return a card by its name, or read one from a JSON file with the fields of :class:`Hardware`.
 
     Raises:
         UsageError: there is no such name or file, or a field is missing, unknown or no number above 0.
@@ -148,57 +139,21 @@ def load_hardware(name: str) -> Hardware:
         Traceback (most recent call last):
         namedmesh.plan.spec.UsageError: hardware 'h1000' is not one of a100, b200, gb200-nvl72, h100, h200, mi300x, nor a file that ends in .json; did you mean 'h100'?
     """
-    if not name.endswith(".json"):
-        names = hardware_names()
-        if name not in names:
-            raise UsageError(
-                f"hardware {name!r} is not one of {', '.join(names)}, nor a file that ends in .json{did_you_mean(name, names)}"
-            )
-        return _shipped(name)
-    data = read_json(name)
-    problems = _problems(data)
-    if problems:
-        raise UsageError(*(f"{name}: {problem}" for problem in problems))
-    return Hardware(**data)
+    if name.endswith(".json"):
+        return Hardware(**_checked(name, read_json(name)))
+    if name not in _cards():
+        raise UsageError(
+            f"hardware {name!r} is not one of {', '.join(hardware_names())}, nor a file that ends in .json"
+            f"{did_you_mean(name, hardware_names())}"
+        )
+    return _cards()[name]
 
 
-@cache  # so that jobs on the same hardware are equal
-def _shipped(name: str) -> Hardware:
-    return Hardware(**json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8")))
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """Read a JSON object from a file; a UsageError if it cannot be read, or holds none."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{path!r} is no JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise UsageError(f"{path!r} holds no JSON object, but a {type(data).__name__}")
-    return data
-
-
-def _problems(data: dict[str, Any]) -> list[str]:
-    """Return a sentence for each field that is missing, unknown or wrong."""
+def _checked(path: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a card; a UsageError with a sentence for each that is missing or unknown."""
     names = [one.name for one in fields(Hardware)]
     problems = [f"{name!r} is missing" for name in names if name not in data and name != "sources"]
     problems += [f"{name!r} is not a field{did_you_mean(name, names)}" for name in data if name not in names]
     if problems:
-        return problems
-    numbers = {name: data[name] for name in names if name not in {"name", "sources", *_BY_PRECISION}}
-    for name in _BY_PRECISION:
-        if not isinstance(data[name], dict) or "bf16" not in data[name]:
-            return [f"{name!r} is {data[name]!r}; it is an object with a number for bf16 at least"]
-        numbers |= {f"{name}.{precision}": number for precision, number in data[name].items()}
-    if set(data["peak"]) != set(data["matmul"]):
-        problems.append("'peak' and 'matmul' name different precisions; give both the same")
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or number <= 0:
-            problems.append(f"{name!r} is {number!r}; it is a number above 0")
-        elif (name in _FRACTIONS or name.startswith("matmul.")) and number > 1:
-            problems.append(f"{name!r} is {number}; it is a fraction, of 1 at most")
-        elif name in _SIZES and number != int(number):
-            problems.append(f"{name!r} is {number}; it is a whole number")
-    return problems
+        raise UsageError(*(f"{path}: {problem}" for problem in problems))
+    return data

@@ -5,17 +5,40 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from namedmesh.plan.hardware import read_json
-from namedmesh.plan.spec import UsageError, size_problems
+from namedmesh.plan.spec import UsageError, read_json, size_problems
 
+# By field of a model its keys in config.json, of which the first that is there counts.
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("qk_nope_head_dim", "head_dim"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocab": ("vocab_size",),
+    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "top_k": ("num_experts_per_tok", "top_k_experts"),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "dense_layers": ("first_k_dense_replace",),
+    "expert_groups": ("topk_group",),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "value_dim": ("v_head_dim",),
+}
 _NEEDED = ("layers", "hidden", "heads", "vocab")
-# Words in the names of keys that may change the number of parameters.
+# Types of models whose head is the embedding unless they say otherwise, and whose feed-forward network is not gated.
+_TIED = {"bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "opt", "starcoder2"}
+_UNGATED = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2"}  # fmt: skip
+# Words in the names of keys that may change the number of parameters, and names with them that do not.
 _SHAPE = re.compile(r"layer|expert|head|dim|rank|size|freq|step|period|interval")
-_IF_NOT_1 = {"moe_layer_freq", "decoder_sparse_step"}  # then experts are in some layers only
+_HARMLESS = {
+    "attention_chunk_size", "chunk_size_feed_forward", "ep_size", "max_window_layers", "n_head_kv", "num_return_sequences",
+    "qk_head_dim", "router_aux_loss_coef", "type_vocab_size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,7 +60,6 @@ class Model:
         expert_ffn: inner width of an expert, which is gated; by default ``ffn``.
         shared_experts: experts that every token goes to.
         dense_layers: the first layers that have no experts.
-        expert_params: parameters of all routed experts; by default three matrices for each.
         expert_groups: into how many groups of experts a token goes at most; by default any number.
         q_rank: with latent attention (MLA), the rank of the queries, if they have one.
         kv_rank: the rank of keys and values: latent attention.
@@ -64,7 +86,6 @@ class Model:
     expert_ffn: int | None = None
     shared_experts: int | None = None
     dense_layers: int | None = None
-    expert_params: int | None = None
     expert_groups: int | None = None
     q_rank: int | None = None
     kv_rank: int | None = None
@@ -74,8 +95,9 @@ class Model:
     def problems(self) -> list[str]:
         """Return a sentence for each size that does not go with another."""
         sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "tied"}
-        may_be_zero = [name for name in ("shared_experts", "dense_layers") if sizes[name] == 0]
-        problems = size_problems({name: size for name, size in sizes.items() if name not in may_be_zero})
+        for name in ("shared_experts", "dense_layers"):  # these may be 0
+            sizes[name] = sizes[name] or None
+        problems = size_problems(sizes)
         if problems:
             return problems
         if self.experts is not None and self.top_k > self.experts:
@@ -92,14 +114,9 @@ class Model:
             problems.append(
                 f"{self.hidden} hidden features do not divide by {self.heads} heads; give head_dim"
             )
-        if self.params is not None and self.of_experts > self.params:
+        if self.params is not None and self.body < 0:
             problems.append(
-                f"the experts have {self.of_experts} parameters of {self.params} in all; give expert_params, or other sizes"
-            )
-        elif self.params is not None and self.body < 0:
-            problems.append(
-                f"embedding and head have {self.ends} parameters of {self.params} in all; give another number of "
-                "parameters, or tied"
+                f"the sizes have more than {self.params} parameters; give other sizes, or another number"
             )
         return problems
 
@@ -124,42 +141,34 @@ class Model:
         return self.kv_heads or self.heads or 1
 
     @cached_property
-    def features(self) -> tuple[int, int, int]:
-        """The features of a head of queries and keys, of a kv head's values, and of a head's output."""
+    def features(self) -> tuple[int, int]:
+        """The features of a head of queries and keys, and of a head of values and of the output."""
         own = self.head_dim or (self.hidden or 0) // (self.heads or 1)
-        value = own if self.value_dim is None else self.value_dim
-        return own + (self.rope_dim or 0), value, value
+        return own + (self.rope_dim or 0), own if self.value_dim is None else self.value_dim
 
     @cached_property
     def attention(self) -> int:
         """The parameters of one attention layer."""
         hidden, heads = self.hidden or 0, self.heads or 1
-        query, value, output = self.features
+        query, value = self.features
         if self.kv_rank is None:
-            return hidden * (heads * query + self.kv * (query + value) + heads * output)
-        into_latent = self.kv_rank + (self.rope_dim or 0) + (self.q_rank or 0)
-        queries = hidden * heads * query if self.q_rank is None else 0
-        return hidden * into_latent + queries + self.from_latent + heads * output * hidden
-
-    @cached_property
-    def from_latent(self) -> int:
-        """The parameters of one layer that make queries, keys and values of latent vectors."""
-        heads = self.heads or 1
-        query, value, _ = self.features
-        keys_values = (self.kv_rank or 0) * heads * (query - (self.rope_dim or 0) + value)
-        return keys_values + (self.q_rank or 0) * heads * query
+            return hidden * (heads * (query + value) + self.kv * (query + value))
+        into = hidden * (self.kv_rank + (self.rope_dim or 0))
+        queries = hidden * heads * query if self.q_rank is None else self.q_rank * (hidden + heads * query)
+        keys_values = self.kv_rank * heads * (query - (self.rope_dim or 0) + value)
+        return into + queries + keys_values + heads * value * hidden
 
     @cached_property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
-        return (self.layers or 0) - (self.dense_layers or 0) if self.experts else 0
+        """How many layers have experts; without a number of layers, one stands for all."""
+        if not self.experts:
+            return 0
+        return 1 if self.layers is None else self.layers - (self.dense_layers or 0)
 
     @cached_property
     def of_experts(self) -> int:
         """The parameters of all routed experts, as far as the sizes tell."""
-        if self.expert_params is not None or not self.experts:
-            return self.expert_params or 0
-        return 3 * (self.hidden or 0) * self.expert_inner * self.experts * self.expert_layers
+        return 3 * (self.hidden or 0) * self.expert_inner * (self.experts or 0) * self.expert_layers
 
     @cached_property
     def embedding(self) -> int:
@@ -200,16 +209,12 @@ class Model:
 
         If a total was given, the layers share what is left of it in the proportion of their sizes.
         """
-        layers = self.layers or 1
-        with_experts = self.expert_layers or (layers if self.experts else 0)
         dense, expert = self._sizes if self.hidden else (1, 1)
-        scale = self.body / (dense * (layers - with_experts) + expert * with_experts)
-        return dense * scale, expert * scale, self.of_experts / (with_experts or 1)
+        layers = self.layers or 1
+        scale = self.body / (dense * (layers - self.expert_layers) + expert * self.expert_layers)
+        return dense * scale, expert * scale, self.of_experts / (self.expert_layers or 1)
 
 
-# huggingface.json has by field of a model its keys, of which the first that is there counts; the types of models whose head
-# is the embedding unless they say otherwise, and whose feed-forward network is not gated; and keys that name sizes, but
-# change no number of parameters.
 def read_config(path: str) -> tuple[Model, list[str]]:
     """Read a model's sizes from the ``config.json`` that Hugging Face's models have.
 
@@ -228,48 +233,46 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     ]
     if isinstance(data.get("text_config"), dict):
         data = data["text_config"]
-    known = read_json(str(Path(__file__).with_name("huggingface.json")))
-    sizes, problems = _sizes(data, known["fields"])
+    kind = str(data.get("model_type", ""))
+    sizes, problems = _sizes(data)
     if problems:
         raise UsageError(*(f"{path}: {problem}" for problem in problems))
-    kind = str(data.get("model_type", ""))
-    inner = sizes.pop("ffn", None) if kind in known["ungated"] else None
-    if inner not in {None, 4 * sizes["hidden"]}:
-        notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
-    if kind not in known["ungated"] and "ffn" not in sizes and "expert_ffn" not in sizes:
+    if data.get("multi_query") and not data.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
+        sizes["kv_heads"] = 1
+    if kind in _UNGATED:
+        inner = sizes.pop("ffn", None)
+        if inner not in {None, 4 * sizes["hidden"]}:
+            notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
+    elif "ffn" not in sizes and "expert_ffn" not in sizes:
         notes.append("no width of the feed-forward network: 4 x hidden, not gated, is taken")
-    read = {*known["harmless"], *chain.from_iterable(known["fields"].values())}
-    unread = [key for key, value in data.items() if _matters(key, value, read)]
+    unread = [key for key, value in data.items() if _may_matter(key, value)]
     if unread:
         notes.append(f"{', '.join(unread)} may change the sizes and cannot be read; give --params if they do")
-    tied = bool(data.get("tie_word_embeddings", kind in known["tied"]))
-    return Model(**sizes, tied=tied), notes
+    return Model(**sizes, tied=bool(data.get("tie_word_embeddings", kind in _TIED))), notes
 
 
-def _sizes(data: dict[str, Any], fields: dict[str, list[str]]) -> tuple[dict[str, int], list[str]]:
+def _sizes(data: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
     """Return the sizes, and a sentence for each that is missing or no int."""
-    sizes: dict[str, int] = {}
-    problems = []
-    for name, keys in fields.items():
+    sizes, problems = dict[str, int](), []
+    for name, keys in _KEYS.items():
         key = next((key for key in keys if data.get(key) is not None), None)
-        if key is None:
-            continue
-        if isinstance(data[key], bool) or not isinstance(data[key], int):
+        if key is not None and type(data[key]) is int:
+            sizes[name] = data[key]
+        elif key is not None:
             problems.append(f"{key} is {data[key]!r}; it is an int")
-        sizes[name] = data[key]
-    for name in _NEEDED:
-        if name not in sizes:
-            flag = name.replace("_", "-")
+        elif name in _NEEDED:
             problems.append(
-                f"there is no {' or '.join(fields[name])}; add it, or give --{flag} and the other sizes by flags"
+                f"there is no {' or '.join(keys)}; add it, or give --{name} and the other sizes by flags"
             )
     return sizes, problems
 
 
-def _matters(key: str, value: object, read: set[str]) -> bool:
+def _may_matter(key: str, value: object) -> bool:
     """Return whether a key may say something about the sizes that a model cannot."""
     if key == "layer_types" and isinstance(value, list):
         return len(set(value)) > 1
-    if key in _IF_NOT_1:
-        return value is not None and value != 1  # it may be a list
-    return type(value) is int and value > 0 and key not in read and _SHAPE.search(key) is not None
+    if key in {"moe_layer_freq", "decoder_sparse_step"}:  # then experts are in some layers only
+        return value is not None and value != 1
+    if key in _HARMLESS or any(key in keys for keys in _KEYS.values()):
+        return False
+    return type(value) is int and value > 0 and _SHAPE.search(key) is not None

@@ -1,145 +1,109 @@
-"""Parse spec strings, ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``; numbers of parameters; amounts of memory."""
+"""Read what users write: ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``; numbers of parameters; amounts of memory; JSON."""
 
 from __future__ import annotations
 
+import json
 import re
-from contextlib import contextmanager
-from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect
-from namedmesh.errors import LayoutError, NamedMeshError, did_you_mean
-from namedmesh.sizes import axis_name_problems, nearest_axis
+from namedmesh.dialects import DIALECTS, PLAIN, DialectLayout, layouts_for
+from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
-_ITEM = re.compile(r"[^,\s]+")
-_USUAL = (*AXES, *EXPERT_AXES)
-_NO_SIZE = "{0!r} has no size; write {0}=2, or {0}=-1 for whatever is left"
+    from namedmesh.dialects import Dialect
+
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_BYTES = {"b": 1}
-_BYTES |= {f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgt")}
-_BYTES |= {f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgt")}
-_UNITS = {
-    "parameters": (_COUNTS, "a number of parameters, such as 7B or 350M"),
-    "memory": (_BYTES, "an amount of memory, such as 80GB or 80GiB"),
-}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The sizes, and the dialect, of a spec string.
-
-    Args:
-        text: the string.
-        sizes: the axes and their sizes, in the order they were written.
-        dialect: the dialect in front of them, if there is one.
-    """
-
-    text: str
-    sizes: dict[str, int]
-    dialect: str | None = None
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 class UsageError(LayoutError):
     """Arguments that cannot be read, or that do not go together, whatever the layout."""
 
 
-class SpecError(UsageError):
-    """A spec string that cannot be read; its text points at each mistake.
+def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
+    """Parse a layout as users write it.
 
     Args:
-        text: the string.
-        marks: for each mistake where it starts, where it ends, and a sentence about it.
-    """
+        text: axes with their sizes, slowest first, separated by commas or blanks. A size of -1 is whatever is left. A
+            dialect may stand in front; it sets the order.
 
-    def __init__(self, text: str, marks: Iterable[tuple[int, int, str]]) -> None:
-        self.text = text
-        self.marks = tuple(marks)
-        super().__init__(*(sentence for _, _, sentence in self.marks))
-
-    def __reduce__(self) -> tuple[type[SpecError], tuple[object, ...]]:
-        return type(self), (self.text, self.marks)
-
-    def __str__(self) -> str:
-        lines = [f"cannot read the layout {self.text!r}:"]
-        for start, stop, sentence in self.marks:
-            lines += [f"  {self.text}", f"  {' ' * start}{'^' * max(1, stop - start)} {sentence}"]
-        return "\n".join(lines)
-
-
-@contextmanager
-def kept(errors: list[NamedMeshError]) -> Iterator[None]:
-    """Keep an error of some arguments, for :func:`raise_all` once the others were looked at too."""
-    try:
-        yield
-    except NamedMeshError as error:
-        errors.append(error)
-
-
-def raise_all(errors: list[NamedMeshError]) -> None:
-    """Raise the error that was kept; where there are several, one with the problems of all."""
-    if len(errors) == 1:
-        raise errors[0]
-    kind: type[LayoutError] = LayoutError
-    problems: list[str] = []
-    for error in errors:
-        if isinstance(error, UsageError):
-            kind = UsageError
-        prefix = f"{error.text!r}: " if isinstance(error, SpecError) else ""
-        problems += [f"{prefix}{problem}" for problem in error.problems]
-    if problems:
-        raise kind(*problems)
-
-
-def parse_spec(text: str) -> Spec:
-    """Parse a spec string.
-
-    Args:
-        text: axes with their sizes, slowest first, separated by commas or blanks: ``pp=2,dp=-1,tp=2``. A size
-            of -1 is whatever is left. A dialect may stand in front, ``megatron tp=2,pp=4``; it sets the order.
+    Returns:
+        The dialect, if there is one, and the sizes.
 
     Raises:
-        SpecError: whatever is wrong with it, all at once.
+        UsageError: whatever cannot be read, all at once.
 
     Example:
-        >>> parse_spec("pp=2,dp=-1,tp=2").sizes
-        {'pp': 2, 'dp': -1, 'tp': 2}
-        >>> parse_spec("megatron tp=2, pp=4").dialect
-        'megatron'
-        >>> parse_spec("megatron tq=2")
-        Traceback (most recent call last):
-        namedmesh.plan.spec.SpecError: cannot read the layout 'megatron tq=2':
-          megatron tq=2
-                   ^^ axis 'tq' is not one of megatron's ('pp', 'dp', 'cp', 'tp', 'edp', 'ep', 'etp'); did you mean 'tp'?
+        >>> parse_spec("pp=2,dp=-1,tp=2")
+        (None, {'pp': 2, 'dp': -1, 'tp': 2})
+        >>> parse_spec("megatron tp=2, pp=4")
+        ('megatron', {'tp': 2, 'pp': 4})
     """
-    text = text.strip()
-    marks: list[tuple[int, int, str]] = []
-    sizes: dict[str, int] = {}
-    dialect: Dialect | None = None
-    items = list(_ITEM.finditer(text))
-    named = bool(items) and "=" not in items[0].group()
-    if named:
-        name = items[0].group()
-        dialect = DIALECTS.get(name)
-        if dialect is None:
-            what = f"{name!r} is not one of {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}"
-            marks.append((*items[0].span(), _NO_SIZE.format(name) if name in _USUAL else what))
-    for item in items[named:]:
-        _read_item(item, dialect, sizes, marks)
-    if not items[named:]:
-        marks.append((len(text), len(text) + 1, "no axis is named; name one or more, such as tp=2"))
-    if marks:
-        raise SpecError(text, marks)
-    return Spec(text, sizes, dialect.name if dialect is not None else None)
+    dialect, sizes, problems = None, dict[str, int](), []
+    for place, item in enumerate(re.split(r"[\s,]+", text.strip())):
+        name, equals, size = item.partition("=")
+        if place == 0 and not equals and name in DIALECTS:
+            dialect = name
+        elif place == 0 and not equals and did_you_mean(name, DIALECTS):
+            problems.append(f"{name!r} is not one of {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}")
+        elif re.fullmatch(r"-1|0*[1-9][0-9]*", size, re.ASCII) is None:
+            problems.append(
+                f"{item!r} is no axis with a size; write it like tp=2, or dp=-1 for whatever is left"
+            )
+        elif name in sizes:
+            problems.append(f"axis {name!r} has a size already; give each axis one")
+        else:
+            sizes[name] = int(size)
+    if problems:
+        raise UsageError(*(f"layout {text!r}: {problem}" for problem in problems))
+    return dialect, sizes
 
 
-def near_misses(axes: Iterable[str]) -> list[str]:
-    """Return a warning for each axis whose name is nearly a usual one: allowed, but perhaps a typo."""
-    unusual = {axis: did_you_mean(axis, _USUAL) for axis in axes if axis not in _USUAL}
-    return [f"axis {axis!r} is not one of the usual names{hint}" for axis, hint in unusual.items() if hint]
+def resolve(
+    spec: str | Layout = "",
+    /,
+    *,
+    world_size: int | None = None,
+    like: str | None = None,
+    order: str | None = None,
+    **sizes: int,
+) -> DialectLayout:
+    """Return the layouts that a spec, a layout or sizes describe; arguments and errors as for ``make_plan``."""
+    if isinstance(spec, Layout):
+        if sizes or like or order:
+            raise UsageError("a layout has its sizes and its order; leave out what was given beside it")
+        if world_size not in {None, spec.world_size}:
+            raise LayoutError(f"{spec} is not the world of {world_size} ranks; leave out one of them")
+        return DialectLayout(PLAIN, spec)
+    name = like
+    if spec.strip():
+        if sizes:
+            raise UsageError(f"both {spec!r} and sizes for {', '.join(sizes)} were given; give one of them")
+        name, sizes = parse_spec(spec)
+        if name is not None and like is not None:
+            raise UsageError(f"{spec!r} is {name}'s, and like {like} was given too; leave one of them out")
+        name = name or like
+        if name is None and order is None:
+            return DialectLayout(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
+        if name is None:
+            raise UsageError(f"{spec!r} has its order already; leave the order out, or give sizes by name")
+    elif not sizes and world_size is None:
+        raise UsageError(
+            "neither sizes nor the number of ranks were given; name sizes, such as tp=2, or the number"
+        )
+    return layouts_for(_dialect(name), sizes, world_size=world_size, order=order)
+
+
+def _dialect(name: str | None) -> Dialect:
+    if name is not None and name not in DIALECTS:
+        raise UsageError(f"{name!r} is not one of {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}")
+    return PLAIN if name is None else DIALECTS[name]
 
 
 def size_problems(sizes: Mapping[str, int | None]) -> list[str]:
@@ -151,38 +115,6 @@ def size_problems(sizes: Mapping[str, int | None]) -> list[str]:
     ]
 
 
-def _read_item(
-    item: re.Match[str], dialect: Dialect | None, sizes: dict[str, int], marks: list[tuple[int, int, str]]
-) -> None:
-    name, equals, value = item.group().partition("=")
-    start, stop = item.span()
-    if not equals:
-        marks.append((start, stop, _NO_SIZE.format(name)))
-        return
-    middle = start + len(name)
-    problem = _name_problem(name, dialect, sizes)
-    if problem:
-        marks.append((start, max(middle, start + 1), problem))
-    if re.fullmatch(r"-1|0*[1-9][0-9]*", value, flags=re.ASCII) is None:
-        what = f"{value!r} is no size; a size is an int of at least 1, or -1 for whatever is left"
-        marks.append((middle + 1, stop, what))
-        return
-    if not problem:
-        sizes[name] = int(value)
-
-
-def _name_problem(name: str, dialect: Dialect | None, sizes: dict[str, int]) -> str:
-    if name in sizes:
-        return f"axis {name!r} has a size already; give each axis one"
-    wrong = axis_name_problems([name])
-    if wrong:
-        return wrong[0]
-    allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert))) if dialect is not None else (name,)
-    if dialect is not None and name not in allowed:
-        return f"axis {name!r} is not one of {dialect.name}'s {allowed}{nearest_axis(name, allowed)}"
-    return ""
-
-
 def parse_amount(text: str, what: Literal["parameters", "memory"]) -> int:
     """Parse a number of parameters, ``7B`` or ``350M``, or an amount of memory, ``80GB`` or ``80GiB``.
 
@@ -190,13 +122,24 @@ def parse_amount(text: str, what: Literal["parameters", "memory"]) -> int:
         UsageError: the text is none.
 
     Example:
-        >>> parse_amount("7B", "parameters"), parse_amount("350_000_000", "parameters")
-        (7000000000, 350000000)
-        >>> parse_amount("80GB", "memory"), parse_amount("1 GiB", "memory")
-        (80000000000, 1073741824)
+        >>> parse_amount("7B", "parameters"), parse_amount("80GB", "memory"), parse_amount("1 GiB", "memory")
+        (7000000000, 80000000000, 1073741824)
     """
-    units, words = _UNITS[what]
+    units, example = (_COUNTS, "7B or 350M") if what == "parameters" else (_BYTES, "80GB or 80GiB")
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?) *([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in units or not 0 < float(match[1]) < inf:
-        raise UsageError(f"{text!r} is not {words}")
+        raise UsageError(f"{text!r} is no amount of {what}, such as {example}")
     return round(float(match[1]) * units[match[2]])
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Read a JSON object from a file; a UsageError if it cannot be read, or holds none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path!r} is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path!r} holds no JSON object, but a {type(data).__name__}")
+    return data

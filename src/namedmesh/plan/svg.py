@@ -1,44 +1,49 @@
-"""Draw a plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of another outlined.
-
-A small world without nodes is drawn as boxes in boxes, one level for each axis.
-"""
+"""Draw a plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of the fastest axis outlined."""
 
 from __future__ import annotations
 
-from itertools import groupby
 from math import ceil, sqrt
-from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 from xml.sax.saxutils import escape
 
-from namedmesh.plan.cells import Cell, Grid, Outline, shades
+from namedmesh.errors import AxisError, did_you_mean
 
 if TYPE_CHECKING:
-    from namedmesh.plan.cells import Box
-    from namedmesh.plan.core import Plan
+    from namedmesh.plan.describe import Plan
 
-_MARGIN, _LABEL, _WIDEST, _NARROWEST = 24, 18, 1360, 512
-_WIDEST_CELL = 150  # eight of them fit side by side
-_FEW, _SOME = 16, 128
-_SHORT = 4  # letters of an axis of which two fit on a line
-_TICKS = 16
-_NESTED, _LEVELS = 32, 3  # ranks and axes that are drawn as boxes in boxes
-Rect = tuple[float, float, float, float]
-"""The left, the top, the width and the height."""
+_LARGEST = 512  # cells that are drawn
+_ROW, _MARGIN, _LABEL, _PAD, _WIDEST, _NARROWEST = 8, 24, 18, 12, 1360, 512
+_TICKS = 16  # colors in the legend
+_DISTINCT = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#8c8c8c")
+# From dark to light, for coordinates that are too many to tell apart by hue; every other one is paler.
+_RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+_STYLE = """<style>.paper { fill: #ffffff; } .ink { fill: #1f2933; } .soft { fill: #52606d; } .node { fill: #f3f5f8; }
+.edge { stroke: #7b8794; } .group { stroke: #1f2933; fill: none; stroke-width: 1.75; }
+.crosses { stroke: #c2185b; stroke-dasharray: 6 3; }
+@media (prefers-color-scheme: dark) { .paper { fill: #14181d; } .ink { fill: #e6eaee; } .soft { fill: #a7b1bb; }
+.node { fill: #1e242b; } .group { stroke: #e6eaee; } .crosses { stroke: #ff80ab; } }</style>"""
+
+
+class _Cell(NamedTuple):
+    """The size of a cell and of its text; ``small`` is 0 where there is room for the rank only."""
+
+    width: int
+    height: int
+    font: int
+    small: int
+    gap: int
 
 
 def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     """Draw a plan.
 
     Args:
-        plan: the plan.
+        plan: the plan; nodes are drawn where it has ``gpus_per_node``, else rows of eight ranks.
         color_by: the axis that gives the colors; by default the slowest of size above 1.
 
     Returns:
-        An SVG document, which follows the reader's preference for light or dark. Up to 512 ranks each has a
-        cell; above, a cell stands for a range of ranks, striped where they differ on the axis. Up to 32 ranks on
-        up to three axes, without nodes and ``color_by``, are boxes in boxes.
+        An SVG document, which follows the reader's preference for light or dark. Of more than 512 ranks the first are drawn.
 
     Raises:
         AxisError: there is no such axis.
@@ -48,244 +53,132 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
         >>> draw_svg(make_plan("pp=2,tp=4")).count('class="rank"')
         8
     """
-    grid = Grid(plan)
-    axis = grid.color_axis(color_by)
-    axes = [axis for axis in plan.layout if plan.layout[axis] > 1]
-    nodes = plan.gpus_per_node or plan.nvlink_domain
-    picture = _Picture(grid, axis)
-    if color_by is None and nodes is None and plan.world_size <= _NESTED and 0 < len(axes) <= _LEVELS:
-        return picture.nested(axes)
-    return picture.nodes()
+    layout = plan.layout
+    large = [axis for axis in layout if layout[axis] > 1] or list(layout)
+    axis = large[0] if color_by is None else color_by
+    if axis not in layout:
+        raise AxisError(f"axis {axis!r} is not one of {tuple(layout)}{did_you_mean(axis, layout)}")
+    drawn, node = min(layout.world_size, _LARGEST), plan.gpus_per_node or _ROW
+    cell = _cell(len(large), layout.world_size, max(map(len, large)))
+    columns, boxes = min(node, _ROW), ceil(drawn / node)
+    wide = columns * (cell.width + cell.gap) - cell.gap + 2 * _PAD
+    high = ceil(min(node, drawn) / columns) * (cell.height + cell.gap) - cell.gap + 2 * _PAD + _LABEL
+    across = ceil(sqrt(boxes * 1.5 * high / wide))  # a picture half as wide again as it is high
+    across = max(1, min(boxes, across, (_WIDEST - 2 * _MARGIN) // (wide + _PAD)))
+    width = max(_NARROWEST, across * (wide + _PAD) - _PAD + 2 * _MARGIN)
+    notes = [f"colored by {axis}", f"outlined: groups of {large[-1]}"]
+    if any(_crosses(plan, rank, large[-1]) for rank in range(drawn)):
+        notes[1] += ", dashed where they leave a node"
+    if drawn < layout.world_size:
+        notes.append(f"ranks {drawn} to {layout.world_size - 1} are not drawn")
+    parts, top = _head(str(layout), notes, axis, layout[axis], width)
+    for number in range(boxes):
+        ranks = range(number * node, min((number + 1) * node, drawn))
+        x = _MARGIN + number % across * (wide + _PAD)
+        y = top + number // across * (high + _PAD)
+        label = f"node {number}" if plan.gpus_per_node else f"ranks {ranks.start} to {ranks.stop - 1}"
+        parts.append(f'<rect x="{x}" y="{y}" width="{wide}" height="{high}" class="node edge" rx="10"/>')
+        parts.append(_text(x + _PAD, y + _PAD + 6, label, 13, 'class="soft"'))
+        for row in range(0, len(ranks), columns):
+            line = y + _LABEL + _PAD + row // columns * (cell.height + cell.gap)
+            parts += _draw_row(plan, ranks[row : row + columns], axis, large, cell, (x + _PAD, line))
+    height = top + ceil(boxes / across) * (high + _PAD) - _PAD + _MARGIN
+    size = f'width="{width}" height="{height}"'
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {size} '
+    start += 'font-family="Helvetica, Arial, sans-serif" role="img">'
+    title = f"<title>{escape(str(layout))}, colored by {axis}</title>"
+    return "\n".join([start, title, _STYLE, f'<rect class="paper" {size}/>', *parts, "</svg>\n"])
 
 
-class _Size(NamedTuple):
-    """The size of a cell, and of its text."""
-
-    width: int
-    height: int
-    font: int
-    small: int
-    gap: int = 8
-    pad: int = 12
-    per_line: int = 2
+def _cell(axes: int, world_size: int, letters: int) -> _Cell:
+    if world_size > 128:  # noqa: PLR2004  where coordinates have no room
+        return _Cell(max(30, len(str(world_size - 1)) * 9 + 4), 22, 14, 0, 7)
+    font, small = (20, 13) if world_size <= 16 else (17, 11)  # noqa: PLR2004
+    per_line = 2 if letters <= 4 else 1  # noqa: PLR2004  short names stand side by side
+    width = min(150, max(58, round(per_line * (letters + 3) * small * 0.6) + 4))
+    return _Cell(width, font + ceil(axes / per_line) * (small + 3) + 14, font, small, 8)
 
 
-class Drawing:
-    """The elements of an SVG picture of some width."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.parts: list[str] = []
-
-    def rect(
-        self, box: Rect, classes: str = "", rounded: int = 0, *, fill: str = "", title: str = ""
-    ) -> None:
-        """Draw a rectangle, in the paint of classes or in a color; a title shows when the mouse is over it."""
-        place = 'x="{:g}" y="{:g}" width="{:g}" height="{:g}"'.format(*box)
-        named = {"class": classes, "fill": fill, "rx": rounded}
-        paint = "".join(f' {name}="{value}"' for name, value in named.items() if value)
-        end = f"><title>{escape(title)}</title></rect>" if title else "/>"
-        self.parts.append(f"<rect {place}{paint}{end}")
-
-    def text(
-        self, x: float, y: float, text: str, size: int, ink: str = "ink", *, fill: str = "", anchor: str = ""
-    ) -> None:
-        """Draw a line of text, in the ink of a class or in a color."""
-        paint = f'fill="{fill}"' if fill else f'class="{ink}"'
-        where = f' text-anchor="{anchor}"' if anchor else ""
-        self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" {paint}{where}>{escape(text)}</text>'
+def _head(title: str, notes: list[str], axis: str, size: int, width: int) -> tuple[list[str], int]:
+    """Return the heading, the notes and the legend, and the y coordinate below."""
+    parts, y = [], _MARGIN - 8
+    for text, font, ink in ((title, 20, "ink"), *((note, 14, "soft") for note in notes)):
+        for line in wrap(text, (width - 2 * _MARGIN) // round(font * 0.58), break_on_hyphens=False):
+            y += font + 5
+            parts.append(_text(_MARGIN, y, line, font, f'class="{ink}"'))
+    x, y, step = _MARGIN, y + 12, ceil(size / _TICKS)
+    for at in range(0, size, step):
+        name = f"{axis} {at}" if step == 1 or at + step < size else f"{axis} {at} ... {size - 1}"
+        if x + 34 + 9 * len(name) > width - _MARGIN:
+            x, y = _MARGIN, y + 24
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="18" height="18" class="edge" fill="{_color(at, size)}" rx="4"/>'
         )
+        parts.append(_text(x + 24, y + 14, name, 14, 'class="ink"'))
+        x += 34 + 9 * len(name)
+    return parts, y + 36
 
-    def page(self, title: str, height: int) -> str:
-        """Return the document, which follows the reader's preference for light or dark."""
-        start = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {height}" width="{self.width}" '
-            f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">\n<title>{escape(title)}</title>\n'
+
+def _draw_row(  # noqa: PLR0917  what it is drawn from
+    plan: Plan, ranks: range, axis: str, large: list[str], cell: _Cell, place: tuple[int, int]
+) -> list[str]:
+    parts, layout, (left, y) = [], plan.layout, place
+    for column, rank in enumerate(ranks):
+        coords, x = layout.coords(rank), left + column * (cell.width + cell.gap)
+        fill, words = _color(coords[axis], layout[axis]), [f"{name} {coords[name]}" for name in large]
+        ink, middle = f'fill="{_ink(fill)}" text-anchor="middle"', x + cell.width / 2
+        parts.append(f'<g class="rank" data-rank="{rank}"><title>rank {rank}: {", ".join(words)}</title>')
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{cell.width}" height="{cell.height}" fill="{fill}" rx="5"/>'
         )
-        css = " ".join(Path(__file__).with_name("picture.css").read_text(encoding="utf-8").split())
-        paper = f'<rect class="paper" width="{self.width}" height="{height}"/>'
-        return f"{start}<style>{css}</style>\n" + "\n".join([paper, *self.parts, "</svg>\n"])
-
-
-class _Picture(Drawing):
-    def __init__(self, grid: Grid, axis: str) -> None:
-        super().__init__(_NARROWEST)
-        self.grid, self.axis, self.layout = grid, axis, grid.plan.layout
-        self.size = _cell_size(grid)
-
-    def nodes(self) -> str:
-        """Draw the ranks in their nodes, and the nodes in the NVLink domains around them."""
-        size, boxes = self.size, self.grid.boxes
-        rows, columns = max(len(box.rows) for box in boxes), max(len(box.rows[0]) for box in boxes)
-        label = _LABEL if boxes[0].label else 0
-        box_width = columns * (size.width + size.gap) - size.gap + 2 * size.pad
-        box_height = rows * (size.height + size.gap) - size.gap + 2 * size.pad + label
-        blocks = [list(block) for _, block in groupby(boxes, key=lambda box: box.around)]
-        frame = size.pad if boxes[0].around else 0
-        room = _WIDEST - 2 * _MARGIN
-        across = _across(max(map(len, blocks)), box_width, box_height, room - 2 * frame, size.pad)
-        down = ceil(max(map(len, blocks)) / across)
-        block_width = across * (box_width + size.pad) - size.pad + 2 * frame
-        block_height = down * (box_height + size.pad) - size.pad + 2 * frame + (_LABEL if frame else 0)
-        wide = _across(len(blocks), block_width, block_height, room, size.pad)
-        self.width = max(_NARROWEST, wide * (block_width + size.pad) - size.pad + 2 * _MARGIN)
-        top = self._head(f"colored by {self.axis}", self.grid.note)
-        for number, block in enumerate(blocks):
-            x = _MARGIN + number % wide * (block_width + size.pad)
-            y = top + number // wide * (block_height + size.pad)
-            if frame:
-                self.rect((x, y, block_width, block_height), "paper edge domain", 14)
-                self.text(x + frame, y + frame + 8, block[0].around, 13, "soft")
-                y += _LABEL
-            for place, box in enumerate(block):
-                left = x + frame + place % across * (box_width + size.pad)
-                height = box_height - (rows - len(box.rows)) * (size.height + size.gap)
-                self._box(box, left, y + frame + place // across * (box_height + size.pad), box_width, height)
-        bottom = top + ceil(len(blocks) / wide) * (block_height + size.pad) - size.pad
-        return self.page(f"{self.layout}, colored by {self.axis}", bottom + _MARGIN)
-
-    def nested(self, axes: list[str]) -> str:
-        """Draw boxes in boxes: the slowest axis outside, the fastest from left to right."""
-        self.size = _Size(94, 54, 16, 0)
-        *outer, fast = axes
-        slow = outer[0] if len(axes) == _LEVELS else None
-        middle = outer[-1] if outer else None
-        columns, lines = self.layout[fast], self.layout[middle] if middle else 1
-        step, high, gutter = 106, 62, 12 + (9 * len(f"{_short(middle, 12)} {lines}") if middle else 0)
-        wide, tall = gutter + columns * step + 12, lines * (high + 20) + 16
-        count = self.layout[slow] if slow else 1
-        across = _across(count, wide, tall + 60, _WIDEST - 2 * _MARGIN, 24)
-        self.width = max(_NARROWEST, across * (wide + 24) - 24 + 2 * _MARGIN)
-        top = self._head()
-        for block in range(count):
-            x = _MARGIN + block % across * (wide + 24)
-            y = top + block // across * (tall + 60) + 22
-            if slow:
-                self.text(x + wide / 2, y - 8, f"{_short(slow, 24)} = {block}", 15, "slow", anchor="middle")
-                self.rect((x, y, wide, tall), "outer rim", 14)
-            for line in range(lines):
-                at = y + 12 + line * (high + 20)
-                if middle:
-                    self.text(x + 10, at + high / 2 + 9, f"{_short(middle, 12)} {line}", 13, "middle")
-                self.rect((x + gutter - 6, at, columns * step + 4, high + 8), "inner line", 12)
-                for column in range(columns):
-                    rank = (block * lines + line) * columns + column
-                    self._cell(Cell(rank, 1), x + gutter + column * step + 2, at + 8, nested=True)
-            for column in range(columns):
-                middle_x = x + gutter + column * step + 47
-                self.text(
-                    middle_x, y + tall + 18, f"{_short(fast, 8)} = {column}", 13, "fast", anchor="middle"
-                )
-        bottom = top + ceil(count / across) * (tall + 60)
-        return self.page(f"{self.layout}, boxes of {', '.join(axes)}", bottom + _MARGIN)
-
-    def _head(self, *notes: str) -> int:
-        """Draw the heading, the notes and, with some, the legend; return the y coordinate below."""
-        y = _MARGIN - 8
-        for text, size, ink in ((str(self.layout), 20, "ink"), *((note, 14, "soft") for note in notes)):
-            for line in wrap(text, (self.width - 2 * _MARGIN) // round(size * 0.58), break_on_hyphens=False):
-                y += size + 5
-                self.text(_MARGIN, y, line, size, ink)
-        if not notes:
-            return y + 14
-        size = self.grid.axes[self.axis][self.axis]
-        colors, step = shades(size), ceil(size / _TICKS)
-        x, y = _MARGIN, y + 12
-        for at in range(0, size, step):
-            name = f"{_short(self.axis, 24)} {at}"
-            if step > 1 and at + step >= size:
-                name += f" ... {size - 1}"
-            wide = 34 + 9 * len(name)
-            if x + wide > self.width - _MARGIN:
-                x, y = _MARGIN, y + 24
-            self.rect((x, y, 18, 18), "edge", 4, fill=colors[at * len(colors) // size].fill)
-            self.text(x + 24, y + 14, name, 14)
-            x += wide
-        return y + 36
-
-    def _box(self, box: Box, x: int, y: int, width: int, height: int) -> None:
-        if box.label:
-            self.rect((x, y, width, height), "node edge", 10)
-            self.text(x + self.size.pad, y + self.size.pad + 6, box.label, 13, "soft")
-            y += _LABEL
-        for number, row in enumerate(box.rows):
-            top = y + self.size.pad + number * (self.size.height + self.size.gap)
-            step, left = self.size.width + self.size.gap, x + self.size.pad
-            for column, cell in enumerate(row):
-                self._cell(cell, left + column * step, top)
-            for outline in self.grid.outlines(row):
-                self._outline(outline, left, top, x, x + width)
-
-    def _outline(self, outline: Outline, x: int, y: int, left: int, right: int) -> None:
-        """Draw the part of a group in a row: open, and as far as the box, on the side where it goes on."""
-        step, reach = self.size.width + self.size.gap, self.size.gap / 2 - 1.25  # neighbors do not touch
-        start = x + outline.first * step - reach if outline.starts else left
-        end = x + (outline.last + 1) * step - self.size.gap + reach if outline.ends else right
-        low, high = y - reach, y + self.size.height + reach
-        if outline.starts:
-            line = f"M{end:g} {low:g}H{start:g}V{high:g}H{end:g}{'Z' if outline.ends else ''}"
-        else:
-            line = f"M{start:g} {low:g}H{end:g}{'V' if outline.ends else f'M{end:g} '}{high:g}H{start:g}"
-        classes = "group crosses" if outline.crosses else "group"
-        self.parts.append(f'<path class="{classes}" d="{line}" stroke-linejoin="round"/>')
-
-    def _cell(self, cell: Cell, x: int, y: int, *, nested: bool = False) -> None:
-        size = self.size
-        colors = [] if nested else self.grid.shades(cell, self.axis)
-        plain = len(colors) == 1
-        self.parts.append(
-            f'<g class="rank" data-rank="{cell.first}"><title>{escape(self.grid.describe(cell))}</title>'
+        step = 2 if max(map(len, large)) <= 4 else 1  # noqa: PLR2004
+        lines = [" ".join(words[i : i + step]) for i in range(0, len(words), step)] if cell.small else []
+        base = y + (cell.height - cell.font - len(lines) * (cell.small + 2)) / 2 + cell.font * 0.82
+        parts.append(_text(middle, base, str(rank), cell.font, ink))
+        for number, line in enumerate(lines, 1):
+            parts.append(_text(middle, base + number * (cell.small + 3), line, cell.small, ink))
+        parts.append("</g>")
+    # What follows each other in a row and is of one group has one outline.
+    firsts, reach = [_ends(plan, rank, large[-1])[0] for rank in ranks], cell.gap / 2 - 1.25
+    starts = [i for i in range(len(ranks)) if i == 0 or firsts[i] != firsts[i - 1]]
+    for start, stop in zip(starts, [*starts[1:], len(ranks)], strict=True):
+        x = left + start * (cell.width + cell.gap)
+        length = (stop - start) * (cell.width + cell.gap) - cell.gap
+        crosses = " crosses" if _crosses(plan, ranks[start], large[-1]) else ""
+        parts.append(
+            f'<rect class="group{crosses}" x="{x - reach:g}" y="{y - reach:g}" width="{length + 2 * reach:g}" '
+            f'height="{cell.height + 2 * reach:g}" rx="6"/>'
         )
-        if plain:
-            self.rect((x, y, size.width, size.height), rounded=5, fill=colors[0].fill)
-        else:
-            self.rect((x, y, size.width, size.height), "paper edge" if nested else "node", 5)
-            stripe = size.width / max(1, len(colors))
-            for number, shade in enumerate(colors):
-                self.rect((x + number * stripe, y + size.height - 6, stripe, 6), fill=shade.fill)
-        words = [] if nested else self._words(cell)
-        label = f"rank {cell.label}" if nested else cell.label
-        line = y + (size.height - size.font - len(words) * (size.small + 2)) / 2 + size.font * 0.82
-        if len(colors) > 1:
-            line -= 3
-        ink = colors[0].text if plain else ""
-        for word, font in ((label, size.font), *((word, size.small) for word in words)):
-            self.text(x + size.width / 2, line, word, font, fill=ink, anchor="middle")
-            line += size.small + 3
-        self.parts.append("</g>")
-
-    def _words(self, cell: Cell) -> list[str]:
-        """Return the lines below the rank, where there is room: its coordinates."""
-        if not self.size.small:
-            return []
-        room = _SHORT if self.size.per_line > 1 else int(self.size.width / self.size.small / 0.56) - _SHORT
-        places = self.layout.coords(cell.first).items()
-        words = [f"{_short(axis, room)} {at}" for axis, at in places if self.layout[axis] > 1]
-        step = self.size.per_line
-        return [" ".join(words[i : i + step]) for i in range(0, len(words), step)]
+    return parts
 
 
-def _across(count: int, width: int, height: int, room: int, gap: int) -> int:
-    """Return how many boxes stand side by side, for a picture that is half as wide again as it is high."""
-    return max(1, min(count, ceil(sqrt(count * 1.5 * height / width)), (room + gap) // (width + gap)))
+def _ends(plan: Plan, rank: int, axis: str) -> tuple[int, int]:
+    """Return the first and the last rank of a group over an axis."""
+    at, size = plan.layout.coords(rank)[axis], plan.layout[axis]
+    return plan.layout.neighbor(rank, axis, -at), plan.layout.neighbor(rank, axis, size - 1 - at)
 
 
-def _short(name: str, letters: int) -> str:
-    return name if len(name) <= letters else f"{name[: max(1, letters - 1)]}\N{HORIZONTAL ELLIPSIS}"
+def _crosses(plan: Plan, rank: int, axis: str) -> bool:
+    node = plan.gpus_per_node or plan.layout.world_size
+    first, last = _ends(plan, rank, axis)
+    return first // node != last // node
 
 
-def _cell_size(grid: Grid) -> _Size:
-    count = len(grid.cells)
-    layout = grid.plan.layout
-    digits = len(str(grid.plan.world_size - 1))
-    longest = max((len(axis) for axis in layout if layout[axis] > 1), default=2)
-    per_line = 2 if longest <= _SHORT else 1
-    lines = ceil(sum(size > 1 for size in layout.sizes) / per_line)
-    if grid.block > 1:
-        return _Size(min(_WIDEST_CELL, round((2 * digits + 1) * 6.3) + 12), 28, 11, 0, gap=6)
-    if count <= _SOME:
-        font, small = (20, 13) if count <= _FEW else (17, 11)
-        width = min(_WIDEST_CELL, max(58, round(per_line * (longest + 3) * small * 0.56) + 8))
-        return _Size(width, font + lines * (small + 3) + 14, font, small, per_line=per_line)
-    return _Size(max(30, digits * 9 + 4), 22, 14, 0, gap=7, pad=9)
+def _text(x: float, y: float, text: str, size: int, paint: str) -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" {paint}>{escape(text)}</text>'
+
+
+def _color(at: int, size: int) -> str:
+    if size <= len(_DISTINCT):
+        return _DISTINCT[at]
+    position = at / (size - 1) * (len(_RAMP) - 1)
+    low = min(int(position), len(_RAMP) - 2)
+    mixed = [a + (b - a) * (position - low) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
+    return f"#{bytes(round(channel + (255 - channel) * 0.3 * (at % 2)) for channel in mixed).hex()}"
+
+
+def _ink(fill: str) -> str:
+    """Return black or white, whichever contrasts more (relative luminance, with the usual gamma of 2.2)."""
+    red, green, blue = ((channel / 255) ** 2.2 for channel in bytes.fromhex(fill[1:]))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"

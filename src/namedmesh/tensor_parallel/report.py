@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,14 +13,15 @@ from torch.distributed.tensor import Shard
 
 from namedmesh.errors import listing
 from namedmesh.plan.tables import Table, as_text
-from namedmesh.plan.weights import Weight, draw_weights_html, draw_weights_svg, fold
 from namedmesh.tensor_parallel.placements import placement_name
 from namedmesh.tensor_parallel.plan import laid_out, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
     from namedmesh.tensor_parallel.plan import Plan
+
+_Details = TypeVar("_Details", bound="Hashable")
 
 
 @dataclass(frozen=True)
@@ -83,30 +85,36 @@ class PlanReport:
         whole = (self.parameters_per_rank * self.tp_size - self.parameters) // (self.tp_size - 1)
         return f"{text}, {whole:,} of them whole{dropout_note(self.dropouts)}"
 
-    def svg(self) -> str:
-        """Draw each weight with the part of it that each rank has, equal layers once, as an SVG document."""
-        return draw_weights_svg(*self._drawn())
-
-    def html(self) -> str:
-        """Write the same as a page."""
-        return draw_weights_html(*self._drawn())
-
-    def _drawn(self) -> tuple[str, list[Weight]]:
-        rows: list[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]] = [
-            (row.name, (row.global_shape, row.local_shape)) for row in self.rows if row.parameter
-        ]
-        rows += [(name, (shape, shape)) for name, shape in self.unsharded]
-        weights = []
-        for name, (shape, local) in fold(rows):
-            dim = next((dim for dim, size in enumerate(shape) if size != local[dim]), None)
-            sizes = () if dim is None else (local[dim],) * self.tp_size
-            weights.append(Weight(name, shape, dim, sizes))
-        return self._total(), weights
-
     def _total(self) -> str:
         return (
             f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
         )
+
+
+def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
+    """Fold rows whose names differ in one number, and in nothing else, where the numbers follow each other."""
+    folded = list(rows)
+    depth = max((name.count(".") for name, _ in folded), default=0)
+    for place in range(depth, -1, -1):
+        runs: dict[tuple[str, _Details], list[int]] = {}
+        result: list[tuple[str, _Details, list[int]]] = []
+        for name, details in folded:
+            parts = name.split(".")
+            if place >= len(parts) or re.fullmatch(r"[0-9]+", parts[place]) is None:
+                result.append((name, details, []))
+                continue
+            number = int(parts[place])
+            pattern = ".".join([*parts[:place], "{}", *parts[place + 1 :]])
+            run = runs.get((pattern, details), [])
+            if not run or run[-1] != number - 1:
+                run = runs[pattern, details] = []
+                result.append((pattern, details, run))
+            run.append(number)
+        folded = [
+            (name.replace("{}", "-".join(map(str, dict.fromkeys((*run[:1], *run[-1:]))))), details)
+            for name, details, run in result
+        ]
+    return folded
 
 
 def plan_report(

@@ -1,0 +1,151 @@
+"""``namedmesh doctor`` on real ranks: a healthy job, an absent rank, a wrong group, a collective that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import limits_begin_with, run_ranks
+
+from namedmesh import doctor as doctors
+from namedmesh.__main__ import main
+from namedmesh.doctor import Group, check_groups, host_pairs, problems_of, report_text, summary
+
+
+def doctor(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["doctor", "--device", "cpu", "--megabytes", "0.1", *words])
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_a_healthy_job_with_experts() -> None:
+    results = run_ranks(
+        4, lambda: doctor("--pp", "1", "--tp", "2", "--ep", "4", "--etp", "1", "--format", "json"), init=False
+    )
+    assert [(status, err) for status, _, err in results] == [(0, "")] * 4
+    assert [out for _, out, _ in results[1:]] == [""] * 3
+    data = json.loads(results[0][1])
+    found = [(axis["axis"], axis["size"], axis["groups"]) for axis in data["axes"]]
+    assert found == [("dp", 2, 2), ("tp", 2, 2), ("ep", 4, 1), ("world", 4, 1)]
+    assert all(axis["latency us"] > 0 and axis["GB/s"] > 0 for axis in data["axes"])
+    assert (data["links"], data["hosts"], data["slowest_rank"] in range(4)) == ({}, 1, True)
+
+
+def alone() -> tuple[int, str, str]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name)
+    return doctor()
+
+
+def test_plain_python_is_a_world_of_one() -> None:
+    [(status, out, _)] = run_ranks(1, alone, init=False)
+    assert status == 0
+    assert out.startswith("dp=1 (1 rank), gloo on cpu, 1 host\n")
+
+
+def absent() -> tuple[int, str, str]:
+    return (9, "", "") if os.environ["RANK"] == "2" else doctor("--tp", "2", "--timeout", "1")
+
+
+def test_a_rank_that_does_not_show_up_is_named() -> None:
+    with limits_begin_with(3):
+        results = run_ranks(4, absent, init=False)
+    assert [status for status, _, _ in results] == [1, 1, 9, 1]
+    assert all("rank 2 of 0 to 3 did not" in err for status, _, err in results if status == 1)
+
+
+def checked_with_wrong_groups(*wrong: int) -> Any:
+    """On some ranks the group that is checked as tp is that of pp."""
+    pp, tp = (dist.new_subgroups_by_enumeration(each)[0] for each in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]))
+    rank = dist.get_rank()
+    group = pp if rank in wrong else tp
+    groups = [Group("tp", (rank - rank % 2, rank - rank % 2 + 1), group)]
+    return check_groups(groups, rank, torch.device("cpu"), timedelta(seconds=3))
+
+
+def test_a_wrong_group_is_named_with_its_axis_and_ranks() -> None:
+    found = run_ranks(4, checked_with_wrong_groups, 0, 1, 2, 3)
+    assert problems_of(found) == [
+        "axis tp, rank 0: its group has ranks 0, 2 instead of 0, 1",
+        "axis tp, rank 1: its group has ranks 1, 3 instead of 0, 1",
+        "axis tp, rank 2: its group has ranks 0, 2 instead of 2, 3",
+        "axis tp, rank 3: its group has ranks 1, 3 instead of 2, 3",
+    ]
+
+
+def test_a_collective_that_hangs_ends_with_the_axis_and_the_ranks() -> None:
+    found = run_ranks(4, checked_with_wrong_groups, 3)
+    assert found[:2] == [None, None]
+    assert all(problem and problem[0] == "tp" for problem in found[2:])
+
+
+def with_a_problem_on(wrong: int) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if int(os.environ["RANK"]) == wrong:
+            real = doctors.check_groups
+            problem = "tp", "an all-reduce gave 2 instead of 3"
+            patch.setattr(doctors, "check_groups", lambda *arguments: real(*arguments) or problem)
+        return doctor("tp=2")
+
+
+def test_every_rank_is_told_what_one_found() -> None:
+    results = run_ranks(2, with_a_problem_on, 1, init=False)
+    text = "namedmesh doctor: axis tp, rank 1: an all-reduce gave 2 instead of 3\n"
+    assert results == [(1, "", text)] * 2
+
+
+def test_every_rank_says_why_a_layout_does_not_fit() -> None:
+    results = run_ranks(2, lambda: doctor("pp=2,tp=3"), init=False)
+    assert [(status, "pp=2 x tp=3 needs 6 ranks" in err) for status, _, err in results] == [(1, True)] * 2
+
+
+def test_settings_that_cannot_be_are_named_before_the_ranks_meet() -> None:
+    status, _, err = doctor("--timeout", "nan", "--megabytes", "-1")
+    text = "it is a number above 0 and below 1e9"
+    assert (status, err) == (
+        2,
+        f"namedmesh doctor: 2 problems:\n  - timeout is nan; {text}\n  - megabytes is -1; {text}\n",
+    )
+    assert doctor("pp=x")[0] == 2
+
+
+def test_the_slowest_group_rank_and_hosts_are_named() -> None:
+    reports = []
+    for rank in range(4):
+        pair = (rank - rank % 2, rank - rank % 2 + 1)
+        links = {"a - b": 1e9, "c - a": 5e8} if rank == 0 else {}
+        axes = {"tp": (pair, 0.001, (10.0 - pair[0]) * 1e9)}
+        reports.append({"axes": axes, "local": 2.0 if rank == 3 else 1.0, "links": links})
+    data = summary(reports, ["a", "a", "b", "c"])
+    assert data["axes"] == [
+        {
+            "axis": "tp",
+            "size": 2,
+            "groups": 2,
+            "latency us": 1000.0,
+            "GB/s": 9.0,
+            "slowest group": "2, 3",
+            "its GB/s": 8.0,
+        }
+    ]
+    assert (data["slowest_rank"], data["slowest_factor"], data["hosts"]) == (3, 2.0, 3)
+    assert "2 pairs of hosts, the slowest first:\n  c - a: 0.5 GB/s\n  a - b: 1.0 GB/s" in report_text(
+        "a job", data
+    )
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_every_host_is_in_the_one_round_of_pairs(count: int) -> None:
+    hosts = [f"host-{rank // 2}" for rank in range(2 * count)]
+    pairs = host_pairs(hosts)
+    assert {hosts[rank] for pair in pairs for rank in pair} == (set(hosts) if count > 1 else set())
+    assert len(pairs) == (count + 1) // 2 * (count > 1)
+    assert all(rank % 2 == 0 for pair in pairs for rank in pair)

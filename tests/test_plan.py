@@ -1,0 +1,296 @@
+"""Layouts described, drawn and compared, against brute force over ``Layout``; and the commands that print it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import runpy
+import shlex
+from math import prod
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from installing import interpreter
+from messages import says
+
+import namedmesh
+from namedmesh import Layout, LayoutError, NamedMeshError
+from namedmesh.__main__ import COMMANDS, main
+from namedmesh.dialects import DIALECTS
+from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, parse_spec, plan_text, rank_text
+from namedmesh.plan.spec import parse_amount
+
+ROOT = Path(__file__).parents[1]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def run(command: str) -> tuple[int, str, str]:
+    """The exit status of a command, its output and its errors."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(shlex.split(command))
+    return status, out.getvalue(), err.getvalue()
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    name = draw(st.sampled_from([*DIALECTS, None]))
+    axes = (
+        ("pp", "tp")
+        if name is None
+        else [axis for axis in DIALECTS[name].axes if axis not in {"dp", "dp_shard"}]
+    )
+    sizes = {axis: draw(st.sampled_from([1, 2, 3])) for axis in axes}
+    world = prod(sizes.values()) * draw(st.sampled_from([2, 4]))
+    expert = {"ep": 2, "etp": 1} if name in {None, "megatron", "torchtitan"} and draw(st.booleans()) else {}
+    if (world // sizes["pp"] // sizes.get("dp_replicate", 1)) % 2:
+        expert = {}
+    given: dict[str, Any] = {**sizes, **expert}
+    return make_plan(world_size=world, like=name, gpus_per_node=draw(st.sampled_from([1, 3, 4, 8])), **given)
+
+
+@given(plans())
+def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
+    asked, held, in_world, first = 0, set(), 0, dict[Any, str]()
+    for kind in plan.kinds:
+        row = next(row for row in namedmesh.dialects.groups_of(plan.arrangement) if row.name == kind.name)
+        groups = list(plan.arrangement.layout(kind.view).groups(*kind.axes))
+        if kind.members != "all":
+            groups = [
+                tuple(sorted({group[0], group[-1 if kind.members == "ends" else 0]})) for group in groups
+            ]
+        assert plan.groups(kind) == groups
+        assert (kind.count, {kind.size}) == (len(groups), {len(group) for group in groups})
+        for rank in plan.layout.ranks:
+            assert plan.group_of(kind, rank) == next((group for group in groups if rank in group), ())
+        asked, in_world = asked + 1 + row.gloo_groups, in_world + len(groups) * (1 + row.gloo_groups)
+        own = next(group for group in groups if 0 in group)
+        held |= {(own, backend) for backend in range(1 + row.gloo_groups) if len(own) > 1}
+        owner = first.setdefault(tuple(groups), kind.name)
+        served = "its own" if owner == kind.name else f"that of {owner}"
+        if len(own) in {1, plan.layout.world_size}:
+            served = "none, one rank" if len(own) == 1 else "the world's"
+        assert kind.communicator == served
+    held.discard((tuple(plan.layout.ranks), 0))
+    assert plan.communicators == (asked, len(held), in_world)
+
+
+@given(plans(), st.data())
+def test_nodes_and_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> None:
+    node, rank = plan.gpus_per_node or 0, data.draw(st.sampled_from(plan.layout.ranks))
+    for axis, count in (plan.across_nodes or {}).items():
+        layout = plan.layout if axis in plan.layout else plan.arrangement.layout("expert")
+        assert count == sum(len({each // node for each in group}) > 1 for group in layout.groups(axis))
+    lines = dict(line.strip().partition(" ")[::2] for line in rank_text(plan, rank).splitlines())
+    here = plan.layout.coords(rank)
+    for axis, at in here.items():
+        peers = [each for each in plan.layout.ranks if {**plan.layout.coords(each), axis: at} == here]
+        if len(peers) <= 16:
+            assert (
+                lines[axis]
+                == f"{at} of 0 to {plan.layout[axis] - 1}, with ranks {', '.join(map(str, peers))}"
+            )
+    shards = {axis: at for axis, at in here.items() if axis in plan.arrangement.dialect.shards}
+    copies = plan.layout.where(**shards)
+    if len(copies) <= 16:
+        assert lines["parameters:"].endswith(f"the same on ranks {', '.join(map(str, copies))}")
+    if plan.layout["pp"] > 1:
+        following = plan.layout.neighbor(rank, "pp")
+        assert lines["pipeline:"].endswith("last stage" if following < rank else f"sends to rank {following}")
+
+
+def test_the_worked_example() -> None:
+    plan = make_plan(world_size=16, tp=2, pp=4)
+    assert {kind.name: (kind.size, kind.count) for kind in plan.kinds} == {
+        "pp": (4, 4), "dp": (2, 8), "tp": (2, 8), "model": (8, 2)
+    }  # fmt: skip
+    assert "model replicas: (0, 1, 4, 5, 8, 9, 12, 13) (2, 3, 6, 7, 10, 11, 14, 15)" in plan_text(plan)
+    assert plan.communicators == (4, 4, 22)
+    assert make_plan("megatron tp=2,pp=4", world_size=16).communicators == (20, 7, 137)
+    assert "and 508 more" in plan_text(make_plan(world_size=4096, tp=8))
+    assert "(4088, 4089, 4090, 4091, 4092, 4093, 4094, 4095)" in plan_text(
+        make_plan(world_size=4096, tp=8), everything=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warnings"),
+    [
+        ({"world_size": 64, "tp": 4, "pp": 4, "order": "tp-pp-dp", "gpus_per_node": 8}, []),
+        ({"world_size": 64, "tp": 16, "gpus_per_node": 8}, ["tp=16 leaves a node of 8 GPUs, ..."]),
+        ({"world_size": 64, "tp": 4, "ep": 4, "gpus_per_node": 8}, ["ep=4 leaves a node of 8 GPUs, ..."]),
+        (
+            {"world_size": 12, "tp": 2, "gpus_per_node": 8},
+            ["12 ranks do not fill nodes of 8: the last has 4"],
+        ),
+        (
+            {"world_size": 4, "tp": 8, "like": "ezpz"},
+            ["ezpz reduces tp=8 to the world of 4 ranks without an error"],
+        ),
+    ],
+)
+def test_warnings(arguments: dict[str, Any], warnings: list[str]) -> None:
+    found = make_plan(**arguments).warnings
+    assert len(found) == len(warnings)
+    for warning, words in zip(found, warnings, strict=True):
+        assert warning.startswith(words.removesuffix("..."))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: make_plan(Layout(tp=2), order="tp-dp"), UsageError, "a layout has its sizes and its order; ..."),
+        (lambda: make_plan(Layout(dp=2), world_size=16), LayoutError, "dp=2 (2 ranks) is not the world of 16 ranks; ..."),
+        (lambda: make_plan(tp=2, like="megatrn"), UsageError, "'megatrn' is not one of ... did you mean 'megatron'?"),
+        (lambda: make_plan("tp=2", pp=2), UsageError, "both 'tp=2' and sizes for pp were given; give one of them"),
+        (lambda: make_plan("megatron tp=2", like="ezpz"), UsageError, "'megatron tp=2' is megatron's, and like ezpz ..."),
+        (lambda: make_plan("tp=2", order="tp-pp"), UsageError, "'tp=2' has its order already; ..."),
+        (make_plan, UsageError, "neither sizes nor the number of ranks were given; ..."),
+        (lambda: make_plan(tp=2, gpus_per_node=0), UsageError, "gpus_per_node is 0; it is an int of at least 1"),
+        (
+            lambda: parse_spec("megatrn tp=a,pp=2,pp=2,dp"),
+            UsageError,
+            "4 problems:\n  - layout 'megatrn tp=a,pp=2,pp=2,dp': 'megatrn' is not one of ...; did you mean 'megatron'?\n  - ... "
+            "'tp=a' is no axis with a size; write it like tp=2, or dp=-1 for whatever is left\n  - ... axis 'pp' has a size "
+            "already; give each axis one\n  - ... 'dp' is no axis with a size; ...",
+        ),
+        (lambda: draw_svg(make_plan("tp=2"), color_by="tpz"), NamedMeshError, "axis 'tpz' is not one of ('tp',); ..."),
+        (lambda: compare("tp=2", "tp=4"), LayoutError, "tp=2 (2 ranks) and tp=4 (4 ranks) are not over the same ranks; ..."),
+        (lambda: parse_amount("80 apples", "memory"), UsageError, "'80 apples' is no amount of memory, such as 80GB or 80GiB"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=says(message)):
+        call()
+
+
+def elements(plan: Plan, name: str, **more: Any) -> list[dict[str, str]]:
+    root = ET.fromstring(draw_svg(plan, **more))  # noqa: S314  our own text
+    return [dict(each.attrib) for each in root.iter(f"{SVG}{name}")]
+
+
+@given(plans())
+def test_every_rank_has_a_cell_inside_its_node_and_the_color_of_its_coordinate(plan: Plan) -> None:
+    axis = plan.layout.axes[-1]
+    ranks = [each for each in elements(plan, "g", color_by=axis) if each.get("class") == "rank"]
+    assert [int(each["data-rank"]) for each in ranks] == list(plan.layout.ranks)
+    boxes = elements(plan, "rect", color_by=axis)
+    cells = [each for each in boxes if each.get("rx") == "5"]
+    colors = {plan.layout.coords(rank)[axis]: cell["fill"] for rank, cell in enumerate(cells)}
+    assert [cell["fill"] for cell in cells] == [
+        colors[plan.layout.coords(rank)[axis]] for rank in plan.layout.ranks
+    ]
+    assert len(set(colors.values())) == len(colors)
+    nodes = [each for each in boxes if each.get("class") == "node edge"]
+    for rank, cell in enumerate(cells):
+        node = nodes[rank // (plan.gpus_per_node or 8)]
+        for start, length in (("x", "width"), ("y", "height")):
+            assert float(node[start]) < float(cell[start])
+            assert float(cell[start]) + float(cell[length]) < float(node[start]) + float(node[length])
+
+
+def test_pictures_of_large_worlds_and_of_groups_that_leave_their_node() -> None:
+    text = draw_svg(make_plan(world_size=2**20, tp=8))
+    assert text.count('class="rank"') == 512
+    assert "ranks 512 to 1048575 are not drawn" in text
+    crossing = elements(make_plan("dp=2,tp=4", gpus_per_node=2), "rect")
+    assert [each.get("class") for each in crossing].count("group crosses") == 4
+    assert "dashed where they leave a node" in draw_svg(make_plan("dp=2,tp=4", gpus_per_node=2))
+    assert "dashed" not in draw_svg(make_plan("dp=2,tp=4", gpus_per_node=4))
+
+
+@given(
+    *[st.sampled_from(list(DIALECTS))] * 2,
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+)
+def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
+    found = compare(f"{a} tp={tp},pp={pp}", f"{b} tp={tp},pp={pp}", world_size=tp * pp * data)
+    for kind in found.kinds:
+        sides = []
+        for arrangement in (found.first, found.second):
+            made = arrangement.layout("expert" if set(kind.axes) & {"edp", "ep", "etp"} else "dense")
+            here = [axis for axis in kind.axes if axis in made]
+            if "dp" in kind.axes:
+                here = [axis for axis in made if axis.startswith("dp")]
+            sides.append(made.groups(*here) if here else tuple((rank,) for rank in made.ranks))
+        assert kind.same == (sides[0] == sides[1])
+        assert (kind.first, kind.second) == (sides[0][:4], sides[1][:4])
+
+
+def test_the_shown_commands_print_that() -> None:
+    made = runpy.run_path(str(ROOT / "examples" / "plan" / "make.py"))["files"]()
+    for name, text in made.items():
+        kept = (ROOT / "examples" / "plan" / name).read_text(encoding="utf-8")
+        assert kept == text, f"{name}: run examples/plan/make.py, and read what changed"
+
+
+def test_json_holds_what_the_text_says() -> None:
+    status, out, _ = run("plan megatron tp=2,pp=4,ep=2 --world-size 16 --gpus-per-node 8 --format json")
+    data = json.loads(out)
+    assert (status, data["axes"], data["expert_axes"]["ep"]) == (0, {"pp": 4, "dp": 2, "cp": 1, "tp": 2}, 2)
+    assert data["communicators"] == {"asked": 20, "held": 7, "groups_in_world": 140}
+    assert next(kind["groups"] for kind in data["kinds"] if kind["name"] == "model_parallel")[1][:3] == [
+        2,
+        3,
+        6,
+    ]
+    one = json.loads(run("plan pp=2,tp=2 --rank 3 --format json")[1])
+    assert (one["coords"], one["groups"]["pp"]) == ({"pp": 1, "tp": 1}, [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ("plan tp=3 --world-size 8", 1, "namedmesh plan: tp=3 needs 3 ranks"),
+        ("plan tp=a", 2, "namedmesh plan: layout 'tp=a': "),
+        ("plan tp=2 --rank 9", 1, "namedmesh plan: rank 9 is outside"),
+        ("plan tp=2 --svg /nowhere/a.svg", 2, "namedmesh plan: '/nowhere/a.svg' cannot be written"),
+        (
+            "partitions --world-size 8 --memory 80GB",
+            2,
+            "namedmesh partitions: --memory needs the number of parameters",
+        ),
+        (
+            "partitions --world-size 8 --explain dp=8",
+            2,
+            "namedmesh partitions: --explain was given ['dp=8']; give two",
+        ),
+        ("diff --a tp=2 --b tp=2", 0, ""),
+        ("plan --word-size 8", 2, "unrecognized arguments: --word-size; did you mean '--world-size'?\n"),
+        ("shard --in 8", 2, "invalid choice: 'shard'"),
+        *(("--help", 0, f"\n    {name}") for name in COMMANDS),
+    ],
+)
+def test_exit_statuses(command: str, status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        found = main(shlex.split(command))
+    except SystemExit as end:
+        found = int(end.code or 0)
+    assert found == status
+    assert message in "".join(capsys.readouterr())
+
+
+def test_torch_is_not_imported_and_a_million_ranks_are_described(tmp_path: Path) -> None:
+    large = "--layers 80 --hidden 8192 --heads 64 --kv-heads 8 --ffn 28672 --vocab 128256 --seq 8192 --global-batch 1048576"
+    commands = (
+        "plan megatron tp=8,pp=8,ep=8 --world-size 1048576 --gpus-per-node 8 --svg a.svg",
+        "plan --world-size 1048576 --tp 8 --rank 9",
+        f"partitions --world-size 1048576 {large} --best 5",
+        "diff --a tp=2,dp=1 --b dp=2",
+        "--help",
+        "doctor --help",
+    )
+    code = (
+        "import contextlib, shlex, sys\nfrom namedmesh.__main__ import main\n"
+        "for command in sys.argv[1:]:\n    with contextlib.suppress(SystemExit):\n        main(shlex.split(command))\n"
+        "    assert not {'torch', 'numpy'} & {*sys.modules}, command\n"
+    )
+    done = interpreter("-c", code, *commands, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
