@@ -89,9 +89,9 @@ def forget_operations() -> None:
 
 
 def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    """Return a 1-D mesh over some axes of a root mesh, on a group that exists; it goes together with the root's slices.
+    """Return a 1-D mesh over some axes of a root mesh, on a group that exists, and known to the root by its name.
 
-    ``DeviceMesh._flatten`` would make a second group. Where the axes adjoin, public calls do: see ``NamedMesh``.
+    It goes together with the root's slices. ``DeviceMesh._flatten`` would make a second group.
     """
     layout = root[axes]._layout
     mesh: Any = DeviceMesh(
@@ -105,6 +105,7 @@ def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGr
     mesh._dim_group_names = [group.group_name]
     if hasattr(root, "_pg_registry"):  # torch 2.14
         root._pg_registry[group.group_name] = group
+    root._flatten_mapping[name] = mesh
     flat: DeviceMesh = mesh
     return flat
 
@@ -318,6 +319,23 @@ def frees_after_forward(module: Any) -> bool | None:
     one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # of torch 2.12
     groups = one or state._fsdp_param_groups
     return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
+
+
+def all_reduced(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the ``"sum"`` or ``"max"`` over a group in a new tensor, also in compiled code; torch has no public function for it."""
+    started = torch.ops._c10d_functional.all_reduce(tensor, operation, group.group_name)
+    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return result
+
+
+def check_archive(contents: Any) -> None:
+    """Raise a RuntimeError where torch could not read an archive of ``torch.save``; ``torch.load`` takes several times as long."""
+    reader: Any = torch._C.PyTorchFileReader(contents)
+    for name in reader.get_all_records():
+        if not name.startswith("data/"):
+            reader.get_record(name)
+        else:
+            reader.get_record_offset(name)
 
 
 def remove_backwards(schedule: Any) -> None:

@@ -14,7 +14,11 @@ from libcst.metadata import (
     ExpressionContextProvider,
     MetadataWrapper,
     PositionProvider,
+<<<<<<< HEAD
     QualifiedNameProvider,
+=======
+    QualifiedName,
+>>>>>>> room-plan
     QualifiedNameSource,
     ScopeProvider,
 )
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
     from namedmesh.migrate.table import Row
 
+<<<<<<< HEAD
 MARKS = (
     b"parallel_state",
     b"mpu",
@@ -33,6 +38,10 @@ MARKS = (
     b"_parallel_rank",
     b"_parallel_world_size",
     b"_parallel_group",
+=======
+MARKS = re.compile(
+    rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is|initialize)_\w*(?:parallel|pipeline)_\w+)\b"
+>>>>>>> room-plan
 )
 """What stands in every file that can name something of the tables: others are not parsed."""
 __all__ = ["MARKS", "Changes", "Finding", "ParserSyntaxError", "change"]
@@ -71,7 +80,11 @@ class Changes(NamedTuple):
 
 
 class _Replacer(cst.CSTTransformer):
+<<<<<<< HEAD
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ExpressionContextProvider)
+=======
+    METADATA_DEPENDENCIES = (ScopeProvider, PositionProvider, ExpressionContextProvider)
+>>>>>>> room-plan
 
     def __init__(self, bound: bool, own: bool) -> None:
         super().__init__()
@@ -155,9 +168,13 @@ class _Replacer(cst.CSTTransformer):
         self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, module: str, advice: Advice
     ) -> cst.BaseExpression:
         if not advice.doubt:
+<<<<<<< HEAD
             names = self.get_metadata(
                 QualifiedNameProvider, node if not isinstance(node, cst.Call) else node.func, set()
             )
+=======
+            names = self._qualified(node.func if isinstance(node, cst.Call) else node)
+>>>>>>> room-plan
             doubts = [
                 (len(names) > 1, "the name can be something else here"),
                 (module not in APIS, f"through {module}, which is not followed"),
@@ -179,6 +196,7 @@ class _Replacer(cst.CSTTransformer):
         line = self.get_metadata(PositionProvider, node).start.line
         self.found.append(Finding(line, old, module, advice))
 
+<<<<<<< HEAD
     def _name(self, node: cst.CSTNode) -> tuple[str, str]:
         """Return the module and the name of an imported thing that an API or a table has; empty if it is none."""
         for one in self.get_metadata(QualifiedNameProvider, node, set()):
@@ -188,11 +206,33 @@ class _Replacer(cst.CSTTransformer):
                 or _row(module, leaf) is not None
                 or (module in APIS and leaf not in _SUBMODULES)
             )
+=======
+    def _qualified(self, node: cst.CSTNode) -> set[QualifiedName]:
+        """Return what a name or an attribute may be: only of those that look like one of the tables, as it takes long."""
+        leaf = node.attr.value if isinstance(node, cst.Attribute) else getattr(node, "value", None)
+        base = getattr(getattr(node, "value", None), "value", leaf)  # of mpu.get_x the name mpu
+        aliases = {one.alias or one.name for one in self.imports if one.module in APIS or one.full in APIS}
+        if leaf not in _LEAVES and base not in aliases and leaf not in aliases:
+            return set()
+        scope = self.get_metadata(ScopeProvider, node, None)
+        return set() if scope is None else set(scope.get_qualified_names_for(node))
+
+    def _name(self, node: cst.CSTNode) -> tuple[str, str]:
+        """Return the module and the name of an imported thing that an API or a table has; empty if it is none."""
+        for one in self._qualified(node):
+            module, _, leaf = one.name.rpartition(".")
+            known = leaf == _INITIALIZE or _row(module, leaf) is not None
+            known = known or (module in APIS and leaf not in _SUBMODULES)
+>>>>>>> room-plan
             if one.source is QualifiedNameSource.IMPORT and module and known:
                 return module, leaf
         return "", ""
 
 
+<<<<<<< HEAD
+=======
+_LEAVES = {*MEGATRON, *FAIRSCALE, _INITIALIZE}
+>>>>>>> room-plan
 _SUBMODULES = {module.rpartition(".")[2] for module in APIS}
 
 
@@ -214,13 +254,21 @@ def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
     return False
 
 
+<<<<<<< HEAD
 def change(source: str, *, bound: bool = False, kept: Collection[str] = ()) -> Changes:
+=======
+def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True) -> Changes:
+>>>>>>> room-plan
     """Find the names of the tables in a source, and replace those that are certain.
 
     Args:
         source: the source of a module.
         bound: whether ``initialize_model_parallel`` becomes a mesh that Megatron is bound to.
         kept: names whose imports stay, as other modules import them from this one.
+<<<<<<< HEAD
+=======
+        rewrite: whether imports are added and dropped; without, the source is returned as it was.
+>>>>>>> room-plan
 
     Raises:
         libcst.ParserSyntaxError: the source is no Python.
@@ -229,7 +277,11 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = ()) -> C
     replacer = _Replacer(bound, _own_namedmesh(wrapper))
     module = wrapper.visit(replacer)
     certain = [finding for finding in replacer.found if not finding.advice.doubt]
+<<<<<<< HEAD
     if not certain:
+=======
+    if not certain or not rewrite:
+>>>>>>> room-plan
         return Changes(replacer.found, source, replacer.imports)
     context = CodemodContext()
     AddImportsVisitor.add_needed_import(context, "namedmesh")
