@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-<<<<<<< HEAD
 from ranks import run_ranks
-=======
-from ranks import limits_begin_with, run_ranks
->>>>>>> room-plan
 
 from namedmesh import doctor as doctors
 from namedmesh.__main__ import main
@@ -56,7 +52,6 @@ def test_plain_python_is_a_world_of_one() -> None:
 
 
 def absent() -> tuple[int, str, str]:
-<<<<<<< HEAD
     return (9, "", "") if os.environ["RANK"] == "2" else doctor("--tp", "2", "--timeout", "8")
 
 
@@ -64,16 +59,6 @@ def test_a_rank_that_does_not_show_up_is_named() -> None:
     results = run_ranks(4, absent, init=False)
     assert [status for status, _, _ in results] == [1, 1, 9, 1]
     assert all("rank 2 of 4 did not" in err for status, _, err in results if status == 1)
-=======
-    return (9, "", "") if os.environ["RANK"] == "2" else doctor("--tp", "2", "--timeout", "1")
-
-
-def test_a_rank_that_does_not_show_up_is_named() -> None:
-    with limits_begin_with(3):
-        results = run_ranks(4, absent, init=False)
-    assert [status for status, _, _ in results] == [1, 1, 9, 1]
-    assert all("rank 2 of 0 to 3 did not" in err for status, _, err in results if status == 1)
->>>>>>> room-plan
 
 
 def checked_with_wrong_groups(*wrong: int) -> Any:

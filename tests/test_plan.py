@@ -100,12 +100,8 @@ def test_nodes_and_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> N
     if len(copies) <= 16:
         assert lines["parameters:"].endswith(f"the same on ranks {', '.join(map(str, copies))}")
     if plan.layout["pp"] > 1:
-<<<<<<< HEAD
         stages = plan.layout.group(rank, "pp")
         following = stages[(stages.index(rank) + 1) % len(stages)]
-=======
-        following = plan.layout.neighbor(rank, "pp")
->>>>>>> room-plan
         assert lines["pipeline:"].endswith("last stage" if following < rank else f"sends to rank {following}")
 
 

@@ -213,13 +213,10 @@ def test_a_step_by_hand() -> None:
     assert step.seconds["matmul"] == pytest.approx(4 * 6 * tokens * (layer + 64 * 100) / 2 / 5e11)
     # Half of s x s scores, two products, forward, again, and two and a half times backward, at a quarter of the peak.
     assert step.seconds["attention"] == pytest.approx(4 * 4.5 * 2 * 32 * 32 * 64 / 2 / 2.5e11)
-<<<<<<< HEAD
-=======
     # What is read backward is moved twice forward and three times backward; the loss; and gradients that accumulate.
     read, logits = layer_of(job, Axes(tp=2, pp=2), experts=False).read, 100 / 2
     moved = tokens * (5 * 2 * read + 2 * 10 * logits) + 10 * (layer + 64 * 100) / 2
     assert step.seconds["elementwise"] == pytest.approx(4 * moved / 5e11)
->>>>>>> room-plan
     # Four all-reduces of 32 x 64 numbers of two bytes: each is sent to one other rank twice, half at a time.
     sent, hop = 4 * 4 * 2 * (tokens * 64 * 2 / 2), 3.4e-6
     assert step.seconds["tp"] == pytest.approx(sent / 1e9 + 4 * 4 * 2 * hop)

@@ -1,15 +1,10 @@
-<<<<<<< HEAD
 """``namedmesh run``: a script, unchanged, with each dialect in place once its original is imported."""
-=======
-"""``namedmesh run``: a script or a module, unchanged, with the dialects in place."""
->>>>>>> room-plan
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-<<<<<<< HEAD
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,17 +15,6 @@ from namedmesh.__main__ import main
 
 if TYPE_CHECKING:
     from pathlib import Path
-=======
-from pathlib import Path
-
-import pytest
-from ranks import run_ranks
-
-from namedmesh.__main__ import main
-from namedmesh.compat.cli import DIALECTS
-
-SOURCE = str(Path(__file__).parents[1] / "src")
->>>>>>> room-plan
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:
@@ -50,10 +34,6 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
 
     out = "namedmesh.compat.ezpz.tp __main__ beside ['--lr', '3']\n"
     assert run_ranks(1, run, init=False) == [(out, "its own")]
-<<<<<<< HEAD
-=======
-    assert set(DIALECTS) <= {path.stem for path in (Path(SOURCE) / "namedmesh" / "compat").iterdir()}
->>>>>>> room-plan
     with pytest.raises(SystemExit) as caught:
         main(["run", "nowhere.py"])
     assert caught.value.code == 2
@@ -84,7 +64,6 @@ def test_a_module_runs_unchanged(tmp_path: Path) -> None:
     out = "namedmesh.compat.ezpz.tp __main__ beside ['-m', '--lr'] True\n"
     err = "namedmesh run: error: there is no module 'package.jobs'\nnamedmesh run: error: there is no module 'packages.job'\n"
     assert run_ranks(1, run, init=False) == [(out, err)]
-<<<<<<< HEAD
 
 
 ORIGINALS = {
@@ -125,5 +104,3 @@ def test_where_no_original_is_installed_ours_are_found_under_its_names(tmp_path:
         main(["run", {str(script)!r}])
     """
     assert run_python(code, action="ignore") == "namedmesh.compat.megatron.parallel_state\n"
-=======
->>>>>>> room-plan

@@ -13,10 +13,7 @@ from namedmesh.errors import LayoutError, count_of
 from namedmesh.plan.spec import UsageError
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
-=======
     import re
->>>>>>> room-plan
     from collections.abc import Iterable, Iterator, Sequence
 
     from namedmesh.migrate.codemod import Changes
@@ -81,25 +78,15 @@ def _migrate(arguments: argparse.Namespace) -> int:
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{number} of {len(texts)} files" + ("\n" if number == len(texts) else ""))
         try:
-<<<<<<< HEAD
-            found[path] = codemod.change(text)
-=======
             found[path] = codemod.change(text, rewrite=False)
->>>>>>> room-plan
         except codemod.ParserSyntaxError as error:
             problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
     bound = any(_readers(one) for one in found.values()) or any(_open(one) for one in found.values())
     kept = _handed_on(found.values())
-<<<<<<< HEAD
-    for path in list(found):  # once more, now that all files are known
-        found[path] = codemod.change(texts[path], bound=bound, kept=kept)
-        if found[path].after != texts[path] and (arguments.diff or arguments.write):
-=======
     for path in [path for path, changes in found.items() if changes.findings]:  # now that all files are known
         asked = arguments.diff or arguments.write
         found[path] = codemod.change(texts[path], bound=bound, kept=kept, rewrite=asked)
         if found[path].after != texts[path]:
->>>>>>> room-plan
             _changed(path, texts[path], found[path].after, write=arguments.write)
     sys.stdout.write(_report(found, len(sources), certain=not (arguments.diff or arguments.write)))
     notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths if path.is_dir())
@@ -109,21 +96,13 @@ def _migrate(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-<<<<<<< HEAD
-def _texts(paths: Iterable[Path], marks: Iterable[bytes]) -> tuple[dict[Path, str], list[str]]:
-=======
 def _texts(paths: Iterable[Path], marks: re.Pattern[bytes]) -> tuple[dict[Path, str], list[str]]:
->>>>>>> room-plan
     """Return the texts of the files that may name an API, and a sentence for each that cannot be read."""
     texts, problems = dict[Path, str](), list[str]()
     for path in paths:
         try:
             data = path.read_bytes()
-<<<<<<< HEAD
-            if any(mark in data for mark in marks):
-=======
             if marks.search(data):
->>>>>>> room-plan
                 texts[path] = data.decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:  # noqa: PERF203  the others are read
             problems.append(f"{path}: cannot be read: {error}")
@@ -146,11 +125,7 @@ def _open(changes: Changes) -> bool:
 def _readers(changes: Changes) -> set[str]:
     """Return the modules of megatron-core beside parallel_state that a file imports."""
     ours = ("megatron.core.parallel_state", "megatron.core.mpu")
-<<<<<<< HEAD
-    names = {one.full for one in changes.imports}
-=======
     names = {".".join(one.full.split(".")[:3]) for one in changes.imports}
->>>>>>> room-plan
     return {name for name in names if name.startswith("megatron.core.") and not name.startswith(ours)}
 
 

@@ -14,11 +14,7 @@ from libcst.metadata import (
     ExpressionContextProvider,
     MetadataWrapper,
     PositionProvider,
-<<<<<<< HEAD
-    QualifiedNameProvider,
-=======
     QualifiedName,
->>>>>>> room-plan
     QualifiedNameSource,
     ScopeProvider,
 )
@@ -30,18 +26,8 @@ if TYPE_CHECKING:
 
     from namedmesh.migrate.table import Row
 
-<<<<<<< HEAD
-MARKS = (
-    b"parallel_state",
-    b"mpu",
-    b"model_parallel",
-    b"_parallel_rank",
-    b"_parallel_world_size",
-    b"_parallel_group",
-=======
 MARKS = re.compile(
     rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is|initialize)_\w*(?:parallel|pipeline)_\w+)\b"
->>>>>>> room-plan
 )
 """What stands in every file that can name something of the tables: others are not parsed."""
 __all__ = ["MARKS", "Changes", "Finding", "ParserSyntaxError", "change"]
@@ -80,11 +66,7 @@ class Changes(NamedTuple):
 
 
 class _Replacer(cst.CSTTransformer):
-<<<<<<< HEAD
-    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ExpressionContextProvider)
-=======
     METADATA_DEPENDENCIES = (ScopeProvider, PositionProvider, ExpressionContextProvider)
->>>>>>> room-plan
 
     def __init__(self, bound: bool, own: bool) -> None:
         super().__init__()
@@ -168,13 +150,7 @@ class _Replacer(cst.CSTTransformer):
         self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, module: str, advice: Advice
     ) -> cst.BaseExpression:
         if not advice.doubt:
-<<<<<<< HEAD
-            names = self.get_metadata(
-                QualifiedNameProvider, node if not isinstance(node, cst.Call) else node.func, set()
-            )
-=======
             names = self._qualified(node.func if isinstance(node, cst.Call) else node)
->>>>>>> room-plan
             doubts = [
                 (len(names) > 1, "the name can be something else here"),
                 (module not in APIS, f"through {module}, which is not followed"),
@@ -196,17 +172,6 @@ class _Replacer(cst.CSTTransformer):
         line = self.get_metadata(PositionProvider, node).start.line
         self.found.append(Finding(line, old, module, advice))
 
-<<<<<<< HEAD
-    def _name(self, node: cst.CSTNode) -> tuple[str, str]:
-        """Return the module and the name of an imported thing that an API or a table has; empty if it is none."""
-        for one in self.get_metadata(QualifiedNameProvider, node, set()):
-            module, _, leaf = one.name.rpartition(".")
-            known = (
-                leaf == _INITIALIZE
-                or _row(module, leaf) is not None
-                or (module in APIS and leaf not in _SUBMODULES)
-            )
-=======
     def _qualified(self, node: cst.CSTNode) -> set[QualifiedName]:
         """Return what a name or an attribute may be: only of those that look like one of the tables, as it takes long."""
         leaf = node.attr.value if isinstance(node, cst.Attribute) else getattr(node, "value", None)
@@ -223,16 +188,12 @@ class _Replacer(cst.CSTTransformer):
             module, _, leaf = one.name.rpartition(".")
             known = leaf == _INITIALIZE or _row(module, leaf) is not None
             known = known or (module in APIS and leaf not in _SUBMODULES)
->>>>>>> room-plan
             if one.source is QualifiedNameSource.IMPORT and module and known:
                 return module, leaf
         return "", ""
 
 
-<<<<<<< HEAD
-=======
 _LEAVES = {*MEGATRON, *FAIRSCALE, _INITIALIZE}
->>>>>>> room-plan
 _SUBMODULES = {module.rpartition(".")[2] for module in APIS}
 
 
@@ -254,21 +215,14 @@ def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
     return False
 
 
-<<<<<<< HEAD
-def change(source: str, *, bound: bool = False, kept: Collection[str] = ()) -> Changes:
-=======
 def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True) -> Changes:
->>>>>>> room-plan
     """Find the names of the tables in a source, and replace those that are certain.
 
     Args:
         source: the source of a module.
         bound: whether ``initialize_model_parallel`` becomes a mesh that Megatron is bound to.
         kept: names whose imports stay, as other modules import them from this one.
-<<<<<<< HEAD
-=======
         rewrite: whether imports are added and dropped; without, the source is returned as it was.
->>>>>>> room-plan
 
     Raises:
         libcst.ParserSyntaxError: the source is no Python.
@@ -277,11 +231,7 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewr
     replacer = _Replacer(bound, _own_namedmesh(wrapper))
     module = wrapper.visit(replacer)
     certain = [finding for finding in replacer.found if not finding.advice.doubt]
-<<<<<<< HEAD
-    if not certain:
-=======
     if not certain or not rewrite:
->>>>>>> room-plan
         return Changes(replacer.found, source, replacer.imports)
     context = CodemodContext()
     AddImportsVisitor.add_needed_import(context, "namedmesh")

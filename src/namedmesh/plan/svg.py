@@ -154,15 +154,10 @@ def _draw_row(  # noqa: PLR0917  what it is drawn from
 
 def _ends(plan: Plan, rank: int, axis: str) -> tuple[int, int]:
     """Return the first and the last rank of a group over an axis."""
-<<<<<<< HEAD
     layout = plan.layout
     stride = layout.strides[layout.axes.index(axis)]
     first = rank - layout.coords(rank)[axis] * stride
     return first, first + (layout[axis] - 1) * stride
-=======
-    at, size = plan.layout.coords(rank)[axis], plan.layout[axis]
-    return plan.layout.neighbor(rank, axis, -at), plan.layout.neighbor(rank, axis, size - 1 - at)
->>>>>>> room-plan
 
 
 def _crosses(plan: Plan, rank: int, axis: str) -> bool:
