@@ -1,1 +1,1 @@
-"""Migration from Megatron's ``parallel_state`` to a mesh; :mod:`namedmesh.compat.migration` is its public module."""
+"""``namedmesh migrate``: from Megatron's and fairscale's calls to a mesh; ``pip install 'namedmesh[migrate]'``."""

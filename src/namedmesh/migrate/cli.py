@@ -1,85 +1,177 @@
-"""The command ``namedmesh migrate``."""
+"""The command ``namedmesh migrate``: what it reads, prints and writes."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import listing
-from namedmesh.migrate.report import as_json, as_text
-from namedmesh.migrate.rewrite import RewriteError, rewrite, write
-from namedmesh.migrate.scan import scan
+from namedmesh.errors import LayoutError, count_of
 from namedmesh.plan.spec import UsageError
 
 if TYPE_CHECKING:
-    from namedmesh.migrate.findings import Scan
+    import re
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from namedmesh.migrate.codemod import Changes
+
+_INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", type=_existing, help="a module, a notebook, or a folder of them"
-    )
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: %(default)s")
-    parser.add_argument(
-        "--megatron",
-        metavar="RELEASE",
-        help="the release of megatron-core that the code runs with, such as 0.13",
+        "paths", nargs="+", metavar="PATH", type=_existing, help="a module, or a folder of them"
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--diff", action="store_true", help="show what --write would change, and report the rest"
     )
-    how.add_argument(
-        "--write",
-        action="store_true",
-        help="replace the calls whose replacement is certain, keep each file as FILE.orig, and report the rest",
-    )
+    text = "replace what is certain and drop imports that nothing uses any more, and report the rest; git is the backup"
+    how.add_argument("--write", action="store_true", help=text)
+    text = "write although git has uncommitted changes there, or no git is there"
+    parser.add_argument("--force", action="store_true", help=text)
 
 
-def _existing(path: str) -> str:
+def _existing(path: str) -> Path:
     if not Path(path).exists():
         raise argparse.ArgumentTypeError(f"there is no file or folder {path!r}")
-    return path
+    return Path(path)
+
+
+def _sources(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.suffix != ".ipynb":
+            yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def _check_clean(paths: Sequence[Path]) -> None:
+    """Raise unless git has everything that could be overwritten."""
+    for path in paths:
+        folder = path if path.is_dir() else path.parent
+        words = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
+        done = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603  our own words
+        if done.returncode:
+            raise UsageError(
+                f"{str(path)!r} is in no git repository, which would be the backup; give --force to write anyway"
+            )
+        if done.stdout:
+            raise UsageError(
+                f"{str(path)!r} has uncommitted changes; commit them, or give --force to write anyway"
+            )
 
 
 def _migrate(arguments: argparse.Namespace) -> int:
-    """Scan, and print the report; 1 if a file could not be read or rewritten."""
-    if (arguments.diff or arguments.write) and arguments.format != "text":
-        raise UsageError("--diff and --write report as text; leave --format out")
-    result = scan(arguments.paths, megatron=arguments.megatron)
-    if arguments.diff or arguments.write:
-        result = _rewritten(result, write_them=arguments.write)
-    sys.stdout.write(as_json(result) if arguments.format == "json" else as_text(result))
-    return 1 if result.problems else 0
-
-
-def _rewritten(result: Scan, *, write_them: bool) -> Scan:
-    """Show or write what is certain, and return the rest."""
-    files, left = rewrite(result)
-    written: list[str] = []
-    for file in files:
-        if not write_them:
-            sys.stdout.write(file.diff())
-            continue
+    """Scan, report, and perhaps write; 1 if a file could not be read."""
+    try:
+        from namedmesh.migrate import codemod
+    except ImportError:
+        raise LayoutError("namedmesh migrate needs LibCST: pip install 'namedmesh[migrate]'") from None
+    if arguments.write and not arguments.force:
+        _check_clean(arguments.paths)
+    sources = list(dict.fromkeys(_sources(arguments.paths)))
+    texts, problems = _texts(sources, codemod.MARKS)
+    found: dict[Path, Changes] = {}
+    for number, (path, text) in enumerate(texts.items(), 1):
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{number} of {len(texts)} files" + ("\n" if number == len(texts) else ""))
         try:
-            backup = write(file)
-        except RewriteError as error:
-            before = (
-                f"rewritten before it: {listing(written)}" if written else "no file was rewritten before it"
-            )
-            raise RewriteError(f"{error}; {before}") from None
-        written.append(file.before.path)
-        sys.stdout.write(f"{file.before.path}: rewritten; it was {backup}\n")
-    if files:
-        sys.stdout.write("\n")
-    return left
+            found[path] = codemod.change(text, rewrite=False)
+        except codemod.ParserSyntaxError as error:
+            problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
+    bound = any(_readers(one) for one in found.values()) or any(_open(one) for one in found.values())
+    kept = _handed_on(found.values())
+    for path in [path for path, changes in found.items() if changes.findings]:  # now that all files are known
+        asked = arguments.diff or arguments.write
+        found[path] = codemod.change(texts[path], bound=bound, kept=kept, rewrite=asked)
+        if found[path].after != texts[path]:
+            _changed(path, texts[path], found[path].after, write=arguments.write)
+    sys.stdout.write(_report(found, len(sources), certain=not (arguments.diff or arguments.write)))
+    notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths if path.is_dir())
+    if notebooks:
+        sys.stdout.write(f"\n{count_of(notebooks, 'notebook')}: not read\n")
+    sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+    return 1 if problems else 0
+
+
+def _texts(paths: Iterable[Path], marks: re.Pattern[bytes]) -> tuple[dict[Path, str], list[str]]:
+    """Return the texts of the files that may name an API, and a sentence for each that cannot be read."""
+    texts, problems = dict[Path, str](), list[str]()
+    for path in paths:
+        try:
+            data = path.read_bytes()
+            if marks.search(data):
+                texts[path] = data.decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:  # noqa: PERF203  the others are read
+            problems.append(f"{path}: cannot be read: {error}")
+    return texts, problems
+
+
+def _changed(path: Path, before: str, after: str, *, write: bool) -> None:
+    if write:
+        path.write_bytes(after.encode("utf-8"))
+        sys.stdout.write(f"{path}: rewritten\n")
+    else:
+        lines = before.splitlines(keepends=True), after.splitlines(keepends=True)
+        sys.stdout.write("".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}")))
+
+
+def _open(changes: Changes) -> bool:
+    return any(finding.advice.doubt for finding in changes.findings)
+
+
+def _readers(changes: Changes) -> set[str]:
+    """Return the modules of megatron-core beside parallel_state that a file imports."""
+    ours = ("megatron.core.parallel_state", "megatron.core.mpu")
+    names = {".".join(one.full.split(".")[:3]) for one in changes.imports}
+    return {name for name in names if name.startswith("megatron.core.") and not name.startswith(ours)}
+
+
+def _handed_on(each: Iterable[Changes]) -> set[str]:
+    """Return the names that files import from modules of the code itself: there, their imports stay."""
+    imports = [one for changes in each for one in changes.imports]
+    return {
+        one.name
+        for one in imports
+        if one.name and not one.module.startswith(("megatron", "namedmesh", "fairscale"))
+    }
+
+
+def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
+    """Write what replaces each use, what runs once, and how many there are."""
+    lines, once, count = list[str](), dict[str, None](), 0
+    for path, changes in found.items():
+        for finding in sorted(changes.findings, key=lambda finding: finding.line):
+            advice = finding.advice
+            count += 1
+            once |= dict.fromkeys(advice.once)
+            if certain or advice.doubt:
+                doubt = f" (not certain: {advice.doubt})" if advice.doubt else ""
+                lines.append(f"{path}:{finding.line}: {finding.old}{doubt} -> {advice.new or 'stays'}")
+    if once:
+        lines += ["", "Once, on every rank, after init_mesh:", *(f"    {statement}" for statement in once)]
+    readers = {path: sorted(_readers(changes)) for path, changes in found.items() if _readers(changes)}
+    if not count and not readers:
+        return f"No use of megatron.core.parallel_state in {count_of(files, 'file')}.\n"
+    if count:
+        sure = count - sum(bool(finding.advice.doubt) for one in found.values() for finding in one.findings)
+        lines += ["", f"{count_of(count, 'use')} in {count_of(files, 'file')}, {sure} of them certain."]
+    if any(".megatron.bind(" in finding.advice.new for one in found.values() for finding in one.findings):
+        lines.append(f"First of all, before megatron.core is imported: {_INSTALL}")
+    if readers:
+        lines += [
+            "",
+            "These modules of megatron-core read parallel_state: keep the dialect installed, and bound to the mesh.",
+        ]
+        lines += [f"    {path}: {', '.join(modules)}" for path, modules in readers.items()]
+    return "\n".join(lines).lstrip("\n") + "\n"
 
 
 COMMANDS = {
     "migrate": (
-        "list every use of Megatron's, fairscale's and GPT-NeoX's groups in some code, and the mesh call for each",
+        "list every use of Megatron's and fairscale's groups in some code, and the mesh call for each",
         _configure,
         _migrate,
     )

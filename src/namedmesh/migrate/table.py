@@ -1,317 +1,232 @@
-"""The migration table of Megatron: every name of ``parallel_state``, and the mesh call for it.
+"""The calls of Megatron's ``parallel_state`` and fairscale's ``initialize``, and the mesh call for each: rows as data.
 
-A row is Python on both sides: a function with its parameters and defaults, and an expression over these parameters.
+``mesh`` stands for the mesh; ``{axes}`` for the axes that the flags of a call choose. A test runs every row beside the original.
 """
 
 from __future__ import annotations
 
+import ast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
 from namedmesh.dialects import MEGATRON_GROUPS
-from namedmesh.migrate.initialize import INITIALIZE, RANK_GENERATOR
-from namedmesh.migrate.rules import Row
 
-_DEPRECATED = "deprecated in Megatron too"
-SEVERAL_MESHES = (
-    "several meshes can be alive; code that was given none asks namedmesh.current_mesh(), which raises MeshError "
-    "where there is none"
-)
-_CLOSES = "it destroys the groups that the mesh made, where Megatron only forgets them"
-OWN_VARIABLE = "keep the number in a variable of your own"
-_OWN_STAGE = f"{OWN_VARIABLE} and pass it to what needs it"
-OVERRIDE = (
-    "it overrides an answer and makes no group: make a second mesh of the sizes wanted (over part of the world with "
-    "part=True) and select it with 'with mesh:'"
-)
-_OVERRIDDEN = (
-    "an override that set_... assigns, None otherwise; what it overrides is mesh.rank(...) or mesh.size(...)"
-)
-_OVERRIDABLE = (
-    *("data_parallel", "tensor_model_parallel", "pipeline_model_parallel"),
-    *("expert_model_parallel", "expert_tensor_parallel"),
-)
-_FREED = "torch's allocator hands freed memory out again"
-_BUFFER = f"torch.empty(shape, dtype=dtype, device=mesh.device) does the same: {_FREED}"
-_BUFFER_VARIABLE = f"torch.empty(...): {_FREED}"
-_SYMMETRIC = "it wraps torch's symmetric memory, over mesh.group('tp')"
-_NONE_ELSEWHERE = "Megatron has None on the other ranks"
-_OTHER_RANKS = "unless get_embedding_ranks, or a split of the pipeline in older releases, chooses other ranks"
-_OWN_PIPELINE = "for the pipeline of this rank"
-_GATHER_GROUP = "the view is the one that independent_all_gather=True goes with"
-_LEVELS = '[mesh.group("cp_inner"), mesh.group("cp_outer")]'
-_HYBRID = '{mesh.size("hybrid"): mesh.group("hybrid")}'
-_ENDS = 'sorted({mesh.ranks("pp")[0], mesh.ranks("pp")[-1]})'
-_FIRST_STAGE = 'mesh.is_first("pp") and vp_stage == 0'
-_LAST_STAGE = 'mesh.is_last("pp") and vp_stage == virtual_stages - 1'
-_STAGES = ("ignore_virtual=False, vp_stage=stage", "ignore_virtual=True")
-_CP_FLAG = "with_context_parallel=False"
-_DATA_FLAGS = f"{_CP_FLAG}, partial_data_parallel=False"
-_EXPERT_FLAG = "partial_expert_data_parallel=False"
-_CHECK = "check_initialized=True"
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_EXPERT_AXES = {"ep", "etp", "edp"}
+_EXPERT_VIEW = 'mesh.add_view("expert", pp=mesh.size("pp"), edp=-1, ep=expert_model_parallel_size, etp=expert_tensor_parallel_size)'
+_VIRTUAL = "vp_stage counts only where there are virtual stages, whose number is a variable of your own"
 
 
-def _data(method: str) -> str:
-    """Return the calls of a method for the groups over the data axes, by the flags of their getters."""
-    return (
-        f'mesh.{method}("dp_shard") if with_context_parallel and partial_data_parallel else '
-        f'(mesh.{method}("dp", "cp") if with_context_parallel else mesh.{method}("dp"))'
+ByFlags = dict[tuple[str, ...], tuple[str, ...]]
+
+
+def _over(*axes: str) -> ByFlags:
+    return {(): axes}
+
+
+class Advice(NamedTuple):
+    """What replaces one use: an expression, what every rank runs once before it, and why it is not certain, if it is not."""
+
+    new: str
+    once: tuple[str, ...] = ()
+    doubt: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One legacy name.
+
+    Args:
+        new: the expression that replaces it; empty where nothing on a mesh does.
+        axes: the axes of the group, by the names of the flags that are true.
+        parameters: the parameters in their order; none of a variable.
+        doubt: why the replacement is not certain.
+        virtual: the expression with ``ignore_virtual=False``, which is never certain.
+    """
+
+    new: str
+    axes: ByFlags = field(default_factory=_over)
+    parameters: tuple[str, ...] = ()
+    doubt: str = ""
+    virtual: str = ""
+
+    def advise(self, arguments: Sequence[tuple[str, str]] = ()) -> Advice:
+        """Return what replaces a call with some arguments, each a keyword, which may be empty, and its source.
+
+        Example:
+            >>> MEGATRON["get_data_parallel_rank"].advise([("", "True")])
+            Advice(new='mesh.rank("dp", "cp")', once=(), doubt='')
+        """
+        given = named(arguments, self.parameters)
+        literals = {name: _literal(source) for name, source in given.items()}
+        flags = [name for flags in self.axes for name in flags]
+        unknown = [name for name in given if name not in self.parameters]
+        open_ones = [name for name in flags if name in literals and not isinstance(literals[name], bool)]
+        doubt = self.doubt
+        if unknown or open_ones:
+            doubt = f"what {', '.join(dict.fromkeys(unknown or open_ones))} is decides it"
+        unasked = ("check_initialized", "ignore_virtual")
+        true = tuple(name for name in self.parameters if literals.get(name) is True and name not in unasked)
+        if literals.get("check_initialized", True) is not True:
+            doubt = "without a group a mesh raises an error, whatever check_initialized is"
+        if true not in self.axes and not doubt:
+            doubt = f"{' and '.join(true)}: a group that needs a view of its own"
+        axes = self.axes.get(true, self.axes[()])
+        new = self.new
+        if self.virtual and literals.get("ignore_virtual", True) is not True:
+            new, doubt = self.virtual, doubt or _VIRTUAL
+        new = new.format(axes=", ".join(f'"{axis}"' for axis in axes), vp_stage=given.get("vp_stage", "None"))
+        once = [_EXPERT_VIEW] if _EXPERT_AXES & set(axes) else []
+        if "group(" in new and len(axes) > 1:
+            once.append(f"mesh.flatten({', '.join(repr(axis) for axis in axes)})".replace("'", '"'))
+        if once and not doubt:
+            doubt = "run once before, on every rank"
+        return Advice(new, tuple(once), doubt)
+
+
+def named(arguments: Sequence[tuple[str, str]], parameters: Sequence[str]) -> dict[str, str]:
+    """Return the sources of arguments by the names of their parameters; ``*`` and ``**`` under that name."""
+    return {name or dict(enumerate(parameters)).get(place, f"argument {place + 1}"): source
+            for place, (name, source) in enumerate(arguments)}  # fmt: skip
+
+
+def _literal(source: str) -> object:
+    try:
+        return ast.literal_eval(source)
+    except (ValueError, SyntaxError):
+        return source
+
+
+def _group(name: str, *axes: str) -> dict[str, Row]:
+    """Return the rows of a group, its size and a rank's place in it."""
+    return {
+        f"get_{name}_group": Row("mesh.group({axes})", _over(*axes), ("check_initialized",)),
+        f"get_{name}_world_size": Row("mesh.size({axes})", _over(*axes)),
+        f"get_{name}_rank": Row("mesh.rank({axes})", _over(*axes)),
+    }
+
+
+_CP: ByFlags = {(): ("dp",), ("with_context_parallel",): ("dp", "cp")}
+_TP: ByFlags = {(): ("dp", "tp"), ("with_context_parallel",): ("dp", "cp", "tp")}
+_AMAX = _TP | {("tp_only_amax_red",): ("tp",), ("with_context_parallel", "tp_only_amax_red"): ("cp", "tp")}
+_CHECK, _WITH_CP, _STAGE = ("check_initialized",), ("with_context_parallel",), ("ignore_virtual", "vp_stage")
+_DATA, _PARTIAL = (*_WITH_CP, "partial_data_parallel"), ("partial_expert_data_parallel",)
+_GLOO = "made where the options of its axis ask for it: gloo_twin=True"
+_ENDS = "no axis spans it: torch.distributed.new_subgroups_by_enumeration, of mesh.layout.groups('pp')"
+_CHOSEN = "a function that initialize_model_parallel takes may choose other ranks"
+_CLOSED = Row("not mesh.closed", doubt="where there is no mesh, current_mesh() raises")
+_FIRST, _LAST = 'mesh.is_first("pp")', 'mesh.is_last("pp")'
+_AS_LAST = f"{_LAST} and {{vp_stage}} in (None, virtual_stages - 1)"
+
+MEGATRON: dict[str, Row] = {
+    **dict.fromkeys(("is_initialized", "model_parallel_is_initialized"), _CLOSED),
+    "destroy_model_parallel": Row("mesh.close()"),
+    **_group("tensor_model_parallel", "tp"),
+    **_group("pipeline_model_parallel", "pp"),
+    **_group("context_parallel", "cp"),
+    "get_model_parallel_group": Row("mesh.group({axes})", _over("pp", "tp"), _CHECK),
+    **_group("tensor_and_context_parallel", "cp", "tp"),
+    **_group("expert_model_parallel", "ep"),
+    **_group("expert_tensor_parallel", "etp"),
+    **_group("expert_tensor_and_model_parallel", "ep", "etp"),
+    "get_expert_tensor_model_pipeline_parallel_group": Row(
+        "mesh.group({axes})", _over("pp", "ep", "etp"), _CHECK
+    ),
+    "get_data_parallel_group": Row("mesh.group({axes})", _CP, (*_DATA, "independent_all_gather")),
+    "get_data_parallel_group_gloo": Row("mesh.gloo_group({axes})", _CP, _DATA, _GLOO),
+    "get_data_parallel_world_size": Row("mesh.size({axes})", _CP, _DATA),
+    "get_data_parallel_rank": Row("mesh.rank({axes})", _CP, _DATA),
+    "get_tensor_and_data_parallel_group": Row("mesh.group({axes})", _TP, (*_CHECK, *_WITH_CP)),
+    "get_amax_reduction_group": Row("mesh.group({axes})", _AMAX, (*_WITH_CP, "tp_only_amax_red")),
+    "get_expert_data_parallel_group": Row("mesh.group({axes})", _over("edp"), (*_CHECK, *_PARTIAL)),
+    "get_expert_data_parallel_world_size": Row("mesh.size({axes})", _over("edp"), _PARTIAL),
+    "get_expert_data_parallel_rank": Row("mesh.rank({axes})", _over("edp"), _PARTIAL),
+    "get_tensor_model_parallel_src_rank": Row("mesh.ranks({axes})[0]", _over("tp")),
+    "get_model_parallel_src_rank": Row("mesh.ranks({axes})[0]", _over("pp", "tp")),
+    "get_data_parallel_src_rank": Row("mesh.ranks({axes})[0]", _CP, _WITH_CP),
+    "get_expert_model_parallel_src_rank": Row("mesh.ranks({axes})[0]", _over("ep")),
+    "get_context_parallel_global_ranks": Row("list(mesh.ranks({axes}))", _over("cp"), _CHECK),
+    "get_pipeline_model_parallel_first_rank": Row('mesh.ranks("pp")[0]'),
+    "get_pipeline_model_parallel_last_rank": Row('mesh.ranks("pp")[-1]'),
+    "get_pipeline_model_parallel_next_rank": Row('mesh.next("pp")'),
+    "get_pipeline_model_parallel_prev_rank": Row('mesh.prev("pp")'),
+    "is_pipeline_first_stage": Row(_FIRST, _over(), _STAGE, "", f"{_FIRST} and {{vp_stage}} in (None, 0)"),
+    "is_pipeline_last_stage": Row(_LAST, _over(), _STAGE, "", _AS_LAST),
+    "is_rank_in_embedding_group": Row(f"{_FIRST} or {_LAST}", _over(), _STAGE, _CHOSEN),
+    "is_rank_in_position_embedding_group": Row(_FIRST, doubt=_CHOSEN),
+    **dict.fromkeys(("get_embedding_group", "get_position_embedding_group"), Row("", doubt=_ENDS)),
+}
+"""The names of Megatron's ``parallel_state``. What is not here stays."""
+for _row in MEGATRON_GROUPS:
+    if _row.members == "all" and "gtp" not in _row.name and "intra" not in _row.name:
+        _axes = _over(*(axis for axis in _row.axes if "gtp" not in axis))
+        _private = {_row.variable: "mesh.group({axes})", _row.ranks: "list(mesh.ranks({axes}))"}
+        MEGATRON |= {name: Row(new, _axes) for name, new in _private.items() if name}
+
+FAIRSCALE: dict[str, Row] = {
+    "model_parallel_is_initialized": _CLOSED,
+    "destroy_model_parallel": Row("mesh.close()"),
+    **_group("model_parallel", "tp"),
+    **_group("data_parallel", "dp"),
+    "get_pipeline_parallel_group": Row("mesh.group({axes})", _over("pp")),
+    "get_pipeline_parallel_ranks": Row("list(mesh.ranks({axes}))", _over("pp")),
+    "get_model_parallel_src_rank": Row("mesh.ranks({axes})[0]", _over("tp")),
+}
+"""The names of fairscale's ``nn.model_parallel.initialize``."""
+
+APIS = {
+    "megatron.core.parallel_state": MEGATRON,
+    "megatron.core.mpu": MEGATRON,
+    "namedmesh.compat.megatron.parallel_state": MEGATRON,
+    "fairscale.nn.model_parallel.initialize": FAIRSCALE,
+    "fairscale.nn.model_parallel": FAIRSCALE,
+    "namedmesh.compat.fairscale": FAIRSCALE,
+}
+"""The tables by the modules that have these names."""
+
+# The sizes of initialize_model_parallel by axis, slowest first; and its first parameters.
+_TP_SIZE, _PP_SIZE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+_EP_SIZE, _ETP_SIZE = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_IGNORED = ("create_gloo_process_groups", "virtual_pipeline_model_parallel_size")
+_MEGATRON_SIZES = {"pp": _PP_SIZE, "dp": "", "cp": "context_parallel_size", "tp": _TP_SIZE}
+_FAIRSCALE_SIZES = {"dp": "", "pp": "pipeline_length", "tp": "model_parallel_size_"}
+_ORDER = "tp-cp-ep-dp-pp"
+
+
+def initialize(module: str, arguments: Sequence[tuple[str, str]], *, bound: bool = False) -> Advice:
+    """Return the mesh that replaces ``initialize_model_parallel``; bound to Megatron where others still read it.
+
+    Example:
+        >>> initialize("megatron.core.parallel_state", [("", "2"), ("", "4")]).new
+        'namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2)'
+    """
+    is_megatron = "fairscale" not in module
+    sizes = _MEGATRON_SIZES if is_megatron else _FAIRSCALE_SIZES
+    given = named(
+        arguments,
+        (_TP_SIZE, _PP_SIZE, _IGNORED[1]) if is_megatron else ("model_parallel_size_", "pipeline_length"),
     )
-
-
-def _expert_data(method: str) -> str:
-    return f'mesh.{method}("edp_shard") if partial_expert_data_parallel else mesh.{method}("edp")'
-
-
-def size_and_rank(name: str, axes: str, *, src: bool = False) -> list[Row]:
-    """Return the rows of the size, the rank and, if asked for, the first rank of a group."""
-    rows = [
-        Row(f"get_{name}_world_size()", f"mesh.size({axes})"),
-        Row(f"get_{name}_rank()", f"mesh.rank({axes})"),
-    ]
-    return [*rows, Row(f"get_{name}_src_rank()", f"mesh.ranks({axes})[0]")] if src else rows
-
-
-def _variables(*, gathered: bool) -> list[Row]:
-    """Return the module-level variables of Megatron's groups, with or without gathered weights."""
-    rows: dict[str, Row] = {}
-    for group in MEGATRON_GROUPS:
-        named = [f'"{axis}"' for axis in group.axes if gathered or "gtp" not in axis]
-        axes = _PARTS.get(group.variable, ", ".join(named))
-        answers = {
-            group.variable: f"mesh.group({axes})",
-            group.gloo: f"mesh.gloo_group({axes})",
-            group.ranks: f"list(mesh.ranks({axes}))",
-        }
-        if ("gtp" in group.name) == gathered:
-            rows |= {
-                name: _SPECIAL.get(name) or Row(name, answer) for name, answer in answers.items() if name
-            }
-    return list(rows.values())
-
-
-# The axes of the groups over part of an axis, and the variables that do not hold a group over some axes.
-_PARTS = {
-    "_DATA_PARALLEL_GROUP_WITH_CP_AG": '"dp_cp_gather"',
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": '"dp_shard"',
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": '"dp_shard"',
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": '"edp_shard"',
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": '"edp_shard"',
-    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": '"edp_replicate"',
-    # One optimizer instance of several has a part of the experts' replicas.
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": '"pp", "edp_shard", "ep", "etp"',
-}
-_SPECIAL = {
-    row.name: row
-    for row in (
-        Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", _LEVELS),
-        Row("_HYBRID_DP_CP_GROUPS", _HYBRID),
-        Row("_EMBEDDING_GROUP", "embedding_group"),
-        Row("_POSITION_EMBEDDING_GROUP", "position_embedding_group"),
-        Row("_EMBEDDING_GLOBAL_RANKS", _ENDS, _NONE_ELSEWHERE),
-        Row("_POSITION_EMBEDDING_GLOBAL_RANKS", '[mesh.ranks("pp")[0]]', _NONE_ELSEWHERE),
-    )
-}
-
-SECTIONS: dict[str, list[Row]] = {
-    "Making and closing": [
-        INITIALIZE,
-        Row("is_initialized()", "not mesh.closed", SEVERAL_MESHES),
-        Row("is_unitialized()", "mesh.closed", _DEPRECATED),
-        Row("model_parallel_is_initialized()", "not mesh.closed", SEVERAL_MESHES),
-        Row("destroy_model_parallel()", "mesh.close()", _CLOSES),
-    ],
-    "Groups": [
-        Row(f"get_tensor_model_parallel_group({_CHECK})", 'mesh.group("tp")'),
-        Row(f"get_pipeline_model_parallel_group({_CHECK})", 'mesh.group("pp")'),
-        Row(f"get_context_parallel_group({_CHECK})", 'mesh.group("cp")'),
-        Row(
-            f"get_data_parallel_group({_DATA_FLAGS}, independent_all_gather=False)",
-            f'mesh.group("dp_cp_gather") if with_context_parallel and independent_all_gather else ({_data("group")})',
-        ),
-        Row(f"get_data_parallel_group_gloo({_DATA_FLAGS})", _data("gloo_group")),
-        Row("has_separate_all_gather_group()", '"gather" in mesh.views', _GATHER_GROUP),
-        Row(f"get_model_parallel_group({_CHECK})", 'mesh.group("pp", "tp")'),
-        Row(
-            f"get_tensor_and_data_parallel_group({_CHECK}, {_CP_FLAG})",
-            'mesh.group("dp", "cp", "tp") if with_context_parallel else mesh.group("dp", "tp")',
-        ),
-        Row(f"get_tensor_and_context_parallel_group({_CHECK})", 'mesh.group("cp", "tp")'),
-        Row(
-            f"get_amax_reduction_group({_CP_FLAG}, tp_only_amax_red=False)",
-            'mesh.group("cp", "tp") if with_context_parallel and tp_only_amax_red else (mesh.group("dp", "cp", "tp") '
-            'if with_context_parallel else (mesh.group("tp") if tp_only_amax_red else mesh.group("dp", "tp")))',
-        ),
-        Row(f"get_hierarchical_context_parallel_groups({_CHECK})", _LEVELS),
-        Row(
-            f"get_hybrid_data_context_parallel_groups({_CHECK}, group_size=None)",
-            'mesh.group("hybrid")',
-            "one view, with names of its own, for each group_size; as large as dp and cp together it is "
-            'mesh.group("dp", "cp")',
-            ("group_size=group_size",),
-        ),
-        Row(f"get_embedding_group({_CHECK})", "embedding_group"),
-        Row(f"get_position_embedding_group({_CHECK})", "position_embedding_group"),
-    ],
-    "Sizes and ranks": [
-        *size_and_rank("tensor_model_parallel", '"tp"', src=True),
-        *size_and_rank("pipeline_model_parallel", '"pp"'),
-        *size_and_rank("context_parallel", '"cp"'),
-        Row(f"get_data_parallel_world_size({_DATA_FLAGS})", _data("size")),
-        Row(f"get_data_parallel_rank({_DATA_FLAGS})", _data("rank")),
-        *size_and_rank("tensor_and_context_parallel", '"cp", "tp"'),
-        Row("get_model_parallel_src_rank()", 'mesh.ranks("pp", "tp")[0]'),
-        Row(
-            f"get_data_parallel_src_rank({_CP_FLAG})",
-            'mesh.ranks("dp", "cp")[0] if with_context_parallel else mesh.ranks("dp")[0]',
-        ),
-        Row(f"get_context_parallel_global_ranks({_CHECK})", 'list(mesh.ranks("cp"))'),
-        Row("get_pipeline_model_parallel_first_rank()", 'mesh.ranks("pp")[0]'),
-        Row("get_pipeline_model_parallel_last_rank()", 'mesh.ranks("pp")[-1]'),
-        Row("get_pipeline_model_parallel_next_rank()", 'mesh.next("pp")'),
-        Row("get_pipeline_model_parallel_prev_rank()", 'mesh.prev("pp")'),
-        Row(
-            "get_all_ranks()",
-            '"_".join(str(mesh.rank(axis)) for axis in ("tp", "dp", "cp", "pp", "ep"))',
-            "mesh.coords has the same by name",
-        ),
-    ],
-    "Stages": [
-        Row(
-            "is_pipeline_first_stage(ignore_virtual=True, vp_stage=None)",
-            f'mesh.is_first("pp") if ignore_virtual else {_FIRST_STAGE}',
-            examples=_STAGES,
-        ),
-        Row(
-            "is_pipeline_last_stage(ignore_virtual=True, vp_stage=None)",
-            f'mesh.is_last("pp") if ignore_virtual else {_LAST_STAGE}',
-            examples=_STAGES,
-        ),
-        Row(
-            "is_rank_in_embedding_group(ignore_virtual=True, vp_stage=None)",
-            f'mesh.is_first("pp") or mesh.is_last("pp") if ignore_virtual else ({_FIRST_STAGE}) or ({_LAST_STAGE})',
-            _OTHER_RANKS,
-            _STAGES,
-        ),
-        Row("is_rank_in_position_embedding_group()", 'mesh.is_first("pp")', _OTHER_RANKS),
-        Row("default_embedding_ranks(pp_ranks)", _ENDS, _OWN_PIPELINE),
-        Row("default_position_embedding_ranks(pp_ranks)", '[mesh.ranks("pp")[0]]', _OWN_PIPELINE),
-        Row("get_virtual_pipeline_model_parallel_rank()", note=_OWN_STAGE),
-        Row("get_virtual_pipeline_model_parallel_world_size()", note=_OWN_STAGE),
-    ],
-    "Experts": [
-        Row(f"get_expert_model_parallel_group({_CHECK})", 'mesh.group("ep")'),
-        Row(f"get_expert_tensor_parallel_group({_CHECK})", 'mesh.group("etp")'),
-        Row(f"get_expert_tensor_and_model_parallel_group({_CHECK})", 'mesh.group("ep", "etp")'),
-        Row(f"get_expert_tensor_model_pipeline_parallel_group({_CHECK})", 'mesh.group("pp", "ep", "etp")'),
-        Row(f"get_expert_data_parallel_group({_CHECK}, {_EXPERT_FLAG})", _expert_data("group")),
-        Row(f"get_data_modulo_expert_parallel_group({_EXPERT_FLAG})", _expert_data("group"), _DEPRECATED),
-        Row(f"get_expert_data_parallel_group_gloo({_EXPERT_FLAG})", _expert_data("gloo_group")),
-        Row(
-            f"get_intra_distributed_optimizer_instance_group({_CHECK})",
-            'mesh.group("pp", "edp_shard", "ep", "etp")',
-        ),
-        Row(f"get_inter_distributed_optimizer_instance_group({_CHECK})", 'mesh.group("edp_replicate")'),
-        *size_and_rank("expert_model_parallel", '"ep"', src=True),
-        *size_and_rank("expert_tensor_parallel", '"etp"'),
-        *size_and_rank("expert_tensor_and_model_parallel", '"ep", "etp"'),
-        Row(f"get_expert_data_parallel_world_size({_EXPERT_FLAG})", _expert_data("size")),
-        Row(f"get_expert_data_parallel_rank({_EXPERT_FLAG})", _expert_data("rank")),
-    ],
-    "Making groups by hand": [
-        RANK_GENERATOR,
-        Row(
-            "generate_masked_orthogonal_rank_groups(world_size, parallel_size, mask)",
-            'namedmesh.Layout.from_order("tp-dp-pp", tp=2, dp=3, pp=4).groups("dp")',
-            "names in place of the mask; like parallel_size, the order string has the fastest axis first",
-            ("24, [2, 3, 4], [False, True, False]",),
-        ),
-        Row(
-            "create_group(ranks=None, timeout=None, backend=None, pg_options=None, use_local_synchronization=False, "
-            "group_desc=None)",
-            "torch.distributed.new_group(ranks)",
-            "torch's function takes the same keywords; ranks that are a product of axes need no new group: "
-            "mesh.flatten(...) or mesh.add_view(...)",
-            ("ranks",),
-        ),
-        Row(
-            "create_hierarchical_groups(rank, ranks, hierarchical_group_sizes, create_gloo_process_groups=False, "
-            "pg_options=None, timeout=None, group_desc=None)",
-            _LEVELS,
-            "one axis of a view for each level, the first level innermost",
-        ),
-        Row(
-            "create_hybrid_dp_cp_groups(rank, ranks, pg_options)",
-            _HYBRID,
-            "a view for each size that is used",
-        ),
-        Row(
-            "get_nccl_options(pg_name, nccl_comm_cfgs)",
-            "namedmesh.GroupOptions.from_yaml(nccl_communicator_config_path)",
-            "options by axis, for options= of init_mesh and add_view; the keys of the file are axes: ep_tp is etp, "
-            "ep_dp is edp, mp is pp_tp, tp_dp is dp_tp, tp_cp is cp_tp, tp_dp_cp is dp_cp_tp",
-        ),
-        Row(
-            "overwrite_nccl_comm_cfgs(nccl_comm_cfgs, pg_name, key_value_pair)",
-            "namedmesh.GroupOptions(high_priority=True)",
-            'set what the pair sets, and pass it as options={"tp": ...}, under the name of the axis',
-            ("nccl_comm_cfgs, 'tp', ('is_high_priority_stream', True)",),
-        ),
-        Row(
-            "update_pg_timeout(timeout, pg=None)",
-            "namedmesh.GroupOptions(timeout=timeout)",
-            "a group is given its timeout when it is made: timeout= or options= of init_mesh; to change it on live "
-            "groups, stay with namedmesh.compat.megatron.parallel_state",
-        ),
-        Row("logger", 'logging.getLogger("namedmesh")'),
-    ],
-    "Weights that are gathered for each use": [
-        Row(f"get_gtp_weight_remat_group({_CHECK})", 'mesh.group("gtp_remat")'),
-        *size_and_rank("gtp_weight_remat", '"gtp_remat"'),
-        Row(f"get_gtp_weight_remat_global_ranks({_CHECK})", 'list(mesh.ranks("gtp_remat"))'),
-        Row(f"get_expert_gtp_weight_remat_group({_CHECK})", 'mesh.group("egtp_remat")'),
-        *size_and_rank("expert_gtp_weight_remat", '"egtp_remat"'),
-        Row(f"get_expert_gtp_weight_remat_global_ranks({_CHECK})", 'list(mesh.ranks("egtp_remat"))'),
-        *_variables(gathered=True),
-        Row(
-            "_inject_gtp_remat_axis(order_str, after='tp')",
-            note="the axes of a mesh are named in their order: gtp_remat stands before tp, and egtp_remat before ep",
-        ),
-        Row(
-            "create_all_gather_groups(for_expert_parallelism=False, timeout=None, nccl_comm_cfgs=None)",
-            '(mesh.group("dp_cp_gather"), None)',
-            "of the experts likewise: a view with an axis of its own and share=False",
-        ),
-    ],
-    "Sequence parallelism of Megatron-DeepSpeed": [
-        Row("get_sequence_parallel_group()", 'mesh.group("sp")'),
-        *size_and_rank("sequence_parallel", '"sp"', src=True),
-        Row("get_sequence_data_parallel_group()", 'mesh.group("dp", "sp")'),
-        *size_and_rank("sequence_data_parallel", '"dp", "sp"'),
-        Row("sequence_parallel_is_initialized()", '"sp" in mesh.coords'),
-        Row("sequence_data_parallel_is_initialized()", '"sp" in mesh.coords'),
-    ],
-    "What stays": [
-        *(Row(f"set_{axis}_rank(rank)", note=OVERRIDE) for axis in _OVERRIDABLE),
-        *(Row(f"set_{axis}_world_size(world_size)", note=OVERRIDE) for axis in _OVERRIDABLE[1:]),
-        Row("set_virtual_pipeline_model_parallel_rank(rank)", note=_OWN_STAGE),
-        Row("set_virtual_pipeline_model_parallel_world_size(world_size)", note=_OWN_STAGE),
-        Row("get_global_memory_buffer()", note=_BUFFER),
-        Row("destroy_global_memory_buffer()", note=_BUFFER),
-        Row("get_global_symmetric_memory_buffer()", note=_SYMMETRIC),
-        Row("destroy_global_symmetric_memory_buffer()", note=_SYMMETRIC),
-    ],
-    "Private names, when they are read": [
-        *_variables(gathered=False),
-        Row("_global_process_group_list", "[held.group for held in mesh.communicators]"),
-        *(Row(f"_MPU_{axis.upper()}_RANK", note=_OVERRIDDEN) for axis in _OVERRIDABLE),
-        *(Row(f"_MPU_{axis.upper()}_WORLD_SIZE", note=_OVERRIDDEN) for axis in _OVERRIDABLE),
-        Row("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", note=OWN_VARIABLE),
-        Row("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", note=OWN_VARIABLE),
-        Row("_GLOBAL_MEMORY_BUFFER", note=_BUFFER_VARIABLE),
-        Row("_GLOBAL_SYMMETRIC_MEMORY_BUFFER", note=_BUFFER_VARIABLE),
-        Row("_set_global_memory_buffer()", note=_BUFFER_VARIABLE),
-        Row("_set_global_symmetric_memory_buffer()", note=_BUFFER_VARIABLE),
-    ],
-}
-"""The rows of Megatron, by the sections of the page."""
-
-TABLE: dict[str, Row] = {row.name: row for rows in SECTIONS.values() for row in rows}
-"""The rows of Megatron, by legacy name."""
+    doubts, once, order = list[str](), list[str](), _literal(given.pop("order", repr(_ORDER)))
+    tokens = order.lower().split("-") if isinstance(order, str) else []
+    axes = list(sizes)
+    if is_megatron:
+        if not {"tp", "dp", "pp"} <= {*tokens}:
+            doubts.append("what the order is decides the axes")
+        elif [token for token in _ORDER.split("-") if token in tokens] != tokens:
+            left_out = [axis for axis in sizes if axis not in tokens]
+            axes = [*left_out, *(axis for axis in reversed(tokens) if axis in sizes)]
+            doubts += ["views follow the order: put ep where it stands"] if _EP_SIZE in given else []
+    written = [f"{axis}={given.get(sizes[axis], '1') if sizes[axis] else '-1'}" for axis in axes]
+    if _EP_SIZE in given or _ETP_SIZE in given:
+        ep, etp, tp = given.pop(_EP_SIZE, "1"), given.pop(_ETP_SIZE, "None"), given.get(_TP_SIZE, "1")
+        once.append(_EXPERT_VIEW.replace(_EP_SIZE, ep).replace(_ETP_SIZE, tp if etp == "None" else etp))
+        doubts.append("run once after it, on every rank")
+    others = [name for name in given if name not in {*sizes.values(), *_IGNORED}]
+    if others:
+        doubts.append(f"what {', '.join(others)} asks for is missing here")
+    new = f"namedmesh.init_mesh({', '.join(written)})"
+    if bound and is_megatron:
+        new = f"namedmesh.compat.megatron.bind({new})"
+    return Advice(new, tuple(once), "; ".join(doubts))

@@ -92,7 +92,12 @@ class PlanReport:
 
 
 def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
-    """Fold rows whose names differ in one number, and in nothing else, where the numbers follow each other."""
+    """Fold rows whose names differ in one number, and in nothing else, where the numbers follow each other.
+
+    Example:
+        >>> fold([("layers.0.up", 1), ("layers.1.up", 1), ("layers.3.up", 1), ("norm", 2)])
+        [('layers.0-1.up', 1), ('layers.3.up', 1), ('norm', 2)]
+    """
     folded = list(rows)
     depth = max((name.count(".") for name, _ in folded), default=0)
     for place in range(depth, -1, -1):

@@ -1,0 +1,256 @@
+"""Find the names of the tables in one file, and replace those that are certain: LibCST, with its qualified names."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+import libcst as cst
+from libcst import ParserSyntaxError
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
+from libcst.metadata import (
+    ExpressionContext,
+    ExpressionContextProvider,
+    MetadataWrapper,
+    PositionProvider,
+    QualifiedName,
+    QualifiedNameSource,
+    ScopeProvider,
+)
+
+from namedmesh.migrate.table import APIS, FAIRSCALE, MEGATRON, Advice, initialize
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from namedmesh.migrate.table import Row
+
+MARKS = re.compile(
+    rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is|initialize)_\w*(?:parallel|pipeline)_\w+)\b"
+)
+"""What stands in every file that can name something of the tables: others are not parsed."""
+__all__ = ["MARKS", "Changes", "Finding", "ParserSyntaxError", "change"]
+_INITIALIZE = "initialize_model_parallel"
+_EMPTY = cst.Module([])
+
+
+class Finding(NamedTuple):
+    """One use of a legacy name: where, its source, the module it comes from, and what replaces it; nothing where it stays."""
+
+    line: int
+    old: str
+    module: str
+    advice: Advice
+
+
+class Imported(NamedTuple):
+    """One import: the module, the name that is taken from it, if one is, and the name it is given, if another is."""
+
+    module: str
+    name: str | None
+    alias: str | None
+
+    @property
+    def full(self) -> str:
+        """The dotted name of what is imported."""
+        return self.module if self.name is None else f"{self.module}.{self.name}"
+
+
+class Changes(NamedTuple):
+    """What is found in one file: the uses, in their order, the source with the certain ones replaced, its other imports."""
+
+    findings: list[Finding]
+    after: str
+    imports: list[Imported]
+
+
+class _Replacer(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (ScopeProvider, PositionProvider, ExpressionContextProvider)
+
+    def __init__(self, bound: bool, own: bool) -> None:
+        super().__init__()
+        self.found: list[Finding] = []
+        self.imports: list[Imported] = []
+        self.bound, self.own, self.quoted = bound, own, 0
+        self.seen: set[cst.CSTNode] = set()  # functions of calls
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
+        if not isinstance(node.names, cst.ImportStar):
+            self.imports += [Imported(module, one.evaluated_name, one.evaluated_alias) for one in node.names]
+        return False
+
+    def visit_FormattedString(self, node: cst.FormattedString) -> None:
+        self.quoted += 1
+
+    def leave_FormattedString(
+        self, original_node: cst.FormattedString, updated_node: cst.FormattedString
+    ) -> cst.BaseExpression:
+        self.quoted -= 1
+        return updated_node
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if self._name(node.func)[1]:
+            self.seen.add(node.func)
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        module, leaf = self._name(original_node.func)
+        if not leaf:
+            return updated_node
+        arguments = []
+        for one in original_node.args:
+            name = one.star or (one.keyword.value if one.keyword else "")
+            arguments.append((name, _EMPTY.code_for_node(one.value)))
+        row = _row(module, leaf)
+        if leaf == _INITIALIZE:
+            advice = initialize(module, arguments, bound=self.bound)
+        elif row is not None:
+            advice = row.advise(arguments)
+        else:
+            advice = Advice("", doubt="not in the table: it stays")
+        code = _EMPTY.code_for_node(original_node)
+        if "#" in code and not advice.doubt:
+            advice = advice._replace(doubt="a comment stands between its arguments")
+        old = " ".join(code.split())
+        return self._replaced(original_node, updated_node, f"{leaf}{old[old.index('(') :]}", module, advice)
+
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        return self._read(original_node, updated_node)
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        return self._read(original_node, updated_node)
+
+    def _read(self, node: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression:
+        """Replace a variable that is read; what is assigned, and a function that is passed on, stays."""
+        module, leaf = self._name(node)
+        if not leaf or node in self.seen:
+            return updated
+        context = self.get_metadata(ExpressionContextProvider, node, ExpressionContext.LOAD)
+        row = _row(module, leaf)
+        advice = Advice("", doubt="not in the table: it stays")
+        if context is not ExpressionContext.LOAD:
+            if isinstance(node, cst.Name):
+                return updated
+            advice = Advice("", doubt="an assignment changes what legacy calls answer, and no mesh")
+            leaf = f"{leaf} = ..."
+        elif row is not None:
+            advice = row.advise()
+            if not leaf.startswith("_"):
+                advice = advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
+        return self._replaced(node, updated, leaf, module, advice)
+
+    def _replaced(
+        self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, module: str, advice: Advice
+    ) -> cst.BaseExpression:
+        if not advice.doubt:
+            names = self._qualified(node.func if isinstance(node, cst.Call) else node)
+            doubts = [
+                (len(names) > 1, "the name can be something else here"),
+                (module not in APIS, f"through {module}, which is not followed"),
+                (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
+                (self.own, "the file has a namedmesh of its own"),
+            ]
+            advice = advice._replace(doubt=next((text for holds, text in doubts if holds), ""))
+        self._note(node, old, module, advice)
+        if advice.doubt:
+            return updated
+        new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", advice.new)
+        expression = cst.parse_expression(new)
+        simple = isinstance(expression, (cst.Call, cst.Attribute, cst.Subscript))
+        return (
+            expression if simple else expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        )
+
+    def _note(self, node: cst.CSTNode, old: str, module: str, advice: Advice) -> None:
+        line = self.get_metadata(PositionProvider, node).start.line
+        self.found.append(Finding(line, old, module, advice))
+
+    def _qualified(self, node: cst.CSTNode) -> set[QualifiedName]:
+        """Return what a name or an attribute may be: only of those that look like one of the tables, as it takes long."""
+        leaf = node.attr.value if isinstance(node, cst.Attribute) else getattr(node, "value", None)
+        base = getattr(getattr(node, "value", None), "value", leaf)  # of mpu.get_x the name mpu
+        aliases = {one.alias or one.name for one in self.imports if one.module in APIS or one.full in APIS}
+        if leaf not in _LEAVES and base not in aliases and leaf not in aliases:
+            return set()
+        scope = self.get_metadata(ScopeProvider, node, None)
+        return set() if scope is None else set(scope.get_qualified_names_for(node))
+
+    def _name(self, node: cst.CSTNode) -> tuple[str, str]:
+        """Return the module and the name of an imported thing that an API or a table has; empty if it is none."""
+        for one in self._qualified(node):
+            module, _, leaf = one.name.rpartition(".")
+            known = leaf == _INITIALIZE or _row(module, leaf) is not None
+            known = known or (module in APIS and leaf not in _SUBMODULES)
+            if one.source is QualifiedNameSource.IMPORT and module and known:
+                return module, leaf
+        return "", ""
+
+
+_LEAVES = {*MEGATRON, *FAIRSCALE, _INITIALIZE}
+_SUBMODULES = {module.rpartition(".")[2] for module in APIS}
+
+
+def _row(module: str, leaf: str) -> Row | None:
+    table = APIS.get(module)
+    if table is None:  # a name that only a module of the code itself can hand on
+        table = MEGATRON | FAIRSCALE if "parallel" in leaf.lower() else {}
+    return table.get(leaf)
+
+
+def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
+    """Return whether a file binds the name namedmesh to something else than the package."""
+    scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope is not None}
+    for scope in scopes:
+        for assignment in scope.assignments["namedmesh"]:
+            names = {one.name for one in assignment.get_qualified_names_for("namedmesh")}
+            if names != {"namedmesh"} or not isinstance(getattr(assignment, "node", None), cst.Import):
+                return True
+    return False
+
+
+def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True) -> Changes:
+    """Find the names of the tables in a source, and replace those that are certain.
+
+    Args:
+        source: the source of a module.
+        bound: whether ``initialize_model_parallel`` becomes a mesh that Megatron is bound to.
+        kept: names whose imports stay, as other modules import them from this one.
+        rewrite: whether imports are added and dropped; without, the source is returned as it was.
+
+    Raises:
+        libcst.ParserSyntaxError: the source is no Python.
+    """
+    wrapper = MetadataWrapper(cst.parse_module(source))
+    replacer = _Replacer(bound, _own_namedmesh(wrapper))
+    module = wrapper.visit(replacer)
+    certain = [finding for finding in replacer.found if not finding.advice.doubt]
+    if not certain or not rewrite:
+        return Changes(replacer.found, source, replacer.imports)
+    context = CodemodContext()
+    AddImportsVisitor.add_needed_import(context, "namedmesh")
+    if any(".bind(" in finding.advice.new for finding in certain):
+        AddImportsVisitor.add_needed_import(context, "namedmesh.compat.megatron")
+    module = AddImportsVisitor(context).transform_module(module)
+    for one in replacer.imports:
+        if (one.module in APIS or one.full in APIS) and (one.alias or one.name) not in kept:
+            RemoveImportsVisitor.remove_unused_import(context, *one)
+    code = RemoveImportsVisitor(context).transform_module(module).code
+    if "namedmesh.compat.megatron.install()" not in code:  # only a file that binds a mesh has this import
+        code = re.sub(
+            r"^(import namedmesh\.compat\.megatron)(\r?\n)",
+            r"\1\2\1.install()\2",
+            code,
+            count=1,
+            flags=re.MULTILINE,
+        )
+        code = code.replace(
+            "import namedmesh.compat.megatron.install()", "namedmesh.compat.megatron.install()", 1
+        )
+    return Changes(replacer.found, code, replacer.imports)

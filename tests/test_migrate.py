@@ -1,0 +1,361 @@
+"""``namedmesh migrate``: every row of its tables beside the original, and rewritten programs that print the same."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+from ranks import fake_world, run_ranks
+
+import namedmesh
+from namedmesh import Layout, NamedMesh
+from namedmesh.__main__ import main
+from namedmesh.migrate.table import APIS, FAIRSCALE, MEGATRON, Row, initialize
+
+pytest.importorskip("libcst")
+from namedmesh.migrate.codemod import change
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Two worlds, one with a data axis that is no power of two, one with tp=1.
+WORLDS = [{"pp": 2, "dp": 3, "cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "cp": 4, "tp": 1}]
+USE = "from megatron.core import mpu\n"
+NEW = 'namedmesh.current_mesh().rank("dp")'
+# Without virtual stages Megatron's vp_stage is None; with some it is a number.
+STAGES = {None: ("None",), 2: ("0", "1")}
+
+
+def plain(answer: Any) -> Any:
+    """An answer with groups as lists of ranks, so that two can be compared."""
+    return dist.get_process_group_ranks(answer) if isinstance(answer, dist.ProcessGroup) else answer
+
+
+def calls(name: str, row: Row, virtual: int | None) -> list[str]:
+    """The calls of a function that its row distinguishes, as arguments; a variable is asked once."""
+    if row.virtual:
+        return [
+            "",
+            "ignore_virtual=True",
+            *(f"ignore_virtual=False, vp_stage={stage}" for stage in STAGES[virtual]),
+        ]
+    found = [", ".join(f"{flag}=True" for flag in flags) for flags in row.axes]
+    # Likewise by position.
+    found += [", ".join(str(name in flags) for name in row.parameters) for flags in row.axes if flags]
+    return found if not name.startswith("_") else [""]
+
+
+def arguments_of(text: str) -> list[tuple[str, str]]:
+    given = []
+    for one in filter(None, text.split(", ")):
+        name, equals, value = one.rpartition("=")
+        given.append((name if equals else "", value))
+    return given
+
+
+def compare_rows(
+    table: dict[str, Row], original: Any, mesh: NamedMesh, virtual: int | None = None
+) -> set[str]:
+    """Run every row of a table beside the original, and return the names that were compared."""
+    compared, done = set[str](), set[str]()
+    names: dict[str, Any] = {"mesh": mesh, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    names["virtual_stages"] = 2
+    for name, row in table.items():
+        if not row.new or not hasattr(original, name) or name.startswith("destroy") or "gloo" in name:
+            continue
+        for given in calls(name, row, virtual):
+            advice = row.advise(arguments_of(given))
+            for statement in advice.once:
+                if statement not in done:
+                    done.add(statement)
+                    exec(statement, names)  # noqa: S102  that a row can be executed is the point
+            call = f"original.{name}" + (f"({given})" if callable(getattr(original, name)) else "")
+            try:
+                expected = eval(call, {"original": original})  # noqa: S307
+            except AssertionError:
+                assert "True, True" in given, call  # a combination that Megatron refuses
+                continue
+            assert plain(eval(advice.new, names)) == plain(expected), call  # noqa: S307
+            compared.add(name)
+    return compared
+
+
+@pytest.mark.oracle("megatron.core", "einops")
+@pytest.mark.parametrize("sizes", WORLDS)
+@pytest.mark.parametrize("rank", [0, 6, 15])
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_every_row_answers_as_megatron_does(sizes: dict[str, int], rank: int, virtual: int | None) -> None:
+    from megatron.core import parallel_state
+
+    layout = Layout(**sizes)
+    with fake_world(layout.world_size, rank):
+        parallel_state.initialize_model_parallel(
+            sizes["tp"], sizes["pp"], virtual, context_parallel_size=sizes["cp"], expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1, create_gloo_process_groups=False,
+        )  # fmt: skip
+        mesh = namedmesh.init_mesh(layout)
+        try:
+            compared = compare_rows(MEGATRON, parallel_state, mesh, virtual)
+        finally:
+            mesh.close()
+            parallel_state.destroy_model_parallel()
+    left = {name for name in MEGATRON if "gloo" not in name.lower()} - compared
+    names = {"destroy_model_parallel"}
+    assert left - names <= {"get_embedding_group", "get_position_embedding_group"}
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.parametrize("rank", [0, 5])
+def test_every_row_answers_as_fairscale_does(rank: int) -> None:
+    from fairscale.nn.model_parallel import initialize as original
+
+    with fake_world(16, rank):
+        original.initialize_model_parallel(2, 4)
+        mesh: NamedMesh = eval(initialize("fairscale.nn.model_parallel", [("", "2"), ("", "4")]).new)  # noqa: S307
+        assert dict(mesh.layout.items()) == {"dp": 2, "pp": 4, "tp": 2}
+        compared = compare_rows(FAIRSCALE, original, mesh)
+        mesh.close()
+        original.destroy_model_parallel()
+    assert set(FAIRSCALE) - compared == {"destroy_model_parallel"}
+
+
+def gloo_answers() -> list[tuple[list[int], list[int]]]:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    twin = namedmesh.GroupOptions(gloo_twin=True)
+    mesh = namedmesh.init_mesh(dp=2, cp=2, options={"dp": twin}, device="cpu")
+    row, original = MEGATRON["get_data_parallel_group_gloo"], parallel_state.get_data_parallel_group_gloo()
+    return [(plain(eval(row.advise().new, {"mesh": mesh})), plain(original))]  # noqa: S307
+
+
+@pytest.mark.oracle("megatron.core", "einops")
+def test_gloo_groups_are_those_of_megatron() -> None:
+    assert [one == other for [(one, other)] in run_ranks(4, gloo_answers)] == [True] * 4
+
+
+@pytest.mark.oracle("megatron.core", "einops")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "", "2, 4", "tensor_model_parallel_size=2, pipeline_model_parallel_size=4",
+        "tensor_model_parallel_size=2, context_parallel_size=2",
+        "2, context_parallel_size=2, order='tp-pp-cp-dp'", "2, 2, context_parallel_size=2, order='TP-DP-CP-pp'",
+        "2, 2, expert_model_parallel_size=2", "2, 2, expert_model_parallel_size=4, expert_tensor_parallel_size=1",
+    ],
+)  # fmt: skip
+def test_initialization_gives_the_groups_of_megatron(arguments: str) -> None:
+    from megatron.core import parallel_state
+
+    advice = initialize("megatron.core.mpu", arguments_of(arguments))
+    getters = {"tp": "tensor_model", "pp": "pipeline_model", "dp": "data", "cp": "context"}
+    experts = {"ep": "expert_model", "etp": "expert_tensor", "edp": "expert_data"}
+    with fake_world(16, 9):
+        call = (
+            f"initialize_model_parallel({arguments}{', ' * bool(arguments)}create_gloo_process_groups=False)"
+        )
+        eval(call, dict(vars(parallel_state)))  # noqa: S307
+        names: dict[str, Any] = {"namedmesh": namedmesh}
+        mesh = names["mesh"] = eval(advice.new, names)  # noqa: S307
+        for statement in advice.once:
+            exec(statement, names)  # noqa: S102
+        for axis, name in (getters | (experts if advice.once else {})).items():
+            group = getattr(parallel_state, f"get_{name}_parallel_group")()
+            assert list(mesh.ranks(axis)) == dist.get_process_group_ranks(group), axis
+        mesh.close()
+        parallel_state.destroy_model_parallel()
+    assert bool(advice.doubt) == ("expert" in arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "doubt"),
+    [
+        ("order=args.order", "what the order is decides the axes"),
+        (
+            "num_distributed_optimizer_instances=2",
+            "what num_distributed_optimizer_instances asks for is missing here",
+        ),
+        (
+            "2, expert_model_parallel_size=2, order='tp-ep-pp-dp'",
+            "views follow the order: put ep where it stands; run once ...",
+        ),
+    ],
+)
+def test_what_initialization_cannot_say_is_no_certain_change(arguments: str, doubt: str) -> None:
+    found = initialize("megatron.core.parallel_state", arguments_of(arguments)).doubt
+    assert found.startswith(doubt.removesuffix("..."))
+
+
+# What is certain is replaced; calls, their imports, and what is written.
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (f"{USE}mpu.get_data_parallel_rank()\n", f"import namedmesh\n\n{NEW}\n"),
+        ("import megatron.core.parallel_state as ps\nx = ps.get_data_parallel_rank() + 1\n", f"import namedmesh\n\nx = {NEW} + 1\n"),
+        ("import megatron.core\nmegatron.core.mpu.get_data_parallel_rank()\n", f"import megatron.core\nimport namedmesh\n\n{NEW}\n"),
+        (
+            '"""Doc."""\nfrom megatron.core.parallel_state import get_data_parallel_rank as r, other\nr(), other\n',
+            f'"""Doc."""\nfrom megatron.core.parallel_state import other\nimport namedmesh\n\n{NEW}, other\n',
+        ),
+        (f"import namedmesh\n{USE}mpu.get_data_parallel_rank()\n", f"import namedmesh\n{NEW}\n"),
+        (
+            "from fairscale.nn.model_parallel.initialize import get_model_parallel_rank\nget_model_parallel_rank()\n",
+            'import namedmesh\n\nnamedmesh.current_mesh().rank("tp")\n',
+        ),
+        (f"{USE}x = mpu._TENSOR_MODEL_PARALLEL_GROUP\n", 'import namedmesh\n\nx = namedmesh.current_mesh().group("tp")\n'),
+        (f"{USE}-mpu.get_data_parallel_rank(True)\n", 'import namedmesh\n\n-namedmesh.current_mesh().rank("dp", "cp")\n'),
+        (f"{USE}if x:\r\n    mpu.get_data_parallel_rank()\r\n", f"import namedmesh\n\nif x:\r\n    {NEW}\r\n"),
+        (f"{USE}mpu.initialize_model_parallel(2)\n", "import namedmesh\n\nnamedmesh.init_mesh(pp=1, dp=-1, cp=1, tp=2)\n"),
+    ],
+)  # fmt: skip
+def test_what_is_certain_is_replaced(before: str, after: str) -> None:
+    assert change(before).after == after
+
+
+@pytest.mark.parametrize(
+    ("line", "doubt"),
+    [
+        ("use(mpu.get_data_parallel_rank)", "passed on, not called"),
+        ("mpu.get_data_parallel_rank(flag)", "what with_context_parallel is decides it"),
+        ("mpu.get_data_parallel_rank(*flags)", "what * is decides it"),
+        (
+            "mpu.get_data_parallel_rank(partial_data_parallel=True)",
+            "partial_data_parallel: a group that needs a view",
+        ),
+        ("mpu.get_tensor_model_parallel_group(check_initialized=False)", "without a group a mesh raises"),
+        ("mpu.get_model_parallel_group()", "run once before, on every rank"),
+        ("mpu.get_expert_model_parallel_rank()", "run once before, on every rank"),
+        (
+            "mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)",
+            "vp_stage counts only where",
+        ),
+        ("mpu.get_data_parallel_rank(  # why\n)", "a comment stands between its arguments"),
+        ("f'{mpu.get_data_parallel_rank()}'", "in an f-string"),
+        ("mpu._TENSOR_MODEL_PARALLEL_GROUP = x", "an assignment changes what legacy calls answer"),
+        ("mpu.get_data_paralel_rank()", "not in the table: it stays"),
+        (
+            "if x:\n    import mine as mpu\nmpu.get_data_parallel_rank()",
+            "the name can be something else here",
+        ),
+        (
+            "from mytools import namedmesh\nmpu.get_data_parallel_rank()",
+            "the file has a namedmesh of its own",
+        ),
+        ("def namedmesh(): ...\nmpu.get_data_parallel_rank()", "the file has a namedmesh of its own"),
+        ("from .utils import state\nstate.get_data_parallel_rank()", "through "),
+    ],
+)
+def test_what_is_not_certain_is_reported_and_stays(line: str, doubt: str) -> None:
+    found = change(f"{USE}{line}\n")
+    assert found.after == f"{USE}{line}\n"
+    assert [finding.advice.doubt.startswith(doubt) for finding in found.findings] == [True], found.findings
+
+
+def test_nothing_of_others_is_a_use() -> None:
+    text = "from torch.distributed import get_rank\nfrom mine import data_parallel\nget_rank(), data_parallel.rank()\n"
+    assert change(text).findings == []
+    assert all("." in module for module in APIS)
+
+
+PROGRAM = """\
+from megatron.core import mpu, parallel_state as ps
+import torch.distributed as dist
+def answers():
+    ps.initialize_model_parallel(2, context_parallel_size=2, create_gloo_process_groups=False)
+    groups = [mpu.get_tensor_model_parallel_group(), ps.get_context_parallel_group(), mpu.get_model_parallel_group()]
+    numbers = [mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_world_size(with_context_parallel=True)]
+    stages = [mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage(), f"{mpu.get_data_parallel_rank()}"]
+    found = numbers + stages + [dist.get_process_group_ranks(group) for group in groups]
+    mpu.destroy_model_parallel()
+    return found
+"""
+
+
+def answers(program: str) -> list[object]:
+    names: dict[str, Any] = {}
+    exec(compile(program, "program.py", "exec", dont_inherit=True), names)  # noqa: S102  what is tested
+    return list(names["answers"]())
+
+
+def migrate(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["migrate", *words])
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.oracle("megatron.core", "einops")
+def test_a_rewritten_program_answers_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM, encoding="utf-8")
+    assert migrate("--write", "--force", str(path))[0] == 0
+    after = path.read_text(encoding="utf-8")
+    assert "import namedmesh.compat.megatron\nnamedmesh.compat.megatron.install()\n" in after
+    assert "namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=1, dp=-1, cp=2, tp=2))" in after
+    assert after.count("namedmesh.current_mesh()") == 7
+    assert "mpu.get_model_parallel_group()" in after  # needs a statement of its own, and answers all the same
+    assert run_ranks(4, answers, after) == run_ranks(4, answers, PROGRAM)
+    assert migrate("--write", "--force", str(path))[0] == 0
+    assert path.read_text(encoding="utf-8") == after
+
+
+def test_the_last_step_names_who_still_reads_parallel_state(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from megatron.core import mpu, tensor_parallel\nmpu.initialize_model_parallel(2)\n", encoding="utf-8"
+    )
+    (tmp_path / "data.ipynb").write_text("{}", encoding="utf-8")
+    status, out, _ = migrate(str(tmp_path))
+    assert status == 0
+    assert "-> namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=1, dp=-1, cp=1, tp=2))\n" in out
+    assert f"    {path}: megatron.core.tensor_parallel\n" in out
+    assert "1 notebook: not read\n" in out
+    path.write_text("from megatron.core import tensor_parallel  # parallel_state\n", encoding="utf-8")
+    assert "No use" not in migrate(str(path))[1]
+    path.write_text("from megatron.core import mpu\nmpu.initialize_model_parallel(2)\n", encoding="utf-8")
+    assert "-> namedmesh.init_mesh(pp=1, dp=-1, cp=1, tp=2)\n" in migrate(str(path))[1]
+    path.write_text("x = 1\n", encoding="utf-8")
+    assert migrate(str(path))[1] == "No use of megatron.core.parallel_state in 1 file.\n"
+
+
+def test_an_import_that_another_file_takes_stays(tmp_path: Path) -> None:
+    utils, train = tmp_path / "utils.py", tmp_path / "train.py"
+    utils.write_text(f"{USE}rank = mpu.get_data_parallel_rank()\n", encoding="utf-8")
+    train.write_text("from utils import mpu\nmpu.get_data_parallel_rank()\n", encoding="utf-8")
+    assert migrate("--write", "--force", str(tmp_path))[0] == 0
+    assert utils.read_text(encoding="utf-8") == f"{USE}import namedmesh\n\nrank = {NEW}\n"
+    assert train.read_text(encoding="utf-8") == "from utils import mpu\nmpu.get_data_parallel_rank()\n"
+
+
+def test_git_is_the_backup(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    text = f"{USE}mpu.get_data_parallel_rank()\n"
+    path.write_text(text, encoding="utf-8")
+    status, _, err = migrate("--write", str(path))
+    assert (status, "in no git repository" in err) == (2, True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    status, _, err = migrate("--write", str(tmp_path))
+    assert (status, "has uncommitted changes" in err, path.read_text(encoding="utf-8")) == (2, True, text)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "a"], check=True)
+    status, out, _ = migrate("--diff", str(path))
+    assert f"-mpu.get_data_parallel_rank()\n+import namedmesh\n+\n+{NEW}\n" in out
+    assert (status, path.read_text(encoding="utf-8")) == (0, text)
+    status, out, _ = migrate("--write", str(path))
+    assert (status, out.splitlines()[0]) == (0, f"{path}: rewritten")
+    assert path.read_text(encoding="utf-8") == f"import namedmesh\n\n{NEW}\n"
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def mpu(:\n", encoding="utf-8")
+    (tmp_path / "b.py").write_bytes(b"# mpu \xff\n")
+    status, out, _ = migrate(str(tmp_path))
+    assert (status, [f"{tmp_path / name}: cannot be read: " in out for name in ("a.py", "b.py")]) == (
+        1,
+        [True, True],
+    )
