@@ -621,27 +621,6 @@ def absent_children(model: torch.nn.Module) -> list[str]:
 
 
 @requires_private(c10d, *(["_set_pg_timeout"] if _set_timeout is None else []))
-def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
-    """Change the timeout of a group that exists; None is the default group."""
-    _set_timeout(timeout, group)
-
-
-def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor | None, Any]:
-    """Return a buffer of bytes that the ranks of a group map into each other's memory, and its handle.
-
-    Both are None where it cannot be: without CUDA, or where the ranks do not reach each other's memory.
-    """
-    if not torch.cuda.is_available():
-        return None, None
-    import torch.distributed._symmetric_memory as symmetric
-
-    try:
-        buffer = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda"))
-        return buffer, symmetric.rendezvous(buffer, group)
-    except RuntimeError:
-        return None, None
-
-
 # Pipelines.
 
 
@@ -722,3 +701,8 @@ def group_named(name: str) -> dist.ProcessGroup:
     """Return the process group of a name, such as functional collectives take; torch has no public way to find it."""
     group: dist.ProcessGroup = c10d._resolve_process_group(name)
     return group
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Change the timeout of a group that exists; None is the default group."""
+    _set_timeout(timeout, group)
