@@ -194,7 +194,6 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # torch 2.15 made it public under another name and warns at the old one.
-_set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(c10d, "_set_pg_timeout", None)
 
 
 T = TypeVar("T")
@@ -617,10 +616,6 @@ def absent_children(model: torch.nn.Module) -> list[str]:
     return absent
 
 
-# For the dialects.
-
-
-@requires_private(c10d, *(["_set_pg_timeout"] if _set_timeout is None else []))
 # Pipelines.
 
 
@@ -705,4 +700,4 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Change the timeout of a group that exists; None is the default group."""
-    _set_timeout(timeout, group)
+    c10d._set_pg_timeout(timeout, group)
