@@ -12,7 +12,9 @@ import argparse
 import gc
 import statistics
 import time
+import warnings
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -143,6 +145,10 @@ def main() -> None:
     with fake_world(8):  # what is imported at the first call is imported before the fork
         our_mesh()()
         torchs_mesh()()
+    if find_spec("megatron") is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it would like to find installed
+            import_module("megatron.core.parallel_state")
     gc.collect()
     gc.freeze()  # what is alive now need not be looked at in every rank
     meshes: dict[str, Maker] = {"init_mesh": our_mesh, "init_device_mesh": torchs_mesh}
