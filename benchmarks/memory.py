@@ -13,26 +13,19 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-import train
-from parallel import Step, make_model
-from plain import make_optimizer
+from parallel import Step, make_mesh
 from ranks import run_ranks
-from settings import Settings
 from torch.distributed.tensor import DTensor
+from train import Settings, make_model, make_optimizer
 
 from namedmesh.plan import Job, Memory, Model, estimate_memory
-
-if TYPE_CHECKING:
-    from llama import ModelSizes
 
 LAYOUTS = (
     {"dp": 8, "tp": 1},
@@ -46,30 +39,18 @@ LAYOUTS = (
 ROWS = 4  # sequences of a data-parallel rank in a step
 
 
-@dataclass(frozen=True)
-class Wide(Settings):
-    """Settings of the training example, with a vocabulary of any size."""
-
-    vocabulary: int = 16384
-
-    @property
-    def sizes(self) -> ModelSizes:
-        """What decides the shapes of the parameters."""
-        return replace(super().sizes, vocabulary=self.vocabulary)
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def measure(settings: list[Wide]) -> list[tuple[int, int]]:
+def measure(settings: list[Settings]) -> list[tuple[int, int]]:
     """Return bytes of the states after a step, and the most that the next step allocates, for each layout."""
     return [_measure(one) for one in settings]
 
 
 def _measure(settings: Settings) -> tuple[int, int]:
-    mesh = train.make_mesh(settings, torch.device("cpu"))
+    mesh = make_mesh(settings, torch.device("cpu"))
     model = make_model(settings, mesh)
     optimizer = make_optimizer(model, 1e-3)
     step = Step(model, mesh, microbatches=settings.microbatches or settings.pp)
@@ -114,8 +95,8 @@ def predict(settings: Settings) -> Memory:
         heads=settings.heads,
         kv_heads=settings.kv_heads,
         hidden=settings.dim,
-        ffn=settings.sizes.feed_forward,
-        vocab=settings.sizes.vocabulary,
+        ffn=settings.feed_forward,
+        vocab=settings.vocabulary,
     )
     job = Job(
         model,
@@ -140,7 +121,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sizes = {"seq": arguments.seq, "dim": arguments.dim, "layers": 8, "vocabulary": arguments.vocab}
     settings = [
-        Wide(**layout, **sizes, dtype="float32", device="cpu", checkpoint="")  # type: ignore[arg-type]
+        Settings(**layout, **sizes, dtype="float32", device="cpu", checkpoint="")  # type: ignore[arg-type]
         for layout in LAYOUTS
     ]
     by_rank = run_ranks(8, measure, settings, timeout=500)
