@@ -51,9 +51,7 @@ LEFT_OUT = {
 def accessors(theirs: ModuleType) -> list[str]:
     """Return the names that answer something, in the release that is installed."""
     prefixes = ("get_", "is_", "model_parallel_is_", "has_")
-    names = [
-        name for name in sorted(vars(ours)) if name.startswith(prefixes) and hasattr(theirs, name)
-    ]
+    names = [name for name in sorted(vars(ours)) if name.startswith(prefixes) and hasattr(theirs, name)]
     return [name for name in names if name not in LEFT_OUT]
 
 

@@ -42,7 +42,9 @@ def blocks(language: str) -> list[str]:
 
 
 # Blocks that a page gives a name, to copy into a file, or to import.
-FILES = dict(re.findall(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL))
+FILES = dict(
+    re.findall(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+)
 
 
 def sessions() -> list[Any]:
@@ -148,7 +150,9 @@ def test_shown_signatures_are_the_real_ones() -> None:
         if name in {"mesh.add_view", "ExpertParallel", "namedmesh.parallelize", "fully_shard"}:
             continue  # a call as one writes it
         module, _, attribute = name.rpartition(".")
-        function: Any = getattr({"training": training, "pipe": Pipeline}.get(module, tensor_parallel), attribute)
+        function: Any = getattr(
+            {"training": training, "pipe": Pipeline}.get(module, tensor_parallel), attribute
+        )
         parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
         bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
         real = re.sub(r"=<function .*?>", "=...", str(inspect.Signature(bare))).replace("'", '"')
