@@ -381,7 +381,7 @@ def test_a_layout_is_frozen() -> None:
     with pytest.raises(AttributeError, match="sizes"):
         layout.sizes = (3,)  # type: ignore[misc]
     with pytest.raises(AttributeError, match="axes"):
-        del layout.axes  # type: ignore[misc]
+        del layout.axes
     assert layout.sizes == (2,)
 
 

@@ -40,7 +40,8 @@ def run(program: list[Step]) -> list[Any]:
             sizes = {"dp": WORLD // 2, "tp": 2} if rank == arguments[0] else {"dp": WORLD}
             told.append(error_of(lambda sizes=sizes: namedmesh.init_mesh(sizes)))  # type: ignore[misc]
         elif kind == "view":
-            meshes[number].add_view("expert", **VIEWS[arguments[0]])
+            view: dict[str, Any] = VIEWS[arguments[0]]
+            meshes[number].add_view("expert", **view)
         elif kind == "flatten":
             flat = meshes[number].flatten(*arguments)
             told.append(summed(flat.get_group(), rank))

@@ -216,5 +216,8 @@ def test_the_map_of_the_code_names_every_part() -> None:
 
 
 def test_names_of_axes_leave_the_arguments_of_init_mesh_alone() -> None:
-    taken = {*inspect.signature(namedmesh.init_mesh).parameters, *inspect.signature(namedmesh.Layout).parameters}
+    taken = {
+        *inspect.signature(namedmesh.init_mesh).parameters,
+        *inspect.signature(namedmesh.Layout).parameters,
+    }
     assert {*RESERVED, "sizes"} == taken

@@ -13,6 +13,7 @@ import training_checks as checks
 from ranks import fake_world, run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -170,8 +171,10 @@ def check_all() -> tuple[list[dict[str, float]], list[str]]:
     mesh = namedmesh.init_mesh(layout)
     differences.append(check(mesh))
     mesh.close()
-    half = 4 * (torch.distributed.get_rank() // 4)
-    mesh = namedmesh.init_mesh(pp=1, dp=2, tp=2, world_size=4, rank_offset=half, part=True)
+    # Two halves of the world, each with a mesh of its own, which torch makes on all ranks.
+    ranks = torch.arange(8).reshape(2, 1, 2, 2)
+    halves = [DeviceMesh("cpu", half, mesh_dim_names=("pp", "dp", "tp")) for half in ranks]
+    mesh = namedmesh.NamedMesh.from_device_mesh(halves[torch.distributed.get_rank() // 4])
     differences.append(check(mesh))
     mesh.close()
     return differences, told

@@ -158,12 +158,10 @@ def _steps_of_trainer(folder: str, mesh: NamedMesh | None, configuration: Any) -
     samples = [{"input_ids": row, "labels": row} for row in ids().repeat(2, 1)]
     trainer = transformers().Trainer(model=model, args=arguments, train_dataset=samples)
     trainer.train()
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(
-        trainer.model, options=options
-    )  # save_model() lets the writing rank in alone
-    if state:
-        trainer.model.save_pretrained(f"{folder}/saved", state_dict=state)
+    state = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
+    # On every rank, which it waits for: save_model() lets the writing rank in alone.
+    first = torch.distributed.get_rank() == 0
+    trainer.model.save_pretrained(f"{folder}/saved", is_main_process=first, state_dict=state)
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     return mesh is None or trainer.accelerator.torch_device_mesh is mesh.device_mesh, losses
 

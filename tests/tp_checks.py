@@ -245,10 +245,9 @@ def routed() -> Net:
 class Undivided(ExpertParallel):
     """Where the caller sums the gradients of all tokens."""
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        applied: Any = super()._apply(module, device_mesh)
-        applied.forward.gradient_scale = 1.0
-        return applied  # type: ignore[no-any-return]
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_scale = 1.0
 
 
 def exchanged_tokens() -> Pairs:

@@ -54,9 +54,10 @@ def usual_timeout() -> timedelta:
 
 def default_timeout() -> timedelta:
     """Return the timeout of the default group."""
+    group: Any = dist.group.WORLD
     for device_type in ("cuda", "cpu", "xpu"):
         try:
-            backend: Any = dist.group.WORLD._get_backend(torch.device(device_type))
+            backend = group._get_backend(torch.device(device_type))
         except RuntimeError:  # the group has none for this kind of device
             continue
         options = getattr(backend, "options", None)
@@ -142,6 +143,7 @@ def without_modes(function: F) -> F:
             return function(*args)
 
     return call  # type: ignore[return-value]
+
 
 # --- tensor parallelism ---
 
@@ -308,6 +310,7 @@ def avoid_native_encoders(model: torch.nn.Module) -> None:
         elif isinstance(module, torch.nn.TransformerEncoder):
             module.use_nested_tensor = False
 
+
 # --- training ---
 
 
@@ -362,6 +365,7 @@ def remove_backwards(schedule: Any) -> None:
             ]
             for rank, actions in schedule.pipeline_order.items()
         }
+
 
 # --- dialects ---
 

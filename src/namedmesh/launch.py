@@ -7,7 +7,6 @@ what srun, mpirun and mpiexec set; without any of it, a process is a world of on
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +21,7 @@ from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from datetime import timedelta
 
 __all__ = ["check_environment", "default_group_device", "init", "local_device"]
 

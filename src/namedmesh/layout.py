@@ -8,7 +8,7 @@ axis is the slowest, the last one the fastest.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +53,10 @@ class Layout:
     """The size of each axis, in the order of :attr:`axes`."""
     rank_offset: int
     """The first rank that the layout covers."""
-    strides: tuple[int, ...] = field(compare=False)
+    strides: tuple[int, ...]
     """The distance between neighboring ranks on each axis, in the order of :attr:`axes`."""
-    world_size: int = field(compare=False)
+    world_size: int
     """How many ranks the layout covers."""
-    _place: dict[str, int] = field(compare=False)
 
     def __init__(self, /, *, world_size: int | None = None, rank_offset: int = 0, **sizes: int) -> None:
         self._fill(tuple(sizes), tuple(sizes.values()), world_size, rank_offset)
@@ -147,9 +146,9 @@ class Layout:
         fitted, problems = fitted_sizes(axes, sizes, world_size, rank_offset)
         if problems:
             raise LayoutError(*problems)
-        strides, place, stride = [1] * len(axes), {}, 1
+        strides, stride = [1] * len(axes), 1
         for i in reversed(range(len(axes))):
-            strides[i], place[axes[i]] = stride, i
+            strides[i] = stride
             stride *= fitted[i]
         set_once = object.__setattr__
         set_once(self, "axes", axes)
@@ -157,10 +156,6 @@ class Layout:
         set_once(self, "strides", tuple(strides))
         set_once(self, "world_size", stride)
         set_once(self, "rank_offset", operator.index(rank_offset))
-        set_once(self, "_place", place)
-
-    def __hash__(self) -> int:  # torch.compile would hash every field of a dataclass
-        return hash((self.axes, self.sizes, self.rank_offset))
 
     def __repr__(self) -> str:
         parts = [f"{axis}={size}" for axis, size in self.items()]
@@ -173,7 +168,7 @@ class Layout:
         return f"{product(self.axes, self.sizes)} ({count_of(self.world_size, 'rank')})"
 
     def __contains__(self, axis: object) -> bool:
-        return axis in self._place
+        return axis in self.axes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.axes)
@@ -286,7 +281,7 @@ class Layout:
             (4, 6)
         """
         self._check_coords(coords)
-        first = self.rank_offset + sum(at * self.strides[self._place[axis]] for axis, at in coords.items())
+        first = self.rank_offset + sum(at * self.strides[self._index(axis)] for axis, at in coords.items())
         free = [i for i, axis in enumerate(self.axes) if axis not in coords]
         return _shifted(self._offsets(free), first)
 
@@ -368,8 +363,8 @@ class Layout:
 
     def _index(self, axis: str) -> int:
         try:
-            return self._place[axis]
-        except (KeyError, TypeError):
+            return self.axes.index(axis)
+        except ValueError:
             raise AxisError(self._unknown(axis)) from None
 
     def _unknown(self, axis: object) -> str:

@@ -163,7 +163,7 @@ def nccl_options(options: GroupOptions) -> object:
     for name, value in dict(options.nccl).items():
         try:
             setattr(made.config, name, value)
-        except AttributeError:
+        except AttributeError:  # noqa: PERF203  there are few
             raise LayoutError(
                 f"NCCL has no setting {name!r}; see torch's ProcessGroupNCCL.NCCLConfig"
             ) from None

@@ -170,6 +170,8 @@ def is_installed(name: str) -> bool:
     try:
         return name in sys.modules or find_spec(name) is not None
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):  # it is not the module or a package around it that is missing
+        if not f"{name}.".startswith(
+            f"{error.name}."
+        ):  # it is not the module or a package around it that is missing
             raise
         return False

@@ -1,6 +1,6 @@
 """The cost of a layout: the bytes that a rank needs, and the seconds of a training step; every formula with its source.
 
-``benchmarks/published.py`` compares it with published runs, ``benchmarks/memory.py`` with what torch allocates.
+``benchmarks/published.py`` compares it with published runs.
 """
 
 from __future__ import annotations

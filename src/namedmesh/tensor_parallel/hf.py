@@ -242,10 +242,11 @@ class _Reader:
             key = f"{key}.*"
             found = [fqn for fqn in self.modules if matches(key, fqn)]
         styles = {fqn: self._style(fqn, name) for fqn in found}
+        alike = len({repr(style) for style in styles.values()}) == 1
         for fqn, style in styles.items():
             if isinstance(style, KeyValueParallel) and style.query_heads != style.kv_heads:
-                self.counts.append((key, fqn, style))
-        if len({repr(style) for style in styles.values()}) == 1:
+                self.counts.append((key if alike else fqn, fqn, style))
+        if alike:
             styles = {key: styles[found[0]]}
         return {fqn: style for fqn, style in styles.items() if style is not None}
 

@@ -64,7 +64,7 @@ def clip_grad_norm_(
         TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or ``norm_type``.
 
     Example:
-        >>> import namedmesh
+        >>> import namedmesh, torch.distributed as dist
         >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])
