@@ -41,7 +41,7 @@ from namedmesh import CheckpointError, Layout, LayoutError, NamedMesh, NamedMesh
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16")}
 TOLERANCE = 1e-4  # nats
 LINES = 15  # of progress, about
-EXPERTS, CHOSEN = 8, 2
+VOCABULARY, EXPERTS, CHOSEN = 256, 8, 2  # a token is a byte
 
 
 # --- the command line
@@ -70,15 +70,10 @@ class Settings:
     layers: int = option(4, "number of layers")
     heads: int = option(16, "attention heads")
     kv_heads: int = option(8, "heads of keys and values, shared by the attention heads")
-    vocabulary: int = option(256, "different tokens; text in bytes has 256")
     lr: float = option(0.008, "highest learning rate")
     clip: float = option(1.0, "largest norm of the gradients that is not scaled down")
-    microbatches: int = option(
-        0, "parts of a rank's share of a batch, whose gradients are added; 0 for one a stage"
-    )
-    recompute: bool = option(
-        False, "keep only what goes into a layer, and compute the rest again in the backward"
-    )
+    microbatches: int = option(0, "parts of a rank's batch, whose gradients are added; 0 for one a stage")
+    recompute: bool = option(False, "keep only what goes into a layer, and compute the rest again")
     compile: bool = option(False, "compile each layer")
     evaluate_every: int = option(0, "steps between two looks at the loss on other text; 0 for none")
     seed: int = option(0, "of the first weights and of the order of the data")
@@ -86,11 +81,9 @@ class Settings:
     checkpoint: str = option("checkpoints", "directory to save to; '' to save nothing")
     save_every: int = option(0, "steps between checkpoints; 0 to save at the end only")
     keep: int = option(3, "how many of the checkpoints up to the last one stay; 0 for all")
-    timeout: float = option(
-        600.0, "seconds that ranks wait for each other, before the one that hangs is named"
-    )
+    timeout: float = option(600.0, "seconds that ranks wait for each other, before one that hangs is named")
     resume: str | None = option(
-        None, "a checkpoint, or a directory of them; auto for the last in --checkpoint, if any", type=str
+        None, "a checkpoint, or a directory; auto: --checkpoint, if it has any", type=str
     )
     verify: bool = option(False, "repeat the run in one process and compare the losses")
     dtype: str | None = option(None, "default: float32; float64 to verify", type=str, choices=list(DTYPES))
@@ -133,15 +126,14 @@ class Settings:
         if self.etp not in {1, tp}:
             found.append(f"--etp {self.etp} must be 1 or tp={tp}: these ranks have the same tokens")
         parts = (2 * cp if cp > 1 else 1) * tp  # two chunks of a sequence for each cp rank
-        rotated = 2 * self.heads  # rotary embeddings turn pairs of features
         divided = (
-            ("--dim", self.dim, rotated, f"2 * --heads {self.heads}"),
+            ("--dim", self.dim, 2 * self.heads, f"2 * --heads {self.heads}"),  # rotary: pairs of features
             ("--heads", self.heads, self.kv_heads, f"--kv-heads {self.kv_heads}"),
             ("--batch", self.batch, dp * microbatches, f"dp={dp} times {microbatches} microbatches"),
             ("--seq", self.seq, parts, f"{parts}, for cp={cp} and tp={tp}"),
             ("--heads", self.heads, tp, f"tp={tp}"),
             ("--kv-heads", self.kv_heads, tp, f"tp={tp}"),
-            ("--vocabulary", self.vocabulary, tp, f"tp={tp}"),
+            ("the vocabulary", VOCABULARY, tp, f"tp={tp}"),
             ("the feed-forward width", self.feed_forward, tp, f"tp={tp}"),
             ("the number of experts", EXPERTS, self.ep, f"ep={self.ep}"),
             ("the number of ranks of a stage", world_size // pp, self.ep * self.etp, "ep times etp"),
@@ -274,11 +266,11 @@ class Llama(nn.Module):
         super().__init__()
         here = list(range(settings.layers) if layers is None else layers)
         first, last = here[0] == 0, here[-1] == settings.layers - 1
-        self.tok_embeddings = nn.Embedding(settings.vocabulary, settings.dim) if first else None
+        self.tok_embeddings = nn.Embedding(VOCABULARY, settings.dim) if first else None
         # A dict keyed by the layer's number, not a list: "layers.3" is the same layer in every part.
         self.layers = nn.ModuleDict({str(index): Block(settings) for index in here})
         self.norm = nn.RMSNorm(settings.dim, eps=1e-5) if last else None
-        self.output = nn.Linear(settings.dim, settings.vocabulary, bias=False) if last else None
+        self.output = nn.Linear(settings.dim, VOCABULARY, bias=False) if last else None
         self.positions: Tensor | None = None  # of the tokens in their sequence; from 0 on where it is None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -385,7 +377,7 @@ def draw_batch(
 # --- the loop
 
 
-def train(settings: Settings, text: Tensor, mesh: NamedMesh) -> list[float]:
+def train(settings: Settings, text: Tensor, mesh: NamedMesh) -> list[float]:  # noqa: C901  as a script has it
     """Train from the start or a checkpoint, and save what was asked for: the loss of every step."""
     show = print if mesh.global_rank == 0 else lambda *_, **__: None
     training.seed_all(settings.seed, mesh)
@@ -444,15 +436,13 @@ def begin(
     settings: Settings, checkpoints: training.Checkpoints, model: Llama, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Go on from what the command line says, or begin: what the checkpoint has beside tensors."""
-    last: bool | Path = settings.resume == "auto"
-    if settings.resume and not last:
-        named = training.latest(settings.resume)
-        if named is None:
-            raise CheckpointError(f"--resume {settings.resume}: there is no finished checkpoint")
-        last = named
+    named = settings.resume if settings.resume != "auto" else None
+    last = training.latest(named) if named else None
+    if named and last is None:
+        raise CheckpointError(f"--resume {named}: there is no finished checkpoint")
     if settings.checkpoint:
-        return checkpoints.resume_or_start(model, optimizer, resume=last)
-    return training.load(last, checkpoints.mesh, model, optimizer) if isinstance(last, Path) else {"step": 0}
+        return checkpoints.resume_or_start(model, optimizer, resume=last or settings.resume == "auto")
+    return training.load(last, checkpoints.mesh, model, optimizer) if last else {"step": 0}
 
 
 def is_due(step: int, steps: int, every: int) -> bool:
@@ -467,11 +457,9 @@ def with_unit(loss: float) -> str:
 
 def progress(settings: Settings, step: int, loss: float, times: list[float]) -> str:
     """Write what a person sees of a step; the first one also set things up, and says nothing about speed."""
-    counted = f"step {step + 1:{len(str(settings.steps))}}/{settings.steps}  loss {with_unit(loss)}"
-    if len(times) == 1:
-        return counted
     done = settings.batch * settings.seq * (len(times) - 1)
-    return f"{counted}  {done / (times[-1] - times[0]):,.0f} bytes/s"
+    speed = f"  {done / (times[-1] - times[0]):,.0f} bytes/s" if done else ""
+    return f"step {step + 1:{len(str(settings.steps))}}/{settings.steps}  loss {with_unit(loss)}{speed}"
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
@@ -553,10 +541,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             refuse(problems)
         mesh = make_mesh(settings, device)
         losses = train(settings, text, mesh)
-    except (CheckpointError, TrainingError) as error:
-        refuse([*error.problems, how_to_go_on(settings)])
     except NamedMeshError as error:
-        refuse(error.problems)
+        ran = isinstance(error, CheckpointError | TrainingError)
+        refuse([*error.problems, how_to_go_on(settings)] if ran else error.problems)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(0) from None

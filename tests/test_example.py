@@ -163,7 +163,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "--seq 64 is not divisible by 3, for cp=1 and tp=3; the next that is: 66",
         "--heads 16 is not divisible by tp=3; the next that is: 18",
         "--kv-heads 8 is not divisible by tp=3; the next that is: 9",
-        "--vocabulary 256 is not divisible by tp=3; the next that is: 258",
+        "the vocabulary 256 is not divisible by tp=3; the next that is: 258",
         "the feed-forward width 272 is not divisible by tp=3; the next that is: 273",
         "the number of experts 8 is not divisible by ep=5; the next that is: 10",
         "the number of ranks of a stage 3 is not divisible by ep times etp; the next that is: 10",

@@ -43,7 +43,7 @@ def differences(mesh: namedmesh.NamedMesh, expert: dict[str, Any]) -> dict[str, 
     for name, each in (item for one in models for item in one.named_parameters()):
         each.data *= 10 if "feed_forward" in name else 1  # so that gradients are not tiny
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(settings.vocabulary, (8, 9), generator=generator)
+    tokens = torch.randint(train.VOCABULARY, (8, 9), generator=generator)
     padding = torch.rand(8, 8, generator=generator) < torch.linspace(0, 0.9, 8)[:, None]
     inputs, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(padding, IGNORED)
     expected = train.loss_sum(alone(inputs), targets) / (targets != IGNORED).sum()
