@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import namedmesh
-from namedmesh import current
+from namedmesh.mesh import close_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,7 +95,7 @@ def _train_each(ranks: int, names: list[str]) -> list[list[float]]:
     found = []
     for name in names:
         found.append(_train(name, CASES[ranks][name]))
-        current.close_all()
+        close_all()
     return found
 
 

@@ -26,9 +26,8 @@ from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
     from namedmesh import launch, plan, tensor_parallel, training
-    from namedmesh.current import current_mesh
     from namedmesh.init import init_mesh
-    from namedmesh.mesh import NamedMesh
+    from namedmesh.mesh import NamedMesh, current_mesh
     from namedmesh.options import GroupOptions
     from namedmesh.tensor_parallel import parallelize
 
@@ -61,7 +60,7 @@ __all__ = [
 _LAZY: dict[str, tuple[str, str | None]] = {
     "GroupOptions": ("namedmesh.options", "GroupOptions"),
     "NamedMesh": ("namedmesh.mesh", "NamedMesh"),
-    "current_mesh": ("namedmesh.current", "current_mesh"),
+    "current_mesh": ("namedmesh.mesh", "current_mesh"),
     "init_mesh": ("namedmesh.init", "init_mesh"),
     "launch": ("namedmesh.launch", None),
     "parallelize": ("namedmesh.tensor_parallel", "parallelize"),

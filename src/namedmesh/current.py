@@ -1,8 +1,7 @@
-"""Which mesh legacy code means when it names none: the one selected with ``with mesh:``, or the only one alive."""
+"""Which meshes of this process are open, and which of them is selected with ``with mesh:``."""
 
 from __future__ import annotations
 
-import atexit
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from namedmesh.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from namedmesh.mesh import NamedMesh
+    NamedMesh = Any  # its file is above this one
 
 
 class Watcher(Protocol):
@@ -29,39 +28,6 @@ _selected: list[
 _watchers: list[Watcher] = []
 
 
-def current_mesh() -> NamedMesh:
-    """Return the mesh that code without a mesh argument works on.
-
-    Returns:
-        The innermost mesh entered with ``with mesh:``, in whatever thread; outside of any, the only mesh that is alive.
-
-    Raises:
-        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
-
-    Example:
-        >>> current_mesh()
-        Traceback (most recent call last):
-        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
-    """
-    mesh = selection()
-    if mesh is not None:
-        if mesh.closed:
-            raise MeshError(
-                f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
-            )
-        return mesh
-    meshes = alive()
-    if not meshes:
-        raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
-    if len(meshes) == 1:
-        return meshes[0]
-    raise MeshError(
-        f"{len(meshes)} meshes are alive in this process and none is selected: "
-        f"{', '.join(sorted(str(mesh.layout) for mesh in meshes))}; select one with 'with mesh:', or make the last one "
-        "with init_mesh(replace=True), which closes the others"
-    )
-
-
 def selection() -> NamedMesh | None:
     """Return the mesh that was selected, if one was."""
     return _selected[-1] if _selected else None
@@ -70,6 +36,11 @@ def selection() -> NamedMesh | None:
 def alive() -> list[NamedMesh]:
     """Return the meshes that are open, the oldest first; those whose default group was destroyed are not."""
     return [mesh for mesh in _open if not mesh.outlived]
+
+
+def every() -> list[NamedMesh]:
+    """Return the meshes that were not closed, the oldest first."""
+    return _open.copy()
 
 
 def opened(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
@@ -106,13 +77,6 @@ def watch(watcher: Watcher) -> None:
 def _tell() -> None:
     for watcher in _watchers:
         watcher.changed()
-
-
-@atexit.register
-def close_all() -> None:
-    """Close every mesh that is open in this process, the newest first."""
-    for mesh in reversed(_open.copy()):
-        mesh.close()
 
 
 def refuse_ambiguous(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from namedmesh import launch
 from namedmesh._version import __version__
 from namedmesh.agreement import agreed
-from namedmesh.current import close_all
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.groups import kept_groups
 from namedmesh.layout import Layout
-from namedmesh.mesh import NamedMesh
+from namedmesh.mesh import NamedMesh, close_all
 from namedmesh.options import GroupOptions
 from namedmesh.sizes import USUAL_AXES
 from namedmesh.views import product_axes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["NamedMesh"]
+__all__ = ["NamedMesh", "close_all", "current_mesh"]
 
 
 class NamedMesh(Accessors):
@@ -332,3 +333,43 @@ class NamedMesh(Accessors):
         if problems:
             raise LayoutError(*problems)
         return self[known]
+
+
+def current_mesh() -> NamedMesh:
+    """Return the mesh that code without a mesh argument works on.
+
+    Returns:
+        The innermost mesh entered with ``with mesh:``, in whatever thread; outside of any, the only mesh that is alive.
+
+    Raises:
+        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
+
+    Example:
+        >>> current_mesh()
+        Traceback (most recent call last):
+        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
+    """
+    mesh: NamedMesh | None = current.selection()
+    if mesh is not None:
+        if mesh.closed:
+            raise MeshError(
+                f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
+            )
+        return mesh
+    meshes: list[NamedMesh] = current.alive()
+    if not meshes:
+        raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
+    if len(meshes) == 1:
+        return meshes[0]
+    raise MeshError(
+        f"{len(meshes)} meshes are alive in this process and none is selected: "
+        f"{', '.join(sorted(str(mesh.layout) for mesh in meshes))}; select one with 'with mesh:', or make the last one "
+        "with init_mesh(replace=True), which closes the others"
+    )
+
+
+@atexit.register
+def close_all() -> None:
+    """Close every mesh that is open in this process, the newest first."""
+    for mesh in reversed(current.every()):
+        mesh.close()

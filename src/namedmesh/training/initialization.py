@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from namedmesh.current import current_mesh
 from namedmesh.errors import TrainingError, listing
+from namedmesh.mesh import current_mesh
 from namedmesh.training.seeds import derived_seed
 
 if TYPE_CHECKING:
