@@ -33,10 +33,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from parallel import Step, make_model, whole_model
-from plain import make_optimizer
+from parallel import Step
 from ranks import run_ranks
-from settings import Settings
+from train import Settings, make_model, make_optimizer, new_model
 
 import namedmesh
 from namedmesh import training
@@ -54,7 +53,7 @@ TOLERANCE = 1e-4  # of losses in float32
 
 def in_plain_torch(settings: Settings, mesh: Any) -> Callable[[Tensor, Tensor], float]:
     """Return a step of the model on torch's own styles."""
-    model = whole_model(settings)
+    model = new_model(settings)
     tp, dp = mesh["tp"], mesh["dp"]
     if settings.tp > 1:
         whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))

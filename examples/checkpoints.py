@@ -1,9 +1,12 @@
 """Train for some steps, save, and go on in any layout: ``torchrun --nproc-per-node 4 examples/checkpoints.py TP DIRECTORY``."""
 
 import sys
+from collections.abc import Iterator
+from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import GELU, Linear, Sequential
 from torch.utils.data import DataLoader, DistributedSampler
@@ -22,13 +25,24 @@ fully_shard(model, mesh=mesh["dp"])
 training.init_parameters(model, seed=0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 samples = torch.linspace(-1, 1, 64 * 16).view(64, 16).sin()
-sampler = DistributedSampler(samples, shuffle=False, **training.sampler_kwargs(mesh))
-batches = list(DataLoader(samples, 8 // mesh.size("dp"), sampler=sampler))
+sampler = DistributedSampler(samples, seed=0, **training.sampler_kwargs(mesh))  # of dp, not of all ranks
+loader = DataLoader(samples, 8 // mesh.size("dp"), sampler=sampler, generator=training.data_generator())
+
+
+def batches(step: int) -> Iterator[Tensor]:
+    """Go on in the data after some steps, of 8 samples each: the number of the step is the place, also with another dp."""
+    while True:
+        epoch, done = divmod(step, len(loader))
+        sampler.set_epoch(epoch)  # its order depends on seed and epoch
+        yield from islice(loader, done, None)
+        step += len(loader) - done
+
 
 with training.Checkpoints(sys.argv[2], mesh, keep=2, async_=True) as checkpoints:
     start = checkpoints.resume_or_start(model, optimizer)["step"]  # 0 where there is no checkpoint yet
-    for step in range(start, start + STEPS):
-        batch = batches[step % len(batches)].to(mesh.device)
+    for step, loaded in enumerate(islice(batches(start), STEPS), start):
+        training.check_same_batch(loaded, mesh)  # the ranks of a tp group have one batch, those of dp others
+        batch = loaded.to(mesh.device)
         loss = (model(batch) - batch.roll(1, -1)).square().mean()
         loss.backward()
         training.clip_grad_norm_(model.parameters(), 1.0, mesh)

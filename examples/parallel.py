@@ -1,4 +1,4 @@
-"""The model over the mesh: a pipeline stage on each ``pp`` rank, sharded over ``tp``, its parameters over the rest.
+"""What knows of ranks: the mesh, a stage of the model on each ``pp`` rank, its shards over the other axes, and a step.
 
 Each axis is used by name: ``pp`` by training.pipeline, ``cp`` by training.context_attention, ``tp`` by a plan, ``ep`` by
 ExpertParallel, ``dp`` and ``cp`` by FSDP2, which comes last, over what tensor parallelism left.
@@ -11,100 +11,123 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
-from llama import Llama, first_weights, llama_plan
-from moe import add_experts, expert_plan, shard_experts
-from settings import Settings
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
-from namedmesh import NamedMesh, parallelize, training
-from namedmesh.tensor_parallel import ColwiseParallel, cross_entropy
+import namedmesh
+from namedmesh import Layout, NamedMesh, parallelize, training
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    KeepWhole,
+    KeyValueParallel,
+    LocalParameters,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    ShardedExperts,
+    SharedInput,
+    cross_entropy,
+)
 
 IGNORED = -100  # a target that does not count
 
 
-def new_model(settings: Settings, layers: range | None = None) -> Llama:
-    """Return the model, or some of its layers."""
-    model = Llama(settings.sizes, layers)
+def make_mesh(settings: Any, device: torch.device) -> NamedMesh:
+    """Make the mesh, and with experts another view of the same ranks."""
+    context = {"cp": settings.cp} if settings.cp > 1 else {}
+    sizes = {"pp": settings.pp, "dp": settings.dp, **context, "tp": settings.tp}
+    mesh = namedmesh.init_mesh(sizes, device=device)
     if settings.moe:
-        add_experts(model, settings.sizes)
-    return model
+        mesh.add_view("expert", pp=settings.pp, edp=-1, ep=settings.ep, etp=settings.etp)
+    return mesh
 
 
-def whole_model(settings: Settings, layers: range | None = None) -> Llama:
-    """Return the whole model with its first weights, which do not depend on who makes it."""
-    model = new_model(settings, layers)
-    training.init_parameters(model, settings.seed, distribution=partial(first_weights, settings.sizes))
-    return model
+def llama_plan(heads: int, kv_heads: int) -> dict[str, ParallelStyle]:
+    """Return the plan: each rank has some of the features inside of attention and feed-forward network.
+
+    Between them it has a part of the sequence, and at the end the logits of a part of the vocabulary. The input of ``attention``, and
+    of ``feed_forward``, is gathered once for its column layers, and its gradient summed once.
+    """
+    sequence = Shard(1)
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
+        "output": ColwiseParallel(input_layouts=sequence),
+        "norm": LocalParameters(),  # as torch's SequenceParallel, on plain tensors
+        "layers.*.*_norm": LocalParameters(),
+    }
+    for name in ("attention", "feed_forward"):
+        plan[f"layers.*.{name}"] = SharedInput(input_layouts=sequence)
+    for name in ("attention.wq", "feed_forward.w1", "feed_forward.w3"):
+        plan[f"layers.*.{name}"] = ColwiseParallel()
+    for name in ("attention.wk", "attention.wv"):
+        plan[f"layers.*.{name}"] = KeyValueParallel(heads, kv_heads)  # there may be fewer of them than ranks
+    for name in ("attention.wo", "feed_forward.w2"):
+        plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=sequence)
+    return plan
 
 
-def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
-    """Return this rank's part of the model."""
-    model = whole_model(settings, training.stage_layers(settings.layers, mesh))
-    model.to(mesh.device, settings.precision)
-    for layer in model.layers.values():
-        attention: Any = layer.get_submodule("attention")
-        if "cp" in mesh.layout:
-            attention.attend = partial(training.context_attention, mesh=mesh["cp"])
-        if settings.dropout:
-            attention.attend = partial(attend_and_drop, attention.attend, settings.dropout)
-    experts = [layer.get_submodule("feed_forward.experts") for layer in model.layers.values() if settings.moe]
-    for each in experts if mesh.size() > 1 else ():
+def expert_plan(plan: dict[str, ParallelStyle], mesh: NamedMesh) -> dict[str, ParallelStyle]:
+    """Return a plan with experts in place of feed-forward networks."""
+    plan = {key: style for key, style in plan.items() if not key.startswith("layers.*.feed_forward")}
+    if mesh.size("etp") == 1:
+        # Each tp rank routes its part of the sequence; the parts of the router's gradient are summed.
+        plan["layers.*.feed_forward.router"] = LocalParameters()
+        return plan
+    # The ranks along etp work on the same tokens, each on a part of every expert's features.
+    plan["layers.*.feed_forward"] = PrepareModuleInputOutput(
+        input_layouts=Shard(1),
+        desired_input_layouts=Replicate(),
+        use_local_input=True,
+        output_layouts=Replicate(),
+        desired_output_layouts=Shard(1),
+    )
+    plan["layers.*.feed_forward.router"] = KeepWhole()
+    return plan
+
+
+def shard_experts(experts: nn.Module, mesh: NamedMesh) -> None:
+    """Shard the experts over ``ep``, their features over ``etp``; the plan over ``tp``, which comes later, leaves them alone."""
+    if mesh.size("etp") > 1:
+        features = ShardedExperts({"gate": Shard(2), "up": Shard(2), "down": Shard(1)})
+        parallelize(experts, mesh["etp"], features)
+    parallelize(experts, mesh["ep"], ExpertParallel(mesh))
+
+
+def shard_model(model: Any, settings: Any, mesh: NamedMesh) -> None:
+    """Spread this rank's stage over the other axes, in place."""
+    layers, several = list(model.layers.values()), mesh.size() > 1
+    experts = [layer.feed_forward.experts for layer in layers if settings.moe and several]
+    for each in experts:
         shard_experts(each, mesh)
     if mesh.size("tp") > 1:
-        # Each rank has some of the features inside of attention and feed-forward network, between them a part of the
-        # sequence, and at the end the logits of a part of the vocabulary.
-        sizes = settings.sizes
-        plan = llama_plan(sizes.heads, sizes.kv_heads, sequence_parallel=True)
-        plan["output"] = ColwiseParallel(input_layouts=Shard(1))
-        if settings.moe:
-            plan = expert_plan(plan, mesh)
+        plan = llama_plan(settings.heads, settings.kv_heads)
+        plan = expert_plan(plan, mesh) if settings.moe else plan
         parallelize(model, mesh["tp"], plan, missing="ignore")  # a stage has some of the modules
-    for layer in model.layers.values():
-        recompute_and_compile(layer, settings)
-    if mesh.size() > 1:
-        share_parameters(model, experts, mesh)
-    return model
-
-
-def recompute_and_compile(layer: Any, settings: Settings) -> None:
-    """Compile a layer, and let it keep only what goes into it, as far as it is asked for; before FSDP2."""
-    if settings.compile:
-        layer.forward = torch.compile(layer.forward)
-    if settings.recompute:  # around what is compiled: the compiler does not follow random streams
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def share_parameters(model: Llama, experts: list[Any], mesh: NamedMesh) -> None:
-    """Spread the parameters over the ranks that hold the same ones."""
-    over = training.fsdp_mesh(mesh)
-    for each in experts:
-        fully_shard(each, mesh=mesh["edp"])  # the few ranks that share them
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=over)
-    fully_shard(model, mesh=over)
-
-
-def attend_and_drop(attend: Callable[..., Tensor], dropout: float, *heads: Tensor) -> Tensor:
-    """Return attention, of which some outputs are dropped: others on each tp rank, which has other heads."""
-    with training.streams("tensor"):
-        return F.dropout(attend(*heads), dropout, training=torch.is_grad_enabled())
-
-
-def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the losses of the tokens that count, in nats."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+    for layer in layers:
+        if "cp" in mesh.layout:
+            layer.attention.attend = partial(training.context_attention, mesh=mesh["cp"])
+        if settings.compile:
+            layer.forward = torch.compile(layer.forward)
+        if settings.recompute:  # around what is compiled: the compiler does not follow random streams
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if several:
+        for each in experts:
+            fully_shard(each, mesh=mesh["edp"])  # the few ranks that share them
+        over = training.fsdp_mesh(mesh)
+        for layer in layers:
+            fully_shard(layer, mesh=over)
+        fully_shard(model, mesh=over)
 
 
 class Step:
     """Forward and backward over a batch: leaves the gradients in this rank's part of the model."""
 
-    def __init__(self, model: Llama, mesh: NamedMesh, *, microbatches: int) -> None:
-        self._model, self._mesh, self._tokens = model, mesh, torch.tensor(0)
+    def __init__(self, model: nn.Module, mesh: NamedMesh, *, microbatches: int) -> None:
+        self._model: Any = model
+        self._mesh, self._tokens = mesh, torch.tensor(0)
         self._pipe = training.pipeline(
             model, mesh, "1F1B", microbatches=microbatches, loss=self._loss, reduction="sum"
         )
@@ -129,22 +152,18 @@ class Step:
         total = cross_entropy(logits, targets, self._mesh["tp"], ignore_index=IGNORED, reduction="sum")
         return training.token_mean(total, self._tokens, self._mesh)
 
-    def generate(self, prompt: bytes, seq: int, count: int) -> bytes:
-        """Return the likeliest text after some, up to ``seq`` bytes in all: the same on every rank."""
-        mesh, text, positions = self._mesh, bytearray(prompt), torch.arange(seq)
-        while len(text) < min(seq, len(prompt) + count):
-            # What stands behind the text is not seen by it, and the shape is always the same.
-            inputs = torch.tensor([[*text, *[0] * (seq - len(text))]], device=mesh.device)
-            if "cp" in mesh.layout:
-                inputs, positions = training.shard_sequence(inputs, mesh=mesh["cp"])
-                self._model.positions = positions
-            logits = self._pipe.eval(inputs)
-            found = torch.tensor(0, device=mesh.device)
-            if logits is not None:  # the last stage; the byte before is on one cp rank
-                # Each tp rank has a part of the vocabulary.
-                scores = DTensor.from_local(logits, mesh["tp"], [Shard(-1)]).full_tensor()
-                found += scores[0, positions.to(mesh.device) == len(text) - 1].argmax(-1).sum()
-            for axis in [each for each in ("pp", "cp") if each in mesh.layout]:
-                dist.all_reduce(found, group=mesh.group(axis))
-            text.append(int(found))
-        return bytes(text[len(prompt) :])
+
+def picture(layout: Layout, layers: int) -> str:
+    """Draw a table of the ranks: a column for each pipeline stage, a row for each data-parallel rank."""
+    stages = layout["pp"]
+    rows = [[""]] + [[f"dp {dp}"] for dp in range(layout["dp"])]
+    for stage in range(stages):
+        here = training.stage_layers(layers, None, stage=stage, stages=stages)
+        rows[0].append(f"pp {stage}, layers {here[0]}-{here[-1]}")
+        for dp, row in enumerate(rows[1:]):
+            row.append(f"[{' '.join(map(str, layout.where(pp=stage, dp=dp)))}]")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows]
+    return "\n".join(
+        [*lines, "In brackets: the ranks that work together on these layers and this part of the batch."]
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import inspect
 import io
 import json
-import os
 import re
 import runpy
 import shlex
@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import settings
+import train
 from ranks import run_ranks
 from training_checks import PIPELINES
 
+from namedmesh import tensor_parallel, training
 from namedmesh.__main__ import main
+from namedmesh.training.pipelines import Pipeline
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
@@ -31,12 +33,18 @@ MARKS = {
     "pipeline.py": PIPELINES,
     "with_deepspeed.py": pytest.mark.oracle("deepspeed"),
     "huggingface.py": pytest.mark.oracle("transformers"),
-    "hf_trainer.py": pytest.mark.oracle("transformers", "accelerate"),
+    "fabric.py": pytest.mark.oracle("lightning_fabric"),
 }
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+# Blocks that a page gives a name, to copy into a file, or to import.
+FILES = dict(
+    re.findall(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+)
 
 
 def sessions() -> list[Any]:
@@ -63,17 +71,15 @@ def run(words: list[str]) -> str:
         if words[0] == "namedmesh":
             main(words[1:])
         else:
-            sys.path.insert(0, str((ROOT / words[1]).parent))
-            runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+            script = Path(words[1]).resolve() if words[1] in FILES else ROOT / words[1]
+            sys.path.insert(0, str(script.parent))
+            runpy.run_path(str(script), run_name="__main__")
     return "".join(line for line in out.getvalue().splitlines(keepends=True) if not NOT_OURS.match(line))
 
 
 def printed(command: str) -> str:
     """What a command of the book prints, on all of its ranks."""
     words = shlex.split(command)
-    if words[:3] == ["cd", "examples", "&&"]:
-        os.chdir(ROOT / "examples")
-        words = words[3:]
     ranks = 1
     if words[0] == "torchrun":
         ranks = int(words[2])
@@ -103,6 +109,8 @@ def test_pages_show_what_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    for name, source in FILES.items():
+        Path(name).write_text(source, encoding="utf-8")
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "120")
@@ -124,12 +132,31 @@ def test_a_job_that_goes_on_in_other_layouts_has_the_losses_of_one_that_stays() 
     assert len(moved) == 12
 
 
-def test_every_script_has_a_page() -> None:
-    parts = {"llama", "moe", "parallel", "plain", "progress", "settings", "text", "train", "fabric"}
-    scripts = {path.name for path in (ROOT / "examples").glob("*.py") if path.stem not in parts}
+def test_every_script_and_every_file_has_a_page() -> None:
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"train.py", "parallel.py"}
     assert scripts == set(re.findall(r"^\$ .*examples/(\w+\.py)", TEXT, flags=re.MULTILINE))
     for name in scripts:
         assert len((ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()) <= 75
+    shown = "\n".join(blocks("console"))
+    for name in FILES:
+        assert name in shown or f" {name.removesuffix('.py')}:" in shown
+
+
+def test_shown_signatures_are_the_real_ones() -> None:
+    """Of each line of a block of signatures the names of the arguments, in their order, with their defaults."""
+    found = re.findall(r"^<!-- signatures -->\n```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    for line in "".join(found).splitlines():
+        name, shown = re.match(r"([\w.]+)\((.*?)\)(?:  |$)", line).groups()  # type: ignore[union-attr]
+        if name in {"mesh.add_view", "ExpertParallel", "namedmesh.parallelize", "fully_shard"}:
+            continue  # a call as one writes it
+        module, _, attribute = name.rpartition(".")
+        function: Any = getattr(
+            {"training": training, "pipe": Pipeline}.get(module, tensor_parallel), attribute
+        )
+        parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+        bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+        real = re.sub(r"=<function .*?>", "=...", str(inspect.Signature(bare))).replace("'", '"')
+        assert f"({shown})" == real, name
 
 
 LEGACY = """from megatron.core import mpu
@@ -157,7 +184,7 @@ def test_commands_that_are_not_shown_with_their_output_are_right(
     monkeypatch.chdir(tmp_path)
     two_hosts, partitions = (block.split() for block in blocks("bash"))
     options = two_hosts[two_hosts.index("examples/train.py") + 1 :]
-    assert settings.parse(options).problems(16) == []
+    assert train.parse(options).problems(16) == []
     sizes = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 from math import prod
 from typing import Any
 from unittest import mock
 
-import moe
 import pytest
 import torch
+import train
 import training_checks as checks
 from messages import error_of
+from parallel import IGNORED, Step
 from ranks import fake_world, run_ranks
 from torch import Tensor, nn
 
 import namedmesh
+from namedmesh import training
 from namedmesh.tensor_parallel import ExpertParallel, parallelize
 
 # Of the mesh over pp, dp and tp, and of the view over pp, edp, ep and etp.
@@ -35,13 +34,43 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def differences(mesh: namedmesh.NamedMesh, expert: dict[str, Any]) -> dict[str, float]:
+    """How far the loss, the gradients and their norm are from those of one process, on this rank, in float64."""
+    settings = train.Settings(
+        dim=16, layers=mesh.size("pp"), heads=4, kv_heads=2, moe=True, dtype="float64", **expert
+    )
+    models = alone, model = train.new_model(settings).double(), train.make_model(settings, mesh)
+    for name, each in (item for one in models for item in one.named_parameters()):
+        each.data *= 10 if "feed_forward" in name else 1  # so that gradients are not tiny
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(train.VOCABULARY, (8, 9), generator=generator)
+    padding = torch.rand(8, 8, generator=generator) < torch.linspace(0, 0.9, 8)[:, None]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(padding, IGNORED)
+    expected = train.loss_sum(alone(inputs), targets) / (targets != IGNORED).sum()
+    expected.backward()
+    share = training.sampler_kwargs(mesh)
+    mine = (each[share["rank"] :: share["num_replicas"]].contiguous() for each in (inputs, targets))
+    loss = Step(model, mesh, microbatches=mesh.size("pp"))(*mine)
+    gradients = []
+    for name, each in model.named_parameters():
+        apart = checks.whole(each.grad) - checks.whole(alone.get_parameter(name).grad)
+        gradients.append(apart.abs().max().item())
+    norm = training.clip_grad_norm_(model.parameters(), 0.1, mesh)
+    whole_norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    return {
+        "loss": (loss - expected).abs().item(),
+        "gradients": max(gradients),
+        "norm": (norm - whole_norm).abs().item(),
+    }
+
+
 def compare(layouts: list[str]) -> dict[str, dict[str, float]]:
     told = {}
     for name in layouts:
         dense, expert = LAYOUTS[name]
         mesh = namedmesh.init_mesh(**dense)
         mesh.add_view("expert", pp=dense["pp"], edp=-1, **expert)
-        told[name] = moe.differences(mesh)
+        told[name] = differences(mesh, expert)
         mesh.close()
     return told
 
@@ -57,25 +86,6 @@ def test_experts_are_those_of_one_process(ranks: int, pp: int) -> None:
         assert list(told) == names
         for differences in told.values():
             assert max(differences.values()) < 1e-9, told
-
-
-def the_script() -> str:
-    shown = io.StringIO()
-    with mock.patch("sys.argv", ["moe.py", "--ep", "4", "--tp", "2"]), contextlib.redirect_stdout(shown):
-        moe.main()
-    return shown.getvalue()
-
-
-def test_the_script_prints_the_largest_differences() -> None:
-    first, *others = run_ranks(4, the_script, init=False)
-    assert others == [""] * 3
-    layouts, told = first.splitlines()
-    assert layouts == "pp=1 x dp=2 x tp=2 (4 ranks), experts over pp=1 x edp=1 x ep=4 x etp=1 (4 ranks)"
-    found = re.fullmatch(
-        r"largest differences from one process: loss (\S+), gradients (\S+), norm (\S+)", told
-    )
-    assert found is not None
-    assert max(map(float, found.groups())) < 1e-9
 
 
 class Experts(nn.Module):
@@ -149,8 +159,9 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
             (nn.ReLU(), "ReLU owns none"),
         ):
             assert refused(module) == f"PlanError: the model: {takes} {owns}"
-        assert "dim 0 of gate 6 is not divisible" in refused(moe.Experts(6, 2, 2))
-        experts = parallelize(moe.Experts(8, 2, 2), mesh["ep"], ExpertParallel())
+        with mock.patch.object(train, "EXPERTS", 6):
+            assert "dim 0 of gate 6 is not divisible" in refused(train.Experts(2, 2))
+        experts = parallelize(train.Experts(2, 2), mesh["ep"], ExpertParallel())
         assert "it was applied to before; apply it once" in refused(experts)
         assert error_of(lambda: experts(torch.ones(3, 2), torch.tensor([2, 1]))) == (
             "ShapeError: the numbers of tokens have shape (2,); pass one number for each of the 8 experts"

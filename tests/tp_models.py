@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import llama
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    KeyValueParallel,
+    LocalParameters,
+    RowwiseParallel,
+    SequenceParallel,
+    SharedInput,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,6 +179,24 @@ def hf_model(kind: str, **options: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
 
 
-def llama_plan(heads: int = 8, kv_heads: int = 4, **options: Any) -> dict[str, Any]:
+def llama_plan(
+    heads: int = 8, kv_heads: int = 4, *, sequence_parallel: bool = False, loss_parallel: bool = False
+) -> dict[str, Any]:
     """The plan of :class:`Llama`, of its default sizes."""
-    return llama.llama_plan(heads, kv_heads, **options)
+    between = Shard(1) if sequence_parallel else Replicate()
+    logits = Shard(-1) if loss_parallel else Replicate()
+    plan: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "output": ColwiseParallel(
+            input_layouts=between, output_layouts=logits, use_local_output=not loss_parallel
+        ),
+    }
+    for name in ("attention", "feed_forward"):
+        plan[f"layers.*.{name}"] = SharedInput(input_layouts=between)
+    for name in ("attention.wq", "feed_forward.w1", "feed_forward.w3"):
+        plan[f"layers.*.{name}"] = ColwiseParallel()
+    for name in ("attention.wk", "attention.wv"):
+        plan[f"layers.*.{name}"] = KeyValueParallel(heads, kv_heads)
+    for name in ("attention.wo", "feed_forward.w2"):
+        plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=between)
+    return plan | (dict.fromkeys(NORMS, LocalParameters()) if sequence_parallel else {})
