@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import LayoutError, ShapeError
+from namedmesh.sizes import stage_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def stage_layers(
     total = layers if isinstance(layers, int) else len(layers)
     if stages > total:
         raise LayoutError(f"{total} layers cannot fill {stages} stages; give every stage one at least")
-    numbers = range(total * stage // stages, total * (stage + 1) // stages)
+    numbers = stage_range(total, stage, stages)
     if isinstance(layers, int):
         return numbers
     named = list(layers.items()) if isinstance(layers, nn.ModuleDict) else list(enumerate(layers))
