@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
 from namedmesh import training
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
 STEPS = 4  # of each start of the job
 
 mesh = namedmesh.init_mesh(dp=-1, tp=int(sys.argv[1]))
 training.seed_all(0, mesh)
 model = Sequential(Linear(16, 64), GELU(), Linear(64, 16)).to(mesh.device)
-namedmesh.parallelize(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+parallelize(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 fully_shard(model, mesh=mesh["dp"])
 training.init_parameters(model, seed=0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

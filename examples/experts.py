@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 import namedmesh
 from namedmesh import training
-from namedmesh.tensor_parallel import ExpertParallel
+from namedmesh.tensor_parallel import ExpertParallel, parallelize
 
 EXPERTS, WIDTH = 8, 16
 
@@ -43,7 +43,7 @@ class Mixture(nn.Module):
 mesh = namedmesh.init_mesh(dp=-1)
 mesh.add_view("expert", edp=-1, ep=2)  # the same ranks: groups of 2 share the experts, each group has all
 model = Mixture().to(mesh.device)
-namedmesh.parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
+parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
 fully_shard(model.experts, mesh=mesh["edp"])  # the ranks with the same experts
 fully_shard(model, mesh=mesh["dp"])
 training.init_parameters(model, seed=0, distribution=lambda *_: (0.0, 0.3))

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import namedmesh
 from namedmesh import training
-from namedmesh.tensor_parallel import plan_from_hf
+from namedmesh.tensor_parallel import parallelize, plan_from_hf
 
 mesh = namedmesh.init_mesh(dp=-1, tp=2)
 training.seed_all(0, mesh)
@@ -19,7 +19,7 @@ sizes = LlamaConfig(
     hidden_size=32, intermediate_size=64, vocab_size=64, num_hidden_layers=2, num_attention_heads=4
 )
 model = LlamaForCausalLM(sizes).to(mesh.device)
-namedmesh.parallelize(model, mesh["tp"], plan_from_hf(model))  # the plan that the model brings
+parallelize(model, mesh["tp"], plan_from_hf(model))  # the plan that the model brings
 for layer in model.model.layers:
     fully_shard(layer, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
 import namedmesh
-from namedmesh import Layout, NamedMesh, parallelize, training
+from namedmesh import Layout, NamedMesh, training
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     ExpertParallel,
@@ -30,6 +30,7 @@ from namedmesh.tensor_parallel import (
     ShardedExperts,
     SharedInput,
     cross_entropy,
+    parallelize,
 )
 
 IGNORED = -100  # a target that does not count

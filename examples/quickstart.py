@@ -7,12 +7,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import GELU, Linear, Sequential
 
 import namedmesh
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
 mesh = namedmesh.init_mesh(dp=-1, tp=2)  # -1: whatever is left of the ranks
 torch.manual_seed(0)  # the same weights on every rank, of which each keeps its shard
 model = Sequential(Linear(64, 256), GELU(), Linear(256, 64)).to(mesh.device)
-namedmesh.parallelize(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+parallelize(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 fully_shard(model, mesh=mesh["dp"])
 if dist.get_rank() == 0:
     shards = [tuple(each.to_local().shape) for each in model.parameters() if isinstance(each, DTensor)]

@@ -147,7 +147,7 @@ def test_shown_signatures_are_the_real_ones() -> None:
     found = re.findall(r"^<!-- signatures -->\n```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
     for line in "".join(found).splitlines():
         name, shown = re.match(r"([\w.]+)\((.*?)\)(?:  |$)", line).groups()  # type: ignore[union-attr]
-        if name in {"mesh.add_view", "ExpertParallel", "namedmesh.parallelize", "fully_shard"}:
+        if name in {"mesh.add_view", "ExpertParallel", "parallelize", "fully_shard"}:
             continue  # a call as one writes it
         module, _, attribute = name.rpartition(".")
         function: Any = getattr(

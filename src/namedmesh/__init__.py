@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from namedmesh.init import init_mesh
     from namedmesh.mesh import NamedMesh, current_mesh
     from namedmesh.options import GroupOptions
-    from namedmesh.tensor_parallel import parallelize
 
 __all__ = [
     "AgreementError",
@@ -50,7 +49,6 @@ __all__ = [
     "current_mesh",
     "init_mesh",
     "launch",
-    "parallelize",
     "plan",
     "tensor_parallel",
     "training",
@@ -63,7 +61,6 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "current_mesh": ("namedmesh.mesh", "current_mesh"),
     "init_mesh": ("namedmesh.init", "init_mesh"),
     "launch": ("namedmesh.launch", None),
-    "parallelize": ("namedmesh.tensor_parallel", "parallelize"),
     "plan": ("namedmesh.plan", None),
     "tensor_parallel": ("namedmesh.tensor_parallel", None),
     "training": ("namedmesh.training", None),
