@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.errors import LayoutError
@@ -25,7 +26,8 @@ class Difference(NamedTuple):
     second: tuple[tuple[int, ...], ...]
 
 
-class Comparison(NamedTuple):
+@dataclass(frozen=True)
+class Comparison:
     """Two arrangements of one world, and their differences by kind of group."""
 
     first: DialectLayout
