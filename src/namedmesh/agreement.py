@@ -29,6 +29,8 @@ _TELLING = timedelta(seconds=5)
 """How long a rank that has failed waits for the others before it tells them, so that it can name those that are absent."""
 _ANSWER = timedelta(seconds=15)
 """Within which the store answers a question that waits for no other rank."""
+_SLICE = timedelta(seconds=5)
+"""After which rank 0 looks whether the next place in the queue is one that stays empty."""
 _READING = 10.0
 """The seconds for which the host of the store stays after a failure, so that the others can read the verdict."""
 
@@ -44,13 +46,12 @@ class Meetings:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.calls = (
-            0  # every rank makes the same calls in the same order, and so gives them the same numbers
-        )
+        self.calls = 0  # the same on every rank, as all make the same calls in the same order
         self._whole = dist.PrefixStore("namedmesh", store)
         self._chosen = uuid4().hex if rank == 0 else ""
         self._without = size - 1 if rank == 0 else 0  # how many ranks rank 0 has to tell
-        self._answered = 0
+        self._place = 0  # in the queue
+        self._empty: list[int] = []
 
     def part(self, call: str, timeout: timedelta) -> dist.Store:
         """Return a part of the store that no earlier life of the job has used, the same on every rank.
@@ -74,22 +75,34 @@ class Meetings:
         return dist.PrefixStore(self._chosen, self._whole)
 
     def tell_part(self, end: float) -> None:
-        """Answer on rank 0 those that ask for the part, until all have it, or the time is over."""
-        while self._without:
-            self._answered += 1
-            key = f"queue/{self._answered}"
+        """Answer on rank 0 those that ask for the part, until all have it, or the time is over.
+
+        A place in the queue stays empty where a rank was killed before it wrote what it had counted.
+        """
+        while self._without and time.monotonic() < end:
+            left = timedelta(seconds=max(end - time.monotonic(), 0.01))
             try:
-                self._whole.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
+                self._whole.wait([f"queue/{self._place + 1}"], min(left, _SLICE))
             except dist.DistNetworkError:
                 raise
-            except RuntimeError:  # what follows names who is absent
-                self._answered -= 1
-                return
-            entry = self._whole.get(key).decode()
-            if entry == self._chosen:
-                self._without -= 1
+            except RuntimeError:  # the time is over: nobody came, or this place stays empty
+                late = [place for place in self._empty if self._whole.check([f"queue/{place}"])]
+                if self._whole.add("queued", 0) > self._place + 1:
+                    self._place += 1
+                    self._empty.append(self._place)
             else:
-                self._whole.set(f"answers/{entry}", self._chosen)
+                self._place += 1
+                late = [self._place]
+            for place in late:
+                self._answer(place)
+
+    def _answer(self, place: int) -> None:
+        entry = self._whole.get(f"queue/{place}").decode()
+        self._empty = [each for each in self._empty if each != place]
+        if entry == self._chosen:
+            self._without -= 1
+        else:
+            self._whole.set(f"answers/{entry}", self._chosen)
 
     @contextmanager
     def agreed(self, call: str, timeout: timedelta) -> Iterator[Callable[..., None]]:
