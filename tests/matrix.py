@@ -1,8 +1,8 @@
 """The version matrix: the test suite against several torch releases, each in a virtual environment of its own.
 
     python tests/matrix.py                              # one release of every minor version that is supported
-    python tests/matrix.py 2.8.0 2.15.0                 # these releases
-    python tests/matrix.py 2.8.0 -- tests/test_layout.py -k groups      # what follows -- is for pytest
+    python tests/matrix.py 2.12.0 2.15.0                # these releases
+    python tests/matrix.py 2.12.0 -- tests/test_layout.py -k groups      # what follows -- is for pytest
 
 An environment takes gigabytes, because releases for Linux bring CUDA along: it is removed once its tests have
 run, unless ``--envs`` or ``--keep`` says otherwise. The exit status is 1 if any release failed.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-RELEASES = ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+RELEASES = ("2.12.0", "2.13.0", "2.14.1", "2.15.0")
 ROOT = Path(__file__).parent.parent
 
 
