@@ -151,7 +151,7 @@ class ExpertParallel(ParallelStyle):
     Every rank along ``ep`` and ``edp`` has **tokens of its own**, or their gradients count several times. Where tp is inside ep,
     as in a view of ``edp, ep`` over ``dp, tp``, leave each rank its part of the sequence (``SequenceParallel``), or cut the
     experts over ``etp`` first, with :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in
-    the first forward that trains.
+    the first forward that trains (with pipelines the second: torch runs the first one on memory as it lies there).
 
     Afterwards ``fully_shard(experts, mesh=mesh["edp"])``. The experts have the tokens of all ranks along ep, but FSDP2 divides
     the sum of their gradients by the ranks along edp only, and everything else by those along dp and cp: the gradients are
@@ -194,10 +194,13 @@ class ExpertParallel(ParallelStyle):
         super().__init__()
         self.gradient_scale: float | None = None
         self.copies: list[Group] = []
+        self.skipped = 0
         if mesh is not None:
             averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
             self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
             self.copies = [Group.of(mesh.group("edp"))]
+            # torch's pipelines first run their stages on memory as it lies there, to find shapes.
+            self.skipped = int("pp" in mesh and mesh.size("pp") > 1)
 
     def __repr__(self) -> str:
         return "ExpertParallel()"
@@ -225,7 +228,9 @@ class ExpertParallel(ParallelStyle):
             raise PlanError(*problems)
         for name, parameter in list(module.named_parameters(recurse=False)):
             replace_parameter(module, name, _cut(parameter, device_mesh, self.src_data_rank))
-        module.forward = ExpertForward(module, Group.of(device_mesh), self.copies, self.gradient_scale)
+        forward = ExpertForward(module, Group.of(device_mesh), self.copies, self.gradient_scale)
+        forward.skipped = self.skipped
+        module.forward = forward
         return module
 
 
@@ -246,12 +251,13 @@ class ExpertForward(LocalForward):
 
     ``scale``: what the gradients of the weights are multiplied by; None if nobody has said it.
     ``compared``: the groups whose ranks have tokens of their own, and have not compared them yet.
+    ``skipped``: in how many forwards, from now on, they do not.
     """
 
     def __init__(self, module: nn.Module, group: Group, copies: list[Group], scale: float | None) -> None:
         super().__init__(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
         self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
-        self.scale, self.compared = scale, [group, *copies]
+        self.scale, self.compared, self.skipped = scale, [group, *copies], 0
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for this rank's tokens, of which each expert has a number."""
@@ -266,7 +272,9 @@ class ExpertForward(LocalForward):
                 "the gradients of the experts have no divisor, and would be too large by as many times as ranks share them; "
                 "give the style the mesh: ExpertParallel(mesh)"
             )
-        if trains and self.compared and not torch.compiler.is_compiling():
+        if trains and self.skipped:
+            self.skipped -= 1
+        elif trains and self.compared and not torch.compiler.is_compiling():
             self.compared = [group for group in self.compared if not _have_their_own(tokens, group)]
         ranks = self.group.size
         if ranks == 1:
@@ -310,7 +318,7 @@ _ALIKE = 5e-3
 def _have_their_own(tokens: Tensor, group: Group) -> bool:
     """Return whether the ranks of a group are known to have different tokens; False where the tokens say nothing.
 
-    They do not where all are alike, as in the forward on zeros with which pipelines find shapes.
+    They do not where all are alike, or some are no numbers.
 
     Raises:
         GradientError: some have the same.
