@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import functional_collective, wait_tensor
 from namedmesh.errors import ShapeError
@@ -121,12 +120,6 @@ def all_to_all(x: Tensor, group: Group, lengths: Lengths = (None, None)) -> Tens
     return wait_tensor(
         functional_collective("all_to_all_single", _sent(x), [*receive], [*send], group=group.name)
     )
-
-
-def local_shard(x: Tensor) -> Tensor:
-    """Return this rank's plain shard of a DTensor; a plain tensor as it is."""
-    local: Tensor = x.to_local() if isinstance(x, DTensor) else x
-    return local
 
 
 def my_shard(x: Tensor, group: Group, dim: int) -> Tensor:

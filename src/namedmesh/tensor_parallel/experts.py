@@ -228,9 +228,7 @@ class ExpertParallel(ParallelStyle):
             raise PlanError(*problems)
         for name, parameter in list(module.named_parameters(recurse=False)):
             replace_parameter(module, name, _cut(parameter, device_mesh, self.src_data_rank))
-        forward = ExpertForward(module, Group.of(device_mesh), self.copies, self.gradient_scale)
-        forward.skipped = self.skipped
-        module.forward = forward
+        module.forward = ExpertForward(module, Group.of(device_mesh), self)
         return module
 
 
@@ -254,10 +252,11 @@ class ExpertForward(LocalForward):
     ``skipped``: in how many forwards, from now on, they do not.
     """
 
-    def __init__(self, module: nn.Module, group: Group, copies: list[Group], scale: float | None) -> None:
+    def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
         super().__init__(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
         self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
-        self.scale, self.compared, self.skipped = scale, [group, *copies], 0
+        self.scale, self.skipped = style.gradient_scale, style.skipped
+        self.compared = [group, *style.copies]
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for this rank's tokens, of which each expert has a number."""
