@@ -73,7 +73,7 @@ class Run(NamedTuple):
     source: str
     assumed: str
     job: plan.Job
-    sizes: dict[str, int]
+    axes: plan.Axes
     gpus: int
     memory: float | None
     tokens: float
@@ -112,25 +112,25 @@ def _run(row: dict[str, str], group: str, source: str, assumed: str) -> Run:
     model, gpus = MODELS[row["model"]], values["gpus"]
     if row["layers"]:
         model = replace(model, layers=values["layers"], hidden=values["hidden"], heads=values["heads"])
-    sizes = {axis: values[axis] for axis in ("tp", "cp", "pp", "ep")}
-    sizes["dp"] = gpus // (sizes["tp"] * sizes["cp"] * sizes["pp"])
+    tp, cp, pp = values["tp"], values["cp"], values["pp"]
+    axes = plan.Axes(tp, cp, pp, gpus // (tp * cp * pp), ep=values["ep"])
     knobs = {one.name: values[one.name] for one in fields(plan.Job) if one.name in values}
     job = plan.Job(**knobs | {"model": model, "hardware": HARDWARE[row["hardware"]]})
     memory = float(row["GiB"]) if row["GiB"] else None
     tokens = _tokens(float(row["figure"]), row["unit"], job, gpus)
-    return Run(row["name"], group, source, assumed, job, sizes, gpus, memory, tokens)
+    return Run(row["name"], group, source, assumed, job, axes, gpus, memory, tokens)
 
 
 def _tokens(figure: float, unit: str, job: plan.Job, gpus: int) -> float:
     """Return the tokens a second and GPU that a published figure means."""
-    model, seq = job.model, job.seq or 0
-    layers, hidden, vocab = model.layers or 0, model.hidden or 0, model.vocab or 0
+    model, seq = job.model, job.seq
+    layers, hidden, vocab = model.layers, model.hidden, model.vocab
     if unit == "TFLOP/s":  # operations as Narayanan et al. count them, with recomputation
         return figure * 1e12 / (96 * layers * hidden**2 * (1 + seq / (6 * hidden)) + 6 * hidden * vocab)
     if unit == "TFLOP/s PaLM":  # by its appendix B: attention without the half that a causal mask leaves out
         return figure * 1e12 / (6 * model.total + 12 * layers * hidden * seq)
     if unit == "s":  # of a step
-        return (job.global_batch or 0) * seq / figure / gpus
+        return job.global_batch * seq / figure / gpus
     if unit == "GPU h":  # of 10^12 tokens
         return 1e12 / (figure * 3600)
     return figure
@@ -138,9 +138,9 @@ def _tokens(figure: float, unit: str, job: plan.Job, gpus: int) -> float:
 
 def place(run: Run) -> str:
     """Return the place of the published layout among all that fit, or that need no more memory than it."""
-    needed, has = plan.estimate_memory(run.job, run.sizes).total, run.job.hardware.memory
+    needed, has = plan.estimate_memory(run.job, run.axes).total, run.job.hardware.memory
     partitions = plan.list_partitions(run.gpus, run.job, memory=max(needed, has), margin=0, dp_replicate=1)
-    published = plan.find_partition(partitions, run.sizes)
+    published = plan.find_partition(partitions, run.axes._asdict())
     if published.mismatches:
         return "none"
     fitting = plan.best_partitions(partitions, len(partitions))
@@ -152,9 +152,9 @@ def compare(run: Run) -> Result:
     """Compare one run with what is predicted for it."""
     memory = None
     if run.memory is not None:
-        memory = plan.estimate_memory(run.job, run.sizes).total / 2**30 / run.memory - 1
-    seconds = plan.estimate_step(run.job, run.sizes).total
-    predicted = (run.job.global_batch or 0) * (run.job.seq or 0) / seconds / run.gpus
+        memory = plan.estimate_memory(run.job, run.axes).total / 2**30 / run.memory - 1
+    seconds = plan.estimate_step(run.job, run.axes).total
+    predicted = run.job.global_batch * run.job.seq / seconds / run.gpus
     return Result(memory, predicted / run.tokens - 1, place(run))
 
 

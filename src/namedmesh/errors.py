@@ -24,6 +24,7 @@ __all__ = [
     "PlanError",
     "ShapeError",
     "TrainingError",
+    "UsageError",
     "count_of",
     "did_you_mean",
     "listing",
@@ -76,6 +77,10 @@ class GradientError(NamedMeshError, RuntimeError):
 
 class LayoutError(NamedMeshError, ValueError):
     """Names, sizes, coordinates or ranks that no layout can have."""
+
+
+class UsageError(LayoutError):
+    """Arguments of a command that cannot be read, or that do not go together, whatever the layout."""
 
 
 class MeshError(NamedMeshError, RuntimeError):
