@@ -141,7 +141,7 @@ def place(run: Run) -> str:
     needed, has = plan.estimate_memory(run.job, run.axes).total, run.job.hardware.memory
     partitions = plan.list_partitions(run.gpus, run.job, memory=max(needed, has), margin=0, dp_replicate=1)
     published = plan.find_partition(partitions, run.axes._asdict())
-    if published.mismatches:
+    if published.memory is None:
         return "none"
     fitting = plan.best_partitions(partitions, len(partitions))
     where = f"{fitting.index(published) + 1}/{len(fitting)}"

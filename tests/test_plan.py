@@ -58,7 +58,7 @@ def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
             served = "none, one rank" if len(own) == 1 else "the world's"
         assert kind.communicator == served
     held.discard((tuple(plan.layout.ranks), 0))
-    assert plan.communicators == (asked, len(held), in_world)
+    assert (plan.asked, plan.held, plan.in_world) == (asked, len(held), in_world)
 
 
 @given(plans(), st.data())
@@ -92,8 +92,9 @@ def test_the_worked_example() -> None:
         "pp": (4, 4), "dp": (2, 8), "tp": (2, 8), "model": (8, 2)
     }  # fmt: skip
     assert "model replicas: (0, 1, 4, 5, 8, 9, 12, 13) (2, 3, 6, 7, 10, 11, 14, 15)" in plan_text(plan)
-    assert plan.communicators == (4, 4, 22)
-    assert make_plan("megatron tp=2,pp=4", world_size=16).communicators == (20, 7, 137)
+    assert (plan.asked, plan.held, plan.in_world) == (4, 4, 22)
+    plan = make_plan("megatron tp=2,pp=4", world_size=16)
+    assert (plan.asked, plan.held, plan.in_world) == (20, 7, 137)
     assert "and 508 more" in plan_text(make_plan(world_size=4096, tp=8))
 
 
@@ -123,17 +124,17 @@ def test_warnings(arguments: dict[str, Any], warnings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: make_plan(Layout(tp=2), order="tp-dp"), UsageError, "tp=2 (2 ranks) has its sizes, its order and its world; ..."),
-        (lambda: make_plan(Layout(dp=2), world_size=16), UsageError, "dp=2 (2 ranks) has its sizes, its order and its world; ..."),
+        (lambda: make_plan(Layout(tp=2), order="tp-dp"), UsageError, "tp=2 (2 ranks) has its sizes, order and world; ..."),
+        (lambda: make_plan(Layout(dp=2), world_size=16), UsageError, "dp=2 (2 ranks) has its sizes, order and world; ..."),
         (lambda: make_plan("tp=2", pp=2), UsageError, "both 'tp=2' and sizes for pp were given; give one of them"),
         (lambda: make_plan("tp=2", order="tp-pp"), UsageError, "'tp=2' has its order already; ..."),
-        (make_plan, UsageError, "neither sizes nor the number of ranks were given; ..."),
+        (make_plan, UsageError, "neither sizes, such as tp=2, nor the number of ranks ..."),
         (
             lambda: parse_spec("megatrn tp=a,pp=2,pp=2,dp"),
             UsageError,
-            "4 problems:\n  - layout 'megatrn tp=a,pp=2,pp=2,dp': 'megatrn' is no axis with a size, such as tp=2 or dp=-1, and none of ...; "
-            "did you mean 'megatron'?\n  - ... 'tp=a' is no axis with a size, ...\n  - ... axis 'pp' has a size "
-            "already; give each axis one\n  - ... 'dp' is no axis with a size, ...",
+            "4 problems:\n  - layout 'megatrn tp=a,pp=2,pp=2,dp': 'megatrn' is no size, such as tp=2 or dp=-1, and none of ...; "
+            "did you mean 'megatron'?\n  - ... 'tp=a' is no size, ...\n  - ... axis 'pp' has a size "
+            "already; give each axis one\n  - ... 'dp' is no size, ...",
         ),
         (lambda: draw_svg(make_plan("tp=2"), color_by="tpz"), NamedMeshError, "axis 'tpz' is not one of ('tp',); ..."),
         (lambda: compare("tp=2", "tp=4"), LayoutError, "tp=2 (2 ranks) and tp=4 (4 ranks) are not over the same ranks; ..."),

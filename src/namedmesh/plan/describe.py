@@ -19,11 +19,8 @@ STATUS = 3  # where layouts differ, or none fits; beside 1, a layout that is wro
 _DATA = ("dp", "dp_replicate", "dp_shard")
 _EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts
 _INSIDE = ("tp", "etp", "ep")  # the axes that exchange activations inside every layer
-_SHOWN, _LONGEST, _COMPARED = (
-    32,
-    16,
-    4,
-)  # ranks of a kind and of a group, and groups of a difference, that are shown
+_SHOWN, _LONGEST = 32, 16  # ranks of a kind, and of a group, that are shown
+_COMPARED = 4  # groups of a difference that are shown
 
 Group = tuple[int, ...]
 
@@ -32,10 +29,8 @@ def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
     """Parse a layout as users write it: axes with their sizes, slowest first, -1 for whatever is left, or a dialect and sizes.
 
     Example:
-        >>> parse_spec("pp=2,dp=-1,tp=2")
-        (None, {'pp': 2, 'dp': -1, 'tp': 2})
-        >>> parse_spec("megatron tp=2, pp=4")
-        ('megatron', {'tp': 2, 'pp': 4})
+        >>> parse_spec("pp=2,dp=-1,tp=2"), parse_spec("megatron tp=2, pp=4")
+        ((None, {'pp': 2, 'dp': -1, 'tp': 2}), ('megatron', {'tp': 2, 'pp': 4}))
     """
     dialect, sizes, problems = None, dict[str, int](), []
     for place, item in enumerate(text.replace(",", " ").split()):
@@ -45,9 +40,7 @@ def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
         elif not size.removeprefix("-").isdecimal():
             near = did_you_mean(item, DIALECTS) if place == 0 else ""
             names = ", ".join(DIALECTS)
-            problems.append(
-                f"{item!r} is no axis with a size, such as tp=2 or dp=-1, and none of {names}{near}"
-            )
+            problems.append(f"{item!r} is no size, such as tp=2 or dp=-1, and none of {names}{near}")
         elif name in sizes:
             problems.append(f"axis {name!r} has a size already; give each axis one")
         else:
@@ -63,17 +56,13 @@ def resolve(
     """Return the layouts that a spec, a layout or sizes describe; arguments and errors as for ``make_plan``."""
     if isinstance(spec, Layout):
         if sizes or order or world_size not in {None, spec.world_size}:
-            raise UsageError(
-                f"{spec} has its sizes, its order and its world; leave out what was given beside it"
-            )
+            raise UsageError(f"{spec} has its sizes, order and world; leave out what was given beside it")
         return DialectLayout(PLAIN, spec)
     dialect, named = parse_spec(spec)
     if named and sizes:
         raise UsageError(f"both {spec!r} and sizes for {', '.join(sizes)} were given; give one of them")
     if not (named or sizes or world_size):
-        raise UsageError(
-            "neither sizes nor the number of ranks were given; name sizes, such as tp=2, or the number"
-        )
+        raise UsageError("neither sizes, such as tp=2, nor the number of ranks were given; name one")
     if named and dialect is None:
         if order is not None:
             raise UsageError(f"{spec!r} has its order already; leave the order out, or give sizes by name")
@@ -96,23 +85,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes, groups, communicators and warnings of a job's layout.
+    """The groups, communicators and warnings of a job's layout."""
 
-    Args:
-        arrangement: the layouts and whose rank table they are.
-        kinds: the groups of each kind, in the order the dialect makes them.
-        communicators: how many groups a rank asks for, how many communicators it holds if groups over the same ranks are
-            shared, both beside the world's, and how many groups the whole world has.
-        gpus_per_node: how many ranks a node has, if given.
-        across_nodes: by axis, how many of its groups have ranks on several nodes.
-        warnings: a sentence for each thing that may be a mistake.
-    """
-
-    arrangement: DialectLayout
-    kinds: tuple[Kind, ...]
-    communicators: tuple[int, int, int]
+    arrangement: DialectLayout  # the layouts, and whose rank table they are
+    kinds: tuple[Kind, ...]  # in the order the dialect makes them
+    asked: int  # groups that a rank asks for beside the world's
+    held: int  # communicators that it holds beside the world's, if groups over the same ranks are shared
+    in_world: int  # groups of all ranks
     gpus_per_node: int | None
-    across_nodes: dict[str, int]
+    across_nodes: dict[str, int]  # by axis, how many of its groups have ranks on several nodes
     warnings: tuple[str, ...]
 
     @property
@@ -123,7 +104,7 @@ class Plan:
     def groups(self, kind: Kind, limit: int | None = None) -> list[Group]:
         """Return the first groups of a kind, by their lowest rank, or all of them."""
         layout = self.arrangement.layout(kind.view)
-        return [_part(group, kind.members) for group in first_groups(layout, kind.axes, limit)]
+        return [_part(group, kind.members) for group in _first_groups(layout, kind.axes, limit)]
 
 
 def make_plan(
@@ -140,20 +121,15 @@ def make_plan(
     Args:
         spec: axes and sizes, slowest first, ``"pp=2,dp=-1,tp=2"``, or a dialect and sizes, ``"megatron tp=2,pp=4"``, or a layout.
         world_size: how many ranks there are.
-        order: the order of the axes, fastest first, for sizes of a dialect, or by keyword.
+        order: the order of the axes, fastest first, for a dialect or ``sizes``; by default Megatron's.
         gpus_per_node: how many consecutive ranks fast links join.
-        **sizes: instead of those in a spec, a size for each axis that matters. ``dp`` is inferred; the order is Megatron's. A size
-            for ``ep``, ``etp`` or ``edp`` gives the experts a layout of their own.
+        **sizes: instead of those in a spec; ``dp`` is inferred, and ``ep``, ``etp`` or ``edp`` give the experts a layout of their own.
 
     Raises:
-        UsageError: arguments that cannot be read or do not go together.
-        AxisError: an axis that the dialect does not have.
-        LayoutError: sizes or an order that do not fit.
+        LayoutError: a spec that cannot be read, or sizes or an order that do not fit; an unknown axis is an AxisError.
 
     Example:
         >>> plan = make_plan(world_size=16, tp=2, pp=4)
-        >>> plan.layout
-        Layout(pp=4, dp=2, tp=2)
         >>> [(kind.name, plan.groups(kind, 2)) for kind in plan.kinds[:2]]
         [('pp', [(0, 4, 8, 12), (1, 5, 9, 13)]), ('dp', [(0, 2), (1, 3)])]
     """
@@ -185,14 +161,14 @@ def _across_nodes(arrangement: DialectLayout, node: int) -> tuple[dict[str, int]
     return across, warnings
 
 
-def group_over(layout: Layout, rank: int, axes: Sequence[str]) -> Group:
+def _group_over(layout: Layout, rank: int, axes: Sequence[str]) -> Group:
     """Return the ranks that a rank shares a group over some axes with; over no axis itself."""
     return layout.group(rank, *axes) if axes else (rank,)
 
 
-def first_groups(layout: Layout, axes: Sequence[str], limit: int | None = None) -> list[Group]:
+def _first_groups(layout: Layout, axes: Sequence[str], limit: int | None = None) -> list[Group]:
     """Return the first groups over some axes by their lowest rank, or all of them."""
-    return [group_over(layout, rank, axes) for rank in layout.where(**dict.fromkeys(axes, 0))[:limit]]
+    return [_group_over(layout, rank, axes) for rank in layout.where(**dict.fromkeys(axes, 0))[:limit]]
 
 
 def _part(group: Group, members: str) -> Group:
@@ -201,7 +177,7 @@ def _part(group: Group, members: str) -> Group:
     return group if members == "all" else group[:1]
 
 
-def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], tuple[int, int, int]]:
+def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]:
     """Return the groups of each kind, and how many a rank asks for, holds, and the world has.
 
     Rank 0 is in a group of every kind, and kinds that have the same ranks there have them everywhere. A gloo group over the same
@@ -210,21 +186,21 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], tuple[int, int
     kinds, owners, held, asked, in_world = list[Kind](), dict[Group, str](), dict[str, int](), 0, 0
     for row in groups_of(arrangement):
         layout = arrangement.layout(row.view)
-        group = _part(group_over(layout, 0, row.axes), row.members)
+        group = _part(_group_over(layout, 0, row.axes), row.members)
         count, each = layout.count(*row.axes) if row.axes else layout.world_size, 1 + row.gloo_groups
-        owner, served = owners.setdefault(group, row.name), "its own"
+        owner = owners.setdefault(group, row.name)
+        served = "its own" if owner == row.name else f"that of {owner}"
         if len(group) == 1:
             served = "none, one rank"
         elif len(group) == layout.world_size:
-            served, owner = "the world's", ""
-        elif owner != row.name:
-            served = f"that of {owner}"
-        if len(group) > 1:  # the default group is there already
-            held[owner] = max(held.get(owner, 0), each - (not owner))
+            served = "the world's"
+            held[owner] = max(held.get(owner, 0), row.gloo_groups)  # the default group is there already
+        else:
+            held[owner] = max(held.get(owner, 0), each)
         asked += each
         in_world += each * count
         kinds.append(Kind(row.name, row.axes, row.view, row.members, len(group), count, served))
-    return tuple(kinds), (asked, sum(held.values()), in_world)
+    return tuple(kinds), asked, sum(held.values()), in_world
 
 
 def _in_words(ranks: Sequence[int]) -> str:
@@ -258,10 +234,6 @@ def plan_text(plan: Plan) -> str:
     lines = [f"{dialect.name}: {layout}, the last axis fastest"]
     if plan.arrangement.expert is not None:
         lines.append(f"experts: {plan.arrangement.expert}")
-    if dialect.words:
-        lines.append(
-            f"in its words, {', '.join(f'{axis} is {word}' for axis, word in dialect.words.items())}"
-        )
     rows = []
     for kind in plan.kinds:
         members = {"all": "", "ends": "ends of ", "first": "first of "}[kind.members]
@@ -275,15 +247,14 @@ def plan_text(plan: Plan) -> str:
             groups = plan.groups(kind, max(2, _SHOWN // kind.size))
             more = f" and {kind.count - len(groups)} more" if len(groups) < kind.count else ""
             lines.append(f"{kind.name}: {' '.join(f'({_in_words(group)})' for group in groups)}{more}")
-    asked, held, in_world = plan.communicators
-    asks = f"A rank asks for {count_of(asked, 'group')} beside the world's, and holds {count_of(held, 'communicator')}"
-    shared = "if groups over the same ranks are shared"
-    lines += ["", f"{asks} {shared}; the world has {count_of(in_world, 'group')}."]
+    asks = f"A rank asks for {count_of(plan.asked, 'group')} beside the world's"
+    holds = f"holds {count_of(plan.held, 'communicator')} if groups over the same ranks are shared"
+    lines += ["", f"{asks}, and {holds}; the world has {count_of(plan.in_world, 'group')}."]
     if plan.gpus_per_node:
-        crossed = (
-            ", ".join(f"{count} of {axis}" for axis, count in plan.across_nodes.items() if count) or "none"
+        crossed = [f"{count} of {axis}" for axis, count in plan.across_nodes.items() if count]
+        lines.append(
+            f"Groups with ranks on several nodes of {plan.gpus_per_node}: {', '.join(crossed) or 'none'}."
         )
-        lines.append(f"Groups with ranks on several nodes of {plan.gpus_per_node}: {crossed}.")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
 
@@ -303,7 +274,7 @@ def rank_text(plan: Plan, rank: int) -> str:
         lines.append(f"  pipeline: {before}, {after}")
     data = [axis for axis in layout if axis in _DATA]
     if data:
-        same = _in_words(group_over(layout, rank, [axis for axis in layout if axis not in data]))
+        same = _in_words(_group_over(layout, rank, [axis for axis in layout if axis not in data]))
         part = f"part {layout.group_rank(rank, *data)} of 0 to {layout.size(*data) - 1}"
         lines.append(f"  batch: {part}, the same samples as ranks {same}")
     lines.append(f"  parameters: {_shards_in_words(layout, rank, plan.arrangement.dialect.shards)}")
@@ -313,11 +284,9 @@ def rank_text(plan: Plan, rank: int) -> str:
 
 
 def _shards_in_words(layout: Layout, rank: int, sharding: Sequence[str]) -> str:
-    shards = []
-    for axis, at in layout.coords(rank).items():
-        if axis in sharding and layout[axis] > 1:
-            shards.append(f"{axis} part {at} of 0 to {layout[axis] - 1}")
-    copies = group_over(layout, rank, [axis for axis in layout if axis not in sharding])
+    own = [(axis, at) for axis, at in layout.coords(rank).items() if axis in sharding and layout[axis] > 1]
+    shards = [f"{axis} part {at} of 0 to {layout[axis] - 1}" for axis, at in own]
+    copies = _group_over(layout, rank, [axis for axis in layout if axis not in sharding])
     return f"{', '.join(shards) or 'all of them'}, the same on ranks {_in_words(copies)}"
 
 
@@ -344,11 +313,7 @@ class Comparison(NamedTuple):
 
 
 def compare(first: str, second: str, *, world_size: int | None = None) -> Comparison:
-    """Compare the groups of two layouts, specs as for :func:`make_plan`, axis by axis, and the model replicas.
-
-    Raises:
-        UsageError: a layout cannot be read.
-        LayoutError: sizes that do not fit, or two worlds of different size.
+    """Compare the groups of two layouts over the same ranks, specs as for :func:`make_plan`, axis by axis, and the model replicas.
 
     Example:
         >>> comparison = compare("megatron tp=2,pp=4", "fairscale tp=2,pp=4", world_size=16)
@@ -378,23 +343,21 @@ def _difference(axes: tuple[str, ...], one: Layout, other: Layout) -> Difference
     for layout in (one, other):
         own = [axis for axis in layout if axis in names]
         keys.append(layout.partition(*own)[2] if own else ())
-        groups.append(first_groups(layout, own, _COMPARED))
+        groups.append(_first_groups(layout, own, _COMPARED))
     return Difference(axes, keys[0] == keys[1], *groups)
 
 
 def comparison_text(comparison: Comparison) -> str:
     """Write a comparison for people."""
-    lines = [
-        f"{name}: {side.dialect.name} {side.dense}" for name, side in zip("ab", comparison[:2], strict=True)
-    ]
-    for kind in comparison.kinds:
+    first, second, kinds = comparison
+    lines = [f"a: {first.dialect.name} {first.dense}", f"b: {second.dialect.name} {second.dense}", ""]
+    for kind in kinds:
         lines.append(f"{' x '.join(kind.axes)}: {'same' if kind.same else 'different'}")
         for name, groups in (("a", kind.first), ("b", kind.second)):
             if not kind.same:
                 lines.append(f"  {name}: {' '.join(f'({_in_words(group)})' for group in groups)} ...")
-    lines.insert(2, "")
-    differing = sum(not kind.same for kind in comparison.kinds)
-    return "\n".join([*lines, "", f"{differing} of {len(comparison.kinds)} kinds of groups differ"])
+    differing = sum(not kind.same for kind in kinds)
+    return "\n".join([*lines, "", f"{differing} of {len(kinds)} kinds of groups differ"])
 
 
 def positive(text: str) -> int:
@@ -406,10 +369,10 @@ def positive(text: str) -> int:
 
 def add_layout(parser: ArgumentParser) -> None:
     """Add a spec string, a flag for each axis, and the order."""
-    text = "axes and sizes, slowest first, such as pp=2,dp=-1,tp=2 (-1: whatever is left), or a dialect and sizes, such as: megatron "
-    parser.add_argument(
-        "spec", nargs="*", metavar="SPEC", help=f"{text}tp=2,pp=4; the dialects are {', '.join(DIALECTS)}"
+    text = (
+        f"axes and sizes, slowest first, such as pp=2,dp=-1,tp=2, or one of {', '.join(DIALECTS)} and sizes"
     )
+    parser.add_argument("spec", nargs="*", metavar="SPEC", help=text)
     for axis in (*AXES, *EXPERT_AXES):
         parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=f"the size of {axis}")
     text = "the order of the axes, fastest first (default: Megatron's, tp-cp-ep-dp-pp)"
@@ -425,9 +388,12 @@ def layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
 
 def _configure_plan(parser: ArgumentParser) -> None:
     add_layout(parser)
-    parser.add_argument("--world-size", type=positive, metavar="N", help="how many ranks there are")
-    text = "consecutive ranks that fast links join"
-    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help=text)
+    numbers = {
+        "world-size": "how many ranks there are",
+        "gpus-per-node": "consecutive ranks that fast links join",
+    }
+    for name, text in numbers.items():
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help=text)
     parser.add_argument("--rank", type=int, metavar="N", help="explain one rank instead")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the ranks into this file")
     text = "the axis that gives the colors (default: the slowest above 1)"
@@ -447,8 +413,10 @@ def _plan(arguments: Namespace) -> int:
 
 
 def _configure_diff(parser: ArgumentParser) -> None:
-    parser.add_argument("--a", metavar="SPEC", required=True, help='one layout, such as "megatron tp=2,pp=4"')
-    parser.add_argument("--b", metavar="SPEC", required=True, help='the other, such as "fairscale tp=2,pp=4"')
+    for name in ("--a", "--b"):
+        parser.add_argument(
+            name, metavar="SPEC", required=True, help='a layout, such as "megatron tp=2,pp=4"'
+        )
     parser.add_argument("--world-size", type=positive, metavar="N", help="how many ranks there are")
 
 

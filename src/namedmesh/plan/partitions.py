@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from itertools import product
-from math import isqrt
+from math import inf, isqrt
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import LayoutError, UsageError, count_of
@@ -26,6 +25,7 @@ MARGIN = 0.08
 _MOST = 10**7  # ranks; beyond, there may be millions of layouts
 # What a user would try by hand; a later policy costs more time, and needs less memory.
 _MICRO_BATCHES, _STAGES, _CHECKPOINTING = (1, 2, 4), (1, 2, 3), ("none", "selective", "full")
+_HIGHEST = max(_STAGES)
 _REPLICAS = 2  # sizes of dp_replicate that are tried beside 1: those with most of the sharding in fast links
 _LEAST = 0.005  # the part of the whole from which on a difference is named
 _NEAREST = 3  # partitions that are shown where none fits
@@ -46,19 +46,15 @@ Estimates are sums of published formulas; benchmarks/published.py compares them 
 
 @dataclass(frozen=True)
 class Partition:
-    """One layout of a world, and the policies that go with it; the size of an axis is an attribute too, such as ``tp``.
-
-    Args:
-        axes: the size of each axis.
-        job: the model, and how it is trained, nothing of it open.
-        limit: bytes that a rank has.
-        mismatches: which sizes of the model or the batch rule it out, or what a trainer refuses.
-    """
+    """One layout of a world, and the policies that go with it; the size of an axis is an attribute too, such as ``tp``."""
 
     axes: Axes
-    job: Job
-    limit: float = 0.0
-    mismatches: tuple[str, ...] = ()
+    job: Job  # with nothing open
+    reasons: tuple[str, ...] = ()  # why it is ruled out: by sizes, by its trainer, or by the memory
+    memory: Memory | None = (
+        None  # of the fullest rank; None, as the step, where a size is missing or rules it out
+    )
+    step: Step | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name not in Axes._fields:
@@ -92,25 +88,6 @@ class Partition:
         if self.job.model.experts:
             call += f'; mesh.add_view("expert", pp={axes.pp}, edp={axes.edp}, ep={axes.ep}, etp={axes.etp})'
         return call
-
-    @cached_property
-    def reasons(self) -> tuple[str, ...]:
-        """Why it is ruled out: sizes and trainers, or else the memory."""
-        if self.memory is None or self.memory.total <= self.limit:
-            return self.mismatches
-        return (
-            f"needs {self.memory.total / 1e9:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",
-        )
-
-    @cached_property
-    def memory(self) -> Memory | None:
-        """The bytes of the fullest rank; None if a size is missing, or sizes rule it out."""
-        return None if self.mismatches or self.job.missing else estimate_memory(self.job, self.axes)
-
-    @cached_property
-    def step(self) -> Step | None:
-        """The seconds of a step; None if a size is missing, or sizes rule it out."""
-        return None if self.mismatches or self.job.missing else estimate_step(self.job, self.axes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -178,21 +155,29 @@ def _jobs(job: Job) -> Iterator[list[Job]]:
 
 def _best_of(axes: Axes, jobs: list[list[Job]], limit: float, dp_replicate: int | None) -> Partition:
     """Return a layout with the policies under which it is fastest, or else those that come nearest to fitting."""
-    fitting, others = list[Partition](), list[Partition]()
+    candidates = list[tuple[bool, float, Partition]]()
     for copies in [dp_replicate] if dp_replicate else _replicas(axes, jobs[0][0]):
         copied = axes._replace(dp_replicate=copies)
         for policies in jobs:
-            mismatches = tuple(incompatibilities(policies[0], copied))
-            lowest = len(_STAGES) + 1  # stage that fits
-            for job in policies[:1] if mismatches else policies:
-                # With more checkpointing, this stage and higher ones are slower than what fits already.
-                if (job.stage or 0) < lowest:
-                    one = Partition(copied, job, limit, mismatches)
-                    lowest = (job.stage or 0) if one.fits else lowest
-                    (fitting if one.fits else others).append(one)
-    if fitting:
-        return max(fitting, key=lambda one: one.tokens_per_second)
-    return min(others, key=lambda one: float("inf") if one.memory is None else one.memory.total)
+            reasons, lowest = tuple(incompatibilities(policies[0], copied)), _HIGHEST + 1
+            if reasons or policies[0].missing:
+                candidates.append((not reasons, -inf, Partition(copied, policies[0], reasons)))
+                continue
+            for job in policies:
+                if (job.stage or 0) >= lowest:  # slower than what fits already, with less checkpointing
+                    continue
+                memory = estimate_memory(job, copied)
+                if memory.total <= limit:
+                    lowest = job.stage or 0
+                    one = Partition(copied, job, (), memory, estimate_step(job, copied))
+                    candidates.append((True, one.tokens_per_second, one))
+                else:
+                    why = f"needs {memory.total / 1e9:.1f} GB of {limit / 1e9:.1f} at stage {job.stage}"
+                    candidates.append((False, -memory.total, Partition(copied, job, (why,), memory)))
+    best = max(candidates, key=lambda each: each[:2])[2]
+    if best.memory is not None and best.step is None:
+        return replace(best, step=estimate_step(best.job, best.axes))
+    return best
 
 
 def _replicas(axes: Axes, job: Job) -> list[int]:
@@ -320,7 +305,7 @@ def explain(first: Partition, second: Partition) -> str:
 def _costs(one: Partition) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds and the gigabytes of a partition by part."""
     if one.step is None or one.memory is None:
-        why = "; ".join(one.mismatches) or f"the seconds of a step need {', '.join(one.job.missing)}"
+        why = "; ".join(one.reasons) or f"the seconds of a step need {', '.join(one.job.missing)}"
         raise LayoutError(f"{one.words} has no step to explain: {why}")
     return one.step.seconds, {part: size / 1e9 for part, size in one.memory._asdict().items()}
 
@@ -391,8 +376,8 @@ def _run(arguments: Namespace) -> int:
     )
     listed: Sequence[Partition] = partitions
     if not job.missing:
-        limit = f"{partitions[0].limit / 1e9:.4g} GB of {job.hardware.name}"
-        head += f" {limit} ({arguments.margin:.0%} of it stay free)"
+        limit = (memory or job.hardware.memory) * (1 - arguments.margin) / 1e9
+        head += f" {limit:.4g} GB of {job.hardware.name} ({arguments.margin:.0%} of it stay free)"
     if arguments.best is not None:
         listed = best_partitions(partitions, arguments.best)
     parts = ["\n".join([head, *(f"{arguments.config}: {note}" for note in notes)])]
