@@ -153,7 +153,7 @@ def compare(run: Run) -> Result:
     memory = None
     if run.memory is not None:
         memory = plan.estimate_memory(run.job, run.axes).total / 2**30 / run.memory - 1
-    seconds = plan.estimate_step(run.job, run.axes).total
+    seconds = sum(plan.estimate_step(run.job, run.axes).values())
     predicted = run.job.global_batch * run.job.seq / seconds / run.gpus
     return Result(memory, predicted / run.tokens - 1, place(run))
 

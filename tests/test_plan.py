@@ -19,7 +19,8 @@ import namedmesh
 from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.dialects import DIALECTS
-from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, parse_spec, plan_text, rank_text
+from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, plan_text, rank_text
+from namedmesh.plan.describe import parse_spec
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"

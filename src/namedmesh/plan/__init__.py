@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from namedmesh.errors import UsageError
-from namedmesh.plan.cost import Axes, Job, Memory, Step, estimate_memory, estimate_step
+from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import (
     Comparison,
     Difference,
@@ -11,17 +11,16 @@ from namedmesh.plan.describe import (
     Plan,
     compare,
     make_plan,
-    parse_spec,
     plan_text,
     rank_text,
 )
 from namedmesh.plan.hardware import Hardware, load_hardware
-from namedmesh.plan.model import Model, read_config
+from namedmesh.plan.model import Axes, Job, Model, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
 from namedmesh.plan.svg import draw_svg
 
 __all__ = [
-    "Axes", "Comparison", "Difference", "Hardware", "Job", "Kind", "Memory", "Model", "Partition", "Plan", "Step",
-    "UsageError", "best_partitions", "compare", "draw_svg", "estimate_memory", "estimate_step", "explain", "find_partition",
-    "list_partitions", "load_hardware", "make_plan", "parse_spec", "plan_text", "rank_text", "read_config",
+    "Axes", "Comparison", "Difference", "Hardware", "Job", "Kind", "Memory", "Model", "Partition", "Plan", "UsageError",
+    "best_partitions", "compare", "draw_svg", "estimate_memory", "estimate_step", "explain", "find_partition",
+    "list_partitions", "load_hardware", "make_plan", "plan_text", "rank_text", "read_config",
 ]  # fmt: skip

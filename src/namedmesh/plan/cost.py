@@ -1,35 +1,33 @@
-"""What a job costs over some axes: the bytes that a rank needs, the seconds of a training step; every formula with its source.
-
-``benchmarks/published.py`` compares it with published runs.
-"""
+"""What a job costs over some axes: the bytes that a rank needs, the seconds of a training step; every formula with its source."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from namedmesh.plan.hardware import Hardware, load_hardware
-from namedmesh.plan.model import Model, knob
 from namedmesh.sizes import stage_range
+
+if TYPE_CHECKING:
+    from namedmesh.plan.hardware import Hardware
+    from namedmesh.plan.model import Axes, Job, Model
 
 _FSDP = 3  # the stage of ZeRO that shards the weights
 _NUMBER = 2  # bytes of an activation and of a weight that computes, in bf16
 _MASTER = 12  # of Adam's state: the weight and two moments in float32 (Rajbhandari et al., ZeRO, SC 2020, section 3.1)
-# Bytes of a gradient that is accumulated or on its way: torchtitan's reduce_dtype is float32, as Megatron's.
-_REDUCED = 4
+_REDUCED = (
+    4  # of a gradient that is accumulated or on its way: torchtitan's reduce_dtype is float32, as Megatron's
+)
 # Bytes that the loss needs for each logit. Eager, in float32: the log-softmax, its gradient and that of the logits, and the logits
 # in bf16. Under tensor parallelism torch's loss_parallel was measured: 9 times the logits; a vocabulary-parallel cross entropy,
 # as Megatron's: 5 times. Compiled: the logits and their gradient.
 _EAGER, _EAGER_PARALLEL, _MEGATRON, _COMPILED = 14, 18, 10, 4
-# Each tensor that the backward pass reads is written and read forward; backward it is read, and its gradient is written and
-# read. What is computed again is written and read once more.
+# A tensor that the backward pass reads is written and read forward; backward it is read, and its gradient written and read.
 _FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
-# Operations of fused attention's backward pass, in those of its forward: five products for two (Dao, FlashAttention-2, 2023,
-# section 3.1). Otherwise two for one, as for any product.
-_ATTENTION_BACKWARD = 2.5
-# Bytes to cast a number of a product's operand to fp8: torchao finds the largest number first, and reads it twice; Transformer
-# Engine scales by the largest of earlier steps.
+_ATTENTION_BACKWARD = (
+    2.5  # forwards: five products for two, if it is fused (Dao, FlashAttention-2, 2023, section 3.1)
+)
+# Bytes to cast a number to fp8: torchao finds the largest first, and reads twice; Transformer Engine knows that of earlier steps.
 _CAST = {"torch": 5, "megatron": 3}
 # Bytes of a parameter where micro-batches accumulate: the gradient is read in bf16, the sum read and written in float32.
 _ACCUMULATED = 2 + 4 + 4
@@ -41,99 +39,6 @@ _ADAM, _CLIPPED = 28, 12
 _TAKEN = 0.15
 # Seconds of one hop of a ring over NVLink, and of a hop of a tree over the network: NCCL src/graph/tuning.cc.
 _HOP_INSIDE, _HOP_ACROSS = 3.4e-6, 9.6e-6
-
-
-class Axes(NamedTuple):
-    """The size of each axis, in Megatron's order of ranks: tp-cp-dp-pp, and etp-ep-edp-pp for experts."""
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    dp_replicate: int = 1  # a part of dp
-    ep: int = 1
-    etp: int = 1
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return self.tp * self.cp * self.pp * self.dp
-
-    @property
-    def shards(self) -> int:
-        """Over how many ranks ZeRO divides what is not of experts."""
-        return self.dp * self.cp // self.dp_replicate
-
-    @property
-    def edp(self) -> int:
-        """How many ranks have the same experts."""
-        return max(1, self.tp * self.dp * self.cp // (self.ep * self.etp))
-
-    @property
-    def expert_shards(self) -> int:
-        """Over how many ranks ZeRO divides experts."""
-        return max(1, self.edp // self.dp_replicate)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A model, on what and how it is trained.
-
-    Where ``micro_batch``, ``stage`` or ``checkpointing`` is None, ``list_partitions`` looks for the best, and an estimate takes
-    1, 3 (Megatron's: 1) and "selective".
-    """
-
-    model: Model = field(default_factory=Model)
-    hardware: Hardware = field(default_factory=lambda: load_hardware("h100"))
-    seq: int = knob("tokens of a sequence")
-    global_batch: int = knob("sequences of a step, over all ranks")
-    micro_batch: int | None = knob("sequences that a data-parallel rank works on at a time", None)
-    stage: int | None = knob(
-        "of ZeRO: 1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too",
-        None,
-        (0, 1, 2, 3),
-    )
-    precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
-    trainer: str = knob("whose layers, loss and optimizer are counted", "torch", ("torch", "megatron"))
-    checkpointing: str | None = knob(
-        "what is computed again for the backward pass: whole layers, or a part; with torch all but attention and every second "
-        """matrix product (torchtitan's "selective op"), with Megatron attention's scores""",
-        None,
-        ("none", "selective", "full"),
-    )
-    sequence_parallel: bool = knob("whether tp shares the norms and the residual stream too", default=True)
-    fused_loss: bool = knob("whether the loss is one compiled kernel, not eager operations", default=False)
-    stages_per_rank: int = knob("of a pipeline; 2 or more is the interleaved schedule", 1)
-
-    @property
-    def missing(self) -> list[str]:
-        """The names of the sizes that the seconds of a step follow from, and that are not known."""
-        model = {name: getattr(self.model, name) for name in ("layers", "hidden", "heads")}
-        sizes = model | {"seq": self.seq, "global_batch": self.global_batch}
-        return [name for name, size in sizes.items() if not size]
-
-    @property
-    def is_torch(self) -> bool:
-        """Whether torch's layers are counted, with FSDP2."""
-        return self.trainer == "torch"
-
-    def problems(self) -> list[str]:
-        """Return a sentence for each thing that does not go with another."""
-        problems = self.model.problems()
-        for one in fields(self)[2:]:
-            value, allowed = getattr(self, one.name), one.metadata["allowed"]
-            if allowed and value not in {*allowed, one.default}:
-                problems.append(f"{one.name} is {value!r}; it is one of {allowed}")
-            elif type(value) is int and value < 0:
-                problems.append(f"{one.name} is {value}; it is not below 0")
-        if self.precision == "fp8" and "fp8" not in self.hardware.peak:
-            problems.append(f"{self.hardware.name} has no fp8; it has {', '.join(self.hardware.peak)}")
-        return problems
-
-    def micro_batches(self, dp: int) -> int:
-        """Return how many micro-batches a data-parallel rank has in a step; 0 where they do not divide it."""
-        each = dp * (self.micro_batch or 1)
-        return 0 if self.global_batch % each else self.global_batch // each
 
 
 class Share(NamedTuple):
@@ -264,6 +169,7 @@ def estimate_memory(job: Job, axes: Axes) -> Memory:
     gathers, accumulates and prefetches is read from torch's code.
 
     Example:
+        >>> from namedmesh.plan import Axes, Job, Model
         >>> job = Job(Model(layers=32, hidden=4096, heads=32, vocab=32000), stage=1)
         >>> round(estimate_memory(job, Axes(dp=64)).optimizer / 1e9, 2)          # 12 bytes of a parameter, over 64 ranks
         1.26
@@ -314,28 +220,11 @@ def collective(hardware: Hardware, whole: float, size: int, stride: int) -> floa
     return whole * (size - 1) / size / hardware.bandwidth(size, stride) + latency
 
 
-@dataclass(frozen=True)
-class Step:
-    """The seconds of a step by what they go to, the most first.
+def estimate_step(job: Job, axes: Axes) -> dict[str, float]:
+    """Estimate the seconds of a step on the pipeline rank that takes longest, by what they go to, the most first.
 
-    Matrix products, attention, elementwise kernels, which the memory bounds, bubble, optimizer, and each axis as far as it does
-    not hide behind computation.
-    """
-
-    seconds: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """All seconds."""
-        return sum(self.seconds.values())
-
-
-def estimate_step(job: Job, axes: Axes) -> Step:
-    """Estimate the seconds of a step on the pipeline rank that takes longest; nothing is missing, micro-batches divide the batch.
-
-    - Products: 2 operations for each parameter that a token meets, twice that backward, at the fraction of the peak that large
-      ones reach. Attention: 4 s q operations a token and layer, of which a causal mask leaves half. (Narayanan et al., SC 2021,
-      appendix.)
+    - Products: 2 operations for each parameter that a token meets, twice that backward, at the rate of large ones. Attention:
+      4 s q operations a token and layer, of which a causal mask leaves half. (Narayanan et al., SC 2021, appendix.)
     - Elementwise kernels (norms, gates, residuals, loss, casts to fp8) write and read the tensors of :func:`layer_of`.
       With FSDP2 each gathered weight is copied once more, and each gradient before it is reduced.
     - The bubble: (p-1) / v micro-batches (Narayanan et al., section 2.2).
@@ -344,18 +233,19 @@ def estimate_step(job: Job, axes: Axes) -> Step:
       forward pass and gradients reduced behind a backward pass, but for those of one layer.
 
     Example:
+        >>> from namedmesh.plan import Axes, Job, Model
         >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64, stage=3, checkpointing="selective")
-        >>> {part: round(seconds, 2) for part, seconds in estimate_step(job, Axes(tp=2, dp=4)).seconds.items()}
+        >>> {part: round(seconds, 2) for part, seconds in estimate_step(job, Axes(tp=2, dp=4)).items()}
         {'matmul': 2.19, 'elementwise': 0.56, 'attention': 0.36, 'tp': 0.2, 'dp': 0.15, 'optimizer': 0.01}
     """
     hardware = job.hardware.filled(axes.world)
     if hardware is not job.hardware:
         job = replace(job, hardware=hardware)
     each = [_step(job, axes, share) for share in shares(job.model, axes.pp, job.stages_per_rank)]
-    return max(each, key=lambda step: step.total)
+    return max(each, key=lambda seconds: sum(seconds.values()))
 
 
-def _step(job: Job, axes: Axes, share: Share) -> Step:
+def _step(job: Job, axes: Axes, share: Share) -> dict[str, float]:
     count, tokens = job.micro_batches(axes.dp) or 1, (job.micro_batch or 1) * job.seq / axes.cp
     (shared, routed), rate = share.parameters(job.model, axes), job.hardware.memory_rate
     work = _computation(job, axes, share, tokens)
@@ -381,9 +271,7 @@ def _step(job: Job, axes: Axes, share: Share) -> Step:
     own = shared / axes.shards + routed / axes.expert_shards if job.stage else shared + routed
     seconds |= {"bubble": idle, "optimizer": (_ADAM + _CLIPPED + _NUMBER) * own / rate}
     seconds["dp"] = rounds * _data_parallel(job, axes, share, work, gathers)
-    return Step(
-        {part: seconds[part] for part in sorted(seconds, key=lambda part: -seconds[part]) if seconds[part]}
-    )
+    return {part: time for part, time in sorted(seconds.items(), key=lambda each: -each[1]) if time}
 
 
 def _exposed(seconds: float, behind: float, edge: float = 0.0) -> float:
@@ -404,9 +292,7 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float) -> dict[str,
     met = dense * share.dense + (expert + routed * model.top_k / (model.experts or 1)) * share.expert
     products = 2 * tokens * met / axes.tp / rate[job.precision]
     products = max(products, _NUMBER * sum(share.parameters(model, axes)) / hardware.memory_rate)
-    again = (
-        1.0 if full else 0.5 * (selective and job.is_torch)
-    )  # the part of the products that is computed again
+    again = 1.0 if full else 0.5 * (selective and job.is_torch)  # the part of the products that is repeated
     head = 2 * tokens * model.embedding / axes.tp / rate["bf16"] if share.last else 0.0
     scores = tokens * job.seq * model.heads * sum(model.features) / axes.tp * (share.dense + share.expert)
     attended = scores / (hardware.peak["bf16"] * hardware.attention)
@@ -435,10 +321,8 @@ def _data_parallel(job: Job, axes: Axes, share: Share, work: dict[str, list[floa
     """
     gathered = reduced = 0.0
     shared, routed = share.parameters(job.model, axes)
-    for count, size, stride in (
-        (shared, axes.shards, axes.tp),
-        (routed, axes.expert_shards, axes.etp * axes.ep),
-    ):
+    groups = ((shared, axes.shards, axes.tp), (routed, axes.expert_shards, axes.etp * axes.ep))
+    for count, size, stride in groups:
         once = collective(job.hardware, _REDUCED * count, size, stride)
         gathered += collective(job.hardware, _NUMBER * count, size, stride) if job.stage else once
         copies = collective(job.hardware, _REDUCED * count / size, axes.dp_replicate, size * stride)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 from namedmesh.errors import UsageError, did_you_mean
-from namedmesh.plan.model import read_json
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object from a file; a UsageError if it cannot be read."""
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
 
 
 @dataclass(frozen=True, eq=False)  # by identity: it holds dicts
@@ -86,15 +94,7 @@ class Hardware:
         return self.domain_rate if members == size else min(self.domain_rate, members * self.nic_rate)
 
 
-@cache
-def _cards() -> dict[str, Hardware]:
-    cards = read_json(Path(__file__).with_name("cards.json"))
-    return {name: Hardware(**card) for name, card in cards.items()}
-
-
-def hardware_names() -> list[str]:
-    """Return the names of the cards."""
-    return sorted(_cards())
+CARDS = {name: Hardware(**card) for name, card in read_json(Path(__file__).with_name("cards.json")).items()}
 
 
 def load_hardware(name: str) -> Hardware:
@@ -109,8 +109,9 @@ def load_hardware(name: str) -> Hardware:
             return Hardware(**read_json(name))
         except TypeError as error:  # which names the field that is missing or unknown
             raise UsageError(f"{name}: {error}") from None
-    if name not in _cards():
-        known = ", ".join(hardware_names())
-        near = did_you_mean(name, _cards())
-        raise UsageError(f"hardware {name!r} is not one of {known}, nor a file that ends in .json{near}")
-    return _cards()[name]
+    if name not in CARDS:
+        near = did_you_mean(name, CARDS)
+        raise UsageError(
+            f"hardware {name!r} is not one of {', '.join(CARDS)}, nor a file that ends in .json{near}"
+        )
+    return CARDS[name]

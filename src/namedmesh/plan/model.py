@@ -1,35 +1,15 @@
-"""The sizes of a transformer, how many parameters its parts have, and how to read them from Hugging Face's ``config.json``."""
+"""What is trained, how, and over which ranks: a model, also from Hugging Face's ``config.json``, a job, and the sizes of axes."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from namedmesh.errors import UsageError
+from namedmesh.plan.hardware import Hardware, load_hardware, read_json
 
-# By field of a model its keys in config.json, of which the first that is there counts.
-_KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocab": ("vocab_size",),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("qk_nope_head_dim", "head_dim"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
-    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
-    "top_k": ("num_experts_per_tok", "top_k_experts"),
-    "expert_ffn": ("moe_intermediate_size",),
-    "shared_experts": ("n_shared_experts",),
-    "dense_layers": ("first_k_dense_replace",),
-    "expert_groups": ("topk_group",),
-    "q_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "value_dim": ("v_head_dim",),
-}
 _NEEDED = ("layers", "hidden", "heads", "vocab")
 # Types of models whose head is the embedding unless they say otherwise, and whose feed-forward network is not gated.
 _TIED = {"bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "opt", "starcoder2"}
@@ -44,9 +24,9 @@ _UNREAD = {
 }
 
 
-def knob(words: str, default: Any = 0, allowed: tuple[Any, ...] = ()) -> Any:
-    """Return a field of a dataclass, with what the help of its flag says, and the values that it may have if they are few."""
-    return field(default=default, metadata={"words": words, "allowed": allowed})
+def knob(words: str, default: Any = 0, allowed: tuple[Any, ...] = (), keys: str = "") -> Any:
+    """Return a field of a dataclass: what the help of its flag says, the values that it may have, its keys in config.json."""
+    return field(default=default, metadata={"words": words, "allowed": allowed, "keys": keys.split()})
 
 
 @dataclass(frozen=True)
@@ -59,28 +39,26 @@ class Model:
         8030261248
     """
 
-    layers: int = knob("how many layers")
-    hidden: int = knob("width of the residual stream")
-    heads: int = knob("attention heads")
-    kv_heads: int = knob("heads of keys and values, if fewer")
-    head_dim: int = knob(
-        "features of a head, if not hidden / heads; with kv_rank, those without rotary positions"
-    )
+    layers: int = knob("how many layers", keys="num_hidden_layers n_layer num_layers")
+    hidden: int = knob("width of the residual stream", keys="hidden_size n_embd d_model")
+    heads: int = knob("attention heads", keys="num_attention_heads n_head")
+    kv_heads: int = knob("heads of keys and values, if fewer", keys="num_key_value_heads num_kv_heads")
+    head_dim: int = knob("features of a head, if not hidden / heads", keys="qk_nope_head_dim head_dim")
     ffn: int = knob(
-        "inner width of a dense layer's gated network; without it, it is 4 x hidden and not gated"
+        "inner width, gated; else 4 x hidden, not gated", keys="intermediate_size n_inner ffn_dim"
     )
-    vocab: int = knob("entries of the vocabulary")
+    vocab: int = knob("entries of the vocabulary", keys="vocab_size")
     tied: bool = knob("whether the head is the embedding, as in GPT-2", default=False)
-    experts: int = knob("routed experts of a layer")
-    top_k: int = knob("routed experts that a token goes to", 1)
-    expert_ffn: int = knob("inner width of an expert, which is gated, if not ffn")
-    shared_experts: int = knob("experts that every token goes to")
-    dense_layers: int = knob("the first layers that have no experts")
-    expert_groups: int = knob("into how many groups of experts a token goes at most, if not any number")
-    q_rank: int = knob("with latent attention (MLA), the rank of the queries, if they have one")
-    kv_rank: int = knob("the rank of keys and values: latent attention")
-    rope_dim: int = knob("with latent attention, the features of a head that hold positions")
-    value_dim: int = knob("with latent attention, the features of a value head")
+    experts: int = knob("routed experts of a layer", keys="n_routed_experts num_local_experts num_experts")
+    top_k: int = knob("routed experts that a token goes to", 1, keys="num_experts_per_tok top_k_experts")
+    expert_ffn: int = knob("inner width of an expert, gated, if not ffn", keys="moe_intermediate_size")
+    shared_experts: int = knob("experts that every token goes to", keys="n_shared_experts")
+    dense_layers: int = knob("the first layers that have no experts", keys="first_k_dense_replace")
+    expert_groups: int = knob("groups of experts that a token goes to at most", keys="topk_group")
+    q_rank: int = knob("with latent attention (MLA), the rank of the queries, if any", keys="q_lora_rank")
+    kv_rank: int = knob("the rank of keys and values: latent attention", keys="kv_lora_rank")
+    rope_dim: int = knob("then features of a head for positions, beside head_dim", keys="qk_rope_head_dim")
+    value_dim: int = knob("then features of a value head", keys="v_head_dim")
 
     def problems(self) -> list[str]:
         """Return a sentence for each size that does not go with another."""
@@ -149,14 +127,6 @@ class Model:
         return dense * (self.layers - self.expert_layers) + (expert + routed) * self.expert_layers + ends
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object from a file; a UsageError if it cannot be read."""
-    try:
-        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
-
-
 def read_config(path: str) -> tuple[Model, list[str]]:
     """Read a model's sizes from the ``config.json`` that Hugging Face's models have, and say what they cannot express.
 
@@ -186,16 +156,108 @@ def read_config(path: str) -> tuple[Model, list[str]]:
 
 
 def _sizes(path: str, data: dict[str, Any]) -> dict[str, int]:
+    """Return each size from the first of its keys that is there."""
     sizes, problems = dict[str, int](), []
-    for name, keys in _KEYS.items():
-        key = next((key for key in keys if data.get(key) is not None), keys[0])
-        value = data.get(key)
-        if type(value) is int:
-            sizes[name] = value
-        elif value is not None:
-            problems.append(f"{path}: {key} is {value!r}; it is an int")
-        elif name in _NEEDED:
+    for one in fields(Model):
+        keys = one.metadata["keys"]
+        key = next((key for key in keys if data.get(key) is not None), "")
+        if key and type(data[key]) is int:
+            sizes[one.name] = data[key]
+        elif key:
+            problems.append(f"{path}: {key} is {data[key]!r}; it is an int")
+        elif one.name in _NEEDED:
             problems.append(f"{path}: there is no {' or '.join(keys)}; add it")
     if problems:
         raise UsageError(*problems)
     return sizes
+
+
+class Axes(NamedTuple):
+    """The size of each axis, in Megatron's order of ranks: tp-cp-dp-pp, and etp-ep-edp-pp for experts."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    dp_replicate: int = 1  # a part of dp
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks ZeRO divides what is not of experts."""
+        return self.dp * self.cp // self.dp_replicate
+
+    @property
+    def edp(self) -> int:
+        """How many ranks have the same experts."""
+        return max(1, self.tp * self.dp * self.cp // (self.ep * self.etp))
+
+    @property
+    def expert_shards(self) -> int:
+        """Over how many ranks ZeRO divides experts."""
+        return max(1, self.edp // self.dp_replicate)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, on what and how it is trained; ``list_partitions`` looks for the best micro-batch, stage and checkpointing if None.
+
+    An estimate takes micro-batch 1, stage 0 and no checkpointing for None.
+    """
+
+    model: Model = field(default_factory=Model)
+    hardware: Hardware = field(default_factory=lambda: load_hardware("h100"))
+    seq: int = knob("tokens of a sequence")
+    global_batch: int = knob("sequences of a step, over all ranks")
+    micro_batch: int | None = knob("sequences that a data-parallel rank works on at a time", None)
+    stage: int | None = knob(
+        "of ZeRO: 1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too",
+        None,
+        (0, 1, 2, 3),
+    )
+    precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
+    trainer: str = knob("whose layers, loss and optimizer are counted", "torch", ("torch", "megatron"))
+    checkpointing: str | None = knob(
+        "what is computed again for the backward pass: whole layers, or a part; with torch all but attention and every second "
+        """matrix product (torchtitan's "selective op"), with Megatron attention's scores""",
+        None,
+        ("none", "selective", "full"),
+    )
+    sequence_parallel: bool = knob("whether tp shares the norms and the residual stream too", default=True)
+    fused_loss: bool = knob("whether the loss is one compiled kernel, not eager operations", default=False)
+    stages_per_rank: int = knob("of a pipeline; 2 or more is the interleaved schedule", 1)
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the sizes that the estimates follow from, and that are not known."""
+        sizes = asdict(self.model) | {"seq": self.seq, "global_batch": self.global_batch}
+        return [name for name in ("layers", "hidden", "heads", "seq", "global_batch") if not sizes[name]]
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether torch's layers are counted, with FSDP2."""
+        return self.trainer == "torch"
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each thing that does not go with another."""
+        problems = self.model.problems()
+        for one in fields(self)[2:]:
+            value, allowed = getattr(self, one.name), one.metadata["allowed"]
+            if allowed and value not in {*allowed, one.default}:
+                problems.append(f"{one.name} is {value!r}; it is one of {allowed}")
+            elif type(value) is int and value < 0:
+                problems.append(f"{one.name} is {value}; it is not below 0")
+        if self.precision == "fp8" and "fp8" not in self.hardware.peak:
+            problems.append(f"{self.hardware.name} has no fp8; it has {', '.join(self.hardware.peak)}")
+        return problems
+
+    def micro_batches(self, dp: int) -> int:
+        """Return how many micro-batches a data-parallel rank has in a step; 0 where they do not divide it."""
+        each = dp * (self.micro_batch or 1)
+        return 0 if self.global_batch % each else self.global_batch // each

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from math import inf, isqrt
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import LayoutError, UsageError, count_of
-from namedmesh.plan.cost import Axes, Job, Memory, Step, estimate_memory, estimate_step
+from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
-from namedmesh.plan.hardware import hardware_names, load_hardware
-from namedmesh.plan.model import Model, read_config
+from namedmesh.plan.hardware import CARDS, load_hardware
+from namedmesh.plan.model import Axes, Job, Model, read_config
 from namedmesh.sizes import SharedHeads
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Partition:
     memory: Memory | None = (
         None  # of the fullest rank; None, as the step, where a size is missing or rules it out
     )
-    step: Step | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of a step, by what they go to
 
     def __getattr__(self, name: str) -> Any:
         if name not in Axes._fields:
@@ -92,7 +92,7 @@ class Partition:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of the whole job in a second; 0 if sizes are not known."""
-        return 0.0 if self.step is None else self.job.global_batch * self.job.seq / self.step.total
+        return self.job.global_batch * self.job.seq / sum(self.seconds.values()) if self.seconds else 0.0
 
 
 def list_partitions(
@@ -175,8 +175,8 @@ def _best_of(axes: Axes, jobs: list[list[Job]], limit: float, dp_replicate: int 
                     why = f"needs {memory.total / 1e9:.1f} GB of {limit / 1e9:.1f} at stage {job.stage}"
                     candidates.append((False, -memory.total, Partition(copied, job, (why,), memory)))
     best = max(candidates, key=lambda each: each[:2])[2]
-    if best.memory is not None and best.step is None:
-        return replace(best, step=estimate_step(best.job, best.axes))
+    if best.memory is not None and not best.seconds:
+        return replace(best, seconds=estimate_step(best.job, best.axes))
     return best
 
 
@@ -304,10 +304,10 @@ def explain(first: Partition, second: Partition) -> str:
 
 def _costs(one: Partition) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds and the gigabytes of a partition by part."""
-    if one.step is None or one.memory is None:
+    if one.memory is None:
         why = "; ".join(one.reasons) or f"the seconds of a step need {', '.join(one.job.missing)}"
         raise LayoutError(f"{one.words} has no step to explain: {why}")
-    return one.step.seconds, {part: size / 1e9 for part, size in one.memory._asdict().items()}
+    return one.seconds, {part: size / 1e9 for part, size in one.memory._asdict().items()}
 
 
 def _differences(ours: dict[str, float], theirs: dict[str, float], unit: str) -> list[str]:
@@ -343,17 +343,16 @@ def _configure(parser: ArgumentParser) -> None:
             elif words:
                 group.add_argument(flag, type=int, metavar="N", help=words)
     group = parser.add_argument_group("on what, and what is shown")
-    text = f"{', '.join(hardware_names())}, or a file.json with the fields of a card (default: %(default)s)"
+    text = f"{', '.join(CARDS)}, or a file.json with the fields of a card (default: %(default)s)"
     group.add_argument("--hardware", default="h100", metavar="NAME", help=text)
-    text = "consecutive ranks on one node, if not the hardware's"
-    group.add_argument("--gpus-per-node", type=positive, metavar="N", help=text)
-    text = "copies of a sharded model: HSDP (default: the best of some)"
-    group.add_argument("--dp-replicate", type=positive, metavar="N", help=text)
-    group.add_argument("--memory", type=float, metavar="GB", help="of a GPU, if not the hardware's")
-    text = "the part of the memory that stays free (default: %(default)s)"
-    group.add_argument("--margin", type=float, default=MARGIN, help=text)
-    text = "only the N that fit and have the most tokens a second"
-    group.add_argument("--best", type=positive, metavar="N", help=text)
+    for flag, read, text in (
+        ("--gpus-per-node", positive, "consecutive ranks on one node, if not the hardware's"),
+        ("--dp-replicate", positive, "copies of a sharded model: HSDP (default: the best of some)"),
+        ("--memory", float, "GB of a GPU, if not the hardware's"),
+        ("--margin", float, f"the part of the memory that stays free (default: {MARGIN})"),
+        ("--best", positive, "only the N that fit and have the most tokens a second"),
+    ):
+        group.add_argument(flag, type=read, metavar="N", help=text)
     text = "why one of two layouts, such as tp=8,dp=4, is faster: the seconds and gigabytes that differ (default: the first two)"
     group.add_argument("--explain", nargs="*", metavar="SIZES", help=text)
 
@@ -367,8 +366,8 @@ def _run(arguments: Namespace) -> int:
     if "gpus_per_node" in given:
         hardware = hardware.with_node(given["gpus_per_node"])
     job = Job(model, hardware, **{one.name: given[one.name] for one in fields(Job) if one.name in given})
-    memory = arguments.memory and arguments.memory * 1e9
-    more = {"memory": memory, "margin": arguments.margin, "dp_replicate": arguments.dp_replicate}
+    memory, margin = arguments.memory and arguments.memory * 1e9, given.get("margin", MARGIN)
+    more = {"memory": memory, "margin": margin, "dp_replicate": arguments.dp_replicate}
     partitions = list_partitions(arguments.world_size, job, **more)
     fitting = [one for one in partitions if one.fits]
     head = (
@@ -376,8 +375,8 @@ def _run(arguments: Namespace) -> int:
     )
     listed: Sequence[Partition] = partitions
     if not job.missing:
-        limit = (memory or job.hardware.memory) * (1 - arguments.margin) / 1e9
-        head += f" {limit:.4g} GB of {job.hardware.name} ({arguments.margin:.0%} of it stay free)"
+        limit = (memory or job.hardware.memory) * (1 - margin) / 1e9
+        head += f" {limit:.4g} GB of {job.hardware.name} ({margin:.0%} of it stay free)"
     if arguments.best is not None:
         listed = best_partitions(partitions, arguments.best)
     parts = ["\n".join([head, *(f"{arguments.config}: {note}" for note in notes)])]
@@ -413,13 +412,11 @@ def _table(partitions: Sequence[Partition]) -> str:
             del row["dp_replicate"]
         if not one.job.model.experts:
             del row["ep"], row["etp"]
-        if one.step is not None and one.memory is not None:
+        if one.memory is not None:
             row |= {"mb": one.job.micro_batch, "stage": one.job.stage, "again": one.job.checkpointing}
             row |= {"GB": round(one.memory.total / 1e9, 1), "tokens/s": round(one.tokens_per_second)}
-            most = list(one.step.seconds.items())[:4]
-            row["time goes to"] = ", ".join(
-                f"{part} {seconds / one.step.total:.0%}" for part, seconds in most
-            )
+            whole, most = sum(one.seconds.values()), list(one.seconds.items())[:4]
+            row["time goes to"] = ", ".join(f"{part} {seconds / whole:.0%}" for part, seconds in most)
         rows.append(row | {"ruled out": "; ".join(one.reasons)})
     columns = [name for name in _COLUMNS if any(row.get(name, "") != "" for row in rows)]
     return as_text(columns, [[row.get(name, "") for name in columns] for row in rows])
