@@ -402,9 +402,9 @@ MUCH = Job(Model(experts=8, top_k=20), checkpointing="ful", stage=4, precision="
     [
         (
             lambda: list_partitions(8, MUCH),
-            "4 problems:\n  - a token goes to 20 of 8 experts; give fewer as top_k\n  - stage is 4; it is one of (0, 1, 2, 3)\n"
-            "  - precision is 'fp4'; it is one of ('bf16', 'fp8')\n"
-            "  - checkpointing is 'ful'; it is one of ('none', 'selective', 'full')",
+            "4 problems:\n  - stage is 4; it is one of (0, 1, 2, 3)\n  - precision is 'fp4'; it is one of ('bf16', 'fp8')\n"
+            "  - checkpointing is 'ful'; it is one of ('none', 'selective', 'full')\n"
+            "  - a token goes to 20 of 8 experts; give fewer as top_k",
         ),
         (lambda: list_partitions(8, Job(precision="fp8", hardware=load_hardware("a100"))), "NVIDIA A100 ... has no fp8; it has bf16"),
         (lambda: list_partitions(0), "world_size is 0; partitions are listed for 1 to 10000000 ranks"),

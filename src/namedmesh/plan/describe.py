@@ -138,16 +138,12 @@ def make_plan(
     return Plan(arrangement, *_kinds(arrangement), gpus_per_node, across, (*arrangement.notes, *warnings))
 
 
-def _layouts(arrangement: DialectLayout) -> list[Layout]:
-    return [layout for layout in (arrangement.dense, arrangement.expert) if layout is not None]
-
-
 def _across_nodes(arrangement: DialectLayout, node: int) -> tuple[dict[str, int], list[str]]:
     """Return by axis how many of its groups have ranks on several nodes, and what may be a mistake; the experts' axes at the end."""
     across, warnings, world = dict[str, int](), list[str](), arrangement.dense.world_size
     if world > node and world % node:
         warnings.append(f"{world} ranks do not fill nodes of {node}: the last has {world % node}")
-    for layout in _layouts(arrangement):
+    for layout in filter(None, (arrangement.dense, arrangement.expert)):
         for axis in layout:
             if axis not in across:
                 last = layout.group(0, axis)[-1]
@@ -262,7 +258,7 @@ def rank_text(plan: Plan, rank: int) -> str:
     """Write for people where a rank stands, and what it shares with whom."""
     layout, node, experts = plan.layout, plan.gpus_per_node, plan.arrangement.expert
     lines = [f"rank {rank} of {layout}{f', node {rank // node}' if node else ''}"]
-    for own in _layouts(plan.arrangement):
+    for own in filter(None, (layout, experts)):
         for axis, at in own.coords(rank).items():
             if own is layout or axis not in layout:
                 peers = _in_words(own.group(rank, axis))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,11 @@ _UNREAD = {
 def knob(words: str, default: Any = 0, allowed: tuple[Any, ...] = (), keys: str = "") -> Any:
     """Return a field of a dataclass: what the help of its flag says, the values that it may have, its keys in config.json."""
     return field(default=default, metadata={"words": words, "allowed": allowed, "keys": keys.split()})
+
+
+def knobs(kind: type[Model | Job]) -> list[Field[Any]]:
+    """Return the fields that are made by :func:`knob`."""
+    return [one for one in fields(kind) if one.metadata]
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Model:
 
     def problems(self) -> list[str]:
         """Return a sentence for each size that does not go with another."""
-        problems = [f"{name} is {size}; it is not below 0" for name, size in asdict(self).items() if size < 0]
+        problems = []
         if self.experts and self.top_k > self.experts:
             problems.append(f"a token goes to {self.top_k} of {self.experts} experts; give fewer as top_k")
         if self.layers and self.dense_layers > self.layers:
@@ -70,9 +75,7 @@ class Model:
         if self.kv_rank and not (self.head_dim and self.rope_dim and self.value_dim):
             problems.append("kv_rank is given: latent attention; give head_dim, rope_dim and value_dim too")
         if self.heads and not self.head_dim and self.hidden % self.heads:
-            problems.append(
-                f"{self.hidden} hidden features do not divide by {self.heads} heads; give head_dim"
-            )
+            problems.append(f"{self.heads} heads do not divide {self.hidden} hidden features; give head_dim")
         return problems
 
     @cached_property
@@ -158,7 +161,7 @@ def read_config(path: str) -> tuple[Model, list[str]]:
 def _sizes(path: str, data: dict[str, Any]) -> dict[str, int]:
     """Return each size from the first of its keys that is there."""
     sizes, problems = dict[str, int](), []
-    for one in fields(Model):
+    for one in knobs(Model):
         keys = one.metadata["keys"]
         key = next((key for key in keys if data.get(key) is not None), "")
         if key and type(data[key]) is int:
@@ -217,26 +220,19 @@ class Job:
     global_batch: int = knob("sequences of a step, over all ranks")
     micro_batch: int | None = knob("sequences that a data-parallel rank works on at a time", None)
     stage: int | None = knob(
-        "of ZeRO: 1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too",
-        None,
-        (0, 1, 2, 3),
+        "of ZeRO: 1 shards the optimizer, 2 gradients, 3 (FSDP) weights too", None, (0, 1, 2, 3)
     )
     precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
     trainer: str = knob("whose layers, loss and optimizer are counted", "torch", ("torch", "megatron"))
-    checkpointing: str | None = knob(
-        "what is computed again for the backward pass: whole layers, or a part; with torch all but attention and every second "
-        """matrix product (torchtitan's "selective op"), with Megatron attention's scores""",
-        None,
-        ("none", "selective", "full"),
-    )
+    checkpointing: str | None = knob("what is computed again backward", None, ("none", "selective", "full"))
     sequence_parallel: bool = knob("whether tp shares the norms and the residual stream too", default=True)
     fused_loss: bool = knob("whether the loss is one compiled kernel, not eager operations", default=False)
     stages_per_rank: int = knob("of a pipeline; 2 or more is the interleaved schedule", 1)
 
-    @property
+    @cached_property
     def missing(self) -> list[str]:
         """The names of the sizes that the estimates follow from, and that are not known."""
-        sizes = asdict(self.model) | {"seq": self.seq, "global_batch": self.global_batch}
+        sizes = vars(self.model) | vars(self)
         return [name for name in ("layers", "hidden", "heads", "seq", "global_batch") if not sizes[name]]
 
     @property
@@ -246,13 +242,16 @@ class Job:
 
     def problems(self) -> list[str]:
         """Return a sentence for each thing that does not go with another."""
-        problems = self.model.problems()
-        for one in fields(self)[2:]:
-            value, allowed = getattr(self, one.name), one.metadata["allowed"]
-            if allowed and value not in {*allowed, one.default}:
-                problems.append(f"{one.name} is {value!r}; it is one of {allowed}")
-            elif type(value) is int and value < 0:
-                problems.append(f"{one.name} is {value}; it is not below 0")
+        problems = []
+        for owner in (self.model, self):
+            for one in knobs(type(owner)):
+                value, allowed = getattr(owner, one.name), one.metadata["allowed"]
+                least = 0 if one.default == 0 else 1
+                if allowed and value not in {*allowed, one.default}:
+                    problems.append(f"{one.name} is {value!r}; it is one of {allowed}")
+                elif not allowed and type(value) is int and value < least:
+                    problems.append(f"{one.name} is {value}; it is an int of at least {least}")
+        problems += self.model.problems()
         if self.precision == "fp8" and "fp8" not in self.hardware.peak:
             problems.append(f"{self.hardware.name} has no fp8; it has {', '.join(self.hardware.peak)}")
         return problems

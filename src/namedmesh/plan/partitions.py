@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, isqrt
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from namedmesh.errors import LayoutError, UsageError, count_of
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
 from namedmesh.plan.hardware import CARDS, load_hardware
-from namedmesh.plan.model import Axes, Job, Model, read_config
+from namedmesh.plan.model import Axes, Job, Model, knobs, read_config
 from namedmesh.sizes import SharedHeads
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ _NEAREST = 3  # partitions that are shown where none fits
 _COLUMNS = (*Axes._fields, "mb", "stage", "again", "GB", "tokens/s", "time goes to", "ruled out")
 _WORDS = """\
 what is printed: a line for each layout, with the policies under which it is fastest.
-  mb, stage, again    micro-batch, ZeRO's stage and checkpointing: as given, else the best that was found
+  mb, stage, again    micro-batch, ZeRO's stage and checkpointing: as given, else the best that was found; selective: with torch all
+                      but attention and every second product (torchtitan's "selective op"), with Megatron attention's scores
   GB                  that the fullest rank needs: weights, gradients and optimizer as ZeRO divides them; gathered, what FSDP holds
                       whole (embedding and head; in pipelines all weights and their gradients); activations; loss, copies of the
                       logits; backward, what one layer needs on top
@@ -208,25 +209,19 @@ def _all_axes(world_size: int, job: Job) -> Iterator[Axes]:
 def incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
     """Yield a sentence for each size of a job that does not go with an axis, and for what a trainer refuses."""
     model, (tp, cp, pp, dp, copies, ep, etp) = job.model, axes
-    widths = [
+    network = model.ffn if model.dense_layers or not model.experts else 0
+    for what, count, axis, size in (
         ("heads", model.heads, "tp", tp),
         ("hidden features", model.hidden, "tp", tp),
-        (
-            "features of the feed-forward network",
-            0 if model.experts and not model.dense_layers else model.ffn,
-            "tp",
-            tp,
-        ),
+        ("features of the feed-forward network", network, "tp", tp),
         ("vocabulary entries", model.vocab, "tp", tp),
         ("experts", model.experts, "ep", ep),
         ("features of an expert", model.expert_inner if model.experts else 0, "etp", etp),
-    ]
-    for what, count, axis, size in widths:
+    ):
         if count % size:
             yield f"{count} {what} do not divide by {axis}={size}"
-    if cp > 1 and job.seq % (
-        2 * cp
-    ):  # each rank takes a chunk from either end, so that causal attention is balanced
+    # Each rank takes a chunk from either end of a sequence, so that causal attention is balanced.
+    if cp > 1 and job.seq % (2 * cp):
         yield f"{job.seq} tokens of a sequence do not divide by 2 x cp={cp}"
     kv_heads = 0 if model.kv_rank else model.kv_heads
     if kv_heads % tp and not SharedHeads(model.heads or kv_heads, kv_heads, tp).possible:
@@ -278,9 +273,7 @@ def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) ->
         if wanted.items() <= one.axes._asdict().items():
             return one
     given = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    raise LayoutError(
-        f"{given} is none of these partitions; name tp, cp, pp, dp, and ep and etp with experts"
-    )
+    raise LayoutError(f"{given} is none of these partitions; name tp, cp, pp, dp, with experts ep and etp")
 
 
 def explain(first: Partition, second: Partition) -> str:
@@ -325,22 +318,17 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, metavar="N", required=True, help="how many ranks there are")
     text = "Hugging Face's config.json of the model, or its directory; flags override it"
     parser.add_argument("--config", metavar="FILE", help=text)
-    for title, kind in (
-        ("the model", Model),
-        ("how it is trained; the best is searched where nothing is said", Job),
-    ):
+    titles = {Model: "the model", Job: "how it is trained; the best is searched where nothing is said"}
+    for kind, title in titles.items():
         group = parser.add_argument_group(title)
-        for one in fields(kind):
-            flag, words, allowed = (
-                f"--{one.name.replace('_', '-')}",
-                one.metadata.get("words"),
-                one.metadata.get("allowed"),
-            )
-            if words and isinstance(one.default, bool):
+        for one in knobs(kind):
+            flag, words = f"--{one.name.replace('_', '-')}", one.metadata["words"]
+            allowed = one.metadata["allowed"]
+            if isinstance(one.default, bool):
                 group.add_argument(flag, action=BooleanOptionalAction, help=words)
-            elif words and allowed:
+            elif allowed:
                 group.add_argument(flag, type=type(allowed[0]), choices=allowed, help=words)
-            elif words:
+            else:
                 group.add_argument(flag, type=int, metavar="N", help=words)
     group = parser.add_argument_group("on what, and what is shown")
     text = f"{', '.join(CARDS)}, or a file.json with the fields of a card (default: %(default)s)"
@@ -349,10 +337,11 @@ def _configure(parser: ArgumentParser) -> None:
         ("--gpus-per-node", positive, "consecutive ranks on one node, if not the hardware's"),
         ("--dp-replicate", positive, "copies of a sharded model: HSDP (default: the best of some)"),
         ("--memory", float, "GB of a GPU, if not the hardware's"),
-        ("--margin", float, f"the part of the memory that stays free (default: {MARGIN})"),
+        ("--margin", float, "the part of the memory that stays free (default: 0.08)"),
         ("--best", positive, "only the N that fit and have the most tokens a second"),
     ):
         group.add_argument(flag, type=read, metavar="N", help=text)
+    parser.set_defaults(margin=MARGIN)
     text = "why one of two layouts, such as tp=8,dp=4, is faster: the seconds and gigabytes that differ (default: the first two)"
     group.add_argument("--explain", nargs="*", metavar="SIZES", help=text)
 
@@ -361,41 +350,39 @@ def _run(arguments: Namespace) -> int:
     """Print the partitions that the arguments ask for; the status is 3 if nothing fits."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     model, notes = read_config(given["config"]) if "config" in given else (Model(), [])
-    model = replace(model, **{one.name: given[one.name] for one in fields(Model) if one.name in given})
-    hardware = load_hardware(given.pop("hardware"))
-    if "gpus_per_node" in given:
-        hardware = hardware.with_node(given["gpus_per_node"])
-    job = Job(model, hardware, **{one.name: given[one.name] for one in fields(Job) if one.name in given})
-    memory, margin = arguments.memory and arguments.memory * 1e9, given.get("margin", MARGIN)
-    more = {"memory": memory, "margin": margin, "dp_replicate": arguments.dp_replicate}
+    model = replace(model, **{one.name: given[one.name] for one in knobs(Model) if one.name in given})
+    hardware = load_hardware(arguments.hardware)
+    if arguments.gpus_per_node:
+        hardware = hardware.with_node(arguments.gpus_per_node)
+    job = Job(model, hardware, **{one.name: given[one.name] for one in knobs(Job) if one.name in given})
+    memory = (arguments.memory or hardware.memory / 1e9) * 1e9
+    more = {"memory": memory, "margin": arguments.margin, "dp_replicate": arguments.dp_replicate}
     partitions = list_partitions(arguments.world_size, job, **more)
-    fitting = [one for one in partitions if one.fits]
-    head = (
-        f"{count_of(len(partitions), 'layout')} of {arguments.world_size} ranks, {len(fitting)} of them fit"
-    )
-    listed: Sequence[Partition] = partitions
+    fitting = sum(one.fits for one in partitions)
+    head = f"{count_of(len(partitions), 'layout')} of {arguments.world_size} ranks, {fitting} of them fit"
     if not job.missing:
-        limit = (memory or job.hardware.memory) * (1 - margin) / 1e9
-        head += f" {limit:.4g} GB of {job.hardware.name} ({margin:.0%} of it stay free)"
-    if arguments.best is not None:
-        listed = best_partitions(partitions, arguments.best)
+        limit = f"{memory * (1 - arguments.margin) / 1e9:.4g} GB of {hardware.name}"
+        head += f" {limit} ({arguments.margin:.0%} of it stay free)"
     parts = ["\n".join([head, *(f"{arguments.config}: {note}" for note in notes)])]
+    listed: Sequence[Partition] = partitions
     if not fitting:
         parts.append("nothing fits; the nearest, with the policies that need the least memory:")
-        near = [(one.memory.total, one) for one in partitions if one.memory is not None]
-        listed = [one for _, one in sorted(near, key=lambda each: each[0])][: arguments.best or _NEAREST]
-    if listed:
-        parts.append(_table(listed))
+        nearest = sorted(partitions, key=lambda one: sum(one.memory or (inf,)))
+        listed = nearest[: arguments.best or _NEAREST]
+    elif arguments.best:
+        listed = best_partitions(partitions, arguments.best)
+    parts.append(_table(listed))
+    two: Sequence[Partition] = ()
     if arguments.explain:
-        if len(arguments.explain) != 2:  # noqa: PLR2004  two are compared
-            raise UsageError(
-                f"--explain was given {arguments.explain}; give two layouts, or none for the first two"
-            )
-        parts.append(
-            explain(*(find_partition(partitions, parse_spec(text)[1]) for text in arguments.explain))
+        two = [find_partition(partitions, parse_spec(text)[1]) for text in arguments.explain]
+    elif arguments.explain is not None and fitting:
+        two = best_partitions(partitions, 2)
+    if len(two) == 2:  # noqa: PLR2004  two are compared
+        parts.append(explain(*two))
+    elif arguments.explain:
+        raise UsageError(
+            f"--explain was given {arguments.explain}; give two layouts, or none for the first two"
         )
-    elif arguments.explain is not None and len(fitting) > 1:
-        parts.append(explain(*best_partitions(partitions, 2)))
     if fitting and not job.missing:
         best = best_partitions(partitions, 1)[0]
         parts.append(f"The fastest, with {best.policies}:\n  {best.call}")
