@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.errors import AgreementError, UsageError, count_of, listing, ranks_in_words
+from namedmesh.errors import AgreementError, count_of, listing, ranks_in_words
 from namedmesh.plan.describe import add_layout, as_text, layout_arguments, parse_spec, resolve
 
 if TYPE_CHECKING:
@@ -52,10 +52,6 @@ def _run(arguments: Namespace) -> int:
     from namedmesh import launch
     from namedmesh.init import init_mesh
 
-    for name in ("timeout", "megabytes"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < 1e9:  # noqa: PLR2004  as torch can count seconds, and memory hold megabytes
-            raise UsageError(f"{name} is {value:g}; it is a number above 0 and below 1e9")
     spec, sizes = layout_arguments(arguments)
     parse_spec(spec)  # what cannot be read is said before the ranks look for each other
     timeout = timedelta(seconds=arguments.timeout)
@@ -96,41 +92,34 @@ def _run(arguments: Namespace) -> int:
 
 def problems_of(found: Sequence[tuple[str, str] | None]) -> list[str]:
     """Return the problems that ranks found, an axis and a sentence by rank, each once with all of its ranks."""
-    holders: dict[tuple[str, str], list[int]] = {}
+    ranks: dict[tuple[str, str], list[int]] = {}
     for rank, problem in enumerate(found):
         if problem:
-            holders.setdefault(problem, []).append(rank)
-    return [f"axis {axis}, {ranks_in_words(ranks)}: {problem}" for (axis, problem), ranks in holders.items()]
+            ranks.setdefault(problem, []).append(rank)
+    return [f"axis {axis}, {ranks_in_words(those)}: {problem}" for (axis, problem), those in ranks.items()]
 
 
 def check_groups(
     groups: Sequence[Group], rank: int, device: torch.device, timeout: timedelta
 ) -> tuple[str, str] | None:
-    """Return the axis and the problem of the first group that has one; results of later ones would mean nothing."""
-    for group in groups:
-        try:
-            problem = _problem(group, rank, device, timeout)
-        except (RuntimeError, TimeoutError) as error:
-            problem = str(error).strip().partition("\n")[0] or type(error).__name__
-        if problem:
-            return group.axis, problem
-    return None
-
-
-def _problem(group: Group, rank: int, device: torch.device, timeout: timedelta) -> str:
-    """Return the problem of a group; empty if its ranks, and the sum over them, are right."""
+    """Return the axis and the problem of the first group whose ranks, or whose sum, are wrong; later ones would mean nothing."""
     import torch
     import torch.distributed as dist
 
-    own = torch.tensor([rank], device=device)
-    members = [torch.empty_like(own) for _ in range(dist.get_world_size(group.group))]
-    _wait(dist.all_gather(members, own, group=group.group, async_op=True), timeout)
-    ranks = tuple(int(member.item()) for member in members)
-    if ranks != group.ranks:
-        return f"its group has ranks {listing(ranks)} instead of {listing(group.ranks)}"
-    _wait(dist.all_reduce(own, group=group.group, async_op=True), timeout)
-    got, expected = int(own.item()), sum(group.ranks)
-    return "" if got == expected else f"an all-reduce gave {got} instead of {expected}"
+    for axis, ranks, group in groups:
+        own = torch.tensor([rank], device=device)
+        members = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        try:
+            _wait(dist.all_gather(members, own, group=group, async_op=True), timeout)
+            found = tuple(int(member.item()) for member in members)
+            if found != ranks:
+                return axis, f"its group has ranks {listing(found)} instead of {listing(ranks)}"
+            _wait(dist.all_reduce(own, group=group, async_op=True), timeout)
+            if own.item() != sum(ranks):
+                return axis, f"an all-reduce gave {own.item()} instead of {sum(ranks)}"
+        except (RuntimeError, TimeoutError) as error:
+            return axis, str(error).strip().partition("\n")[0] or type(error).__name__
+    return None
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
