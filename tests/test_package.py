@@ -39,7 +39,6 @@ ROOMS = (
     "launch",
     "groups",
     "views",
-    "roots",
     "current",
     "adopt",
     "explain",
