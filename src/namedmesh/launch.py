@@ -53,7 +53,8 @@ def init(
         The device of this process. It is made the current one.
 
     Raises:
-        LaunchError: the environment is incomplete, the device is not there, or the store of the job does not answer.
+        LaunchError: the environment is incomplete, or the device is not there.
+        DistNetworkError: torch's, where rank 0 cannot host the store of the job, or does not answer.
         LayoutError: the timeout is not a positive ``timedelta``.
         AgreementError: the ranks were given different arguments, some did not call this within ``timeout``, or one of
             them gave up.
@@ -109,31 +110,16 @@ def was_launched() -> bool:
 
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
     """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``, as torch's ``env://`` does, without waiting for all ranks."""
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     of_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_host = rank == 0 and not of_agent
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=is_host,
-            timeout=timeout,
-            wait_for_workers=False,  # the agreement waits, and names the absent ones
-            multi_tenant=True,
-            use_libuv=environment.get("USE_LIBUV", "1") == "1",
-        )
-    except dist.DistError as error:
-        reason = str(error).partition("\n")[0]
-        if is_host:
-            raise LaunchError(
-                f"rank 0 cannot host the store of the job at {host}:{port} ({reason}); set MASTER_ADDR to its host and "
-                "MASTER_PORT to a port that is free there, the same on every rank"
-            ) from None
-        owner = "torchrun's agent" if of_agent else "rank 0"
-        raise LaunchError(
-            f"{owner}, which hosts the store of the job at {host}:{port}, did not answer within "
-            f"{timeout.total_seconds():g} s; see its output for why, and check MASTER_ADDR and MASTER_PORT ({reason})"
-        ) from None
+    return dist.TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        is_master=rank == 0 and not of_agent,
+        timeout=timeout,
+        wait_for_workers=False,  # the agreement waits, and names the absent ones
+        multi_tenant=True,
+        use_libuv=environment.get("USE_LIBUV", "1") == "1",
+    )
 
 
 def local_device(

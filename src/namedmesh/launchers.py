@@ -131,12 +131,10 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     given = {"rank": int_variable(environment, "RANK"), "size": int_variable(environment, "WORLD_SIZE")}
     if None not in given.values() and given != {what: place[what] for what in given}:
         return {}  # started by something else within: torchrun, or a test
-    problems = _problems(launchers[0], place, given, environment)
     size = given["size"] if place["size"] is None else place["size"]
     if size == 1 and given["size"] in (None, 1):
         return {}
-    if problems:
-        raise LaunchError(*problems)
+    _check(launchers[0], place, given, size)
     found = {
         "RANK": place["rank"],
         "WORLD_SIZE": size,
@@ -188,34 +186,21 @@ def _first_set(environment: Mapping[str, str], names: Sequence[str]) -> str:
     return next((environment[name] for name in names if name in environment), "")
 
 
-def _problems(
-    launcher: _Launcher,
-    place: Mapping[str, Any],
-    given: Mapping[str, int | None],
-    environment: Mapping[str, str],
-) -> list[str]:
-    """Return why a place is not whole, or does not fit what is set already."""
-    problems = []
-    rank, size = place["rank"], given["size"] if place["size"] is None else place["size"]
-    sizes = (launcher.size or "PMI_SIZE").split()
-    of_rank, of_size = launcher.rank, next((name for name in sizes if name in environment), sizes[0])
+def _check(
+    launcher: _Launcher, place: Mapping[str, Any], given: Mapping[str, int | None], size: int | None
+) -> None:
+    """Refuse a place that is not whole, or does not fit what is set already."""
     for name, what in (("RANK", "rank"), ("WORLD_SIZE", "size")):
         if None not in (given[what], place[what]) and given[what] != place[what]:
-            problems.append(f"{name} is {given[what]}, but {launcher.name} says {place[what]}; unset {name}")
-    if rank is None:
-        problems.append(
-            f"{of_size} is {size}, but {of_rank} is not set; start the script with {launcher.command}, or unset {of_size} "
-            "for a world of one"
+            raise LaunchError(
+                f"{name} is {given[what]}, but {launcher.name} says {place[what]}; unset {name}"
+            )
+    rank, sizes = place["rank"], launcher.size.split() or ["WORLD_SIZE"]
+    if rank is None or size is None or not 0 <= rank < size:
+        raise LaunchError(
+            f"{launcher.name} gives this process rank {rank} of {size} ({launcher.rank}, {' or '.join(sizes)}); start the "
+            f"script with {launcher.command}, or unset these variables for a world of one"
         )
-    elif size is None:
-        problems.append(
-            f"{of_rank} is {rank}, but {of_size} is not set; set WORLD_SIZE to the number of ranks"
-        )
-    elif not 0 <= rank < size:
-        problems.append(
-            f"{launcher.name} gives this process rank {rank} of {size}; a rank is at least 0 and below the number of ranks"
-        )
-    return problems
 
 
 def _address(
@@ -228,25 +213,12 @@ def _address(
         return first_host(place["hosts"])
     for name in _HOST_FILES:
         if name in environment:
-            return _first_line(name, environment[name])
+            lines = Path(environment[name]).read_text(encoding="utf-8").splitlines()
+            hosts = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            return hosts[0].partition(":")[0]  # a number of slots may follow
     if "SLURM_JOB_NODELIST" in environment:
         return first_host(environment["SLURM_JOB_NODELIST"])
     raise LaunchError(
         f"{launcher.name} started {size} processes, but does not say on which host rank 0 is; set MASTER_ADDR to that host "
         "(127.0.0.1 if all are on one)"
     )
-
-
-def _first_line(variable: str, path: str) -> str:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise LaunchError(
-            f"{variable} is {path!r}, which cannot be read: {error.strerror}; set MASTER_ADDR to the host of rank 0"
-        ) from None
-    hosts = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not hosts:
-        raise LaunchError(
-            f"{variable} is {path!r}, which names no host; set MASTER_ADDR to the host of rank 0"
-        )
-    return hosts[0].partition(":")[0]  # a number of slots may follow
