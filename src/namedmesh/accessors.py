@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -126,24 +126,12 @@ class Accessors:
         """Return whether this rank is the last on an axis, or on a flattened product."""
         return self.rank(axis) == self.size(axis) - 1
 
-    @overload
-    def next(self, axis: str) -> int: ...
-    @overload
-    def next(self, axis: str, *, wrap: bool) -> int | None: ...
-    def next(self, axis: str, *, wrap: bool = True) -> int | None:
-        """Return the global rank after this one; after the last comes the first, or with ``wrap=False`` None."""
-        if not wrap and self.is_last(axis):
-            return None
+    def next(self, axis: str) -> int:
+        """Return the global rank after this one on an axis or a flattened product; after the last comes the first."""
         return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
 
-    @overload
-    def prev(self, axis: str) -> int: ...
-    @overload
-    def prev(self, axis: str, *, wrap: bool) -> int | None: ...
-    def prev(self, axis: str, *, wrap: bool = True) -> int | None:
-        """Return the global rank before this one; before the first comes the last, or with ``wrap=False`` None."""
-        if not wrap and self.is_first(axis):
-            return None
+    def prev(self, axis: str) -> int:
+        """Return the global rank before this one on an axis or a flattened product; before the first comes the last."""
         return self.ranks(axis)[self.rank(axis) - 1]
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
@@ -239,10 +227,6 @@ class Accessors:
             self._check_open()
             known = self._meshes[names] = self._views.slice(names)
         return known
-
-
-_NO_OPTIONS = GroupOptions()
-_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
 
 
 _NO_OPTIONS = GroupOptions()
