@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from namedmesh._torch import is_registered
 from namedmesh.errors import LayoutError, listing
 from namedmesh.layout import Layout
 
@@ -75,6 +76,12 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layo
         )
     layout = Layout.from_shape(list(groups), sizes, rank_offset=rank - distance)
     for axis, group in groups.items():
+        if not is_registered(group):
+            problems.append(
+                f"the group of axis {axis!r} is a {type(group).__name__} that torch.distributed does not know, so that its "
+                "ranks cannot be told; leave the axis out of the mesh"
+            )
+            continue
         got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
         if got != expected:
             problems.append(
