@@ -12,23 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "AgreementError",
-    "AxisError",
-    "CheckpointError",
-    "GradientError",
-    "LaunchError",
-    "LayoutError",
-    "MeshError",
-    "NamedMeshError",
-    "PlanError",
-    "ShapeError",
-    "TrainingError",
-    "count_of",
-    "did_you_mean",
-    "listing",
-]
-
 
 class NamedMeshError(Exception):
     """The root of every error that namedmesh raises; ``problems`` has one sentence for each thing that is wrong.

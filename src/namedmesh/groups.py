@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
 
-__all__ = ["Communicator", "Groups", "kept_groups"]
-
 
 class Key(NamedTuple):
     """What two groups share exactly if they are one: how the world is cut, the options, and whose it is if not shared."""

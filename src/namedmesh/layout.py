@@ -17,8 +17,6 @@ from namedmesh.sizes import as_int, fitted_sizes, nearest_axis, product
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Layout"]
-
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Layout:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["NamedMesh", "close_all", "current_mesh"]
-
-
 class NamedMesh(Accessors):
     """Named axes over live process groups. Made by :func:`namedmesh.init_mesh`, or by adopting what exists.
 

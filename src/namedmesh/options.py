@@ -11,8 +11,6 @@ from namedmesh.errors import LayoutError, MeshError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["GroupOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
