@@ -6,7 +6,7 @@ Every rank of the world makes every group, in the same order, so the table of wh
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +62,8 @@ class Groups:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.defaults = defaults
         self.world: Any = dist.group.WORLD
+        self.of_world = GroupOptions(timeout=default_timeout())
+        self._complete: dict[GroupOptions, GroupOptions] = {}
         self.held: dict[Key, Communicator] = {}
         if not all(is_registered(known.group) for known in _kept.values()):
             _kept.clear()  # they were another default group's
@@ -73,12 +75,24 @@ class Groups:
         return self._key(layout.partition(*axes), "_".join(axes), options)
 
     def _key(self, partition: Hashable, label: str, options: GroupOptions) -> Key:
-        key = Key(partition, options.with_defaults(self.defaults))
+        key = Key(partition, self._completed(options))
         if options.share:
             return key
         # A group that this mesh shares with no other: the first that no open mesh uses.
         candidates = (key._replace(use=(label, number)) for number in count())
         return next(own for own in candidates if own in self.held or own not in _kept or not _kept[own].users)
+
+    def _completed(self, options: GroupOptions) -> GroupOptions:
+        """Return what tells groups apart: everything filled in, and in one spelling."""
+        if options not in self._complete:
+            backend = (options.backend or self.defaults.backend or "").lower()
+            self._complete[options] = replace(
+                options,
+                backend=None if backend in ("", dist.get_backend()) else backend,
+                timeout=options.timeout or self.defaults.timeout or self.of_world.timeout,
+                gloo_twin=False,
+            )
+        return self._complete[options]
 
     def overrides(self, keys: Mapping[str, Key]) -> dict[int | str, Any] | None:
         """Return the ``backend_override`` of new groups for some axes; None where one exists, or torch has no words for it."""
@@ -102,8 +116,7 @@ class Groups:
         return known.group if known else None
 
     def _is_world(self, layout: Layout, axes: Sequence[str], key: Key) -> bool:
-        plain = GroupOptions(timeout=default_timeout())
-        return layout.size(*axes) == self.world_size and key.options == plain
+        return layout.size(*axes) == self.world_size and key.options == self.of_world
 
     def over(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
         """Return this rank's group over some axes of a layout of the world; every rank makes all of them."""
@@ -122,7 +135,7 @@ class Groups:
             if self.world_size == 1:
                 return self.world
             each = [(rank,) for rank in range(self.world_size)]
-            return _new_groups(each, "self", GroupOptions(timeout=default_timeout()))
+            return _new_groups(each, "self", self.of_world)
 
         return self.take(_ALONE, "self", make, owned=self.world_size > 1)
 

@@ -66,20 +66,6 @@ class GroupOptions:
             raise LayoutError(*problems)
         return replace(self, **changes)
 
-    def with_defaults(self, defaults: GroupOptions) -> GroupOptions:
-        """Return what tells groups apart: everything filled in, and in one spelling."""
-        import torch.distributed as dist  # options themselves need no torch
-
-        from namedmesh._torch import default_timeout
-
-        backend = (self.backend or defaults.backend or "").lower()
-        return replace(
-            self,
-            backend=None if backend in ("", dist.get_backend()) else backend,
-            timeout=self.timeout or defaults.timeout or default_timeout(),
-            gloo_twin=False,
-        )
-
     def arguments(self) -> dict[str, Any]:
         """Return the keywords with which torch makes groups of these options."""
         import torch.distributed as dist
