@@ -43,12 +43,12 @@ def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
     asked, held, in_world, first = 0, set(), 0, dict[Any, str]()
     for kind in plan.kinds:
         row = next(row for row in namedmesh.dialects.groups_of(plan.arrangement) if row.name == kind.name)
-        groups = list(plan.arrangement.layout(kind.view).groups(*kind.axes))
+        groups = list(kind.layout.groups(*kind.axes))
         if kind.members != "all":
             groups = [
                 tuple(sorted({group[0], group[-1 if kind.members == "ends" else 0]})) for group in groups
             ]
-        assert plan.groups(kind) == groups
+        assert kind.groups() == groups
         assert (kind.count, {kind.size}) == (len(groups), {len(group) for group in groups})
         asked, in_world = asked + 1 + row.gloo_groups, in_world + len(groups) * (1 + row.gloo_groups)
         own = next(group for group in groups if 0 in group)

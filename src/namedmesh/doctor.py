@@ -205,10 +205,10 @@ def report_text(each: Sequence[Measured]) -> str:
     columns, rows = ("axis", "size", "groups", "latency us", "GB/s", "slowest group", "its GB/s"), []
     for axis in each[0].axes:
         speeds = {one.axes[axis][0]: one.axes[axis][1:] for one in each}
-        slowest = min(speeds, key=lambda ranks: speeds[ranks][1])
+        worst = min(speeds, key=lambda ranks: speeds[ranks][1])
         latency, bandwidth = (statistics.median(column) for column in zip(*speeds.values(), strict=True))
-        row = (axis, len(slowest), len(speeds), round(latency * 1e6, 1), round(bandwidth / 1e9, 3))
-        rows.append((*row, listing(slowest), round(speeds[slowest][1] / 1e9, 3)))
+        row = (axis, len(worst), len(speeds), round(latency * 1e6, 1), round(bandwidth / 1e9, 3))
+        rows.append((*row, listing(worst), round(speeds[worst][1] / 1e9, 3)))
     parts = [as_text(columns, rows), "every group has the right ranks and gives the right sum"]
     links = sorted((speed, pair) for one in each for pair, speed in one.links.items())
     if links:
@@ -216,9 +216,8 @@ def report_text(each: Sequence[Measured]) -> str:
         parts.append("\n".join([f"{count_of(len(links), 'pair')} of hosts, the slowest first:", *lines]))
     times = [one.local for one in each]
     factor = max(times) / statistics.median(times)
-    parts.append(
-        f"slowest rank: {times.index(max(times))}, {factor:.2f} times the median for work of its own"
-    )
+    slowest = times.index(max(times))
+    parts.append(f"slowest rank: {slowest}, {factor:.2f} times the median for work of its own")
     return "\n\n".join(parts)
 
 

@@ -15,18 +15,15 @@ if TYPE_CHECKING:
 _FSDP = 3  # the stage of ZeRO that shards the weights
 _NUMBER = 2  # bytes of an activation and of a weight that computes, in bf16
 _MASTER = 12  # of Adam's state: the weight and two moments in float32 (Rajbhandari et al., ZeRO, SC 2020, section 3.1)
-_REDUCED = (
-    4  # of a gradient that is accumulated or on its way: torchtitan's reduce_dtype is float32, as Megatron's
-)
+_REDUCED = 4  # of a gradient that is accumulated or sent: torchtitan's reduce_dtype is float32, as Megatron's
 # Bytes that the loss needs for each logit. Eager, in float32: the log-softmax, its gradient and that of the logits, and the logits
 # in bf16. Under tensor parallelism torch's loss_parallel was measured: 9 times the logits; a vocabulary-parallel cross entropy,
 # as Megatron's: 5 times. Compiled: the logits and their gradient.
 _EAGER, _EAGER_PARALLEL, _MEGATRON, _COMPILED = 14, 18, 10, 4
 # A tensor that the backward pass reads is written and read forward; backward it is read, and its gradient written and read.
 _FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
-_ATTENTION_BACKWARD = (
-    2.5  # forwards: five products for two, if it is fused (Dao, FlashAttention-2, 2023, section 3.1)
-)
+# Forwards: five products for two, if it is fused (Dao, FlashAttention-2, 2023, section 3.1).
+_ATTENTION_BACKWARD = 2.5
 # Bytes to cast a number to fp8: torchao finds the largest first, and reads twice; Transformer Engine knows that of earlier steps.
 _CAST = {"torch": 5, "megatron": 3}
 # Bytes of a parameter where micro-batches accumulate: the gradient is read in bf16, the sum read and written in float32.

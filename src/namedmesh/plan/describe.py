@@ -76,11 +76,15 @@ class Kind:
 
     name: str
     axes: tuple[str, ...]
-    view: str
+    layout: Layout
     members: str
     size: int
     count: int
     communicator: str  # "its own", "the world's", "none, one rank", or "that of" another kind
+
+    def groups(self, limit: int | None = None) -> list[Group]:
+        """Return the first groups, by their lowest rank, or all of them."""
+        return [_part(group, self.members) for group in _first_groups(self.layout, self.axes, limit)]
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,6 @@ class Plan:
     def layout(self) -> Layout:
         """The dense layout."""
         return self.arrangement.dense
-
-    def groups(self, kind: Kind, limit: int | None = None) -> list[Group]:
-        """Return the first groups of a kind, by their lowest rank, or all of them."""
-        layout = self.arrangement.layout(kind.view)
-        return [_part(group, kind.members) for group in _first_groups(layout, kind.axes, limit)]
 
 
 def make_plan(
@@ -130,7 +129,7 @@ def make_plan(
 
     Example:
         >>> plan = make_plan(world_size=16, tp=2, pp=4)
-        >>> [(kind.name, plan.groups(kind, 2)) for kind in plan.kinds[:2]]
+        >>> [(kind.name, kind.groups(2)) for kind in plan.kinds[:2]]
         [('pp', [(0, 4, 8, 12), (1, 5, 9, 13)]), ('dp', [(0, 2), (1, 3)])]
     """
     arrangement = resolve(spec, world_size=world_size, order=order, **sizes)
@@ -150,10 +149,9 @@ def _across_nodes(arrangement: DialectLayout, node: int) -> tuple[dict[str, int]
                 firsts = layout.where(**{axis: 0})
                 across[axis] = sum(rank // node != (rank + last) // node for rank in firsts)
                 if across[axis] and axis in _INSIDE:
-                    leaves = f"{axis}={layout[axis]} leaves a node of {count_of(node, 'GPU')}, with what it sends in every layer"
-                    warnings.append(
-                        f"{leaves}; put it first in --order, or choose a size that divides {node}"
-                    )
+                    leaves = f"{axis}={layout[axis]} leaves a node of {count_of(node, 'GPU')}"
+                    remedy = f"put it first in --order, or choose a size that divides {node}"
+                    warnings.append(f"{leaves}, with what it sends in every layer; {remedy}")
     return across, warnings
 
 
@@ -195,7 +193,7 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]
             held[owner] = max(held.get(owner, 0), each)
         asked += each
         in_world += each * count
-        kinds.append(Kind(row.name, row.axes, row.view, row.members, len(group), count, served))
+        kinds.append(Kind(row.name, row.axes, layout, row.members, len(group), count, served))
     return tuple(kinds), asked, sum(held.values()), in_world
 
 
@@ -237,10 +235,10 @@ def plan_text(plan: Plan) -> str:
     lines += ["", as_text(("kind", "axes", "size", "groups", "communicator"), rows), ""]
     shards = tuple(axis for axis in layout if axis in dialect.shards)
     size = layout.size(*shards) if shards else 1
-    replicas = Kind("model replicas", shards, "dense", "all", size, layout.world_size // size, "its own")
+    replicas = Kind("model replicas", shards, layout, "all", size, layout.world_size // size, "its own")
     for kind in (*plan.kinds, replicas):
         if kind.communicator == "its own":
-            groups = plan.groups(kind, max(2, _SHOWN // kind.size))
+            groups = kind.groups(max(2, _SHOWN // kind.size))
             more = f" and {kind.count - len(groups)} more" if len(groups) < kind.count else ""
             lines.append(f"{kind.name}: {' '.join(f'({_in_words(group)})' for group in groups)}{more}")
     asks = f"A rank asks for {count_of(plan.asked, 'group')} beside the world's"
@@ -248,9 +246,8 @@ def plan_text(plan: Plan) -> str:
     lines += ["", f"{asks}, and {holds}; the world has {count_of(plan.in_world, 'group')}."]
     if plan.gpus_per_node:
         crossed = [f"{count} of {axis}" for axis, count in plan.across_nodes.items() if count]
-        lines.append(
-            f"Groups with ranks on several nodes of {plan.gpus_per_node}: {', '.join(crossed) or 'none'}."
-        )
+        named = ", ".join(crossed) or "none"
+        lines.append(f"Groups with ranks on several nodes of {plan.gpus_per_node}: {named}.")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
 
@@ -318,9 +315,7 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
     """
     one, other = resolve(first, world_size=world_size), resolve(second, world_size=world_size)
     if one.dense.world_size != other.dense.world_size:
-        raise LayoutError(
-            f"{one.dense} and {other.dense} are not over the same ranks; give sizes that fit one world_size"
-        )
+        raise LayoutError(f"{one.dense} and {other.dense} are not over the same ranks; give one world_size")
     axes = list(dict.fromkeys((*one.dense, *other.dense)))
     if "dp" in axes:  # where only one of them splits dp in two, both parts together are the other's dp
         axes = [axis for axis in axes if axis not in _DATA[1:]]
@@ -365,9 +360,7 @@ def positive(text: str) -> int:
 
 def add_layout(parser: ArgumentParser) -> None:
     """Add a spec string, a flag for each axis, and the order."""
-    text = (
-        f"axes and sizes, slowest first, such as pp=2,dp=-1,tp=2, or one of {', '.join(DIALECTS)} and sizes"
-    )
+    text = f"axes and sizes, slowest first: pp=2,dp=-1,tp=2; or one of {', '.join(DIALECTS)} and sizes"
     parser.add_argument("spec", nargs="*", metavar="SPEC", help=text)
     for axis in (*AXES, *EXPERT_AXES):
         parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=f"the size of {axis}")
@@ -410,9 +403,7 @@ def _plan(arguments: Namespace) -> int:
 
 def _configure_diff(parser: ArgumentParser) -> None:
     for name in ("--a", "--b"):
-        parser.add_argument(
-            name, metavar="SPEC", required=True, help='a layout, such as "megatron tp=2,pp=4"'
-        )
+        parser.add_argument(name, metavar="SPEC", required=True, help="a layout, such as megatron tp=2,pp=4")
     parser.add_argument("--world-size", type=positive, metavar="N", help="how many ranks there are")
 
 

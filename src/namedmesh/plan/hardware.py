@@ -58,12 +58,6 @@ class Hardware:
         """The bytes that a GPU's share of its node's NICs moves in a second."""
         return self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
 
-    def with_node(self, gpus: int) -> Hardware:
-        """Return the same GPUs in nodes of another size, with as many NICs for each; fast links join a node at least."""
-        domain = gpus if self.domain == self.gpus_per_node else max(gpus, self.domain)
-        nics = self.nics_per_node * gpus / self.gpus_per_node
-        return replace(self, gpus_per_node=gpus, domain=domain, nics_per_node=nics)
-
     def filled(self, world_size: int) -> Hardware:
         """Return the hardware as a job fills it: as many whole nodes of each domain as divide the world.
 
@@ -111,7 +105,5 @@ def load_hardware(name: str) -> Hardware:
             raise UsageError(f"{name}: {error}") from None
     if name not in CARDS:
         near = did_you_mean(name, CARDS)
-        raise UsageError(
-            f"hardware {name!r} is not one of {', '.join(CARDS)}, nor a file that ends in .json{near}"
-        )
+        raise UsageError(f"hardware {name!r} is not one of {', '.join(CARDS)}, nor a file.json{near}")
     return CARDS[name]

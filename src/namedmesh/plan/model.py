@@ -49,9 +49,7 @@ class Model:
     heads: int = knob("attention heads", keys="num_attention_heads n_head")
     kv_heads: int = knob("heads of keys and values, if fewer", keys="num_key_value_heads num_kv_heads")
     head_dim: int = knob("features of a head, if not hidden / heads", keys="qk_nope_head_dim head_dim")
-    ffn: int = knob(
-        "inner width, gated; else 4 x hidden, not gated", keys="intermediate_size n_inner ffn_dim"
-    )
+    ffn: int = knob("inner width, gated; else 4 x hidden, ungated", keys="intermediate_size n_inner ffn_dim")
     vocab: int = knob("entries of the vocabulary", keys="vocab_size")
     tied: bool = knob("whether the head is the embedding, as in GPT-2", default=False)
     experts: int = knob("routed experts of a layer", keys="n_routed_experts num_local_experts num_experts")
@@ -153,8 +151,6 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     inner = sizes.pop("ffn", 0) if kind in _UNGATED else 0
     if inner not in {0, 4 * sizes["hidden"]}:
         notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
-    if kind not in _UNGATED and "ffn" not in sizes and "expert_ffn" not in sizes:
-        notes.append("no width of the feed-forward network: 4 x hidden, not gated, is taken")
     return Model(**sizes, tied=bool(data.get("tie_word_embeddings", kind in _TIED))), notes
 
 
@@ -220,7 +216,7 @@ class Job:
     global_batch: int = knob("sequences of a step, over all ranks")
     micro_batch: int | None = knob("sequences that a data-parallel rank works on at a time", None)
     stage: int | None = knob(
-        "of ZeRO: 1 shards the optimizer, 2 gradients, 3 (FSDP) weights too", None, (0, 1, 2, 3)
+        "of ZeRO: 1 shards states, 2 gradients, 3 (FSDP) weights too", None, (0, 1, 2, 3)
     )
     precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
     trainer: str = knob("whose layers, loss and optimizer are counted", "torch", ("torch", "megatron"))

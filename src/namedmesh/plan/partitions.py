@@ -53,7 +53,7 @@ class Partition:
     job: Job  # with nothing open
     reasons: tuple[str, ...] = ()  # why it is ruled out: by sizes, by its trainer, or by the memory
     memory: Memory | None = (
-        None  # of the fullest rank; None, as the step, where a size is missing or rules it out
+        None  # of the fullest rank; None, and no seconds, where a size is missing or rules it out
     )
     seconds: dict[str, float] = field(default_factory=dict)  # of a step, by what they go to
 
@@ -334,7 +334,6 @@ def _configure(parser: ArgumentParser) -> None:
     text = f"{', '.join(CARDS)}, or a file.json with the fields of a card (default: %(default)s)"
     group.add_argument("--hardware", default="h100", metavar="NAME", help=text)
     for flag, read, text in (
-        ("--gpus-per-node", positive, "consecutive ranks on one node, if not the hardware's"),
         ("--dp-replicate", positive, "copies of a sharded model: HSDP (default: the best of some)"),
         ("--memory", float, "GB of a GPU, if not the hardware's"),
         ("--margin", float, "the part of the memory that stays free (default: 0.08)"),
@@ -352,8 +351,6 @@ def _run(arguments: Namespace) -> int:
     model, notes = read_config(given["config"]) if "config" in given else (Model(), [])
     model = replace(model, **{one.name: given[one.name] for one in knobs(Model) if one.name in given})
     hardware = load_hardware(arguments.hardware)
-    if arguments.gpus_per_node:
-        hardware = hardware.with_node(arguments.gpus_per_node)
     job = Job(model, hardware, **{one.name: given[one.name] for one in knobs(Job) if one.name in given})
     memory = (arguments.memory or hardware.memory / 1e9) * 1e9
     more = {"memory": memory, "margin": arguments.margin, "dp_replicate": arguments.dp_replicate}
@@ -380,9 +377,7 @@ def _run(arguments: Namespace) -> int:
     if len(two) == 2:  # noqa: PLR2004  two are compared
         parts.append(explain(*two))
     elif arguments.explain:
-        raise UsageError(
-            f"--explain was given {arguments.explain}; give two layouts, or none for the first two"
-        )
+        raise UsageError(f"--explain was given {arguments.explain}; give two layouts, or none")
     if fitting and not job.missing:
         best = best_partitions(partitions, 1)[0]
         parts.append(f"The fastest, with {best.policies}:\n  {best.call}")

@@ -43,9 +43,8 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
         raise AxisError(f"axis {axis!r} is not one of {tuple(layout)}{did_you_mean(axis, layout)}")
     drawn, node = min(ranks, _LARGEST), plan.gpus_per_node or _ROW
     shown = large if ranks <= _DETAILED else []  # in a line of a cell each
-    wide = (
-        9 * max(len(f"{name} {layout[name]}") for name in large) + 36 if shown else 10 * len(str(ranks)) + 10
-    )
+    longest = max(len(f"{name} {layout[name]}") for name in large)
+    wide = 9 * longest + 36 if shown else 10 * len(str(ranks)) + 10
     high = 24 + 16 * len(shown)
     columns, boxes = min(node, _ROW), ceil(drawn / node)
     box_wide = columns * (wide + _GAP) - _GAP + 2 * _PAD
