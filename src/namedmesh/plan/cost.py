@@ -164,12 +164,6 @@ def estimate_memory(job: Job, axes: Axes) -> Memory:
     States as ZeRO divides them (Rajbhandari et al., SC 2020, section 5): weights at stage 3, gradients at 2, the optimizer at 1.
     Megatron keeps gradients in float32, with fp8 in bf16 (``grad_reduce_in_fp32`` of Megatron Bridge's recipes). What FSDP2
     gathers, accumulates and prefetches is read from torch's code.
-
-    Example:
-        >>> from namedmesh.plan import Axes, Job, Model
-        >>> job = Job(Model(layers=32, hidden=4096, heads=32, vocab=32000), stage=1)
-        >>> round(estimate_memory(job, Axes(dp=64)).optimizer / 1e9, 2)          # 12 bytes of a parameter, over 64 ranks
-        1.26
     """
     each = [_memory(job, axes, share) for share in shares(job.model, axes.pp, job.stages_per_rank)]
     return max(each, key=lambda memory: memory.total)

@@ -84,7 +84,7 @@ class Kind:
 
     def groups(self, limit: int | None = None) -> list[Group]:
         """Return the first groups, by their lowest rank, or all of them."""
-        return [_part(group, self.members) for group in _first_groups(self.layout, self.axes, limit)]
+        return _groups(self.layout, self.axes, self.members, limit)
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,14 @@ def make_plan(
     gpus_per_node: int | None = None,
     **sizes: int,
 ) -> Plan:
-    """Plan a layout, without a process group, a GPU or torch.
+    """Plan a layout, without a process group, a GPU or torch; a LayoutError names what does not fit.
 
     Args:
-        spec: axes and sizes, slowest first, ``"pp=2,dp=-1,tp=2"``, or a dialect and sizes, ``"megatron tp=2,pp=4"``, or a layout.
+        spec: a layout, or text, ``"pp=2,dp=-1,tp=2"``, slowest first, or ``"megatron tp=2,pp=4"``; or a dialect, or nothing.
         world_size: how many ranks there are.
-        order: the order of the axes, fastest first, for a dialect or ``sizes``; by default Megatron's.
+        order: the axes, fastest first; by default the dialect's, without one Megatron's.
         gpus_per_node: how many consecutive ranks fast links join.
-        **sizes: instead of those in a spec; ``dp`` is inferred, and ``ep``, ``etp`` or ``edp`` give the experts a layout of their own.
-
-    Raises:
-        LayoutError: a spec that cannot be read, or sizes or an order that do not fit; an unknown axis is an AxisError.
+        **sizes: beside a dialect, or alone; ``dp`` is inferred, and ``ep``, ``etp`` or ``edp`` give the experts a layout of their own.
 
     Example:
         >>> plan = make_plan(world_size=16, tp=2, pp=4)
@@ -160,15 +157,12 @@ def _group_over(layout: Layout, rank: int, axes: Sequence[str]) -> Group:
     return layout.group(rank, *axes) if axes else (rank,)
 
 
-def _first_groups(layout: Layout, axes: Sequence[str], limit: int | None = None) -> list[Group]:
-    """Return the first groups over some axes by their lowest rank, or all of them."""
-    return [_group_over(layout, rank, axes) for rank in layout.where(**dict.fromkeys(axes, 0))[:limit]]
-
-
-def _part(group: Group, members: str) -> Group:
+def _groups(layout: Layout, axes: Sequence[str], members: str, limit: int | None) -> list[Group]:
+    """Return the first groups over some axes by their lowest rank, or all: "all" of their ranks, both "ends", or the "first"."""
+    groups = [_group_over(layout, rank, axes) for rank in layout.where(**dict.fromkeys(axes, 0))[:limit]]
     if members == "ends":
-        return tuple(dict.fromkeys((group[0], group[-1])))
-    return group if members == "all" else group[:1]
+        return [tuple(dict.fromkeys((group[0], group[-1]))) for group in groups]
+    return groups if members == "all" else [group[:1] for group in groups]
 
 
 def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]:
@@ -180,7 +174,7 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]
     kinds, owners, held, asked, in_world = list[Kind](), dict[Group, str](), dict[str, int](), 0, 0
     for row in groups_of(arrangement):
         layout = arrangement.layout(row.view)
-        group = _part(_group_over(layout, 0, row.axes), row.members)
+        [group] = _groups(layout, row.axes, row.members, 1)
         count, each = layout.count(*row.axes) if row.axes else layout.world_size, 1 + row.gloo_groups
         owner = owners.setdefault(group, row.name)
         served = "its own" if owner == row.name else f"that of {owner}"
@@ -205,14 +199,7 @@ def _in_words(ranks: Sequence[int]) -> str:
 
 
 def as_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Write rows under named columns, numbers to the right.
-
-    Example:
-        >>> print(as_text(("axis", "size"), (("pp", 4), ("dp", 16))))
-        axis  size
-        pp       4
-        dp      16
-    """
+    """Write rows under named columns, numbers to the right."""
     table = []
     for name, *cells in zip(columns, *rows, strict=True):
         texts = [name, *map(str, cells)]
@@ -293,7 +280,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two arrangements of one world, and their differences by kind of group."""
+    """Two arrangements of one world, and their differences by kind of group; written for people by ``str``."""
 
     first: DialectLayout
     second: DialectLayout
@@ -304,15 +291,20 @@ class Comparison(NamedTuple):
         """Whether all groups are the same."""
         return all(kind.same for kind in self.kinds)
 
+    def __str__(self) -> str:
+        first, second, kinds = self
+        lines = [f"a: {first.dialect.name} {first.dense}", f"b: {second.dialect.name} {second.dense}", ""]
+        for kind in kinds:
+            lines.append(f"{' x '.join(kind.axes)}: {'same' if kind.same else 'different'}")
+            for name, groups in (("a", kind.first), ("b", kind.second)):
+                if not kind.same:
+                    lines.append(f"  {name}: {' '.join(f'({_in_words(group)})' for group in groups)} ...")
+        differing = sum(not kind.same for kind in kinds)
+        return "\n".join([*lines, "", f"{differing} of {len(kinds)} kinds of groups differ"])
+
 
 def compare(first: str, second: str, *, world_size: int | None = None) -> Comparison:
-    """Compare the groups of two layouts over the same ranks, specs as for :func:`make_plan`, axis by axis, and the model replicas.
-
-    Example:
-        >>> comparison = compare("megatron tp=2,pp=4", "fairscale tp=2,pp=4", world_size=16)
-        >>> {" x ".join(kind.axes): kind.same for kind in comparison.kinds}
-        {'pp': False, 'dp': False, 'cp': True, 'tp': True, 'pp x tp': False}
-    """
+    """Compare the groups of two layouts over the same ranks, specs as for :func:`make_plan`, axis by axis, and the model replicas."""
     one, other = resolve(first, world_size=world_size), resolve(second, world_size=world_size)
     if one.dense.world_size != other.dense.world_size:
         raise LayoutError(f"{one.dense} and {other.dense} are not over the same ranks; give one world_size")
@@ -334,25 +326,12 @@ def _difference(axes: tuple[str, ...], one: Layout, other: Layout) -> Difference
     for layout in (one, other):
         own = [axis for axis in layout if axis in names]
         keys.append(layout.partition(*own)[2] if own else ())
-        groups.append(_first_groups(layout, own, _COMPARED))
+        groups.append(_groups(layout, own, "all", _COMPARED))
     return Difference(axes, keys[0] == keys[1], *groups)
 
 
-def comparison_text(comparison: Comparison) -> str:
-    """Write a comparison for people."""
-    first, second, kinds = comparison
-    lines = [f"a: {first.dialect.name} {first.dense}", f"b: {second.dialect.name} {second.dense}", ""]
-    for kind in kinds:
-        lines.append(f"{' x '.join(kind.axes)}: {'same' if kind.same else 'different'}")
-        for name, groups in (("a", kind.first), ("b", kind.second)):
-            if not kind.same:
-                lines.append(f"  {name}: {' '.join(f'({_in_words(group)})' for group in groups)} ...")
-    differing = sum(not kind.same for kind in kinds)
-    return "\n".join([*lines, "", f"{differing} of {len(kinds)} kinds of groups differ"])
-
-
 def positive(text: str) -> int:
-    """Return a number of 1 or more; a ValueError, which argparse words, for another."""
+    """Return a number of 1 or more; argparse words the error for another."""
     if int(text) < 1:
         raise ValueError
     return int(text)
@@ -377,12 +356,9 @@ def layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
 
 def _configure_plan(parser: ArgumentParser) -> None:
     add_layout(parser)
-    numbers = {
-        "world-size": "how many ranks there are",
-        "gpus-per-node": "consecutive ranks that fast links join",
-    }
-    for name, text in numbers.items():
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help=text)
+    parser.add_argument("--world-size", type=positive, metavar="N", help="how many ranks there are")
+    text = "consecutive ranks that fast links join"
+    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help=text)
     parser.add_argument("--rank", type=int, metavar="N", help="explain one rank instead")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the ranks into this file")
     text = "the axis that gives the colors (default: the slowest above 1)"
@@ -409,7 +385,7 @@ def _configure_diff(parser: ArgumentParser) -> None:
 
 def _diff(arguments: Namespace) -> int:
     comparison = compare(arguments.a, arguments.b, world_size=arguments.world_size)
-    sys.stdout.write(f"{comparison_text(comparison)}\n")
+    sys.stdout.write(f"{comparison}\n")
     return 0 if comparison.same else STATUS
 
 

@@ -92,12 +92,7 @@ CARDS = {name: Hardware(**card) for name, card in read_json(Path(__file__).with_
 
 
 def load_hardware(name: str) -> Hardware:
-    """Return a card by its name, or read one from a JSON file with the fields of :class:`Hardware`.
-
-    Example:
-        >>> load_hardware("h200").memory / 1e9
-        141.0
-    """
+    """Return a card by its name, or read one from a JSON file with the fields of :class:`Hardware`."""
     if name.endswith(".json"):
         try:
             return Hardware(**read_json(name))

@@ -36,13 +36,7 @@ def knobs(kind: type[Model | Job]) -> list[Field[Any]]:
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a transformer; 0 is unknown, or none.
-
-    Example:
-        >>> llama = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
-        >>> llama.total                                                          # Llama 3.1 8B, as published
-        8030261248
-    """
+    """The sizes of a transformer; 0 is unknown, or none."""
 
     layers: int = knob("how many layers", keys="num_hidden_layers n_layer num_layers")
     hidden: int = knob("width of the residual stream", keys="hidden_size n_embd d_model")

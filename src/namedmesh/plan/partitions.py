@@ -111,20 +111,10 @@ def list_partitions(
 
     Args:
         world_size: how many ranks there are.
-        job: the model and how it is trained, that rule some of them out, and that the estimates are made from.
+        job: the model and how it is trained; without its sizes nothing is estimated, and sizes alone rule out.
         memory: bytes of a GPU; by default those of the hardware.
         margin: the part of it that stays free.
         dp_replicate: how many copies of a sharded model dp has (HSDP); by default the best.
-
-    Returns:
-        The partitions by tp, cp, pp, ep and etp, those that are ruled out included.
-
-    Example:
-        >>> [(p.tp, p.pp, p.dp) for p in list_partitions(4) if p.cp == 1]
-        [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
-        >>> from namedmesh.plan import Model
-        >>> [p.reasons for p in list_partitions(3, Job(Model(heads=32))) if p.tp == 3]
-        [('32 heads do not divide by tp=3',)]
     """
     job = job or Job()
     problems = job.problems()
@@ -247,18 +237,7 @@ def _refusals(job: Job, axes: Axes) -> Iterator[str]:
 
 
 def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partition, ...]:
-    """Return the partitions that fit with the most tokens in a second, the best first.
-
-    Raises:
-        LayoutError: sizes that the estimate needs are not known.
-
-    Example:
-        >>> from namedmesh.plan import Model
-        >>> model = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
-        >>> best, *_ = best_partitions(list_partitions(16, Job(model, seq=8192, global_batch=32)), 3)
-        >>> best.words, best.policies
-        ('cp=2,dp=8', 'micro-batch 1, stage 1, checkpointing none')
-    """
+    """Return the partitions that fit with the most tokens in a second, the best first; a LayoutError if sizes are not known."""
     fitting = [one for one in partitions if one.fits]
     for one in fitting[:1]:
         if one.job.missing:
@@ -277,11 +256,7 @@ def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) ->
 
 
 def explain(first: Partition, second: Partition) -> str:
-    """Return which of two partitions is faster, and the seconds and the gigabytes that differ, the largest difference first.
-
-    Raises:
-        LayoutError: sizes that the seconds need are not known, or rule out a partition.
-    """
+    """Return which of two partitions is faster, and the seconds and the gigabytes that differ, the largest difference first."""
     one, other = sorted((first, second), key=lambda each: -each.tokens_per_second)
     seconds, gigabytes = zip(_costs(one), _costs(other), strict=True)
     ours, theirs = (sum(each.values()) for each in seconds)

@@ -30,11 +30,6 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     Args:
         plan: the plan; nodes are drawn where it has ``gpus_per_node``, else rows of eight ranks; of more than 512 ranks the first.
         color_by: the axis that gives the colors; by default the slowest of size above 1.
-
-    Example:
-        >>> from namedmesh.plan import make_plan
-        >>> draw_svg(make_plan("pp=2,tp=4")).count('class="rank"')
-        8
     """
     layout, ranks = plan.layout, plan.layout.world_size
     large = [axis for axis in layout if layout[axis] > 1] or list(layout)
