@@ -154,6 +154,10 @@ def test_what_torch_keeps_by_hand() -> None:
     assert layer_of(none, Axes(tp=2), experts=False).kept == halved
     one_head = replace(none, model=replace(model, kv_heads=1))  # which each rank has
     assert layer_of(one_head, Axes(tp=2), experts=False).kept == halved
+    [share] = shares(
+        one_head.model, 1, 1
+    )  # the other weights are halved, those of keys and values, 2 x 16 x 4, are not
+    assert share.parameters(one_head.model, Axes(tp=2))[0] == (one_head.model.total - 16 + 2 * 16 * 4) / 2
     selective = layer_of(replace(none, checkpointing="selective"), Axes(), experts=False)
     assert (
         selective.kept == 16 + 16 + 8 + 16 + 24 + 16

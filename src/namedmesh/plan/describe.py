@@ -275,11 +275,12 @@ class Difference(NamedTuple):
 
     axes: tuple[str, ...]
     same: bool
-    first: list[Group]
-    second: list[Group]
+    first: list[tuple[int, ...]]
+    second: list[tuple[int, ...]]
 
 
-class Comparison(NamedTuple):
+@dataclass(frozen=True)
+class Comparison:
     """Two arrangements of one world, and their differences by kind of group; written for people by ``str``."""
 
     first: DialectLayout
@@ -292,15 +293,15 @@ class Comparison(NamedTuple):
         return all(kind.same for kind in self.kinds)
 
     def __str__(self) -> str:
-        first, second, kinds = self
-        lines = [f"a: {first.dialect.name} {first.dense}", f"b: {second.dialect.name} {second.dense}", ""]
-        for kind in kinds:
+        sides = {"a": self.first, "b": self.second}
+        lines = [*(f"{name}: {side.dialect.name} {side.dense}" for name, side in sides.items()), ""]
+        for kind in self.kinds:
             lines.append(f"{' x '.join(kind.axes)}: {'same' if kind.same else 'different'}")
             for name, groups in (("a", kind.first), ("b", kind.second)):
                 if not kind.same:
                     lines.append(f"  {name}: {' '.join(f'({_in_words(group)})' for group in groups)} ...")
-        differing = sum(not kind.same for kind in kinds)
-        return "\n".join([*lines, "", f"{differing} of {len(kinds)} kinds of groups differ"])
+        differing = sum(not kind.same for kind in self.kinds)
+        return "\n".join([*lines, "", f"{differing} of {len(self.kinds)} kinds of groups differ"])
 
 
 def compare(first: str, second: str, *, world_size: int | None = None) -> Comparison:
