@@ -25,7 +25,6 @@ MARGIN = 0.08
 _MOST = 10**7  # ranks; beyond, there may be millions of layouts
 # What a user would try by hand; a later policy costs more time, and needs less memory.
 _MICRO_BATCHES, _STAGES, _CHECKPOINTING = (1, 2, 4), (1, 2, 3), ("none", "selective", "full")
-_HIGHEST = max(_STAGES)
 _REPLICAS = 2  # sizes of dp_replicate that are tried beside 1: those with most of the sharding in fast links
 _LEAST = 0.005  # the part of the whole from which on a difference is named
 _NEAREST = 3  # partitions that are shown where none fits
@@ -150,7 +149,7 @@ def _best_of(axes: Axes, jobs: list[list[Job]], limit: float, dp_replicate: int 
     for copies in [dp_replicate] if dp_replicate else _replicas(axes, jobs[0][0]):
         copied = axes._replace(dp_replicate=copies)
         for policies in jobs:
-            reasons, lowest = tuple(incompatibilities(policies[0], copied)), _HIGHEST + 1
+            reasons, lowest = tuple(incompatibilities(policies[0], copied)), inf
             if reasons or policies[0].missing:
                 candidates.append((not reasons, -inf, Partition(copied, policies[0], reasons)))
                 continue
