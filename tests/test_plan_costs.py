@@ -104,11 +104,8 @@ def test_what_a_configuration_cannot_say_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     unusual = {"decoder_sparse_step": 2, "layer_types": ["full", "sliding"]}
     path.write_text(json.dumps({"text_config": QWEN3_MOE | unusual, "vision_config": {}}), encoding="utf-8")
-    assert read_config(str(path))[1] == [
-        "vision_config is not read: only the text model is counted",
-        "decoder_sparse_step is not read: all layers are taken to have experts",
-        "layer_types is not read: all layers are taken to be alike",
-    ]
+    named = [note.partition(" is not read: ")[0] for note in read_config(str(path))[1]]
+    assert named == ["vision_config", "decoder_sparse_step", "layer_types"]
     path.write_text('{"hidden_size": "wide", "model_type": "mpt", "n_layers": 32}', encoding="utf-8")
     with pytest.raises(UsageError) as caught:
         read_config(str(path))

@@ -16,12 +16,7 @@ _TIED = {"bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigco
 _UNGATED = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi"}
 _UNGATED |= {"starcoder2"}
 # What a configuration says that the sizes of a model cannot, unless it says 1.
-_UNREAD = {
-    "vision_config": "only the text model is counted",
-    "decoder_sparse_step": "all layers are taken to have experts",
-    "moe_layer_freq": "all layers are taken to have experts",
-    "layer_types": "all layers are taken to be alike",
-}
+_UNREAD = ("vision_config", "decoder_sparse_step", "moe_layer_freq", "layer_types")
 
 
 def knob(words: str, default: Any = 0, allowed: tuple[Any, ...] = (), keys: str = "") -> Any:
@@ -133,11 +128,11 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     """
     whole = read_json(path if path.endswith(".json") else Path(path, "config.json"))
     data, notes = {**whole, **whole.get("text_config", {})}, []
-    for key, words in _UNREAD.items():
+    for key in _UNREAD:
         value = data.get(key)
         kinds = len(set(value)) if isinstance(value, list) else value
         if kinds is not None and kinds != 1:
-            notes.append(f"{key} is not read: {words}")
+            notes.append(f"{key} is not read: only text is counted, in layers that are alike")
     sizes = _sizes(path, data)
     kind = data.get("model_type", "")
     if data.get("multi_query") and not data.get("new_decoder_architecture"):  # Falcon 7B, StarCoder

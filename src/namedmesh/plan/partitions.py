@@ -145,29 +145,33 @@ def _jobs(job: Job) -> Iterator[list[Job]]:
 
 def _best_of(axes: Axes, jobs: list[list[Job]], limit: float, dp_replicate: int | None) -> Partition:
     """Return a layout with the policies under which it is fastest, or else those that come nearest to fitting."""
-    candidates = list[tuple[bool, float, Partition]]()
+    candidates = list[Partition]()
     for copies in [dp_replicate] if dp_replicate else _replicas(axes, jobs[0][0]):
         copied = axes._replace(dp_replicate=copies)
         for policies in jobs:
             reasons, lowest = tuple(incompatibilities(policies[0], copied)), inf
             if reasons or policies[0].missing:
-                candidates.append((not reasons, -inf, Partition(copied, policies[0], reasons)))
+                candidates.append(Partition(copied, policies[0], reasons))
                 continue
             for job in policies:
                 if (job.stage or 0) >= lowest:  # slower than what fits already, with less checkpointing
                     continue
-                memory = estimate_memory(job, copied)
+                memory, seconds, reasons = estimate_memory(job, copied), dict[str, float](), ()
                 if memory.total <= limit:
-                    lowest = job.stage or 0
-                    one = Partition(copied, job, (), memory, estimate_step(job, copied))
-                    candidates.append((True, one.tokens_per_second, one))
+                    lowest, seconds = job.stage or 0, estimate_step(job, copied)
                 else:
-                    why = f"needs {memory.total / 1e9:.1f} GB of {limit / 1e9:.1f} at stage {job.stage}"
-                    candidates.append((False, -memory.total, Partition(copied, job, (why,), memory)))
-    best = max(candidates, key=lambda each: each[:2])[2]
+                    reasons = (
+                        f"needs {memory.total / 1e9:.1f} GB of {limit / 1e9:.1f} at stage {job.stage}",
+                    )
+                candidates.append(Partition(copied, job, reasons, memory, seconds))
+    best = max(candidates, key=_worth)
     if best.memory is not None and not best.seconds:
         return replace(best, seconds=estimate_step(best.job, best.axes))
     return best
+
+
+def _worth(one: Partition) -> tuple[bool, float]:
+    return one.fits, one.tokens_per_second if one.fits else -sum(one.memory or (inf,))
 
 
 def _replicas(axes: Axes, job: Job) -> list[int]:
@@ -338,8 +342,7 @@ def _run(arguments: Namespace) -> int:
     listed: Sequence[Partition] = partitions
     if not fitting:
         parts.append("nothing fits; the nearest, with the policies that need the least memory:")
-        nearest = sorted(partitions, key=lambda one: sum(one.memory or (inf,)))
-        listed = nearest[: arguments.best or _NEAREST]
+        listed = sorted(partitions, key=_worth, reverse=True)[: arguments.best or _NEAREST]
     elif arguments.best:
         listed = best_partitions(partitions, arguments.best)
     parts.append(_table(listed))
