@@ -19,7 +19,7 @@ import namedmesh
 from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.dialects import DIALECTS
-from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, plan_text, rank_text
+from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, rank_text
 from namedmesh.plan.describe import parse_spec
 
 ROOT = Path(__file__).parents[1]
@@ -89,11 +89,11 @@ def test_the_worked_example() -> None:
     assert {kind.name: (kind.size, kind.count) for kind in plan.kinds} == {
         "pp": (4, 4), "dp": (2, 8), "tp": (2, 8), "model": (8, 2)
     }  # fmt: skip
-    assert "model replicas: (0, 1, 4, 5, 8, 9, 12, 13) (2, 3, 6, 7, 10, 11, 14, 15)" in plan_text(plan)
+    assert "model replicas: (0, 1, 4, 5, 8, 9, 12, 13) (2, 3, 6, 7, 10, 11, 14, 15)" in str(plan)
     assert (plan.asked, plan.held, plan.in_world) == (4, 4, 22)
     plan = make_plan("megatron tp=2,pp=4", world_size=16)
     assert (plan.asked, plan.held, plan.in_world) == (20, 7, 137)
-    assert "and 508 more" in plan_text(make_plan(world_size=4096, tp=8))
+    assert "and 508 more" in str(make_plan(world_size=4096, tp=8))
 
 
 @pytest.mark.parametrize(

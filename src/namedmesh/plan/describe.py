@@ -89,7 +89,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Plan:
-    """The groups, communicators and warnings of a job's layout."""
+    """The groups, communicators and warnings of a job's layout; written for people by ``str``."""
 
     arrangement: DialectLayout  # the layouts, and whose rank table they are
     kinds: tuple[Kind, ...]  # in the order the dialect makes them
@@ -104,6 +104,35 @@ class Plan:
     def layout(self) -> Layout:
         """The dense layout."""
         return self.arrangement.dense
+
+    def __str__(self) -> str:
+        dialect, layout = self.arrangement.dialect, self.layout
+        lines = [f"{dialect.name}: {layout}, the last axis fastest"]
+        if self.arrangement.expert is not None:
+            lines.append(f"experts: {self.arrangement.expert}")
+        rows = []
+        for kind in self.kinds:
+            members = {"all": "", "ends": "ends of ", "first": "first of "}[kind.members]
+            rows.append(
+                (kind.name, members + " x ".join(kind.axes), kind.size, kind.count, kind.communicator)
+            )
+        lines += ["", as_text(("kind", "axes", "size", "groups", "communicator"), rows), ""]
+        shards = tuple(axis for axis in layout if axis in dialect.shards)
+        size = layout.size(*shards) if shards else 1
+        replicas = Kind("model replicas", shards, layout, "all", size, layout.world_size // size, "its own")
+        for kind in (*self.kinds, replicas):
+            if kind.communicator == "its own":
+                groups = kind.groups(max(2, _SHOWN // kind.size))
+                more = f" and {kind.count - len(groups)} more" if len(groups) < kind.count else ""
+                lines.append(f"{kind.name}: {' '.join(f'({_in_words(group)})' for group in groups)}{more}")
+        asks = f"A rank asks for {count_of(self.asked, 'group')} beside the world's"
+        holds = f"holds {count_of(self.held, 'communicator')} if groups over the same ranks are shared"
+        lines += ["", f"{asks}, and {holds}; the world has {count_of(self.in_world, 'group')}."]
+        if self.gpus_per_node:
+            crossed = [f"{count} of {axis}" for axis, count in self.across_nodes.items() if count]
+            named = ", ".join(crossed) or "none"
+            lines.append(f"Groups with ranks on several nodes of {self.gpus_per_node}: {named}.")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def make_plan(
@@ -207,35 +236,6 @@ def as_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         number = not any(isinstance(cell, str) and cell for cell in cells)
         table.append([text.rjust(width) if number else text.ljust(width) for text in texts])
     return "\n".join("  ".join(line).rstrip() for line in zip(*table, strict=True))
-
-
-def plan_text(plan: Plan) -> str:
-    """Write a plan for people."""
-    dialect, layout = plan.arrangement.dialect, plan.layout
-    lines = [f"{dialect.name}: {layout}, the last axis fastest"]
-    if plan.arrangement.expert is not None:
-        lines.append(f"experts: {plan.arrangement.expert}")
-    rows = []
-    for kind in plan.kinds:
-        members = {"all": "", "ends": "ends of ", "first": "first of "}[kind.members]
-        rows.append((kind.name, members + " x ".join(kind.axes), kind.size, kind.count, kind.communicator))
-    lines += ["", as_text(("kind", "axes", "size", "groups", "communicator"), rows), ""]
-    shards = tuple(axis for axis in layout if axis in dialect.shards)
-    size = layout.size(*shards) if shards else 1
-    replicas = Kind("model replicas", shards, layout, "all", size, layout.world_size // size, "its own")
-    for kind in (*plan.kinds, replicas):
-        if kind.communicator == "its own":
-            groups = kind.groups(max(2, _SHOWN // kind.size))
-            more = f" and {kind.count - len(groups)} more" if len(groups) < kind.count else ""
-            lines.append(f"{kind.name}: {' '.join(f'({_in_words(group)})' for group in groups)}{more}")
-    asks = f"A rank asks for {count_of(plan.asked, 'group')} beside the world's"
-    holds = f"holds {count_of(plan.held, 'communicator')} if groups over the same ranks are shared"
-    lines += ["", f"{asks}, and {holds}; the world has {count_of(plan.in_world, 'group')}."]
-    if plan.gpus_per_node:
-        crossed = [f"{count} of {axis}" for axis, count in plan.across_nodes.items() if count]
-        named = ", ".join(crossed) or "none"
-        lines.append(f"Groups with ranks on several nodes of {plan.gpus_per_node}: {named}.")
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
 
 def rank_text(plan: Plan, rank: int) -> str:
@@ -371,7 +371,7 @@ def _plan(arguments: Namespace) -> int:
 
     spec, given = layout_arguments(arguments)
     plan = make_plan(spec, world_size=arguments.world_size, gpus_per_node=arguments.gpus_per_node, **given)
-    text = plan_text(plan) if arguments.rank is None else rank_text(plan, arguments.rank)
+    text = plan if arguments.rank is None else rank_text(plan, arguments.rank)
     if arguments.svg is not None:
         arguments.svg.write_text(draw_svg(plan, color_by=arguments.color_by), encoding="utf-8")
     sys.stdout.write(f"{text}\n")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from namedmesh.errors import AxisError, did_you_mean
 
 if TYPE_CHECKING:
-    from namedmesh.layout import Layout
     from namedmesh.plan.describe import Plan
 
 _LARGEST, _DETAILED = 512, 128  # cells that are drawn; ranks up to which a cell has its coordinates
@@ -17,6 +16,7 @@ _ROW, _MARGIN, _LABEL, _PAD, _GAP, _WIDEST, _NARROWEST = 8, 24, 18, 12, 8, 1360,
 _TICKS = 16  # colors in the legend
 # That black stands out from, and that the color-blind tell apart (Okabe and Ito, but for the blue).
 _DISTINCT = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#6f8fe8", "#d55e00", "#8c8c8c")
+_FONT = 'font-family="Helvetica, Arial, sans-serif" role="img"'
 _STYLE = """<style>.paper { fill: #ffffff; } .ink { fill: #1f2933; } .soft { fill: #52606d; } .node { fill: #f3f5f8; }
 .edge { stroke: #7b8794; } .group { stroke: #1f2933; fill: none; stroke-width: 1.75; }
 .crosses { stroke: #c2185b; stroke-dasharray: 6 3; }
@@ -48,9 +48,12 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     across = max(1, min(boxes, across, (_WIDEST - 2 * _MARGIN) // (box_wide + _PAD)))
     width = max(_NARROWEST, across * (box_wide + _PAD) - _PAD + 2 * _MARGIN)
 
-    ends = [_ends(layout, rank, large[-1]) for rank in range(drawn)]
+    outlined, ends = large[-1], list[tuple[int, int]]()  # of the group of each rank
+    for rank in range(drawn):
+        first, last = ({**layout.coords(rank), outlined: at} for at in (0, layout[outlined] - 1))
+        ends.append((layout.rank(**first), layout.rank(**last)))
     crosses = [plan.gpus_per_node is not None and first // node != last // node for first, last in ends]
-    notes = [f"colored by {axis}", f"outlined: groups of {large[-1]}"]
+    notes = [f"colored by {axis}", f"outlined: groups of {outlined}"]
     if any(crosses):
         notes[1] += ", dashed where they leave a node"
     if drawn < ranks:
@@ -82,8 +85,8 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
         kind = "group crosses" if crosses[first] else "group"
         parts.append(_rect(places[first][0] - 3, y - 3, length + 6, high + 6, f'class="{kind}" rx="6"'))
     height = top + ceil(boxes / across) * (box_high + _PAD) - _PAD + _MARGIN
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-    start += 'font-family="Helvetica, Arial, sans-serif" role="img">'
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>'
     title, paper = f"<title>{layout}, colored by {axis}</title>", _rect(0, 0, width, height, 'class="paper"')
     return "\n".join([start, title, _STYLE, paper, *parts, "</svg>\n"])
 
@@ -103,12 +106,6 @@ def _legend(title: str, notes: list[str], axis: str, size: int, width: int) -> t
         parts.append(_text(x + 24, y + 14, name, 14, 'class="ink"'))
         x += 34 + 9 * len(name)
     return parts, y + 36
-
-
-def _ends(layout: Layout, rank: int, axis: str) -> tuple[int, int]:
-    """Return the first and the last rank of a group over an axis."""
-    coords = layout.coords(rank)
-    return layout.rank(**coords | {axis: 0}), layout.rank(**coords | {axis: layout[axis] - 1})
 
 
 def _rect(x: float, y: float, width: float, height: float, more: str) -> str:
