@@ -50,9 +50,10 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
 
     outlined, ends = large[-1], list[tuple[int, int]]()  # of the group of each rank
     for rank in range(drawn):
-        first, last = ({**layout.coords(rank), outlined: at} for at in (0, layout[outlined] - 1))
-        ends.append((layout.rank(**first), layout.rank(**last)))
-    crosses = [plan.gpus_per_node is not None and first // node != last // node for first, last in ends]
+        coords = layout.coords(rank)
+        start, stop = coords | {outlined: 0}, coords | {outlined: layout[outlined] - 1}
+        ends.append((layout.rank(**start), layout.rank(**stop)))
+    crosses = [plan.gpus_per_node is not None and begin // node != end // node for begin, end in ends]
     notes = [f"colored by {axis}", f"outlined: groups of {outlined}"]
     if any(crosses):
         notes[1] += ", dashed where they leave a node"
@@ -86,9 +87,9 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
         parts.append(_rect(places[first][0] - 3, y - 3, length + 6, high + 6, f'class="{kind}" rx="6"'))
     height = top + ceil(boxes / across) * (box_high + _PAD) - _PAD + _MARGIN
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>'
+    tag = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>'
     title, paper = f"<title>{layout}, colored by {axis}</title>", _rect(0, 0, width, height, 'class="paper"')
-    return "\n".join([start, title, _STYLE, paper, *parts, "</svg>\n"])
+    return "\n".join([tag, title, _STYLE, paper, *parts, "</svg>\n"])
 
 
 def _legend(title: str, notes: list[str], axis: str, size: int, width: int) -> tuple[list[str], int]:
