@@ -174,7 +174,7 @@ def test_mistakes_are_explained() -> None:
         (
             ValueError,
             lambda: topo.get_coord(12),
-            "rank 12 is not in the topology of pipe=2 ...; its ranks are 0 to 11",
+            "rank 12 is not in pipe=2 ...; its ranks are 0 to 11",
         ),
         (
             AttributeError,
@@ -182,16 +182,6 @@ def test_mistakes_are_explained() -> None:
             "axis 'stage' is not one of ('pipe', 'data', 'model')",
         ),
         (ValueError, lambda: topo.get_axis_list("dada", 0), "axis 'dada' ...; did you mean 'data'?"),
-        (
-            IndexError,
-            lambda: ProcessTopology(["a", "b"], [2]),
-            "2 axes ['a', 'b'] but 1 dims [2]; give one size for each axis",
-        ),
-        (
-            TypeError,
-            lambda: ProcessTopology("ab", [2, 2]),
-            "axes is the string 'ab'; give a list with one name for each axis",
-        ),
     ]
     for kind, call, text in mistakes:
         refuses(call, kind, text)
@@ -323,7 +313,7 @@ def test_mistakes_with_a_grid() -> None:
         refuses(
             lambda: PipelineParallelGrid(no_pipe),
             AttributeError,
-            "the topology ... has no axis 'pipe'; give it one, ...",
+            "the topology ... has no axis 'pipe'; give it one",
         )
 
 

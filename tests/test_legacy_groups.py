@@ -113,13 +113,14 @@ def test_every_name_of_ezpz_s_is_there_with_its_arguments() -> None:
         assert ", ".join(found) == signature
 
 
-def test_names_of_the_parts_are_those_of_the_package() -> None:
-    for part in (fairscale.initialize, fairscale.layers):
-        for name in part.__all__:
-            assert getattr(part, name) is getattr(fairscale, name)
-    for package in (fairscale, tp):
-        for name in ("layers", "mappings", "utils"):
-            assert getattr(package, name) is importlib.import_module(f"{package.__name__}.{name}")
+@pytest.mark.parametrize("package", ["fairscale", "ezpz.tp"])
+def test_parts_are_imported_by_their_paths(package: str) -> None:
+    code = "".join(
+        f"import namedmesh.compat.{package}.{part} as {part}\n" for part in ("layers", "mappings", "utils")
+    )
+    code += f"from namedmesh.compat.{package}.layers import RowParallelLinear\n"
+    name = package.partition(".")[0]
+    run_python(code + f"assert layers is mappings is utils and layers.__name__ == 'namedmesh.compat.{name}'")
     doc = inspect.getdoc(fairscale.get_model_parallel_rank)
     assert doc == "Return the index of this rank in _MODEL_PARALLEL_GROUP."
 
@@ -236,6 +237,7 @@ def test_before_initialization_ezpz_s_rank_is_alone() -> None:
 
 
 def test_variables_can_be_assigned() -> None:
+    tp: Any = ezpz
     with fake_world(8, 3):
         tp.initialize_tensor_parallel(2, 2, tensor_parallel_backend="fake", timeout=timedelta(seconds=60))
         mesh = ezpz.current_mesh()
@@ -675,7 +677,7 @@ def test_a_size_above_the_world_is_cut_down() -> None:
         with pytest.warns(UserWarning, match="is 8") as caught:
             fairscale.initialize_model_parallel(8)
         assert fairscale.get_model_parallel_world_size() == 4
-    text = "model_parallel_size_ is 8, but the world has 4 ranks; fairscale's initialize_model_parallel goes on with 4"
+    text = "tp is 8, but the world has 4 ranks; initialize_model_parallel goes on with 4"
     assert str(caught[0].message) == text
     assert caught[0].filename == __file__
 

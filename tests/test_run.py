@@ -32,7 +32,7 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
             main(["run", "--dialect", "ezpz", str(script), "--lr", "3"])
         return out.getvalue(), str(caught.value)
 
-    out = "namedmesh.compat.ezpz.tp __main__ beside ['--lr', '3']\n"
+    out = "namedmesh.compat.ezpz __main__ beside ['--lr', '3']\n"
     assert run_ranks(1, run, init=False) == [(out, "its own")]
     with pytest.raises(SystemExit) as caught:
         main(["run", "nowhere.py"])
@@ -61,7 +61,7 @@ def test_a_module_runs_unchanged(tmp_path: Path) -> None:
         errors = [line for line in err.getvalue().splitlines(keepends=True) if ": error: " in line]
         return out.getvalue(), "".join(errors)
 
-    out = "namedmesh.compat.ezpz.tp __main__ beside ['-m', '--lr'] True\n"
+    out = "namedmesh.compat.ezpz __main__ beside ['-m', '--lr'] True\n"
     err = "namedmesh run: error: there is no module 'package.jobs'\nnamedmesh run: error: there is no module 'packages.job'\n"
     assert run_ranks(1, run, init=False) == [(out, err)]
 

@@ -24,7 +24,7 @@ COMMANDS: dict[str, str] = {
     **dict.fromkeys(("plan", "partitions", "diff"), "namedmesh.plan.cli"),
     "doctor": "namedmesh.doctor_cli",
     "migrate": "namedmesh.migrate.cli",
-    "run": "namedmesh.compat.cli",
+    "run": "namedmesh.compat.install",
     "verify": "namedmesh.verify_cli",
 }
 """The commands, and the module of each."""

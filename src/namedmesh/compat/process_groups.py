@@ -22,16 +22,6 @@ class ProcessGroups:
     Ranks are laid out as (dp, pp, tp), tp fastest: of 8 ranks with sizes 2, 2 and 2 the tensor groups are (0, 1), (2, 3) ...,
     the pipeline groups (0, 2), (1, 3) ... and the data groups (0, 4), (1, 5) ... Every rank of the world makes it with the
     same sizes; :func:`namedmesh.init_mesh` says what it refuses. ``mesh`` is the mesh behind it.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> groups = ProcessGroups(tp=1, pp=1, dp=1)       # plain python: a world of one
-        >>> groups.tp_rank, groups.is_first_stage, groups.dp_group is groups.mesh.group("dp")
-        (0, True, True)
-        >>> groups.log(rank=0)
-        world size 1: tp=1, pp=1, dp=1
-        >>> groups.close()
-        >>> dist.destroy_process_group()
     """
 
     def __init__(self, tp: int, pp: int, dp: int) -> None:
