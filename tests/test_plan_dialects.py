@@ -162,11 +162,6 @@ def test_mistakes_are_refused(
         layouts_for(DIALECTS.get(name, PLAIN), sizes, world_size=32, order=order)
 
 
-def test_a_view_that_is_not_there_is_named() -> None:
-    with pytest.raises(LayoutError, match="view 'expert' is not there; give a size for ep, edp or etp"):
-        layouts_for(PLAIN, {"tp": 2}, world_size=8).layout(EXPERT)
-
-
 def test_every_kind_names_axes_of_its_layout() -> None:
     for dialect in DIALECTS.values():
         made = layouts_for(dialect, {"tp": 2}, world_size=4)
