@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from namedmesh import AxisError, Layout, LayoutError
-from namedmesh.dialects import DENSE, DIALECTS, EXPERT, PLAIN, groups_of, layouts_for
+from namedmesh.dialects import DENSE, DIALECTS, PLAIN, groups_of, layouts_for
 
 TENSOR = [(i, i + 1) for i in range(0, 16, 2)]
 DATA = [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]

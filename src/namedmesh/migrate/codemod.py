@@ -33,14 +33,15 @@ MARKS = re.compile(
 __all__ = ["MARKS", "Changes", "Finding", "ParserSyntaxError", "change"]
 _INITIALIZE = "initialize_model_parallel"
 _EMPTY = cst.Module([])
+_LEAVES = {*MEGATRON, *FAIRSCALE, _INITIALIZE}
+_SUBMODULES = {module.rpartition(".")[2] for module in APIS}
 
 
 class Finding(NamedTuple):
-    """One use of a legacy name: where, its source, the module it comes from, and what replaces it; nothing where it stays."""
+    """One use of a legacy name: where, its source, and what replaces it; nothing where it stays."""
 
     line: int
     old: str
-    module: str
     advice: Advice
 
 
@@ -55,6 +56,11 @@ class Imported(NamedTuple):
     def full(self) -> str:
         """The dotted name of what is imported."""
         return self.module if self.name is None else f"{self.module}.{self.name}"
+
+    @property
+    def of_api(self) -> bool:
+        """Whether it is an API, or something of one."""
+        return self.module in APIS or self.full in APIS
 
 
 class Changes(NamedTuple):
@@ -73,7 +79,7 @@ class _Replacer(cst.CSTTransformer):
         self.found: list[Finding] = []
         self.imports: list[Imported] = []
         self.bound, self.own, self.quoted = bound, own, 0
-        self.seen: set[cst.CSTNode] = set()  # functions of calls
+        self.called: set[cst.CSTNode] = set()
 
     def visit_Import(self, node: cst.Import) -> bool:
         self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
@@ -95,8 +101,7 @@ class _Replacer(cst.CSTTransformer):
         return updated_node
 
     def visit_Call(self, node: cst.Call) -> None:
-        if self._name(node.func)[1]:
-            self.seen.add(node.func)
+        self.called.add(node.func)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         module, leaf = self._name(original_node.func)
@@ -107,17 +112,14 @@ class _Replacer(cst.CSTTransformer):
             name = one.star or (one.keyword.value if one.keyword else "")
             arguments.append((name, _EMPTY.code_for_node(one.value)))
         row = _row(module, leaf)
+        advice = _UNKNOWN if row is None else row.advise(arguments)
         if leaf == _INITIALIZE:
             advice = initialize(module, arguments, bound=self.bound)
-        elif row is not None:
-            advice = row.advise(arguments)
-        else:
-            advice = Advice("", doubt="not in the table: it stays")
         code = _EMPTY.code_for_node(original_node)
         if "#" in code and not advice.doubt:
             advice = advice._replace(doubt="a comment stands between its arguments")
         old = " ".join(code.split())
-        return self._replaced(original_node, updated_node, f"{leaf}{old[old.index('(') :]}", module, advice)
+        return self._replaced(original_node, updated_node, f"{leaf}{old[old.index('(') :]}", advice)
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
@@ -130,57 +132,53 @@ class _Replacer(cst.CSTTransformer):
     def _read(self, node: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression:
         """Replace a variable that is read; what is assigned, and a function that is passed on, stays."""
         module, leaf = self._name(node)
-        if not leaf or node in self.seen:
+        if not leaf or node in self.called:
             return updated
-        context = self.get_metadata(ExpressionContextProvider, node, ExpressionContext.LOAD)
         row = _row(module, leaf)
-        advice = Advice("", doubt="not in the table: it stays")
+        advice = _UNKNOWN if row is None else row.advise()
+        if row is not None and not leaf.startswith("_"):
+            advice = advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
+        context = self.get_metadata(ExpressionContextProvider, node, ExpressionContext.LOAD)
         if context is not ExpressionContext.LOAD:
             if isinstance(node, cst.Name):
                 return updated
             advice = Advice("", doubt="an assignment changes what legacy calls answer, and no mesh")
             leaf = f"{leaf} = ..."
-        elif row is not None:
-            advice = row.advise()
-            if not leaf.startswith("_"):
-                advice = advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
-        return self._replaced(node, updated, leaf, module, advice)
+        return self._replaced(node, updated, leaf, advice)
 
     def _replaced(
-        self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, module: str, advice: Advice
+        self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, advice: Advice
     ) -> cst.BaseExpression:
-        if not advice.doubt:
-            names = self._qualified(node.func if isinstance(node, cst.Call) else node)
-            doubts = [
-                (len(names) > 1, "the name can be something else here"),
-                (module not in APIS, f"through {module}, which is not followed"),
-                (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
-                (self.own, "the file has a namedmesh of its own"),
-            ]
-            advice = advice._replace(doubt=next((text for holds, text in doubts if holds), ""))
-        self._note(node, old, module, advice)
+        """Note a use, and return what replaces it, or where that is not certain, what stands there."""
+        names = self._qualified(node.func if isinstance(node, cst.Call) else node)
+        modules = [one.name.rpartition(".")[0] for one in names]
+        doubts = [
+            (advice.doubt != "", advice.doubt),
+            (len(names) > 1, "the name can be something else here"),
+            (modules[0] not in APIS, f"through {modules[0]}, which is not followed"),
+            (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
+            (self.own, "the file has a namedmesh of its own"),
+        ]
+        advice = advice._replace(doubt=next((text for holds, text in doubts if holds), ""))
+        line = self.get_metadata(PositionProvider, node).start.line
+        self.found.append(Finding(line, old, advice))
         if advice.doubt:
             return updated
         new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", advice.new)
         expression = cst.parse_expression(new)
-        simple = isinstance(expression, (cst.Call, cst.Attribute, cst.Subscript))
-        return (
-            expression if simple else expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-        )
-
-    def _note(self, node: cst.CSTNode, old: str, module: str, advice: Advice) -> None:
-        line = self.get_metadata(PositionProvider, node).start.line
-        self.found.append(Finding(line, old, module, advice))
+        if isinstance(expression, (cst.Call, cst.Attribute, cst.Subscript)):
+            return expression
+        return expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
     def _qualified(self, node: cst.CSTNode) -> set[QualifiedName]:
         """Return what a name or an attribute may be: only of those that look like one of the tables, as it takes long."""
         leaf = node.attr.value if isinstance(node, cst.Attribute) else getattr(node, "value", None)
         base = getattr(getattr(node, "value", None), "value", leaf)  # of mpu.get_x the name mpu
-        aliases = {one.alias or one.name for one in self.imports if one.module in APIS or one.full in APIS}
-        if leaf not in _LEAVES and base not in aliases and leaf not in aliases:
-            return set()
+        aliases = {one.alias or one.name for one in self.imports if one.of_api}
         scope = self.get_metadata(ScopeProvider, node, None)
-        return set() if scope is None else set(scope.get_qualified_names_for(node))
+        if scope is None or (leaf not in _LEAVES and aliases.isdisjoint((base, leaf))):
+            return set()
+        return set(scope.get_qualified_names_for(node))
 
     def _name(self, node: cst.CSTNode) -> tuple[str, str]:
         """Return the module and the name of an imported thing that an API or a table has; empty if it is none."""
@@ -193,8 +191,7 @@ class _Replacer(cst.CSTTransformer):
         return "", ""
 
 
-_LEAVES = {*MEGATRON, *FAIRSCALE, _INITIALIZE}
-_SUBMODULES = {module.rpartition(".")[2] for module in APIS}
+_UNKNOWN = Advice("", doubt="not in the table: it stays")
 
 
 def _row(module: str, leaf: str) -> Row | None:
@@ -207,22 +204,19 @@ def _row(module: str, leaf: str) -> Row | None:
 def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
     """Return whether a file binds the name namedmesh to something else than the package."""
     scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope is not None}
-    for scope in scopes:
-        for assignment in scope.assignments["namedmesh"]:
-            names = {one.name for one in assignment.get_qualified_names_for("namedmesh")}
-            if names != {"namedmesh"} or not isinstance(getattr(assignment, "node", None), cst.Import):
-                return True
-    return False
+    nodes = [getattr(one, "node", None) for scope in scopes for one in scope.assignments["namedmesh"]]
+    imported = [node for node in nodes if isinstance(node, cst.Import)]
+    names = {
+        one.evaluated_name for node in imported for one in node.names if one.evaluated_alias == "namedmesh"
+    }
+    return len(imported) < len(nodes) or bool(names)
 
 
 def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True) -> Changes:
     """Find the names of the tables in a source, and replace those that are certain.
 
-    Args:
-        source: the source of a module.
-        bound: whether ``initialize_model_parallel`` becomes a mesh that Megatron is bound to.
-        kept: names whose imports stay, as other modules import them from this one.
-        rewrite: whether imports are added and dropped; without, the source is returned as it was.
+    ``initialize_model_parallel`` becomes a mesh, ``bound`` to Megatron. Imports of names that are ``kept`` stay, as other modules
+    take them from this one. Without ``rewrite`` the source is returned as it was.
 
     Raises:
         libcst.ParserSyntaxError: the source is no Python.
@@ -239,18 +233,8 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewr
         AddImportsVisitor.add_needed_import(context, "namedmesh.compat.megatron")
     module = AddImportsVisitor(context).transform_module(module)
     for one in replacer.imports:
-        if (one.module in APIS or one.full in APIS) and (one.alias or one.name) not in kept:
+        if one.of_api and (one.alias or one.name) not in kept:
             RemoveImportsVisitor.remove_unused_import(context, *one)
-    code = RemoveImportsVisitor(context).transform_module(module).code
-    if "namedmesh.compat.megatron.install()" not in code:  # only a file that binds a mesh has this import
-        code = re.sub(
-            r"^(import namedmesh\.compat\.megatron)(\r?\n)",
-            r"\1\2\1.install()\2",
-            code,
-            count=1,
-            flags=re.MULTILINE,
-        )
-        code = code.replace(
-            "import namedmesh.compat.megatron.install()", "namedmesh.compat.megatron.install()", 1
-        )
-    return Changes(replacer.found, code, replacer.imports)
+    return Changes(
+        replacer.found, RemoveImportsVisitor(context).transform_module(module).code, replacer.imports
+    )
