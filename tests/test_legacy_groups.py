@@ -650,11 +650,6 @@ def test_what_is_no_open_mesh_is_refused(bind: Callable[[Any], object]) -> None:
         (ProcessGroups.bind, {"dp": 4, "cp": 2}, "axis 'cp' has no place in ProcessGroups's groups, ..."),
         (
             deepspeed.mpu,
-            {"pp": 2, "pipe": 2, "dp": 2},
-            "axes 'pp' and 'pipe' of pp=2 x pipe=2 x dp=2 (8 ranks) both are what DeepSpeed calls pipe; use one of them",
-        ),
-        (
-            deepspeed.mpu,
             {"dp": 2, "ep": 2, "tq": 2},
             "2 problems:\n"
             "  - axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; leave it out of the mesh\n"

@@ -60,16 +60,12 @@ class Original:
         """
         if self.installed:
             return
+        if self.replace is not None and is_installed(self.module):
+            module = import_module(self.module)
+            self._take_over(module, self.replace(module))
+        else:
+            self._stand_in()
         self.installed = True
-        try:
-            if self.replace is not None and is_installed(self.module):
-                module = import_module(self.module)
-                self._take_over(module, self.replace(module))
-            else:
-                self._stand_in()
-        except BaseException:
-            self.uninstall()
-            raise
 
     def uninstall(self) -> None:
         """Put everything back."""

@@ -74,8 +74,7 @@ class ModelParallel:
     def __init__(self, name: str, function: str, module: ModuleType) -> None:
         self.name, self.function = name, function
         self.rows = DIALECTS[name].kinds
-        names = [variable for row in self.rows for variable in (row.variable, row.ranks) if variable]
-        self.own = self.state = State(f"{name}'s model parallelism", function, module, names=names)
+        self.own = self.state = State(f"{name}'s model parallelism", function, module)
         self._states = {module: self.own}
         (tensor_group,) = (row.variable for row in self.rows if row.axes == ("tp",))
         self._tensor_group = self.getter(tensor_group, itself)
@@ -87,7 +86,7 @@ class ModelParallel:
             vars(module).setdefault(name, None)  # what only later sources have
         if module not in self._states:
             at_import: Any = SimpleNamespace(**self.own.empty)
-            self._states[module] = State(self.own.dialect, self.function, module, at_import, self.own.names)
+            self._states[module] = State(self.own.dialect, self.function, module, at_import)
         self.state = self._states[module]
 
     def bind(self, mesh: NamedMesh) -> Bound:

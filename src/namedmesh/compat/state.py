@@ -31,9 +31,9 @@ class State:
     Args:
         dialect: its name, for messages.
         initialize: its function that makes a mesh, for messages.
-        module: the module.
+        module: the module. Its variables are the private names that are None, a list or a dictionary at import.
         at_import: the module as it is when it is imported; by default as it is at this moment.
-        names: the variables; by default all private ones that are None, a list or a dictionary at import.
+        more: names of other variables.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class State:
         initialize: str,
         module: ModuleType,
         at_import: ModuleType | None = None,
-        names: Iterable[str] = (),
+        more: Iterable[str] = (),
     ) -> None:
         self.dialect, self.initialize, self.module = dialect, initialize, module
         values = vars(at_import or module)
-        self.names = tuple(names) or tuple(name for name in values if _is_variable(name, values[name]))
-        self.empty = {name: values[name] for name in self.names}
+        self.empty = {
+            name: values[name] for name in values if name in more or _is_variable(name, values[name])
+        }
+        self.names = tuple(self.empty)
         self.without = self._read()  # a mesh
         self.saved: WeakKeyDictionary[NamedMesh, dict[str, Any]] = WeakKeyDictionary()
         self.bound: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()  # what each was bound with

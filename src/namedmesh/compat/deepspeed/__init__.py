@@ -40,29 +40,12 @@ _ORIGINAL = Original(
 )
 install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
 
-_NAMES = [
-    "_ALL_TO_ALL_GROUP",
-    "_DATA_PARALLEL_GROUP",
-    "_EXPERT_DATA_PARALLEL_GROUP",
-    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
-    "_EXPERT_PARALLEL_GROUP",
-    "_EXPERT_PARALLEL_GROUP_RANKS",
-    "_MODEL_PARALLEL_GROUP",
-    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
-    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
-    "_TENSOR_MODEL_PARALLEL_GROUP",
-    "_WORLD_GROUP",
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
-    "expert_tensor_parallel_world_size",
-    "mesh_device",
-    "mpu",
-]
-
 
 @cache
 def _state() -> State:
     module = import_module("deepspeed.utils.groups")
-    return State("DeepSpeed", "deepspeed.initialize", module, as_imported(module), _NAMES)
+    more = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
+    return State("DeepSpeed", "deepspeed.initialize", module, as_imported(module), more)
 
 
 def bind(mesh: NamedMesh) -> Bound:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
 from namedmesh.compat.state import require_open
-from namedmesh.errors import LayoutError, MeshError
+from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch.distributed as dist
 
-    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["ModelParallelUnit", "SequenceParallelUnit", "mpu"]
@@ -28,21 +27,6 @@ _AXES = {
     "model": ("tp", "model"),
     "sequence": ("sp", "cp"),
 }
-# Axes that are one kind of parallelism together; two others of the same kind are a mistake.
-_TOGETHER = ({"dp_replicate", "dp_shard"}, {"sp", "cp"})
-
-
-def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in its order; two of a kind are refused."""
-    axes, problems = {}, []
-    for kind, names in _AXES.items():
-        own = axes[kind] = tuple(axis for axis in layout if axis in names)
-        if len(own) > 1 and {*own} not in _TOGETHER:
-            both = " and ".join(map(repr, own))
-            problems.append(f"axes {both} of {layout} both are what DeepSpeed calls {kind}; use one of them")
-    if problems:
-        raise LayoutError(*problems)
-    return axes
 
 
 class Answers(NamedTuple):
@@ -112,7 +96,7 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         A :class:`ModelParallelUnit`; with sp or cp a :class:`SequenceParallelUnit`.
 
     Raises:
-        LayoutError: the mesh has an axis of no kind of parallelism of DeepSpeed's, or two of the same kind.
+        LayoutError: the mesh has an axis of no kind of parallelism of DeepSpeed's.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
@@ -125,7 +109,7 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """
     require_open(mesh, "deepspeed.mpu")
     with agreed_groups(mesh, "deepspeed.mpu"):
-        axes = axis_map(mesh.layout)
+        axes = {kind: tuple(axis for axis in mesh.layout if axis in names) for kind, names in _AXES.items()}
         check_axes(
             mesh.layout,
             "DeepSpeed",
