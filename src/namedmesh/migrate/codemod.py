@@ -14,7 +14,7 @@ from libcst.metadata import (
     ExpressionContextProvider,
     MetadataWrapper,
     PositionProvider,
-    QualifiedName,
+    QualifiedNameProvider,
     QualifiedNameSource,
     ScopeProvider,
 )
@@ -33,7 +33,6 @@ MARKS = re.compile(
 __all__ = ["MARKS", "Changes", "Finding", "ParserSyntaxError", "change"]
 _INITIALIZE = "initialize_model_parallel"
 _EMPTY = cst.Module([])
-_LEAVES = {*MEGATRON, *FAIRSCALE, _INITIALIZE}
 _SUBMODULES = {module.rpartition(".")[2] for module in APIS}
 
 
@@ -72,7 +71,7 @@ class Changes(NamedTuple):
 
 
 class _Replacer(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (ScopeProvider, PositionProvider, ExpressionContextProvider)
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ExpressionContextProvider)
 
     def __init__(self, bound: bool, own: bool) -> None:
         super().__init__()
@@ -150,12 +149,13 @@ class _Replacer(cst.CSTTransformer):
         self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, advice: Advice
     ) -> cst.BaseExpression:
         """Note a use, and return what replaces it, or where that is not certain, what stands there."""
-        names = self._qualified(node.func if isinstance(node, cst.Call) else node)
-        modules = [one.name.rpartition(".")[0] for one in names]
+        named = node.func if isinstance(node, cst.Call) else node
+        names = [one.name for one in self.get_metadata(QualifiedNameProvider, named)]
+        module = names[0].rpartition(".")[0]
         doubts = [
             (advice.doubt != "", advice.doubt),
             (len(names) > 1, "the name can be something else here"),
-            (modules[0] not in APIS, f"through {modules[0]}, which is not followed"),
+            (module not in APIS, f"through {module}, which is not followed"),
             (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
             (self.own, "the file has a namedmesh of its own"),
         ]
@@ -170,19 +170,9 @@ class _Replacer(cst.CSTTransformer):
             return expression
         return expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
-    def _qualified(self, node: cst.CSTNode) -> set[QualifiedName]:
-        """Return what a name or an attribute may be: only of those that look like one of the tables, as it takes long."""
-        leaf = node.attr.value if isinstance(node, cst.Attribute) else getattr(node, "value", None)
-        base = getattr(getattr(node, "value", None), "value", leaf)  # of mpu.get_x the name mpu
-        aliases = {one.alias or one.name for one in self.imports if one.of_api}
-        scope = self.get_metadata(ScopeProvider, node, None)
-        if scope is None or (leaf not in _LEAVES and aliases.isdisjoint((base, leaf))):
-            return set()
-        return set(scope.get_qualified_names_for(node))
-
     def _name(self, node: cst.CSTNode) -> tuple[str, str]:
         """Return the module and the name of an imported thing that an API or a table has; empty if it is none."""
-        for one in self._qualified(node):
+        for one in self.get_metadata(QualifiedNameProvider, node, ()):
             module, _, leaf = one.name.rpartition(".")
             known = leaf == _INITIALIZE or _row(module, leaf) is not None
             known = known or (module in APIS and leaf not in _SUBMODULES)
