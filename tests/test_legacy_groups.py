@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import namedmesh
 from namedmesh import Layout, LayoutError, MeshError
-from namedmesh.compat import deepspeed, ezpz, fairscale
+from namedmesh.compat import deepspeed, ezpz, fairscale, megatron
 from namedmesh.compat.ezpz import tp
 from namedmesh.compat.fairscale import initialize as state
 from namedmesh.compat.process_groups import ProcessGroups
@@ -313,12 +313,11 @@ WORDS = {"tp": ("model", "tensor", "slice"), "pp": ("pipeline", "pipeline", "pip
 
 def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
     """Every dialect's group over each axis, and the mesh's."""
-    modules, bound = (state, tp, deepspeed.mpu(mesh)), ProcessGroups.bind(mesh)
+    modules = state, tp, deepspeed.mpu(mesh)
     found = {}
     for axis, words in WORDS.items():
         names = [f"get_{word}_parallel_group" for word in words]
         found[axis] = [getattr(module, name)() for module, name in zip(modules, names, strict=True)]
-        found[axis].append(getattr(bound, f"{axis}_group"))
         if axis in mesh.layout:
             found[axis] += [mesh.group(axis), mesh[axis].get_group()]
     return found
@@ -375,8 +374,7 @@ def three_groups(rank: int, sizes: tuple[int, int, int]) -> None:
     places = [ranks[axis].index(rank) for axis in ("tensor", "pipeline", "data")]
     assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
     assert (groups.is_first_stage, groups.is_last_stage) == (places[1] == 0, places[1] == sizes[1] - 1)
-    groups.close()
-    assert groups.mesh.closed
+    groups.mesh.close()
 
 
 def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,7 +386,7 @@ def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
         groups = ProcessGroups(2, 3, 2)
         groups.log(1)
         groups.log(0)
-        groups.close()
+        groups.mesh.close()
         with pytest.raises(LayoutError, match="dp=2 x pp=2 x tp=2 needs 8 ranks, but the world has 12"):
             ProcessGroups(2, 2, 2)
     assert capsys.readouterr().out == "world size 12: tp=2, pp=3, dp=2\n"
@@ -565,7 +563,7 @@ BINDS: list[Callable[[Any], object]] = [
     ezpz.bind,
     deepspeed.mpu,
     deepspeed.PipelineParallelGrid.from_mesh,
-    ProcessGroups.bind,
+    megatron.bind,
 ]
 # What such a call says of a mesh of some axes, each of size 2.
 CANNOT = [
@@ -573,7 +571,6 @@ CANNOT = [
     (1, "dp dp_shard", "the mesh has both 'dp' and 'dp_shard'; use one or the other"),
     (2, "dp ep", "axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; ..."),
     (2, "tq ep", "2 problems:\n ...axis 'tq' has no place in DeepSpeed's groups, ...axis 'ep' is one of ..."),
-    (4, "dp cp", "axis 'cp' has no place in ProcessGroups's groups, ..."),
 ]
 
 

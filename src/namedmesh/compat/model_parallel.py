@@ -38,9 +38,6 @@ __all__ = ["ModelParallel", "first_rank", "itself", "rank", "ranks", "world_size
 T = TypeVar("T")
 
 
-# What accessors say of a variable; a group may be a stand-in that somebody assigned.
-
-
 def itself(value: Any) -> Any:
     """Return the value of {}."""
     return value

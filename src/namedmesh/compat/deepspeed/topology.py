@@ -190,8 +190,6 @@ class PipelineParallelGrid(Getters):
         AgreementError: the other ranks did not call this, or not with the same topology.
     """
 
-    _owned = False
-
     def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  the original's signature
         require_default_group("deepspeed.init_distributed()")
         factors = _prime_factors(dist.get_world_size())
@@ -201,7 +199,6 @@ class PipelineParallelGrid(Getters):
             layout = ProcessTopology(names, [topology.get_dim(axis) for axis in names]).layout
             _check_grid(topology, layout)
             self._fill(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
-        self._owned = True
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> Self:
@@ -239,11 +236,6 @@ class PipelineParallelGrid(Getters):
         self.p2p_groups.sort()
         if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
             self.model_groups, self.mp_group = topology.get_axis_comm_lists("model"), list[int]()
-
-    def close(self) -> None:
-        """Close the mesh that the grid made; one that existed before stays."""
-        if self._owned:
-            self.mesh.close()
 
     def _is_grid_valid(self) -> bool:
         """Return whether the topology has as many ranks as the world."""
