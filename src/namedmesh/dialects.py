@@ -15,9 +15,6 @@ from namedmesh.sizes import nearest_axis
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["AXES", "DENSE", "DIALECTS", "EXPERT", "EXPERT_AXES", "MEGATRON_GROUPS", "PLAIN"]
-__all__ += ["Dialect", "DialectLayout", "GroupSpec", "Order", "groups_of", "layouts_for", "parse_order"]
-
 DENSE, EXPERT = "dense", "expert"
 AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp")
 """The usual axes of the dense layout, slowest first."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["ModelParallel", "first_rank", "itself", "rank", "ranks", "world_size"]
-
 T = TypeVar("T")
 
 

@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import libcst as cst
-from libcst import ParserSyntaxError
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 from libcst.metadata import (
@@ -30,7 +29,6 @@ MARKS = re.compile(
     rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is|initialize)_\w*(?:parallel|pipeline)_\w+)\b"
 )
 """What stands in every file that can name something of the tables: others are not parsed."""
-__all__ = ["MARKS", "Changes", "Finding", "ParserSyntaxError", "change"]
 _INITIALIZE = "initialize_model_parallel"
 _EMPTY = cst.Module([])
 _SUBMODULES = {module.rpartition(".")[2] for module in APIS}

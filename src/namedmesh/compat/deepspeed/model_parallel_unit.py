@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["ModelParallelUnit", "SequenceParallelUnit", "mpu"]
-
 _AXES = {
     "pipe": ("pp", "pipe"),
     "data": ("dp", "data", "dp_replicate", "dp_shard"),
