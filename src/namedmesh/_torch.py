@@ -148,25 +148,15 @@ def without_modes(function: F) -> F:
 # --- tensor parallelism ---
 
 
-def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, group: Any) -> torch.Tensor:
-    """Start a collective that writes into a new tensor; the result is for :func:`wait_tensor`.
+def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return the new tensor that a collective makes of a contiguous one; compiled code and selective checkpointing know these.
 
-    Args:
-        name: of the operator, such as ``"all_reduce"``.
-        tensor: contiguous.
-        *arguments: what the operator takes between the tensor and the group.
-        group: the ranks, or the name of their group.
+    ``name`` is that of the operator, such as ``"all_reduce"``, whose last argument is the name of the group.
     """
-    operator = getattr(torch.ops._c10d_functional, name).default
-    group_name = group if isinstance(group, str) else group.group_name
-    started: torch.Tensor = operator(tensor, *arguments, group_name)
-    return started
-
-
-def wait_tensor(started: torch.Tensor) -> torch.Tensor:
-    """Return the result of a functional collective, once it is there."""
-    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
-    return waited
+    operators = torch.ops._c10d_functional
+    started: torch.Tensor = getattr(operators, name).default(tensor, *arguments)
+    result: torch.Tensor = operators.wait_tensor.default(started)
+    return result
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
