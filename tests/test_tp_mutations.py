@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 WORLD = 2
 TOLERANCE = 1e-9
-# What says nothing about a result: the names and digests that ranks compare.
-COMPARING = {"gradients": {"_on_every_rank"}, "experts": {"_have_their_own"}}
+# What says nothing about a result: the digests that ranks compare.
+COMPARING = {"experts": {"_have_their_own"}}
 
 
 class Site(NamedTuple):
@@ -168,13 +168,10 @@ def survivors() -> tuple[set[Site], list[str], int]:
 
 def test_a_check_sees_every_collective_that_is_removed_or_doubled() -> None:
     ((missed, alive, count),) = run_ranks(1, survivors, init=False, timeout=280)
-    # Over the ranks of FSDP2, which are other worlds: test_tp_gradients has it.
-    assert [(each.module.rpartition(".")[2], each.collective) for each in missed] == [
-        ("gradients", "all_reduce")
-    ]
+    assert missed == set()
     # Of a gather's backward only the second derivative would be another one: test_tp_modes has it.
     assert [name.rpartition(": ")[2] for name in alive] == ["_region my_shard removed"]
-    assert count > 40
+    assert count > 35
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -6,9 +6,7 @@ Everything here stands in for something that torch does not offer publicly; each
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +19,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414  for
 from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414  the same
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
@@ -159,26 +157,6 @@ def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> t
     return result
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module gets or returns: a tensor, or containers of them, dataclasses too.
-
-    Example:
-        >>> [tuple(tensor.shape) for tensor in tensors_in((torch.ones(2), {"loss": torch.ones(())}, None))]
-        [(2,), ()]
-    """
-    inside: Iterable[object] = ()
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, tuple | list):
-        inside = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name) for field in fields(value)]
-    for each in inside:
-        yield from tensors_in(each)
-
-
 def synchronous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
     if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
@@ -284,21 +262,6 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
     finally:
         for name, place in places.items():
             place[name] = own[name]
-
-
-def avoid_native_encoders(model: torch.nn.Module) -> None:
-    """Make encoder layers with sharded parts run their Python forward in evaluation too.
-
-    Without gradients torch hands the weights of such a layer to one native function, past the modules, and what is not
-    padding to the layers as a nested tensor, which only that function takes.
-    """
-    for module in model.modules():
-        if all(type(parameter.data) is torch.Tensor for parameter in module.parameters()):
-            continue
-        if isinstance(module, torch.nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
-        elif isinstance(module, torch.nn.TransformerEncoder):
-            module.use_nested_tensor = False
 
 
 # --- training ---
