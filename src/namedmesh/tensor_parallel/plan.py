@@ -165,6 +165,8 @@ def _misfits(entry: Entry, tp_size: int) -> list[str]:
             f"{got}; use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"
         ]
     reasons: list[str] = style.problems(module, tp_size) if hasattr(style, "problems") else []
+    if reasons:
+        return reasons
     for name, parameter, placement in laid_out(entry, tp_size):
         if isinstance(parameter, DTensor) and not hasattr(style, "takes_distributed"):
             return [
