@@ -230,7 +230,7 @@ def contestants(kind: str, mesh: Any) -> dict[str, tuple[nn.Module, Callable[[Te
         return found
 
     def ours(ids: Tensor) -> Tensor:
-        return cross_entropy(models["namedmesh"](ids), ids.roll(-1, 1))
+        return cross_entropy(models["namedmesh"](ids).to_local(), ids.roll(-1, 1), mesh["tp"])
 
     def torchs(ids: Tensor) -> Tensor:
         logits = models["torch's styles"](ids)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInputOutput
 from torch.utils.checkpoint import checkpoint
 
 import namedmesh
@@ -25,7 +25,6 @@ from namedmesh.tensor_parallel import (
     KeepWhole,
     KeyValueParallel,
     LocalParameters,
-    PrepareModuleInputOutput,
     RowwiseParallel,
     ShardedExperts,
     SharedInput,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.tensor_parallel.loss import Rows, rows_cross_entropy, target_problems
+from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,4 +38,4 @@ def cross_entropy(
     spread = label_smoothing * part / (part - 1) if label_smoothing else 0.0
     if torch.promote_types(logits.dtype, dtype) is not dtype:
         logits = logits.to(dtype)
-    return rows_cross_entropy(logits, target, None, group, Rows(dtype, spread, over_part=True))
+    return rows_cross_entropy(logits, target, None, group, dtype, spread, True)
