@@ -27,6 +27,7 @@ from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 from namedmesh.training import checkpoint_files
 from namedmesh.training.checkpoint_ranks import Ranks
+from namedmesh.training.checkpoint_state import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -125,9 +126,7 @@ def what_fails_on_one_rank_is_told_on_every_rank(root: Path) -> None:
     model.fails = ""
     run = training.Checkpoints(root / "run", mesh)
     assert run.resume_or_start(model, resume=second) == {"step": 0}  # what the first rank says
-    with mock.patch.object(
-        checkpoint_files.Writer, "_copies", side_effect=MemoryError("full") if second else dict
-    ):
+    with mock.patch.object(State, "copy", side_effect=MemoryError("full") if second else None):
         training.save(root / "two", mesh, model, async_=True)
         said = told(run.close)
     assert said == "CheckpointError: rank 1: MemoryError: full"

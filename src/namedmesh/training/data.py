@@ -25,7 +25,7 @@ _SAME_SAMPLES = ("pp", "cp", "tp")
 _UNREAD = -1  # in place of the hash of a batch
 
 
-def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
+def _data_axes(mesh: NamedMesh) -> tuple[str, ...]:
     """Return the axes along which samples differ: ``dp``, or those of ``dp_replicate`` and ``dp_shard`` that exist.
 
     Raises:
@@ -57,7 +57,7 @@ def sampler_kwargs(mesh: NamedMesh) -> SamplerKwargs:
     on different samples, and sum what does not belong together.
 
     Raises:
-        AxisError: as for :func:`data_axes`.
+        AxisError: as for :func:`sampler_kwargs`.
 
     Example:
         On a mesh of ``dp=2, tp=2`` the ranks 0 and 1 get rank 0 of 2, the ranks 2 and 3 rank 1 of 2:
@@ -69,7 +69,7 @@ def sampler_kwargs(mesh: NamedMesh) -> SamplerKwargs:
         >>> mesh.close(); dist.destroy_process_group()
     """
     place, ranks = 0, 1
-    for axis in data_axes(mesh):
+    for axis in _data_axes(mesh):
         place, ranks = place * mesh.size(axis) + mesh.rank(axis), ranks * mesh.size(axis)
     return {"num_replicas": ranks, "rank": place}
 
@@ -88,7 +88,7 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
 
     Raises:
         AgreementError: on every rank, naming the ranks whose batches differ, or cannot be read.
-        AxisError: as for :func:`data_axes`.
+        AxisError: as for :func:`sampler_kwargs`.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
@@ -96,7 +96,7 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         >>> check_same_batch({"tokens": torch.arange(3), "id": "a"}, mesh)
         >>> mesh.close(); dist.destroy_process_group()
     """
-    axes, unread = data_axes(mesh), None
+    axes, unread = _data_axes(mesh), None
     try:
         own = 0 if batch is None else digest(batch)
     except Exception as error:  # noqa: BLE001  the others wait
@@ -156,7 +156,7 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
     ``fully_shard(model, mesh=mesh.device_mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))``.
 
     Raises:
-        AxisError: there is no axis to shard over; or as for :func:`data_axes`.
+        AxisError: there is no axis to shard over; or as for :func:`sampler_kwargs`.
 
     Example:
         On a mesh of ``dp=2, cp=2, tp=2`` the ranks 0, 2, 4 and 6 share parameters:
@@ -167,7 +167,7 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
-    data_axes(mesh)
+    _data_axes(mesh)
     shard = [axis for axis in mesh.layout if axis in {"dp", "dp_shard", "cp"}]
     if not shard:
         raise AxisError(
@@ -203,9 +203,9 @@ def count_tokens(counted: Tensor | int, mesh: NamedMesh) -> Tensor:
         The number, a tensor of no dims, for :func:`token_mean`, which has an example.
 
     Raises:
-        AxisError: as for :func:`data_axes`.
+        AxisError: as for :func:`sampler_kwargs`.
     """
-    data_axes(mesh)
+    _data_axes(mesh)
     return _summed(torch.as_tensor(counted, device=mesh.device).sum(), mesh, _token_axes(mesh))
 
 
