@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414  for targets of any form
-from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414  the same
+from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414
+from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -12,9 +12,8 @@ from namedmesh.training.data import (
     sampler_kwargs,
     token_mean,
 )
-from namedmesh.training.pipelines import pipeline
+from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers, tie_stages
 from namedmesh.training.seeds import data_generator, init_parameters, seed_all, streams
-from namedmesh.training.stages import stage_indices, stage_layers, tie_stages
 
 __all__ = [
     "Checkpoints",
