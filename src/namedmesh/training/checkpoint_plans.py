@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
     from namedmesh.training.checkpoint_files import Writer
     from namedmesh.training.checkpoint_state import State
-
-_warned: set[str] = set()
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -68,14 +65,6 @@ class SavePlanner(dcp.DefaultSavePlanner):
         problems += contradictions
         if problems:
             raise CheckpointError(*problems)
-        buffers = {name.partition(".")[2] for name in copies if name.startswith("model.")}
-        if new := sorted(buffers - _warned):
-            _warned.update(new)
-            warnings.warn(
-                f"{listing(new)}: not the same on all ranks, so a checkpoint has the value of each rank; another layout loads the "
-                "first",
-                stacklevel=2,
-            )
         own = [_own(plan, rank, copies, aliases) for rank, plan in enumerate(all_plans)]
         plans, metadata = super().create_global_plan(own)
         options = {name: each for one in told for name, each in one["options"].items()}
@@ -143,12 +132,11 @@ def _compared(
             wrong.setdefault(f"other values on rank {differ[0]} than on rank {first}", {})[index.fqn] = None
         elif differ:
             copies[index.fqn] = {rank: each[2] for rank, each in marks}
-    found = [
-        f"{listing(map(shown, names))}: {how}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
-        "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "
-        "tensor_model_parallel and partition_dim"
-        for how, names in wrong.items()
-    ]
+    tail = (
+        "and a checkpoint holds one tensor of a name; replicas have to be equal, a layer has its number in the whole model in its "
+        "name (training.stage_layers), and plain shards are marked with tensor_model_parallel and partition_dim"
+    )
+    found = _in_words({f"{how}, {tail}": map(shown, names) for how, names in wrong.items()})
     return copies, found
 
 
@@ -185,7 +173,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self._aliases = {**aliases, **about["aliases"]}
         self._cast, self._pretrained = cast, about["data"] is None
         self._prefix = "model." if self._pretrained else ""  # which Hugging Face's names do not have
-        self._problems: list[str] = []
+        self._wrong: dict[str, list[str]] = {}  # what does not fit, and the names of which it is said
         self._sources: dict[str, str] = {}  # by the name of an entry, its name in the checkpoint
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
@@ -216,12 +204,16 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if name in self._saved:
             return name
         if name.startswith("model.") and not (self._pretrained and name.endswith("_extra_state")):
-            self._problems.append(f"{shown(name)} is not in {self._where}")
+            self._note(name, f"not in {self._where}")
         elif name.startswith("data."):
-            self._problems.append(
-                f"{self._where} has no place in the data; load it without data=, and skip the samples that were seen"
+            self._note(
+                name,
+                f"a place in the data, which {self._where} has not; load it without data=, and skip the samples that were seen",
             )
         return None
+
+    def _note(self, name: str, wrong: str) -> None:
+        self._wrong.setdefault(wrong, []).append(shown(name))
 
     def _copy(self, name: str) -> str | None:
         """Return the copy of the ranks that this one stands for: with its coordinates on the axes that have the same size now."""
@@ -235,14 +227,16 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if len(copies) == 1 or (name.startswith("model.") and copies):
             return f"copy.{copies[0]:x}.{name}"
         if name.startswith("optimizer."):
-            self._problems.append(
-                f"the optimizer keeps {shown(name)} for the part that a rank had, and no rank has this part now; load it on the "
-                "layout that it was saved from, or without the optimizer"
+            self._note(
+                name,
+                "what the optimizer keeps for the part that a rank had, and no rank has this part now; load it on the layout that it "
+                "was saved from, or without the optimizer",
             )
         elif name.startswith("data."):
-            self._problems.append(
-                f"{self._where} has another place in the data for each rank that this one stands for; load it without data=, and skip "
-                "the samples that were seen"
+            self._note(
+                name,
+                f"the place in the data, of which {self._where} has another one for each rank that this one stands for; load it "
+                "without data=, and skip the samples that were seen",
             )
         return None
 
@@ -251,63 +245,47 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return None
         shape, dtype = tuple(saved.size), saved.properties.dtype
-        of_model = name.startswith("model.") and not name.endswith("_extra_state")
         of_optimizer = name.startswith("optimizer.")
         key = f"model.{owner(name)}" if of_optimizer else of_owner(name, self.state.aliases)
         here: Any = self.state.values.get(key)
-        if of_model and tuple(here.shape) != shape:
-            self._problems.append(
-                f"{shown(name)} has shape {tuple(here.shape)} here, and {shape} in {self._where}"
-            )
-        elif of_model and here.dtype != dtype and not self._cast:
-            self._problems.append(
-                f"{shown(name)} is {here.dtype} here, and {dtype} in {self._where}; make the model in that type, or "
-                "pass cast=True to load(), which rounds"
-            )
-        elif (of_model or of_optimizer) and here is not None and tuple(here.shape) == shape:
-            return torch.empty_like(here, dtype=dtype).detach()
-        return torch.empty(shape, dtype=dtype)
+        fits = isinstance(here, Tensor) and tuple(here.shape) == shape
+        if name.startswith("model.") and not name.endswith("_extra_state"):
+            if not fits:
+                self._note(name, f"of shape {tuple(here.shape)} here, and {shape} in {self._where}")
+            elif here.dtype != dtype and not self._cast:
+                self._note(
+                    name,
+                    f"{here.dtype} here, and {dtype} in {self._where}; make the model in that type, or pass cast=True to load(), "
+                    "which rounds",
+                )
+        return torch.empty_like(here, dtype=dtype).detach() if fits else torch.empty(shape, dtype=dtype)
 
     def _of_optimizers(self) -> list[str]:
-        """Return what the checkpoint has for the optimizers' parameters, or say why they cannot go on from it."""
-        if not self.state.optimizers:
-            return []
-        if not self._about["options"]:
-            self._problems.append(f"{self._where} was saved without an optimizer; load it without one")
-            return []
+        """Return what the checkpoint has for the optimizers' parameters, and note why they cannot go on from it."""
         keys: dict[str, dict[str, None]] = {}  # by parameter, what an optimizer kept for it
         for each in map(shared_name, self._saved):
             if each.startswith("optimizer."):
                 keys.setdefault(owner(each), {})[each.partition(":")[2]] = None
         found = []
-        for name in self.state.options:
-            if self.options_of(name) is None:
-                self._problems.append(f"the optimizer of {self._where} did not have {name!r}")
+        groups: dict[int, Any] = {}
+        for name, (kinds, _, group) in self.state.options.items():
+            before = self.options_of(name)
+            if before is None:
+                self._note(f"model.{name}", f"not optimized in {self._where}; load it without the optimizer")
+            elif kinds[0] not in before[0] and before[0][0] not in kinds:
+                self._note(
+                    f"model.{name}",
+                    f"optimized by {before[0][0]} in {self._where}, and by {kinds[0]} here; make the one that was saved, or load "
+                    "without the optimizer",
+                )
+            elif groups.setdefault(group, before[1]) != before[1]:
+                self._note(
+                    f"model.{name}",
+                    f"in a group of the optimizer with others, that had other options in {self._where}; group them as they were",
+                )
             source = name if name in keys else self._aliases.get(name, name)
             found += [f"optimizer.{name}:{key}" for key in keys.get(source, ())]
-        self._compare_options()
         return found
-
-    def _compare_options(self) -> None:
-        """Say which optimizers are of another kind than before, and which groups were several."""
-        mixed: dict[int, dict[str, str]] = {}
-        other_kinds: dict[tuple[str, str], list[str]] = {}
-        for name, (kinds, _, group) in self.state.options.items():
-            if before := self.options_of(name):
-                mixed.setdefault(group, {}).setdefault(repr(before[1]), repr(name))
-                if kinds[0] not in before[0] and before[0][0] not in kinds:
-                    other_kinds.setdefault((before[0][0], kinds[0]), []).append(repr(name))
-        for (kind, now), names in other_kinds.items():
-            self._problems.append(
-                f"the optimizer of {listing(names, 4)} was {kind} in {self._where}, and is {now} "
-                "here; make the one that was saved, or load without the optimizer"
-            )
-        for some in mixed.values():
-            if len(some) > 1:
-                self._problems.append(
-                    f"{listing(some.values())} are in one group of the optimizer, and were in groups with other "
-                    "options; group them as they were"
-                )
 
     def options_of(self, name: str) -> Any:
         """Return the kinds and options that the optimizer of a parameter had; None where it had none."""
@@ -316,17 +294,17 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """Say what is wanted, and what does not fit."""
-        plan = dcp.LoadPlan([]) if self._problems else super().create_local_plan()
+        plan = dcp.LoadPlan([]) if self._wrong else super().create_local_plan()
         here = [*self.state.values, *(f"model.{alias}" for alias in self.state.aliases)]
-        return replace(plan, planner_data=(self._problems, here))
+        return replace(plan, planner_data=(_in_words(self._wrong), here))
 
     def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """Raise the problems of all ranks, on the first, and name what is for none of them."""
         here = {name for plan in global_plan for name in plan.planner_data[1]}
         problems = by_ranks({rank: plan.planner_data[0] for rank, plan in enumerate(global_plan)})
-        for name in sorted(set(map(shared_name, self._saved))):
-            if name.startswith("model.") and name not in here:
-                problems.append(f"{shown(name)} is in {self._where}, and on no rank in the model")
+        names = sorted(set(map(shared_name, self._saved)) - here)
+        unused = [shown(name) for name in names if name.startswith("model.")]
+        problems += _in_words({f"in {self._where}, and on no rank in the model": unused} if unused else {})
         if problems:
             raise CheckpointError(*problems)
         return [replace(plan, planner_data=None) for plan in global_plan]
@@ -359,6 +337,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             found[name] = value.clone() if source in taken and isinstance(value, Tensor) else value
             taken.add(source)
         self.state.put(found, {name: self.options_of(name) for name in self.state.options})
+
+
+def _in_words(wrong: Mapping[str, Iterable[str]]) -> list[str]:
+    return [f"{listing(names)}: {how}" for how, names in wrong.items()]
 
 
 def refuse_untied(by_rank: Iterable[tuple[object, str, list[float]]], where: Path) -> None:

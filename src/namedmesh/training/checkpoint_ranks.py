@@ -112,13 +112,12 @@ def error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
     ours = {each: cause for each, cause in causes.items() if isinstance(cause, NamedMeshError)}
     problems = by_ranks({each: cause.problems for each, cause in ours.items()})
     others: dict[str, list[int]] = {}
-    for each in causes.keys() - ours.keys():
-        others.setdefault(f"{type(causes[each]).__name__}: {causes[each]}".partition("\n")[0], []).append(
-            each
-        )
+    for each in sorted(causes.keys() - ours.keys()):
+        how = f"{type(causes[each]).__name__}: {causes[each]}".partition("\n")[0]
+        others.setdefault(how, []).append(each)
     for how, ranks in others.items():
-        lost = "imed out" in how or "onnection" in how
-        remedy = "start the job again" if lost else "see to room and permission there"
-        problems.append(f"{what} by {ranks_in_words(sorted(ranks))} ({how}); {remedy}")
+        problems.append(
+            f"{what} by {ranks_in_words(ranks)} ({how}); see to room and permission there, and start the job again"
+        )
     damaged = all(isinstance(cause, DamagedError) for cause in causes.values())
     return (DamagedError if damaged else CheckpointError)(*problems)

@@ -118,8 +118,7 @@ def _save(
         started.add_done_callback(lambda future: end(future.exception()))
         return saved
     try:
-        with _without_warnings():
-            dcp.save(values, **arguments)
+        dcp.save(values, **arguments)
     except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
         end(error)
     else:
@@ -190,9 +189,8 @@ def _load(path: Path, ranks: Ranks, collect: Callable[[], State], *, cast: bool)
     planner = LoadPlanner(state[0], aliases, about, path, cast=cast)
     own = files.Reader(path, about) if about["data"] else None
     try:
-        with _without_warnings():
-            reader = own or dcp.HuggingFaceStorageReader(str(path))
-            dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
+        reader = own or dcp.HuggingFaceStorageReader(str(path))
+        dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
     except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
         raise error_of_dcp(error, f"the checkpoint {path} could not be read", ranks.rank) from None
     refuse_untied(chain.from_iterable(ranks.from_all(planner.tied)), path)
@@ -223,16 +221,9 @@ def to_pretrained(
             numbers[name.removeprefix("model.")] = number
             free -= tensors[name].nbytes
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    with _without_warnings():
-        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-        named = {name.removeprefix("model."): each for name, each in tensors.items()}
-        writer = dcp.HuggingFaceStorageWriter(str(directory), numbers)
-        dcp.save(
-            named,
-            storage_writer=writer,
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-            no_dist=True,
-        )
+    dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    named = {name.removeprefix("model."): each for name, each in tensors.items()}
+    dcp.save(named, storage_writer=dcp.HuggingFaceStorageWriter(str(directory), numbers), no_dist=True)
 
 
 class Checkpoints:
@@ -384,11 +375,3 @@ class Checkpoints:
         own = [path for path in own if _NAME.fullmatch(path.name)]
         for path in own[: -self.keep] if self.keep else ():
             files.remove(path)
-
-
-class _without_warnings(warnings.catch_warnings):  # noqa: N801
-    """Keep torch from telling that one process is one process; filters belong to all threads, so for the foreground only."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
