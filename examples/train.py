@@ -517,7 +517,7 @@ def how_to_go_on(settings: Settings) -> str:
     last = training.latest(settings.checkpoint) if settings.checkpoint else None
     if last is None:
         return "no checkpoint was saved; --save-every N saves one every N steps"
-    step = training.checkpoint_info(last)[1]["step"]
+    step = int(last.name.rpartition("-")[2])
     return f"to go on from step {step}: --resume {settings.checkpoint} --steps N"
 
 
