@@ -20,7 +20,8 @@ from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
 from namedmesh.compat.axis_map import agreed_groups
 from namedmesh.compat.errors import ContractError, ContractTypeError
-from namedmesh.compat.megatron.mesh_ranks import MeshRanks, groups_over, layout_of, sets_like
+from namedmesh.compat.megatron.mesh_ranks import MeshRanks, layout_of, sets_like
+from namedmesh.compat.megatron.stand_in import groups_over
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh

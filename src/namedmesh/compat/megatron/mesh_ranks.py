@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.compat.axis_map import USUAL_AXES, check_axes, own_axes
+from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over, split
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
@@ -14,10 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MEGATRON_WORDS", "MeshRanks", "experts_of", "groups_over", "layout_of", "sets_like", "split"]
 
-_EXPERT = {"tp": "etp", "dp": "edp", "gtp_remat": "egtp_remat"}
-"""Megatron's words for the experts' axes, which are those of the dense ones, and ours."""
-MEGATRON_WORDS = {own: word for word, own in _EXPERT.items()}
-"""Ours, and Megatron's."""
+_EXPERT = {word: own for own, word in MEGATRON_WORDS.items()}
 _WITHOUT_VIEW = {"tp": ("tp",), "dp": ("dp", "cp", "gtp_remat"), "pp": ("pp",)}
 """The axes of the mesh that stand for the experts' where these have no view: as everything else."""
 
@@ -83,11 +81,6 @@ class MeshRanks:
         return self.get_ranks("gtp_remat")
 
 
-def groups_over(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return every group over some axes; each rank alone where there are none."""
-    return layout.groups(*axes) if axes else tuple((rank,) for rank in layout.ranks)
-
-
 def experts_of(mesh: NamedMesh) -> Layout | None:
     """Return the layout of the experts in a mesh: that of its first view with one of their axes."""
     for view in mesh.views.values():
@@ -106,17 +99,6 @@ def layout_of(generator: Any, *, experts: bool) -> Layout:
         if word in wanted or size > 1:
             axes[_EXPERT.get(word, word) if experts else word] = size
     return Layout.from_shape(list(axes), list(axes.values()))
-
-
-def split(ranks: Sequence[int], size: int, stride: int = 1) -> list[list[int]]:
-    """Split ranks into sets of some size, of every ``stride``-th rank each.
-
-    Example:
-        >>> split(range(8), 2, 2)
-        [[0, 2], [1, 3], [4, 6], [5, 7]]
-    """
-    span = size * stride
-    return [list(ranks[i : i + span : stride]) for i in range(len(ranks)) if i % span < stride]
 
 
 def sets_like(ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
