@@ -404,6 +404,24 @@ def test_a_bound_mesh_keeps_the_options_of_its_groups() -> None:
         mesh.close()
 
 
+def test_axes_of_an_open_mesh_with_another_timeout_are_on_its_groups() -> None:
+    with fake_world(8, 5):
+        mesh = namedmesh.init_mesh(dp=4, tp=2, timeout=timedelta(minutes=10), device="cpu")
+        mesh.add_view("expert", edp=4, ep=2)
+        arguments: dict[str, Any] = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        parallel_state.initialize_model_parallel(2, **arguments, **NO_GLOO)
+        assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
+        assert parallel_state.get_expert_model_parallel_group() is mesh.group("ep")
+        parallel_state.destroy_model_parallel()
+        assert mesh.size("tp") == 2
+        mesh.close()
+        own = {"tp": GroupOptions(share=False)}
+        mesh = namedmesh.init_mesh(dp=4, tp=2, options=own, device="cpu")
+        with pytest.raises(namedmesh.MeshError, match="'tp' would be on another process group"):
+            parallel_state.initialize_model_parallel(2, **NO_GLOO)
+        mesh.close()
+
+
 def test_a_second_group_for_all_gathers_is_another_one_over_the_same_ranks() -> None:
     with fake_world(8, 5):
         parallel_state.initialize_model_parallel(
