@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from namedmesh.compat.cross_entropy import cross_entropy
 from namedmesh.compat.fairscale.initialize import DIALECT
+from namedmesh.compat.layers import cross_entropy
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from namedmesh.compat.errors import ContractError, ContractKeyError
+from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.stand_in import (  # noqa: F401  names of this module, too
     GlobalMemoryBuffer,
     Maker,
@@ -399,15 +399,9 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 
-def get_hybrid_data_context_parallel_groups(
-    check_initialized: bool = True, group_size: int | None = None
-) -> Any:
+def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: Any = None) -> Any:
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
         return get_data_parallel_group(with_context_parallel=True)
-    if group_size not in _HYBRID_DP_CP_GROUPS:
-        raise ContractKeyError(
-            f"there is no hybrid group of size {group_size}; make them with hybrid_context_parallel=True"
-        )
     return _HYBRID_DP_CP_GROUPS[group_size]
 
 
@@ -431,23 +425,21 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    stages = _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    if not ignore_virtual and stages is not None and _required(vp_stage) != 0:
-        return False
-    return get_pipeline_model_parallel_rank() == 0
+    return (ignore_virtual or _is_stage(vp_stage, 0)) and get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    stages = _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    if not ignore_virtual and stages is not None and _required(vp_stage) != stages - 1:
-        return False
-    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+    last = get_pipeline_model_parallel_world_size() - 1
+    return (ignore_virtual or _is_stage(vp_stage, -1)) and get_pipeline_model_parallel_rank() == last
 
 
-def _required(vp_stage: int | None) -> int:
+def _is_stage(vp_stage: int | None, place: int) -> bool:
+    """Return whether a virtual stage, where there are some, is the first (0) or the last (-1)."""
+    if _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is None:
+        return True
     if vp_stage is None:
         raise ContractError("ignore_virtual=False asks about one virtual stage; say which with vp_stage=")
-    return vp_stage
+    return vp_stage == place % _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

@@ -283,14 +283,11 @@ class Maker:
         create_all_gather_group: bool | None = False,
     ) -> None:
         """Make the groups of a job of some sizes; every rank calls it with the same arguments, the original's."""
-        settings = [
-            use_sharp,
-            sharp_enabled_group,
-            nccl_communicator_config_path,
-            high_priority_stream_groups,
-        ]
+        settings = (
+            nccl_communicator_config_path or high_priority_stream_groups or use_sharp or sharp_enabled_group
+        )
         backend = pipeline_model_parallel_comm_backend not in {None, "nccl"}
-        if any(settings) or backend or max(gtp_remat_size, expert_gtp_remat_size) > 1:
+        if settings or backend or max(gtp_remat_size, expert_gtp_remat_size) > 1:
             raise ContractError(
                 "settings of NCCL and SHARP, backends of pipelines and weights gathered for each use (gtp_remat) are "
                 "megatron-core's; install it, or leave them out"
@@ -327,26 +324,31 @@ class Maker:
         for row in MEGATRON_GROUPS:
             token = "-".join(MEGATRON_WORDS.get(axis, axis) for axis in row.axes)
             sets = (dense if row.view == DENSE else expert).get_ranks(token)
-            if row.variable == "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS":
-                self._make_levels(sets, hierarchical_context_parallel_sizes, timeout)
-                continue
-            if row.variable == "_HYBRID_DP_CP_GROUPS":
-                for ranks in sets if hybrid_context_parallel else ():
-                    made = self.create_hybrid_dp_cp_groups(dist.get_rank(), ranks, None)
-                    self.module[row.variable].update(made)
+            each = len(sets[0]) // instances
+            if row.variable in {"_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_HYBRID_DP_CP_GROUPS"}:
                 continue
             if row.variable in chosen:
                 sets = [list(chosen[row.variable](ranks)) for ranks in sets]
-            elif row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
-                models = expert.get_ranks("tp-ep-pp")
-                each = len(models) // instances
-                sets = [list(chain(*models[i : i + each])) for i in range(0, len(models), each)]
+            elif row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":  # whole models
+                sets = split(list(chain(*expert.get_ranks("tp-ep-pp"))), each)
             elif row.variable == "_DATA_PARALLEL_GROUP_WITH_CP_AG":
                 sets = sets if create_all_gather_group else []
+            elif row.variable == "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP":
+                sets = split(list(chain(*sets)), instances, each) if instances > 1 else []
             elif row.members == "part":
-                sets = _parts(sets, instances, across=row.variable.startswith("_INTER"))
-            if sets:
-                self._make(row, sets, timeout, gloo=create_gloo_process_groups)
+                sets = split(list(chain(*sets)), each)
+            self._make(row, sets, timeout, gloo=create_gloo_process_groups)
+        rank, levels = dist.get_rank(), hierarchical_context_parallel_sizes
+        if levels:
+            for ranks in dense.get_ranks("cp"):
+                groups, _ = self.create_hierarchical_groups(
+                    rank, ranks, levels, timeout=timeout, group_desc="CONTEXT_PARALLEL_GROUP"
+                )
+                if groups:
+                    self.module["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = groups
+        if hybrid_context_parallel:
+            for ranks in dense.get_ranks("dp-cp"):
+                self.module["_HYBRID_DP_CP_GROUPS"] |= self.create_hybrid_dp_cp_groups(rank, ranks, None)
         if virtual_pipeline_model_parallel_size is not None:
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline_model_parallel_size
@@ -363,16 +365,6 @@ class Maker:
             twin = self._create(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
             self.module[row.gloo] = twin
 
-    def _make_levels(
-        self, sets: Sequence[Sequence[int]], sizes: Sequence[int] | None, timeout: timedelta
-    ) -> None:
-        for ranks in sets if sizes else ():
-            groups, _ = self.create_hierarchical_groups(
-                dist.get_rank(), ranks, sizes or (), timeout=timeout, group_desc="CONTEXT_PARALLEL_GROUP"
-            )
-            if groups:
-                self.module["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = groups
-
 
 def _what_is_left(world: int, *sizes: int) -> int:
     if min(sizes) < 1 or world % prod(sizes):
@@ -380,18 +372,6 @@ def _what_is_left(world: int, *sizes: int) -> int:
             f"the sizes {' x '.join(map(str, sizes))} do not divide the world of {world} ranks; change a size"
         )
     return world // prod(sizes)
-
-
-def _parts(sets: Sequence[list[int]], instances: int, *, across: bool) -> list[list[int]]:
-    """Return the ranks of each instance of the optimizer; across, those at one place in all of them, if there are several."""
-    parts = []
-    for ranks in sets:
-        size = len(ranks) // instances
-        if not across:
-            parts += split(ranks, size)
-        elif instances > 1:
-            parts += split(ranks, instances, size)
-    return parts
 
 
 # Memory.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from namedmesh.compat.cross_entropy import cross_entropy
 from namedmesh.compat.errors import ContractError
+from namedmesh.compat.layers import cross_entropy
 from namedmesh.compat.megatron.tensor_parallel.utils import current_group
 from namedmesh.compat.partition import check_even, scatter
 from namedmesh.tensor_parallel.collectives import enter, exchange, gather, leave
