@@ -65,15 +65,13 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
             ``virtual_pipeline_model_parallel_size`` or ``get_embedding_ranks``.
 
     Returns:
-        What ``with`` takes: in the block the mesh is selected, afterwards the one before is bound again. Without
-        ``with`` the mesh stays bound until another one is, until :func:`unbind`, or until it is closed. While a mesh is
-        selected with ``with mesh:``, that one answers, whatever is bound.
+        What ``with`` takes: in the block the mesh is selected, afterwards the one before is bound again. Otherwise it stays
+        bound until another one is, until :func:`unbind`, or until it is closed. A mesh selected with ``with mesh:``
+        answers before the bound one.
 
     Raises:
         LayoutError: the mesh has an axis that Megatron has no group for.
-        MeshError: ``mesh`` is no open mesh of the whole world.
         ContractError: what ``initialize_model_parallel`` raises for options that do not fit.
-        AgreementError: the other ranks did not call this, or not with the same arguments.
 
     Example:
         >>> import namedmesh, torch.distributed as dist

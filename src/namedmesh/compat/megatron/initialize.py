@@ -23,7 +23,6 @@ from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own
 from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over, split
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
-from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
@@ -73,22 +72,18 @@ class Megatron:
     def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
         """Answer from a mesh that exists; communicates the first time. See :func:`namedmesh.compat.megatron.bind`."""
         require_open(mesh, "megatron.bind")
-        allowed = [name for name in self.accepted.parameters if name not in _DETERMINED]
-        other = [f"{name!r}{did_you_mean(name, allowed)}" for name in options if name not in allowed]
-        if other:
-            raise ContractTypeError(f"bind() takes no {', '.join(other)}; it takes {', '.join(allowed)}")
+        determined = [name for name in options if name in _DETERMINED]
+        if determined:
+            raise ContractTypeError(
+                f"bind() takes no {', '.join(determined)}: the mesh determines it; leave it out"
+            )
         if self.state.is_bound(mesh, options):
             return self.state.bind(mesh)
         seam = _Seam(self.module, lambda: mesh)
         dense, expert = seam.ranks_of(mesh)
         sizes = {name: dense.size(word) for name, word in _DENSE_SIZES.items()}
         sizes |= {name: expert.size(word) for name, word in _EXPERT_SIZES.items()}
-        unknown = [name for name, size in sizes.items() if name not in self.accepted.parameters and size != 1]
-        if unknown:
-            raise LayoutError(
-                f"this release of megatron-core has no {', '.join(unknown)}, which {mesh.layout} needs; install a later one"
-            )
-        known = {name: size for name, size in sizes.items() if name in self.accepted.parameters}
+        known = {name: size for name, size in sizes.items() if size != 1 or name in self.accepted.parameters}
         with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp")[0])):
             generators = iter((dense, expert))
             with self.state.blank() as values, seam.replacing(lambda *_, **__: next(generators)):

@@ -71,12 +71,11 @@ class _Layer(ParallelLayer):
         self.params_device = None if getattr(config, "use_cpu_initialization", False) else accelerator()
         self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
         self.perform_initialization = getattr(config, "perform_initialization", True)
-        for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
-            if getattr(config, name, False):
-                raise ContractRuntimeError(
-                    f"{type(self).__name__}: {name} needs APEX's CUDA extension, which namedmesh's layers do not call; set "
-                    f"{name}=False"
-                )
+        if getattr(config, "gradient_accumulation_fusion", False):
+            raise ContractRuntimeError(
+                f"{type(self).__name__}: gradient_accumulation_fusion needs APEX's CUDA extension, which namedmesh's layers "
+                "do not call; set gradient_accumulation_fusion=False"
+            )
 
     @property
     def tp_group(self) -> ProcessGroup | None:
