@@ -9,10 +9,8 @@ that stand at other places in other releases are keywords only, and ``with_gtp_r
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
@@ -22,8 +20,10 @@ from namedmesh.compat.megatron.stand_in import (  # noqa: F401  names of this mo
     RankGenerator,
     default_embedding_ranks,
     default_position_embedding_ranks,
+    deprecated,
     generate_masked_orthogonal_rank_groups,
     get_nccl_options,
+    missing,
     overwrite_nccl_comm_cfgs,
 )
 
@@ -80,23 +80,12 @@ _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_S
 _GLOBAL_MEMORY_BUFFER = _GLOBAL_SYMMETRIC_MEMORY_BUFFER = _global_process_group_list = NOTHING
 
 
-def missing(variable: str, check_initialized: bool = True) -> Any:
-    """Raise the error of an accessor whose variable is empty; return None where it is not to check."""
-    if not check_initialized:
-        return None
-    raise ContractError(
-        f"the {variable.strip('_').replace('_', ' ').lower()} is not initialized; call "
-        "initialize_model_parallel(...), with the option that makes this group, or "
-        "namedmesh.compat.megatron.bind(mesh)"
-    )
-
-
 # What is asked for: the group or its ranks, the size and the rank in it, and what overrides them.
 # fmt: off
 def is_initialized() -> bool:
     return _DATA_PARALLEL_GROUP is not None
 def is_unitialized() -> bool:
-    _deprecated("is_unitialized", "is_initialized")
+    deprecated("is_unitialized", "is_initialized")
     return not is_initialized()
 def model_parallel_is_initialized() -> bool:
     if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
@@ -162,7 +151,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
     _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
-    _deprecated("set_virtual_pipeline_model_parallel_rank", "is_pipeline_first_stage(vp_stage=...)")
+    deprecated("set_virtual_pipeline_model_parallel_rank", "is_pipeline_first_stage(vp_stage=...)")
     _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
 def get_embedding_group(check_initialized: bool = True) -> Any:
     return _EMBEDDING_GROUP or missing("_EMBEDDING_GROUP", check_initialized)
@@ -173,8 +162,8 @@ def is_rank_in_position_embedding_group() -> bool:
 def get_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
     return _GTP_WEIGHT_REMAT_GROUP or missing("_GTP_WEIGHT_REMAT_GROUP", check_initialized)
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
-    ranks = _GTP_WEIGHT_REMAT_GLOBAL_RANKS
-    return ranks or missing("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
+    return _GTP_WEIGHT_REMAT_GLOBAL_RANKS or missing(
+        "_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
 def get_gtp_weight_remat_world_size() -> int:
     return _GTP_WEIGHT_REMAT_GROUP.size() if _GTP_WEIGHT_REMAT_GROUP else 0
 def get_gtp_weight_remat_rank() -> int:
@@ -188,11 +177,11 @@ def get_context_parallel_world_size() -> int:
 def get_context_parallel_rank() -> int:
     return _CONTEXT_PARALLEL_GROUP.rank() if _CONTEXT_PARALLEL_GROUP else _zero("_CONTEXT_PARALLEL_GROUP")
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> Any:
-    groups = _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS
-    return groups or missing("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", check_initialized)
+    return _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS or missing(
+        "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", check_initialized)
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
-    group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
-    return group or missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", check_initialized)
+    return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or missing(
+        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", check_initialized)
 def get_tensor_and_context_parallel_world_size() -> int:
     group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
     return group.size() if group else _zero("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
@@ -209,8 +198,8 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
     return _EXPERT_GTP_WEIGHT_REMAT_GROUP or missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP", check_initialized)
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
-    ranks = _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS
-    return ranks or missing("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
+    return _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS or missing(
+        "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
 def get_expert_gtp_weight_remat_world_size() -> int:
     return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
 def get_expert_gtp_weight_remat_rank() -> int:
@@ -254,8 +243,8 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
     global _MPU_EXPERT_TENSOR_PARALLEL_RANK
     _MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
-    group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
-    return group or missing("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", check_initialized)
+    return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP or missing(
+        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", check_initialized)
 def get_expert_tensor_and_model_parallel_world_size() -> int:
     group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
     return group.size() if group else _zero("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
@@ -263,14 +252,14 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
     group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
     return group.rank() if group else _zero("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
 def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True, with_egtp_remat: bool = False) -> Any:
-    group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
-    return group or missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
+    return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP or missing(
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
-    group = _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP
-    return group or missing("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", check_initialized)
+    return _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP or missing(
+        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", check_initialized)
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
-    group = _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-    return group or missing("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+    return _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or missing(
+        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
 def get_global_memory_buffer() -> Any:
     return _GLOBAL_MEMORY_BUFFER or missing("_GLOBAL_MEMORY_BUFFER")
 def get_global_symmetric_memory_buffer() -> Any:
@@ -296,11 +285,6 @@ def _zero(variable: str) -> int:
     if dist.is_initialized():
         missing(variable)
     return 0
-
-
-def _deprecated(name: str, instead: str) -> None:
-    if not torch.compiler.is_compiling():  # a warning would break the graph
-        warnings.warn(f"{name} is deprecated; call {instead} instead", DeprecationWarning, stacklevel=3)
 
 
 # What depends on flags.
@@ -362,10 +346,10 @@ def get_data_parallel_rank(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> Any:
-    group = _EXPERT_DATA_PARALLEL_GROUP
     if partial_expert_data_parallel:
         group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-    return group or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+        return group or missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+    return _EXPERT_DATA_PARALLEL_GROUP or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_expert_data_parallel_world_size(
@@ -392,7 +376,7 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
-    _deprecated("get_data_modulo_expert_parallel_group", "get_expert_data_parallel_group")
+    deprecated("get_data_modulo_expert_parallel_group", "get_expert_data_parallel_group")
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 
@@ -412,13 +396,13 @@ def get_tensor_and_data_parallel_group(
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
-    if not tp_only_amax_red:
-        return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
-    return (
-        get_tensor_and_context_parallel_group()
-        if with_context_parallel
-        else get_tensor_model_parallel_group()
-    )
+    if with_context_parallel:
+        if tp_only_amax_red:
+            return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+    if tp_only_amax_red:
+        return _TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

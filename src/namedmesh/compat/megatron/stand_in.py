@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -374,7 +375,24 @@ def _what_is_left(world: int, *sizes: int) -> int:
     return world // prod(sizes)
 
 
-# Memory.
+# What accessors answer with besides.
+
+
+def missing(variable: str, check_initialized: bool = True) -> Any:
+    """Raise the error of an accessor whose variable is empty; return None where it is not to check."""
+    if not check_initialized:
+        return None
+    raise ContractError(
+        f"the {variable.strip('_').replace('_', ' ').lower()} is not initialized; call "
+        "initialize_model_parallel(...), with the option that makes this group, or "
+        "namedmesh.compat.megatron.bind(mesh)"
+    )
+
+
+def deprecated(name: str, instead: str) -> None:
+    """Warn the caller of an accessor."""
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warnings.warn(f"{name} is deprecated; call {instead} instead", DeprecationWarning, stacklevel=3)
 
 
 class GlobalMemoryBuffer:
