@@ -76,12 +76,13 @@ def in_plain_torch(settings: Settings, mesh: Any) -> Callable[[Tensor, Tensor], 
     for layer in model.layers.values():
         fully_shard(layer, mesh=dp)
     fully_shard(model, mesh=dp)
-    optimizer = make_optimizer(model, settings.lr)
+    optimizer = make_optimizer(model)
+    positions = torch.arange(settings.seq)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()
         with loss_parallel():
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss = F.cross_entropy(model(inputs, positions).flatten(0, 1), targets.flatten())
             loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
@@ -96,7 +97,7 @@ def in_plain_torch(settings: Settings, mesh: Any) -> Callable[[Tensor, Tensor], 
 def as_the_example(settings: Settings, mesh: namedmesh.NamedMesh) -> Callable[[Tensor, Tensor], float]:
     """Return a step of the training example."""
     model = make_model(settings, mesh)
-    optimizer = make_optimizer(model, settings.lr)
+    optimizer = make_optimizer(model)
     run = Step(model, mesh, microbatches=1)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
