@@ -40,7 +40,6 @@ ROOMS = (
     "launch",
     "groups",
     "views",
-    "roots",
     "current",
     "adopt",
     "explain",
