@@ -65,7 +65,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"\r{number} of {len(texts)} files" + ("\n" if number == len(texts) else ""))
         try:
             found[path] = codemod.change(text, rewrite=False)
-        except codemod.ParserSyntaxError as error:
+        except codemod.cst.ParserSyntaxError as error:
             problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
     open_ones = [one for changes in found.values() for one in changes.findings if one.advice.doubt]
     bound = bool(open_ones) or any(_readers(changes) for changes in found.values())

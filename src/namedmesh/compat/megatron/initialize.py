@@ -117,11 +117,11 @@ class Megatron:
         def make() -> NamedMesh:
             dense, expert = layouts
             request = _texts(given, dense.groups("pp")[0])
-            seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense, defaults), defaults)
-            of_experts = _options_of_open_meshes(expert, defaults)
-            seam.mesh.take_view(
-                "expert", expert, {axis: of_experts[axis] for axis in of_experts if axis != "pp"}
-            )
+            seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense), defaults)
+            of_experts = _options_of_open_meshes(expert)
+            new: dict[tuple[str, ...], GroupOptions] = {}
+            new.update(((axis,), options) for axis, options in of_experts.items() if axis != "pp")
+            seam.mesh.take_view("expert", expert, new)
             return seam.mesh
 
         seam = _Seam(self.module, make)
@@ -312,16 +312,16 @@ def _layout_of(generator: Any, *, experts: bool) -> Layout:
     return Layout.from_shape(list(axes)[::-1], list(axes.values())[::-1])
 
 
-def _options_of_open_meshes(layout: Layout, defaults: GroupOptions) -> dict[str, GroupOptions]:
+def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
     """Return the options of axes that an open mesh has over the same ranks, where only the timeout is another one."""
     options = {}
-    plain = GroupOptions().with_defaults(defaults)
     for mesh in current.alive():
         for view in (mesh.layout, *mesh.views.values()):
             for axis in {*view} & {*layout}:
-                theirs = mesh.options_of((axis,)).with_defaults(mesh.groups.defaults)
-                same = replace(theirs, timeout=plain.timeout) == plain
-                if same and view.partition(axis) == layout.partition(axis):
+                theirs = mesh.groups.completed(mesh.options_of((axis,)))
+                if replace(theirs, timeout=None) == GroupOptions() and view.partition(
+                    axis
+                ) == layout.partition(axis):
                     options[axis] = theirs
     return options
 
