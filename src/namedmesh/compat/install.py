@@ -6,12 +6,13 @@ Where an original is installed it answers from our meshes; where it is not, our 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ DIALECTS = {
 _ABSENT = object()
 
 
+@dataclass
 class Original:
     """The original of a dialect, which is installed on this machine or not.
 
@@ -40,17 +42,13 @@ class Original:
         restore: what to call when everything is put back, before.
     """
 
-    def __init__(
-        self,
-        module: str,
-        replace: Callable[[ModuleType], Mapping[str, object]] | None,
-        stand_ins: Mapping[str, str],
-        restore: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.module, self.replace, self.stand_ins, self.restore = module, replace, stand_ins, restore
-        self.installed = False
-        self._before: list[tuple[ModuleType, str, object]] = []
-        self._modules: dict[str, ModuleType] = {}
+    module: str
+    replace: Callable[[ModuleType], Mapping[str, object]] | None
+    stand_ins: Mapping[str, str]
+    restore: Callable[[], None] = lambda: None
+    installed: bool = field(default=False, init=False)
+    _before: list[tuple[ModuleType, str, object]] = field(default_factory=list, init=False)
+    _modules: dict[str, ModuleType] = field(default_factory=dict, init=False)
 
     def install(self) -> None:
         """Let the original answer from our meshes; a second call does nothing. Call it first of all, and bind meshes afterwards.
@@ -144,35 +142,28 @@ def when_imported(name: str, call: Callable[[], object]) -> None:
     """Call a function once a module was imported; at once where it was, or where its package is not installed."""
     if not name or name in sys.modules or not is_installed(name.partition(".")[0]):
         call()
-    else:
-        sys.meta_path.insert(0, _Watch(name, call))
-
-
-class _Watch:
-    """A finder that finds one module as others do, and calls a function once that module was executed."""
-
-    def __init__(self, name: str, call: Callable[[], object]) -> None:
-        self.name, self.call = name, call
+        return
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
+        found: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how the module is imported; None for every other one."""
-        if name != self.name:
+        if found != name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(finder)
         spec = PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        execute = loader.exec_module
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
 
-        def execute_and_call(module: ModuleType) -> None:
-            execute(module)
-            self.call()
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                call()
 
-        loader.exec_module = execute_and_call
+            loader.exec_module = execute_and_call
         return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
 
 
 # The command.

@@ -50,6 +50,8 @@ def _check_clean(paths: Sequence[Path]) -> None:
 def _migrate(arguments: argparse.Namespace) -> int:
     """Scan, report, and perhaps write; 1 if a file could not be read."""
     try:
+        from libcst import ParserSyntaxError
+
         from namedmesh.migrate import codemod
     except ImportError:
         raise LayoutError("namedmesh migrate needs LibCST: pip install 'namedmesh[migrate]'") from None
@@ -65,7 +67,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"\r{number} of {len(texts)} files" + ("\n" if number == len(texts) else ""))
         try:
             found[path] = codemod.change(text, rewrite=False)
-        except codemod.cst.ParserSyntaxError as error:
+        except ParserSyntaxError as error:
             problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
     open_ones = [one for changes in found.values() for one in changes.findings if one.advice.doubt]
     bound = bool(open_ones) or any(_readers(changes) for changes in found.values())

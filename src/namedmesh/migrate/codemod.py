@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import libcst as cst
 from libcst.codemod import CodemodContext
@@ -78,58 +78,54 @@ class _Replacer(cst.CSTTransformer):
         self.bound, self.own, self.quoted = bound, own, 0
         self.called: set[cst.CSTNode] = set()
 
-    def visit_Import(self, node: cst.Import) -> bool:
-        self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
-        return False
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Note imports, which are not replaced, functions that are called, and where f-strings begin."""
+        if isinstance(node, cst.ImportFrom):
+            module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
+            if not isinstance(node.names, cst.ImportStar):
+                self.imports += [
+                    Imported(module, one.evaluated_name, one.evaluated_alias) for one in node.names
+                ]
+        elif isinstance(node, cst.Import):
+            self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
+        elif isinstance(node, cst.FormattedString):
+            self.quoted += 1
+        elif isinstance(node, cst.Call):
+            self.called.add(node.func)
+        return not isinstance(node, (cst.Import, cst.ImportFrom))
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
-        if not isinstance(node.names, cst.ImportStar):
-            self.imports += [Imported(module, one.evaluated_name, one.evaluated_alias) for one in node.names]
-        return False
-
-    def visit_FormattedString(self, node: cst.FormattedString) -> None:
-        self.quoted += 1
-
-    def leave_FormattedString(
-        self, original_node: cst.FormattedString, updated_node: cst.FormattedString
-    ) -> cst.BaseExpression:
-        self.quoted -= 1
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Replace a call, or a name that is read."""
+        if isinstance(original_node, cst.FormattedString):
+            self.quoted -= 1
+        elif isinstance(original_node, cst.Call):
+            return self._call(original_node, updated_node, *self._name(original_node.func))
+        elif isinstance(original_node, (cst.Attribute, cst.Name)) and original_node not in self.called:
+            return self._read(original_node, updated_node, *self._name(original_node))
         return updated_node
 
-    def visit_Call(self, node: cst.Call) -> None:
-        self.called.add(node.func)
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        module, leaf = self._name(original_node.func)
+    def _call(self, node: cst.Call, updated: cst.Call, module: str, leaf: str) -> cst.BaseExpression:
         if not leaf:
-            return updated_node
+            return updated
         arguments = []
-        for one in original_node.args:
+        for one in node.args:
             name = one.star or (one.keyword.value if one.keyword else "")
             arguments.append((name, _EMPTY.code_for_node(one.value)))
         row = _row(module, leaf)
         advice = _UNKNOWN if row is None else row.advise(arguments)
         if leaf == _INITIALIZE:
             advice = initialize(module, arguments, bound=self.bound)
-        code = _EMPTY.code_for_node(original_node)
+        code = _EMPTY.code_for_node(node)
         if "#" in code and not advice.doubt:
             advice = advice._replace(doubt="a comment stands between its arguments")
         old = " ".join(code.split())
-        return self._replaced(original_node, updated_node, f"{leaf}{old[old.index('(') :]}", advice)
+        return self._replaced(node, updated, f"{leaf}{old[old.index('(') :]}", advice)
 
-    def leave_Attribute(
-        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    def _read(
+        self, node: cst.BaseExpression, updated: cst.BaseExpression, module: str, leaf: str
     ) -> cst.BaseExpression:
-        return self._read(original_node, updated_node)
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return self._read(original_node, updated_node)
-
-    def _read(self, node: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression:
         """Replace a variable that is read; what is assigned, and a function that is passed on, stays."""
-        module, leaf = self._name(node)
-        if not leaf or node in self.called:
+        if not leaf:
             return updated
         row = _row(module, leaf)
         advice = _UNKNOWN if row is None else row.advise()
