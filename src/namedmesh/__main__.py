@@ -25,7 +25,7 @@ COMMANDS: dict[str, str] = {
     "diff": "namedmesh.plan.describe",
     "doctor": "namedmesh.doctor",
     "migrate": "namedmesh.migrate.cli",
-    "run": "namedmesh.compat.cli",
+    "run": "namedmesh.compat.install",
     "verify": "namedmesh.verify_cli",
 }
 """The commands, and the module of each."""
