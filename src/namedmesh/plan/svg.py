@@ -50,9 +50,8 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
 
     outlined, ends = large[-1], list[tuple[int, int]]()  # of the group of each rank
     for rank in range(drawn):
-        coords = layout.coords(rank)
-        start, stop = coords | {outlined: 0}, coords | {outlined: layout[outlined] - 1}
-        ends.append((layout.rank(**start), layout.rank(**stop)))
+        at, last = layout.coords(rank), layout[outlined] - 1
+        ends.append((layout.rank(**at | {outlined: 0}), layout.rank(**at | {outlined: last})))
     crosses = [plan.gpus_per_node is not None and begin // node != end // node for begin, end in ends]
     notes = [f"colored by {axis}", f"outlined: groups of {outlined}"]
     if any(crosses):
