@@ -127,7 +127,7 @@ def read_config(path: str) -> tuple[Model, list[str]]:
         UsageError: the file cannot be read, lacks a size that all estimates need, or has one that is no int.
     """
     whole = read_json(path if path.endswith(".json") else Path(path, "config.json"))
-    data, notes = {**whole, **whole.get("text_config", {})}, []
+    data, notes = {**whole, **(whole.get("text_config") or {})}, []
     for key in _UNREAD:
         value = data.get(key)
         kinds = len(set(value)) if isinstance(value, list) else value
