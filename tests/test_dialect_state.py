@@ -122,12 +122,20 @@ def test_a_closed_mesh_answers_no_more(meshes: tuple[NamedMesh, NamedMesh]) -> N
     assert megatron.current_mesh() is second
     megatron.unbind()
     assert not parallel_state.is_initialized()
+    parallel_state._PIPELINE_GLOBAL_RANKS = "without a mesh"
+    with second:
+        assert parallel_state._PIPELINE_GLOBAL_RANKS is None
+    assert parallel_state._PIPELINE_GLOBAL_RANKS == "without a mesh"
     with pytest.raises(MeshError, match=r"was closed; give megatron\.bind an open one"):
         bind(first)
 
 
-def test_what_is_no_mesh_for_megatron_is_refused() -> None:
+def test_a_mesh_of_other_axes() -> None:
     with fake_world(8, 3):
+        mesh = namedmesh.init_mesh(dp=4, sp=2, device="cpu")
+        with bind(mesh):
+            assert parallel_state.get_context_parallel_group() is mesh.group("sp")
+        mesh.close()
         for axis, text in (
             ("xp", "axis 'xp' has no place in Megatron's groups"),
             ("ep", "add a view for it"),
