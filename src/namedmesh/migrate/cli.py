@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import subprocess
 import sys
@@ -13,15 +12,15 @@ from namedmesh.errors import LayoutError, count_of
 from namedmesh.plan.spec import UsageError
 
 if TYPE_CHECKING:
-    import re
-    from collections.abc import Iterable, Sequence
+    import argparse
+    from collections.abc import Sequence
 
     from namedmesh.migrate.codemod import Changes
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     text = "a module, or a folder of them"
-    parser.add_argument("paths", nargs="+", metavar="PATH", type=_existing, help=text)
+    parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help=text)
     how = parser.add_mutually_exclusive_group()
     text = "show what --write would change, and report the rest"
     how.add_argument("--diff", action="store_true", help=text)
@@ -29,12 +28,6 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--write", action="store_true", help=text)
     text = "write although git has uncommitted changes there, or no git is there"
     parser.add_argument("--force", action="store_true", help=text)
-
-
-def _existing(path: str) -> Path:
-    if not Path(path).exists():
-        raise argparse.ArgumentTypeError(f"there is no file or folder {path!r}")
-    return Path(path)
 
 
 def _check_clean(paths: Sequence[Path]) -> None:
@@ -48,36 +41,54 @@ def _check_clean(paths: Sequence[Path]) -> None:
             raise UsageError(f"{str(path)!r} {found}; commit, or give --force to write anyway")
 
 
-def _migrate(arguments: argparse.Namespace) -> int:
-    """Scan, report, and perhaps write; 1 if a file could not be read."""
+def _scan(paths: Sequence[Path]) -> tuple[dict[Path, str], dict[Path, Changes], list[str]]:
+    """Return the sources that may name an API, the uses in them, and a sentence for each file that cannot be read."""
     try:
         from libcst import ParserSyntaxError
 
-        from namedmesh.migrate import codemod
+        from namedmesh.migrate.codemod import MARKS, change
     except ImportError:
         raise LayoutError("namedmesh migrate needs LibCST: pip install 'namedmesh[migrate]'") from None
+    texts, found, problems = dict[Path, str](), dict[Path, "Changes"](), list[str]()
+    for number, path in enumerate(paths, 1):
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{number} of {len(paths)} files" + ("\n" if number == len(paths) else ""))
+        try:
+            data = path.read_bytes()
+            if MARKS.search(data):
+                texts[path] = data.decode("utf-8")
+                found[path] = change(texts[path], rewrite=False)
+        except (OSError, UnicodeDecodeError, ParserSyntaxError) as error:
+            problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
+    return texts, found, problems
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    """Scan, report, and perhaps write; 1 if a file could not be read."""
     if arguments.write and not arguments.force:
         _check_clean(arguments.paths)
     sources: dict[Path, None] = {}
     for path in arguments.paths:
         sources |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
-    texts, problems = _texts(sources, codemod.MARKS)
-    found: dict[Path, Changes] = {}
-    for number, (path, text) in enumerate(texts.items(), 1):
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{number} of {len(texts)} files" + ("\n" if number == len(texts) else ""))
-        try:
-            found[path] = codemod.change(text, rewrite=False)
-        except ParserSyntaxError as error:
-            problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
+    texts, found, problems = _scan([*sources])
+    from namedmesh.migrate.codemod import change
+
     open_ones = [one for changes in found.values() for one in changes.findings if one.advice.doubt]
     bound = bool(open_ones) or any(_readers(changes) for changes in found.values())
-    kept = _handed_on(found.values())
+    # What files import from modules of the code itself: there, these imports stay.
+    others = ("megatron", "namedmesh", "fairscale")
+    imports = [one for changes in found.values() for one in changes.imports]
+    kept = {one.name for one in imports if one.name and not one.module.startswith(others)}
     asked = arguments.diff or arguments.write
     for path in [path for path, changes in found.items() if changes.findings]:  # now that all files are known
-        found[path] = codemod.change(texts[path], bound=bound, kept=kept, rewrite=asked)
-        if found[path].after != texts[path]:
-            _changed(path, texts[path], found[path].after, write=arguments.write)
+        found[path] = change(texts[path], bound=bound, kept=kept, rewrite=asked)
+        before, after = texts[path], found[path].after
+        if arguments.write and after != before:
+            path.write_bytes(after.encode("utf-8"))
+            sys.stdout.write(f"{path}: rewritten\n")
+        elif after != before:
+            lines = before.splitlines(keepends=True), after.splitlines(keepends=True)
+            sys.stdout.write("".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}")))
     sys.stdout.write(_report(found, len(sources), certain=not asked))
     notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
     if notebooks:
@@ -86,40 +97,11 @@ def _migrate(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _texts(paths: Iterable[Path], marks: re.Pattern[bytes]) -> tuple[dict[Path, str], list[str]]:
-    """Return the texts of the files that may name an API, and a sentence for each that cannot be read."""
-    texts, problems = dict[Path, str](), list[str]()
-    for path in paths:
-        try:
-            data = path.read_bytes()
-            if marks.search(data):
-                texts[path] = data.decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:  # noqa: PERF203  the others are read
-            problems.append(f"{path}: cannot be read: {error}")
-    return texts, problems
-
-
-def _changed(path: Path, before: str, after: str, *, write: bool) -> None:
-    if write:
-        path.write_bytes(after.encode("utf-8"))
-        sys.stdout.write(f"{path}: rewritten\n")
-    else:
-        lines = before.splitlines(keepends=True), after.splitlines(keepends=True)
-        sys.stdout.write("".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}")))
-
-
 def _readers(changes: Changes) -> list[str]:
     """Return the modules of megatron-core beside parallel_state that a file imports."""
     ours = ("megatron.core.parallel_state", "megatron.core.mpu")
     names = {".".join(one.full.split(".")[:3]) for one in changes.imports}
     return sorted(name for name in names if name.startswith("megatron.core.") and not name.startswith(ours))
-
-
-def _handed_on(each: Iterable[Changes]) -> set[str]:
-    """Return the names that files import from modules of the code itself: there, their imports stay."""
-    others = ("megatron", "namedmesh", "fairscale")
-    imports = [one for changes in each for one in changes.imports]
-    return {one.name for one in imports if one.name and not one.module.startswith(others)}
 
 
 def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
