@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, str] = {
     **dict.fromkeys(("plan", "partitions", "diff"), "namedmesh.plan.cli"),
     "doctor": "namedmesh.doctor_cli",
-    "migrate": "namedmesh.migrate.cli",
+    "migrate": "namedmesh.migrate",
     "run": "namedmesh.compat.install",
     "verify": "namedmesh.verify_cli",
 }

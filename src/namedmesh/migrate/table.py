@@ -207,3 +207,21 @@ def initialize(module: str, arguments: Sequence[tuple[str, str]], *, bound: bool
         doubts.append(f"what {', '.join(others)} asks for is missing here")
     new = f"namedmesh.init_mesh({', '.join(written)})"
     return Advice(f"namedmesh.compat.megatron.bind({new})" if bound else new, tuple(once), "; ".join(doubts))
+
+
+def advise(
+    module: str, leaf: str, arguments: Sequence[tuple[str, str]] | None, *, bound: bool = False
+) -> Advice | None:
+    """Return what replaces a call of a name of a module, or without arguments a use that is none; None for other names."""
+    table = APIS.get(module)
+    if table is None:  # a name that only a module of the code itself can hand on
+        table = MEGATRON | FAIRSCALE if "parallel" in leaf.lower() else {}
+    if leaf == "initialize_model_parallel" and arguments is not None:
+        return initialize(module, arguments, bound=bound)
+    if leaf in table:
+        advice = table[leaf].advise(arguments or ())
+        if arguments is None and not leaf.startswith("_"):
+            return advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
+        return advice
+    known = module in APIS and f"{module}.{leaf}" not in APIS
+    return Advice("", doubt="not in the table: it stays") if known else None
