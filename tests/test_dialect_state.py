@@ -187,10 +187,8 @@ def test_dialects_share_groups_and_leave_none_behind() -> None:
 
 
 def _asked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_data_parallel_world_size()
     first = parallel_state.is_pipeline_first_stage() and not parallel_state.is_rank_in_embedding_group()
     return x + rank + size + first, rank, size
 
