@@ -533,7 +533,6 @@ BINDS: list[Callable[[Any], object]] = [
 # What such a call says of a mesh of some axes, each of size 2.
 CANNOT = [
     (0, "dp xp", "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ..."),
-    (1, "dp dp_shard", "the mesh has both 'dp' and 'dp_shard'; use one or the other"),
     (2, "dp ep", "axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; ..."),
     (2, "tq ep", "2 problems:\n ...axis 'tq' has no place in DeepSpeed's groups, ...axis 'ep' is one of ..."),
 ]

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from namedmesh.compat import cross_entropy as losses
 from namedmesh.compat import layers as plain
 from namedmesh.compat import partition
 from namedmesh.compat.install import Original
@@ -106,7 +105,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     in the whole vocabulary, the same on every rank; a ContractError where the shapes do not go together.
     """
     dtype = vocab_parallel_logits.dtype
-    return losses.cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
+    return plain.cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
 
 
 # The layers, over the model-parallel ranks that they were made with; :mod:`namedmesh.compat.layers` documents them.
