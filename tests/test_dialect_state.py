@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import error_of
 from ranks import fake_world, live_groups, run_ranks, summed
 
 import namedmesh
@@ -144,22 +143,6 @@ def test_a_mesh_of_other_axes() -> None:
             with pytest.raises(LayoutError, match=text):
                 bind(mesh)
             mesh.close()
-
-
-def _disagree() -> list[str]:
-    last = dist.get_rank() == 3
-    start = parallel_state.initialize_model_parallel
-    return [error_of(lambda size=size: start(size if last else 2)) for size in (4, 3)]  # type: ignore[misc]
-
-
-def test_ranks_that_differ_or_fail_are_reported_instead_of_hanging() -> None:
-    *others, guilty = run_ranks(4, _disagree)
-    for differs, _ in (*others, guilty):
-        assert differs.startswith("AgreementError: ")
-        assert "tensor_model_parallel_size differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3" in differs
-    for _, failed in others:
-        assert "rank 3 gave up on megatron.initialize_model_parallel" in failed
-    assert guilty[1].startswith("ContractRuntimeError: ")
 
 
 def _again_and_again() -> list[bool]:

@@ -571,6 +571,7 @@ def test_a_size_above_the_world_is_cut_down() -> None:
 STARTS: dict[str, Callable[[int], Any]] = {
     "fairscale.initialize_model_parallel": fairscale.initialize_model_parallel,
     "ezpz.initialize_tensor_parallel": tp.initialize_tensor_parallel,
+    "megatron.initialize_model_parallel": megatron.initialize_model_parallel,
     "deepspeed.PipelineParallelGrid": lambda size: deepspeed.PipelineParallelGrid(
         deepspeed.PipeDataParallelTopology(size, 4 // size if size != 3 else 2)
     ),
@@ -589,4 +590,4 @@ def test_ranks_that_differ_or_fail_are_reported_instead_of_hanging(call: str, si
     for text in others:
         assert text.startswith("AgreementError: ")
         assert all(part in text for part in expected.split("..."))
-    assert guilty.startswith("AgreementError" if size == 4 else "ContractError")
+    assert guilty.startswith("AgreementError" if size == 4 else "Contract")

@@ -149,10 +149,9 @@ MEGATRON: dict[str, Row] = {
 """The names of Megatron's ``parallel_state``. What is not here stays."""
 for _row in MEGATRON_GROUPS:
     if _row.members == "all" and "gtp" not in _row.name and "intra" not in _row.name:
-        _axes = _over(*(axis for axis in _row.axes if "gtp" not in axis))
-        MEGATRON[_row.variable] = Row("mesh.group({axes})", _axes)
+        MEGATRON[_row.variable] = Row("mesh.group({axes})", _over(*_row.axes))
         if _row.ranks:
-            MEGATRON[_row.ranks] = Row("list(mesh.ranks({axes}))", _axes)
+            MEGATRON[_row.ranks] = Row("list(mesh.ranks({axes}))", _over(*_row.axes))
 
 FAIRSCALE: dict[str, Row] = {
     "model_parallel_is_initialized": _CLOSED,

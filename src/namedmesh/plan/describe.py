@@ -211,7 +211,7 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], tuple[int, int
     for row in groups_of(arrangement):
         layout = arrangement.layout(row.view)
         group = _part(group_over(layout, 0, row.axes), row.members)
-        count, each = layout.count(*row.axes) if row.axes else layout.world_size, 1 + row.gloo_groups
+        count, each = layout.count(*row.axes) if row.axes else layout.world_size, 1 + bool(row.gloo)
         owner, served = owners.setdefault(group, row.name), "its own"
         if len(group) == 1:
             served = "none, one rank"
