@@ -84,19 +84,14 @@ EZPZ = {
     "init_method=xavier_normal_, stride=1, keep_master_weight_for_test=False",
     "layers.ColumnParallelLinear.get_master_weight": "self",
     "utils.VocabUtility.vocab_range_from_global_vocab_size": "global_vocab_size, rank, world_size",
-    **{
-        f"mappings.{name}_tensor_parallel_region": "input_"
-        for name in ("copy_to", "reduce_from", "scatter_to", "gather_from")
-    },
-    **{
-        f"get_{axis}_parallel_{answer}": ""
-        for axis in AXES
-        for answer in ("group", "ranks", "rank", "world_size")
-    },
-    **dict.fromkeys(
-        ("get_tensor_parallel_src_rank", "tensor_parallel_is_initialized", "destroy_tensor_parallel"), ""
-    ),
+    "get_tensor_parallel_src_rank": "",
+    "tensor_parallel_is_initialized": "",
+    "destroy_tensor_parallel": "",
 }
+KINDS = ("group", "ranks", "rank", "world_size")
+EZPZ |= {f"get_{axis}_parallel_{kind}": "" for axis in AXES for kind in KINDS}
+WAYS = ("copy_to", "reduce_from", "scatter_to", "gather_from")
+EZPZ |= {f"mappings.{way}_tensor_parallel_region": "input_" for way in WAYS}
 
 
 def test_every_name_of_ezpz_s_is_there_with_its_arguments() -> None:
@@ -180,8 +175,7 @@ def test_groups_by_hand(sizes: tuple[int, int, int, int]) -> None:
             tp.initialize_tensor_parallel(t, p, c)
             fairscale.initialize_model_parallel(t, p, context_parallel_size=c)
             for axis, ranks in expected.items():
-                kinds = ("group", "ranks", "rank", "world_size")
-                group, *numbers_ = (getattr(tp, f"get_{axis}_parallel_{kind}")() for kind in kinds)
+                group, *numbers_ = (getattr(tp, f"get_{axis}_parallel_{kind}")() for kind in KINDS)
                 assert dist.get_process_group_ranks(group) == ranks
                 assert numbers_ == [ranks, ranks.index(rank), len(ranks)]
                 assert getattr(state, f"get_{axis.replace('tensor', 'model')}_parallel_ranks")() == ranks
