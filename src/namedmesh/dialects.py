@@ -154,10 +154,7 @@ _ALL = (
         "megatron", ("pp", "dp", "cp", "tp"), _MEGATRON_KINDS, expert=("pp", *EXPERT_AXES), orderable=True
     ),
     Dialect(
-        "deepspeed",
-        ("pp", "dp", "tp"),
-        _DEEPSPEED_KINDS,
-        words={"pp": "pipe", "dp": "data", "tp": "model"},
+        "deepspeed", ("pp", "dp", "tp"), _DEEPSPEED_KINDS, words={"pp": "pipe", "dp": "data", "tp": "model"}
     ),
     Dialect("fairscale", ("dp", "pp", "cp", "tp"), _FAIRSCALE_KINDS, shrinks_tp=True),
     Dialect("ezpz", ("dp", "pp", "cp", "tp"), _EZPZ_KINDS, shrinks_tp=True),
@@ -214,11 +211,7 @@ def parse_order(order: str, allowed: Sequence[str]) -> Order:
 
 
 def layouts_for(
-    dialect: Dialect,
-    sizes: Mapping[str, int],
-    *,
-    world_size: int | None = None,
-    order: str | None = None,
+    dialect: Dialect, sizes: Mapping[str, int], *, world_size: int | None = None, order: str | None = None
 ) -> DialectLayout:
     """Return the layouts of a dialect for some sizes, and a world of ranks; by default as many as the sizes need.
 
