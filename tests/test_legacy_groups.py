@@ -297,6 +297,8 @@ def share() -> list[Any]:
             for groups in of_axes(mesh).values():
                 right = summed(groups[0], dist.get_rank()) == sum(dist.get_process_group_ranks(groups[0]))
                 told += [len({*groups}) == 1, right]
+            data = mesh.ranks(*(axis for axis in mesh.layout if axis.startswith("dp")))
+            told.append(state.get_data_parallel_ranks() == list(data))
         told += [not state.model_parallel_is_initialized(), not tp.tensor_parallel_is_initialized()]
         held = len(mesh.communicators)
         for dialect in (fairscale, ezpz):
@@ -320,7 +322,7 @@ def share() -> list[Any]:
 
 
 def test_dialects_that_are_bound_to_one_mesh_share_its_groups() -> None:
-    assert run_ranks(8, share) == [[True] * 56] * 8
+    assert run_ranks(8, share) == [[True] * 60] * 8
 
 
 def test_the_page_of_the_book_runs() -> None:
