@@ -97,17 +97,9 @@ def test_the_same_answers_in_random_topologies(theirs: Any) -> None:
     assert refused >= {ValueError, AssertionError, AttributeError, TypeError}
 
 
-MADE: list[tuple[Any, Any]] = [
-    (["a", "a"], [2, 2]),
-    (["for", "b"], [2, 2]),
-    (["_a", "b-c"], [2, 2]),
-    ([1], [2]),
-    (["a", "b"], [2]),
-    (["a", "b"], [2, 1.5]),
-    (["a"], ["2"]),
-    (["a"], [None]),
-    ("ab", [2, 2]),
-]
+MADE: list[tuple[Any, Any]] = [(["a", "a"], [2, 2]), (["for", "b"], [2, 2]), (["_a", "b-c"], [2, 2])]
+MADE += [([1], [2]), (["a", "b"], [2]), (["a", "b"], [2, 1.5]), (["a"], ["2"]), (["a"], [None])]
+MADE += [("ab", [2, 2])]
 
 
 @pytest.mark.oracle("deepspeed")
@@ -175,7 +167,6 @@ def test_a_million_ranks_without_a_dictionary_of_them() -> None:
     assert topo.get_rank_repr(777_777, omit_axes=[]) == "pipe_11-data_7110-model_01"
     assert topo.get_axis_comm_lists("pipe")[-1][-1] == 1_048_575
     assert topo.filter_match(pipe=1, model=3)[:2] == [65_539, 65_547]
-    assert repr(topo) == "PipeModelDataParallelTopology(axes=['pipe', 'data', 'model'], dims=[16, 8192, 8])"
     assert "mapping" not in vars(topo)
 
 
@@ -254,10 +245,8 @@ def test_a_grid_and_a_unit_have_the_groups_of_an_equal_mesh(theirs: Any) -> None
 def on_gloo() -> tuple[Any, ...]:
     grid = PipelineParallelGrid(ProcessTopology(["pipe", "data", "model"], [2, 2, 2]))
     groups = {name: group for name, group in vars(grid).items() if isinstance(group, dist.ProcessGroup)}
-    right = [
-        summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group))
-        for group in groups.values()
-    ]
+    sums = {name: sum(dist.get_process_group_ranks(group)) for name, group in groups.items()}
+    right = [summed(group, dist.get_rank()) == sums[name] for name, group in groups.items()]
     grid.mesh.close()
     made = live_groups()
     for _ in range(3):
@@ -275,9 +264,9 @@ def test_mistakes_with_a_grid() -> None:
     refuses(PipelineParallelGrid, AssertionError, text)
     with fake_world(8, 3):
         four, no_pipe = PipeDataParallelTopology(2, 2), ProcessTopology(["data", "model"], [2, 4])
-        text = "the topology ... has 4 ranks, but the world has 8; ..."
+        text = "the topology is pp=2 x dp=2 (4 ranks), but the world has 8 ranks; ..."
         refuses(lambda: PipelineParallelGrid(four), AssertionError, text)
-        text = "the topology ... has no axis 'pipe'; give it one"
+        text = "the topology ... has no axis 'pipe'; give it one, ..."
         refuses(lambda: PipelineParallelGrid(no_pipe), AttributeError, text)
 
 
@@ -361,9 +350,8 @@ def test_a_bound_mesh_is_answered_as_an_mpu_is() -> None:
         layout = Layout(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"})
         with fake_world(layout.world_size, source.randrange(layout.world_size)):
             sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
-            importlib.import_module("deepspeed").init_distributed(
-                "gloo", auto_mpi_discovery=False, verbose=False
-            )
+            start = importlib.import_module("deepspeed").init_distributed
+            start("gloo", auto_mpi_discovery=False, verbose=False)
             mesh = namedmesh.init_mesh(layout, device="cpu")
             vars(module)["mpu"] = mpu(mesh)
             expected = answers(module)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import error_of
 from ranks import fake_world, live_groups, run_ranks, summed
 
 import namedmesh
@@ -122,12 +121,20 @@ def test_a_closed_mesh_answers_no_more(meshes: tuple[NamedMesh, NamedMesh]) -> N
     assert megatron.current_mesh() is second
     megatron.unbind()
     assert not parallel_state.is_initialized()
+    parallel_state._PIPELINE_GLOBAL_RANKS = "without a mesh"
+    with second:
+        assert vars(parallel_state)["_PIPELINE_GLOBAL_RANKS"] is None
+    assert parallel_state._PIPELINE_GLOBAL_RANKS == "without a mesh"
     with pytest.raises(MeshError, match=r"was closed; give megatron\.bind an open one"):
         bind(first)
 
 
-def test_what_is_no_mesh_for_megatron_is_refused() -> None:
+def test_a_mesh_of_other_axes() -> None:
     with fake_world(8, 3):
+        mesh = namedmesh.init_mesh(dp=4, sp=2, device="cpu")
+        with bind(mesh):
+            assert parallel_state.get_context_parallel_group() is mesh.group("sp")
+        mesh.close()
         for axis, text in (
             ("xp", "axis 'xp' has no place in Megatron's groups"),
             ("ep", "add a view for it"),
@@ -136,22 +143,6 @@ def test_what_is_no_mesh_for_megatron_is_refused() -> None:
             with pytest.raises(LayoutError, match=text):
                 bind(mesh)
             mesh.close()
-
-
-def _disagree() -> list[str]:
-    last = dist.get_rank() == 3
-    start = parallel_state.initialize_model_parallel
-    return [error_of(lambda size=size: start(size if last else 2)) for size in (4, 3)]  # type: ignore[misc]
-
-
-def test_ranks_that_differ_or_fail_are_reported_instead_of_hanging() -> None:
-    *others, guilty = run_ranks(4, _disagree)
-    for differs, _ in (*others, guilty):
-        assert differs.startswith("AgreementError: ")
-        assert "tensor_model_parallel_size differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3" in differs
-    for _, failed in others:
-        assert "rank 3 gave up on megatron.initialize_model_parallel" in failed
-    assert guilty[1].startswith("ContractRuntimeError: ")
 
 
 def _again_and_again() -> list[bool]:
@@ -179,10 +170,8 @@ def test_dialects_share_groups_and_leave_none_behind() -> None:
 
 
 def _asked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_data_parallel_world_size()
     first = parallel_state.is_pipeline_first_stage() and not parallel_state.is_rank_in_embedding_group()
     return x + rank + size + first, rank, size
 

@@ -146,10 +146,8 @@ def test_initialization_gives_the_groups_of_megatron(arguments: str) -> None:
     getters = {"tp": "tensor_model", "pp": "pipeline_model", "dp": "data", "cp": "context"}
     experts = {"ep": "expert_model", "etp": "expert_tensor", "edp": "expert_data"}
     with fake_world(16, 9):
-        call = (
-            f"initialize_model_parallel({arguments}{', ' * bool(arguments)}create_gloo_process_groups=False)"
-        )
-        eval(call, dict(vars(parallel_state)))  # noqa: S307
+        words = ", ".join(filter(None, [arguments, "create_gloo_process_groups=False"]))
+        eval(f"initialize_model_parallel({words})", dict(vars(parallel_state)))  # noqa: S307
         names: dict[str, Any] = {"namedmesh": namedmesh}
         mesh = names["mesh"] = eval(advice.new, names)  # noqa: S307
         for statement in advice.once:
@@ -166,19 +164,13 @@ def test_initialization_gives_the_groups_of_megatron(arguments: str) -> None:
     ("arguments", "doubt"),
     [
         ("order=args.order", "what the order is decides the axes"),
-        (
-            "num_distributed_optimizer_instances=2",
-            "what num_distributed_optimizer_instances asks for is missing here",
-        ),
-        (
-            "2, expert_model_parallel_size=2, order='tp-ep-pp-dp'",
-            "views follow the order: put ep where it stands; run once ...",
-        ),
+        ("num_distributed_optimizer_instances=2", "what num_distributed_optimizer_instances asks for "),
+        ("2, expert_model_parallel_size=2, order='tp-ep-pp-dp'", "views follow the order: put ep where "),
     ],
 )
 def test_what_initialization_cannot_say_is_no_certain_change(arguments: str, doubt: str) -> None:
     found = initialize("megatron.core.parallel_state", arguments_of(arguments)).doubt
-    assert found.startswith(doubt.removesuffix("..."))
+    assert found.startswith(doubt)
 
 
 # What is certain is replaced; calls, their imports, and what is written.
@@ -213,32 +205,21 @@ def test_what_is_certain_is_replaced(before: str, after: str) -> None:
         ("use(mpu.get_data_parallel_rank)", "passed on, not called"),
         ("mpu.get_data_parallel_rank(flag)", "what with_context_parallel is decides it"),
         ("mpu.get_data_parallel_rank(*flags)", "what * is decides it"),
-        (
-            "mpu.get_data_parallel_rank(partial_data_parallel=True)",
-            "partial_data_parallel: a group that needs a view",
-        ),
+        ("mpu.get_data_parallel_rank(partial_data_parallel=True)", "partial_data_parallel: a group that"),
         (
             "mpu.get_tensor_model_parallel_group(check_initialized=False)",
             "a mesh has nothing like check_initialized=False",
         ),
         ("mpu.get_model_parallel_group()", "run once before, on every rank"),
         ("mpu.get_expert_model_parallel_rank()", "run once before, on every rank"),
-        (
-            "mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)",
-            "what vp_stage is decides it",
-        ),
+        ("mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)", "what vp_stage is "),
         ("mpu.get_data_parallel_rank(  # why\n)", "a comment stands between its arguments"),
         ("f'{mpu.get_data_parallel_rank()}'", "in an f-string"),
         ("mpu._TENSOR_MODEL_PARALLEL_GROUP = x", "an assignment changes what legacy calls answer"),
         ("mpu.get_data_paralel_rank()", "not in the table: it stays"),
-        (
-            "if x:\n    import mine as mpu\nmpu.get_data_parallel_rank()",
-            "the name can be something else here",
-        ),
-        (
-            "from mytools import namedmesh\nmpu.get_data_parallel_rank()",
-            "the file has a namedmesh of its own",
-        ),
+        ("if x:\n    import mine as mpu\nmpu.get_data_parallel_rank()", "the name can be something else"),
+        ("from mytools import namedmesh\nmpu.get_data_parallel_rank()", "the file has a namedmesh of its"),
+        ("import mine as namedmesh\nmpu.get_data_parallel_rank()", "the file has a namedmesh of its own"),
         ("def namedmesh(): ...\nmpu.get_data_parallel_rank()", "the file has a namedmesh of its own"),
         ("from .utils import state\nstate.get_data_parallel_rank()", "through "),
     ],
@@ -348,7 +329,5 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def mpu(:\n", encoding="utf-8")
     (tmp_path / "b.py").write_bytes(b"# mpu \xff\n")
     status, out, _ = migrate(str(tmp_path))
-    assert (status, [f"{tmp_path / name}: cannot be read: " in out for name in ("a.py", "b.py")]) == (
-        1,
-        [True, True],
-    )
+    assert status == 1
+    assert [f"{tmp_path / name}: cannot be read: " in out for name in ("a.py", "b.py")] == [True, True]

@@ -49,9 +49,9 @@ def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
             groups = [tuple(sorted({group[0], group[last]})) for group in groups]
         assert kind.groups() == groups
         assert (kind.count, {kind.size}) == (len(groups), {len(group) for group in groups})
-        asked, in_world = asked + 1 + row.gloo_groups, in_world + len(groups) * (1 + row.gloo_groups)
+        asked, in_world = asked + 1 + bool(row.gloo), in_world + len(groups) * (1 + bool(row.gloo))
         own = next(group for group in groups if 0 in group)
-        held |= {(own, backend) for backend in range(1 + row.gloo_groups) if len(own) > 1}
+        held |= {(own, backend) for backend in range(1 + bool(row.gloo)) if len(own) > 1}
         owner = first.setdefault(tuple(groups), kind.name)
         served = "its own" if owner == kind.name else f"that of {owner}"
         if len(own) in {1, plan.layout.world_size}:

@@ -24,7 +24,7 @@ COMMANDS: dict[str, str] = {
     "partitions": "namedmesh.plan.partitions",
     "diff": "namedmesh.plan.describe",
     "doctor": "namedmesh.doctor",
-    "migrate": "namedmesh.migrate.cli",
+    "migrate": "namedmesh.migrate",
     "run": "namedmesh.compat.install",
     "verify": "namedmesh.verify_cli",
 }

@@ -5,7 +5,7 @@ Pure data and arithmetic on :class:`namedmesh.Layout`, for the dialects, the pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
@@ -42,11 +42,6 @@ class GroupSpec:
     ranks: str = ""
     gloo: str = ""
 
-    @property
-    def gloo_groups(self) -> int:
-        """The number of gloo groups that the dialect makes beside each group."""
-        return int(bool(self.gloo))
-
 
 @dataclass(frozen=True)
 class Dialect:
@@ -79,20 +74,20 @@ MEGATRON_GROUPS = (
          "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),
     _row("data_parallel", "dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
     _row("context_parallel", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    _row("model_parallel", "pp gtp_remat tp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
+    _row("model_parallel", "pp tp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
     _row("tensor_model_parallel", "tp",
          "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
     _row("pipeline_model_parallel", "pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
     _row("embedding", "pp", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS", members="ends"),
     _row("position_embedding", "pp",
          "_POSITION_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GLOBAL_RANKS", members="first"),
-    _row("tensor_and_data_parallel with_context_parallel", "dp cp gtp_remat tp",
+    _row("tensor_and_data_parallel with_context_parallel", "dp cp tp",
          "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
-    _row("tensor_and_data_parallel", "dp gtp_remat tp", "_TENSOR_AND_DATA_PARALLEL_GROUP"),
+    _row("tensor_and_data_parallel", "dp tp", "_TENSOR_AND_DATA_PARALLEL_GROUP"),
     _row("tensor_and_context_parallel", "cp tp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
     _row("gtp_weight_remat", "gtp_remat", "_GTP_WEIGHT_REMAT_GROUP", "_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    _row("data_parallel with_gtp_remat", "dp gtp_remat", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    _row("data_parallel with_context_parallel with_gtp_remat", "dp cp gtp_remat",
+    _row("data_parallel with_gtp_remat", "dp", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
+    _row("data_parallel with_context_parallel with_gtp_remat", "dp cp",
          "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
     _row("expert_model_parallel", "ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
     _row("expert_tensor_parallel", "etp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
@@ -102,23 +97,23 @@ MEGATRON_GROUPS = (
     _row("expert_data_parallel", "edp", "_EXPERT_DATA_PARALLEL_GROUP", gloo=True),
     _row("expert_gtp_weight_remat", "egtp_remat",
          "_EXPERT_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    _row("expert_tensor_model_pipeline_parallel with_egtp_remat", "pp egtp_remat ep etp",
+    _row("expert_tensor_model_pipeline_parallel with_egtp_remat", "pp ep etp",
          "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
-    _row("expert_data_parallel with_gtp_remat", "edp egtp_remat",
+    _row("expert_data_parallel with_gtp_remat", "edp",
          "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    _row("intra_distributed_optimizer_instance", "pp edp egtp_remat ep etp",
+    _row("intra_distributed_optimizer_instance", "pp edp ep etp",
          "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
     _row("data_parallel with_context_parallel independent_all_gather", "dp cp",
          "_DATA_PARALLEL_GROUP_WITH_CP_AG", members="part"),
     _row("data_parallel with_context_parallel partial_data_parallel", "dp cp",
          "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", gloo=True, members="part"),
-    _row("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", "dp cp gtp_remat",
+    _row("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", "dp cp",
          "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", members="part"),
     _row("hierarchical_context_parallel", "cp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", members="part"),
     _row("hybrid_data_context_parallel", "dp cp", "_HYBRID_DP_CP_GROUPS", members="part"),
     _row("expert_data_parallel partial_expert_data_parallel", "edp",
          "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", gloo=True, members="part"),
-    _row("expert_data_parallel partial_expert_data_parallel with_gtp_remat", "edp egtp_remat",
+    _row("expert_data_parallel partial_expert_data_parallel with_gtp_remat", "edp",
          "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", members="part"),
     _row("inter_distributed_optimizer_instance", "edp",
          "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", members="part"),
@@ -126,15 +121,10 @@ MEGATRON_GROUPS = (
 # fmt: on
 """Megatron's groups, in the order in which they are made; those with ``members="part"`` only on request.
 
-``gtp_remat`` and ``egtp_remat`` are the axes over which weights are sharded that are gathered for each use. Where they
-have size 1, a group that spans one is the group without it.
+Weights that are gathered for each use (``gtp_remat``) are not sharded here: a group that spans that axis is the one without it.
 """
 
-_MEGATRON_KINDS = tuple(
-    replace(row, axes=tuple(axis for axis in row.axes if not axis.endswith("gtp_remat")))
-    for row in MEGATRON_GROUPS
-    if row.members != "part" and "gtp" not in row.name
-)
+_MEGATRON_KINDS = tuple(row for row in MEGATRON_GROUPS if row.members != "part" and "gtp" not in row.name)
 _DEEPSPEED_KINDS = (_row("ds_model", "pp tp"), _row("data", "dp"), _row("pipe", "pp"), _row("slice", "tp"))
 _FAIRSCALE_KINDS = (
     _row("data", "dp", "_DATA_PARALLEL_GROUP"),
@@ -164,10 +154,7 @@ _ALL = (
         "megatron", ("pp", "dp", "cp", "tp"), _MEGATRON_KINDS, expert=("pp", *EXPERT_AXES), orderable=True
     ),
     Dialect(
-        "deepspeed",
-        ("pp", "dp", "tp"),
-        _DEEPSPEED_KINDS,
-        words={"pp": "pipe", "dp": "data", "tp": "model"},
+        "deepspeed", ("pp", "dp", "tp"), _DEEPSPEED_KINDS, words={"pp": "pipe", "dp": "data", "tp": "model"}
     ),
     Dialect("fairscale", ("dp", "pp", "cp", "tp"), _FAIRSCALE_KINDS, shrinks_tp=True),
     Dialect("ezpz", ("dp", "pp", "cp", "tp"), _EZPZ_KINDS, shrinks_tp=True),
@@ -224,11 +211,7 @@ def parse_order(order: str, allowed: Sequence[str]) -> Order:
 
 
 def layouts_for(
-    dialect: Dialect,
-    sizes: Mapping[str, int],
-    *,
-    world_size: int | None = None,
-    order: str | None = None,
+    dialect: Dialect, sizes: Mapping[str, int], *, world_size: int | None = None, order: str | None = None
 ) -> DialectLayout:
     """Return the layouts of a dialect for some sizes, and a world of ranks; by default as many as the sizes need.
 

@@ -68,8 +68,5 @@ def check_axes(
         elif axis not in allowed:
             place = f"has no place in {dialect}'s groups, which are over {', '.join(allowed)}"
             problems.append(f"axis {axis!r} {place}{did_you_mean(axis, allowed)}")
-    split = [repr(axis) for axis in ("dp_replicate", "dp_shard") if axis in layout]
-    if split and "dp" in layout:
-        problems.append(f"the mesh has both 'dp' and {' and '.join(split)}; use one or the other")
     if problems:
         raise LayoutError(*problems)

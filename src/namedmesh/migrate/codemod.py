@@ -18,20 +18,16 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from namedmesh.migrate.table import APIS, FAIRSCALE, MEGATRON, Advice, initialize
+from namedmesh.migrate.table import APIS, Advice, advise
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from namedmesh.migrate.table import Row
 
 MARKS = re.compile(
     rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is|initialize)_\w*(?:parallel|pipeline)_\w+)\b"
 )
 """What stands in every file that can name something of the tables: others are not parsed."""
-_INITIALIZE = "initialize_model_parallel"
 _EMPTY = cst.Module([])
-_SUBMODULES = {module.rpartition(".")[2] for module in APIS}
 
 
 class Finding(NamedTuple):
@@ -95,67 +91,46 @@ class _Replacer(cst.CSTTransformer):
         return not isinstance(node, (cst.Import, cst.ImportFrom))
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Replace a call, or a name that is read."""
+        """Replace calls, and names that are read."""
         if isinstance(original_node, cst.FormattedString):
             self.quoted -= 1
         elif isinstance(original_node, cst.Call):
-            return self._call(original_node, updated_node, *self._name(original_node.func))
+            return self._used(original_node, updated_node, original_node.func)
         elif isinstance(original_node, (cst.Attribute, cst.Name)) and original_node not in self.called:
-            return self._read(original_node, updated_node, *self._name(original_node))
+            return self._used(original_node, updated_node, original_node)
         return updated_node
 
-    def _call(self, node: cst.Call, updated: cst.Call, module: str, leaf: str) -> cst.BaseExpression:
-        if not leaf:
-            return updated
-        arguments = []
-        for one in node.args:
-            name = one.star or (one.keyword.value if one.keyword else "")
-            arguments.append((name, _EMPTY.code_for_node(one.value)))
-        row = _row(module, leaf)
-        advice = _UNKNOWN if row is None else row.advise(arguments)
-        if leaf == _INITIALIZE:
-            advice = initialize(module, arguments, bound=self.bound)
-        code = _EMPTY.code_for_node(node)
-        if "#" in code and not advice.doubt:
-            advice = advice._replace(doubt="a comment stands between its arguments")
-        old = " ".join(code.split())
-        return self._replaced(node, updated, f"{leaf}{old[old.index('(') :]}", advice)
-
-    def _read(
-        self, node: cst.BaseExpression, updated: cst.BaseExpression, module: str, leaf: str
+    def _used(
+        self, node: cst.BaseExpression, updated: cst.BaseExpression, name: cst.BaseExpression
     ) -> cst.BaseExpression:
-        """Replace a variable that is read; what is assigned, and a function that is passed on, stays."""
-        if not leaf:
+        """Note a use of a legacy name; return what replaces it, or where that is not certain or it is none, what stands there."""
+        names = [*self.get_metadata(QualifiedNameProvider, name, ())]
+        for one in names:
+            module, _, leaf = one.name.rpartition(".")
+            imported = module and one.source is QualifiedNameSource.IMPORT
+            advice = advise(module, leaf, _arguments(node), bound=self.bound) if imported else None
+            if advice is not None:
+                break
+        else:
             return updated
-        row = _row(module, leaf)
-        advice = _UNKNOWN if row is None else row.advise()
-        if row is not None and not leaf.startswith("_"):
-            advice = advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
+        code = _EMPTY.code_for_node(node)
+        old = " ".join(code.split())
+        old = leaf + old[old.index("(") :] if isinstance(node, cst.Call) else leaf
         context = self.get_metadata(ExpressionContextProvider, node, ExpressionContext.LOAD)
         if context is not ExpressionContext.LOAD:
             if isinstance(node, cst.Name):
                 return updated
-            advice = Advice("", doubt="an assignment changes what legacy calls answer, and no mesh")
-            leaf = f"{leaf} = ..."
-        return self._replaced(node, updated, leaf, advice)
-
-    def _replaced(
-        self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, advice: Advice
-    ) -> cst.BaseExpression:
-        """Note a use, and return what replaces it, or where that is not certain, what stands there."""
-        named = node.func if isinstance(node, cst.Call) else node
-        names = [one.name for one in self.get_metadata(QualifiedNameProvider, named)]
-        module = names[0].rpartition(".")[0]
+            old, advice = f"{leaf} = ...", Advice("", doubt=_ASSIGNED)
         doubts = [
             (advice.doubt != "", advice.doubt),
+            ("#" in code, "a comment stands between its arguments"),
             (len(names) > 1, "the name can be something else here"),
             (module not in APIS, f"through {module}, which is not followed"),
             (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
             (self.own, "the file has a namedmesh of its own"),
         ]
         advice = advice._replace(doubt=next((text for holds, text in doubts if holds), ""))
-        line = self.get_metadata(PositionProvider, node).start.line
-        self.found.append(Finding(line, old, advice))
+        self.found.append(Finding(self.get_metadata(PositionProvider, node).start.line, old, advice))
         if advice.doubt:
             return updated
         new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", advice.new)
@@ -164,25 +139,16 @@ class _Replacer(cst.CSTTransformer):
             return expression
         return expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
-    def _name(self, node: cst.CSTNode) -> tuple[str, str]:
-        """Return the module and the name of an imported thing that an API or a table has; empty if it is none."""
-        for one in self.get_metadata(QualifiedNameProvider, node, ()):
-            module, _, leaf = one.name.rpartition(".")
-            known = leaf == _INITIALIZE or _row(module, leaf) is not None
-            known = known or (module in APIS and leaf not in _SUBMODULES)
-            if one.source is QualifiedNameSource.IMPORT and module and known:
-                return module, leaf
-        return "", ""
+
+_ASSIGNED = "an assignment changes what legacy calls answer, and no mesh"
 
 
-_UNKNOWN = Advice("", doubt="not in the table: it stays")
-
-
-def _row(module: str, leaf: str) -> Row | None:
-    table = APIS.get(module)
-    if table is None:  # a name that only a module of the code itself can hand on
-        table = MEGATRON | FAIRSCALE if "parallel" in leaf.lower() else {}
-    return table.get(leaf)
+def _arguments(node: cst.BaseExpression) -> list[tuple[str, str]] | None:
+    """Return the arguments of a call, each a keyword, which may be empty, and its source; None where nothing is called."""
+    if not isinstance(node, cst.Call):
+        return None
+    names = [one.star or (one.keyword.value if one.keyword else "") for one in node.args]
+    return [(name, _EMPTY.code_for_node(one.value)) for name, one in zip(names, node.args, strict=True)]
 
 
 def _own_namedmesh(wrapper: MetadataWrapper) -> bool:

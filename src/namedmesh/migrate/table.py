@@ -149,10 +149,9 @@ MEGATRON: dict[str, Row] = {
 """The names of Megatron's ``parallel_state``. What is not here stays."""
 for _row in MEGATRON_GROUPS:
     if _row.members == "all" and "gtp" not in _row.name and "intra" not in _row.name:
-        _axes = _over(*(axis for axis in _row.axes if "gtp" not in axis))
-        MEGATRON[_row.variable] = Row("mesh.group({axes})", _axes)
+        MEGATRON[_row.variable] = Row("mesh.group({axes})", _over(*_row.axes))
         if _row.ranks:
-            MEGATRON[_row.ranks] = Row("list(mesh.ranks({axes}))", _axes)
+            MEGATRON[_row.ranks] = Row("list(mesh.ranks({axes}))", _over(*_row.axes))
 
 FAIRSCALE: dict[str, Row] = {
     "model_parallel_is_initialized": _CLOSED,
@@ -207,3 +206,21 @@ def initialize(module: str, arguments: Sequence[tuple[str, str]], *, bound: bool
         doubts.append(f"what {', '.join(others)} asks for is missing here")
     new = f"namedmesh.init_mesh({', '.join(written)})"
     return Advice(f"namedmesh.compat.megatron.bind({new})" if bound else new, tuple(once), "; ".join(doubts))
+
+
+def advise(
+    module: str, leaf: str, arguments: Sequence[tuple[str, str]] | None, *, bound: bool = False
+) -> Advice | None:
+    """Return what replaces a call of a name of a module, or without arguments a use that is none; None for other names."""
+    table = APIS.get(module)
+    if table is None:  # a name that only a module of the code itself can hand on
+        table = MEGATRON | FAIRSCALE if "parallel" in leaf.lower() else {}
+    if leaf == "initialize_model_parallel" and arguments is not None:
+        return initialize(module, arguments, bound=bound)
+    if leaf in table:
+        advice = table[leaf].advise(arguments or ())
+        if arguments is None and not leaf.startswith("_"):
+            return advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
+        return advice
+    known = module in APIS and f"{module}.{leaf}" not in APIS
+    return Advice("", doubt="not in the table: it stays") if known else None

@@ -204,7 +204,7 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]
     for row in groups_of(arrangement):
         layout = arrangement.layout(row.view)
         [group] = _groups(layout, row.axes, row.members, 1)
-        count, each = layout.count(*row.axes) if row.axes else layout.world_size, 1 + row.gloo_groups
+        count, each = layout.count(*row.axes) if row.axes else layout.world_size, 1 + bool(row.gloo)
         owner = owners.setdefault(group, row.name)
         served = "its own" if owner == row.name else f"that of {owner}"
         if len(group) == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
+from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, group_over
 from namedmesh.compat.state import require_open
 from namedmesh.errors import MeshError
 
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from namedmesh.mesh import NamedMesh
-
-_AXES = {
-    "pipe": ("pp", "pipe"),
-    "data": ("dp", "data", "dp_replicate", "dp_shard"),
-    "model": ("tp", "model"),
-    "sequence": ("sp", "cp"),
-}
 
 
 class Answers(NamedTuple):
@@ -86,8 +79,7 @@ class Getters:
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; every rank calls it; communicates.
 
-    The mesh has any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp; data, model and pipe are as good.
-    sp is DeepSpeed's Ulysses; cp, Megatron's context parallelism, means the same to an optimizer: ranks with the same
+    The mesh has any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. sp is DeepSpeed's Ulysses; cp, Megatron's context parallelism, means the same to an optimizer: ranks with the same
     parameters, each with a part of a sequence. With both, sequences are sharded over their product.
 
     Returns:
@@ -107,19 +99,17 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """
     require_open(mesh, "deepspeed.mpu")
     with agreed_groups(mesh, "deepspeed.mpu"):
-        axes = {kind: tuple(axis for axis in mesh.layout if axis in names) for kind, names in _AXES.items()}
         check_axes(
             mesh.layout,
             "DeepSpeed",
-            [name for names in _AXES.values() for name in names],
+            (*USUAL_AXES, "sp"),
             experts=("edp", "ep", "etp"),
             instead="DeepSpeed makes its own groups for them; leave it out of the mesh",
         )
-        kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
-        sequence = kinds.pop("sequence")
-        if not sequence:
+        kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
+        if "sp" not in mesh and "cp" not in mesh:
             return ModelParallelUnit(mesh, answers(mesh, kinds))
-        kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
+        kinds |= {"sequence": ["cp"], "sequence_data": ["dp", "cp"]}
         return SequenceParallelUnit(mesh, answers(mesh, kinds))
 
 

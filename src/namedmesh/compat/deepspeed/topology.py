@@ -143,9 +143,6 @@ class ProcessTopology:
     def __str__(self) -> str:
         return str(self.mapping)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(axes={self.axes!r}, dims={self.dims!r})"
-
     def _unknown(self, axis: object) -> str:
         return f"axis {axis!r} is not one of {tuple(self._names)}{did_you_mean(axis, self._names)}"
 
@@ -168,13 +165,13 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
     """Return the prime factors of a number, ascending; LayoutError for one that is not positive."""
     if N <= 0:
         raise LayoutError(f"{N} has no prime factors; give a number of at least 1")
-    factors, rest, candidate = [], N, 2
-    while candidate * candidate <= rest:
+    factors, rest, candidate = list[int](), N, 2
+    while rest > 1:
         while rest % candidate == 0:
             factors.append(candidate)
             rest //= candidate
         candidate += 1
-    return [*factors, rest] if rest > 1 else factors
+    return factors
 
 
 class PipelineParallelGrid(Getters):
@@ -257,10 +254,11 @@ class PipelineParallelGrid(Getters):
 
 def _check_grid(topology: Any, layout: Layout) -> None:
     """Refuse a topology that no grid can have."""
-    ranks, world = layout.world_size, dist.get_world_size()
-    if ranks != world:
+    if layout.world_size != dist.get_world_size():
         raise ContractError(
-            f"the topology {topology!r} has {ranks} ranks, but the world has {world}; change one of them"
+            f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; change one of them"
         )
     for axis in {"pipe", "data"} - {*topology.get_axis_names()}:
-        raise ContractAttributeError(f"the topology {topology!r} has no axis {axis!r}; give it one")
+        raise ContractAttributeError(
+            f"the topology {layout} has no axis {axis!r}; give it one, of size 1 if need be"
+        )
