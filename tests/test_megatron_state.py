@@ -6,6 +6,7 @@ import inspect
 import random
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron_cases import (
     answers,
-    kind_of,
+    asked,
     last_only,
     middle_and_last,
+    outcome,
     random_case,
     reset,
     variable_names,
@@ -131,35 +133,32 @@ def test_the_same_answers_in_random_configurations(theirs: Any) -> None:
 
 
 def _outcome(initialize: Callable[..., object], module: Any, arguments: dict[str, Any], original: Any) -> Any:
-    try:
-        initialize(**arguments)
-    except Exception as error:  # noqa: BLE001  which one is what is compared
-        told: Any = kind_of(error)
-    else:
+    told = outcome(partial(initialize, **arguments))
+    if told is None:
         told = answers(module, original) | variables(module, original)
     reset(module)
     return told
 
 
-CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
-    {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-    {
-        "tensor_model_parallel_size": 2,
-        "context_parallel_size": 2,
-        "expert_model_parallel_size": 4,
-        "expert_tensor_parallel_size": 1,
-        "num_distributed_optimizer_instances": 2,
-        "hierarchical_context_parallel_sizes": [2, 1],
-        "create_all_gather_group": True,
-    },
-    {
-        "pipeline_model_parallel_size": 4,
-        "context_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-        "get_embedding_ranks": middle_and_last,
-        "get_position_embedding_ranks": last_only,
-    },
-    {"context_parallel_size": 4, "hybrid_context_parallel": True, "order": "dp-cp-tp-pp-ep"},
+CASES_ON_GLOO = (
+    asked(tp=2, pp=2),
+    asked(
+        tp=2,
+        cp=2,
+        ep=4,
+        etp=1,
+        num_distributed_optimizer_instances=2,
+        hierarchical_context_parallel_sizes=[2, 1],
+        create_all_gather_group=True,
+    ),
+    asked(
+        pp=4,
+        cp=2,
+        virtual_pipeline_model_parallel_size=2,
+        get_embedding_ranks=middle_and_last,
+        get_position_embedding_ranks=last_only,
+    ),
+    asked(cp=4, hybrid_context_parallel=True, order="dp-cp-tp-pp-ep"),
 )
 
 
@@ -221,35 +220,29 @@ def test_the_worked_example_of_sixteen_ranks() -> None:
             parallel_state.destroy_model_parallel()
 
 
+def _generated(module: Any, sizes: dict[str, int], order: str) -> Any:
+    ranks = module.RankGenerator(**sizes, order=order, rank_offset=7)
+    groups = [ranks.get_ranks(token) for token in ("tp", "dp", "pp", "tp-pp", "dp-cp", "pp-tp-dp", "cp")]
+    facts = [ranks.order, ranks.ordered_size, ranks.world_size, ranks.name_to_size]
+    return [*groups, *facts, ranks.get_mask(order, "tp")]
+
+
 @pytest.mark.oracle(NEWEST)
 def test_ranks_are_generated_as_by_the_original() -> None:
     source = random.Random(3)
-    tokens = ["tp", "dp", "pp", "tp-pp", "dp-cp", "pp-tp-dp", "cp"]
     with release("newest") as theirs:
         for _ in range(200):
             sizes = {name: source.choice((1, 2, 3)) for name in ("tp", "dp", "pp", "cp", "ep")}
             sizes["ep" if source.random() < 0.5 else "cp"] = 1
             order = "-".join(source.sample(["tp", "dp", "pp", "cp", "ep"], source.choice((4, 5))))
-            told: list[Any] = []
-            for module in (theirs, parallel_state):
-                try:
-                    ranks = module.RankGenerator(**sizes, order=order, rank_offset=7)
-                    facts = [ranks.order, ranks.ordered_size, ranks.world_size, ranks.name_to_size]
-                    told.append(
-                        [*(ranks.get_ranks(token) for token in tokens), *facts, ranks.get_mask(order, "tp")]
-                    )
-                except Exception as error:  # noqa: BLE001  which one is what is compared
-                    told.append(kind_of(error))
+            told = [outcome(partial(_generated, each, sizes, order)) for each in (theirs, parallel_state)]
             assert told[0] == told[1], (sizes, order)
         for world in (8, 24, 48, 25):
-            for _ in range(20):
-                mask = [source.random() < 0.5 for _ in range(3)]
-                told = []
-                for module in (theirs, parallel_state):
-                    try:
-                        told.append(module.generate_masked_orthogonal_rank_groups(world, [2, 3, 4], mask))
-                    except Exception as error:  # noqa: BLE001  which one is what is compared
-                        told.append(kind_of(error))
+            for mask in product((True, False), repeat=3):
+                told = [
+                    outcome(partial(each.generate_masked_orthogonal_rank_groups, world, [2, 3, 4], mask))
+                    for each in (theirs, parallel_state)
+                ]
                 assert told[0] == told[1], mask
 
 
@@ -286,47 +279,21 @@ def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:
 # Meshes that are bound.
 
 
+# The mesh, the view of its experts, options of bind, and what Megatron is asked for the same ranks.
 MESHES: tuple[tuple[dict[str, int], dict[str, int], dict[str, Any], dict[str, Any]], ...] = (
-    # the mesh, the view of its experts, options of bind, and what Megatron is asked for the same ranks
-    (
-        {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2},
-        {},
-        {},
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "context_parallel_size": 2,
-            "order": "tp-cp-ep-dp-pp",
-        },
-    ),
-    (
-        {"tp": 2, "pp": 2, "dp": 8},
-        {},
-        {},
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "order": "dp-ep-pp-tp"},
-    ),
+    ({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}, {}, {}, asked(tp=2, pp=2, cp=2)),
+    ({"tp": 2, "pp": 2, "dp": 8}, {}, {}, asked(tp=2, pp=2, order="dp-ep-pp-tp")),
     (
         {"pp": 2, "dp": 4, "cp": 2, "tp": 2},
         {"pp": 2, "edp": 4, "ep": 4, "etp": 1},
         {"hybrid_context_parallel": True, "num_distributed_optimizer_instances": 2},
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "context_parallel_size": 2,
-            "expert_model_parallel_size": 4,
-            "expert_tensor_parallel_size": 1,
-        },
+        asked(tp=2, pp=2, cp=2, ep=4, etp=1),
     ),
     (
         {"dp": 4, "cp": 4, "tp": 2},
         {"edp": 2, "ep": 8, "etp": 2},
         {"hierarchical_context_parallel_sizes": [2, 2]},
-        {
-            "tensor_model_parallel_size": 2,
-            "context_parallel_size": 4,
-            "expert_model_parallel_size": 8,
-            "expert_tensor_parallel_size": 2,
-        },
+        asked(tp=2, cp=4, ep=8, etp=2),
     ),
     (
         {"pp": 4, "dp": 4, "tp": 2},
@@ -336,23 +303,23 @@ MESHES: tuple[tuple[dict[str, int], dict[str, int], dict[str, Any], dict[str, An
             "get_embedding_ranks": middle_and_last,
             "get_position_embedding_ranks": last_only,
         },
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
+        asked(tp=2, pp=4),
     ),
     ({"dp": 32}, {}, {}, {}),
 )
 
 
-@pytest.mark.parametrize("case", range(len(MESHES)))
-def test_a_bound_mesh_answers_as_the_original_over_the_same_ranks(theirs: Any, case: int) -> None:
+@pytest.mark.parametrize(("sizes", "experts", "options", "arguments"), MESHES)
+def test_a_bound_mesh_answers_as_the_original_over_the_same_ranks(
+    theirs: Any, sizes: dict[str, int], experts: dict[str, int], options: Any, arguments: Any
+) -> None:
     """Without install(), too: both parallel states, from one set of groups."""
-    sizes, experts, options, arguments = MESHES[case]
-    experts = experts or {"pp": sizes.get("pp", 1), "edp": -1, "ep": 1, "etp": sizes.get("tp", 1)}
     options = options | NO_GLOO
     for rank in (0, 5, 21, 31):
         with fake_world(32, rank):
             told = [_outcome(theirs.initialize_model_parallel, theirs, arguments | options, theirs)]
             mesh = namedmesh.init_mesh(sizes, device="cpu")
-            if MESHES[case][1]:
+            if experts:
                 mesh.add_view("expert", options=None, **experts)
             megatron.bind(mesh, **options)
             told += [answers(each, theirs) | variables(each, theirs) for each in (theirs, parallel_state)]
