@@ -23,6 +23,7 @@ from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own
 from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over, split
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
+from namedmesh.groups import Groups
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from namedmesh.mesh import NamedMesh
-
-__all__ = ["Megatron"]
 
 _CALL = "megatron.initialize_model_parallel"
 _DENSE_SIZES = {
@@ -119,9 +118,9 @@ class Megatron:
             request = _texts(given, dense.groups("pp")[0])
             seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense, defaults), defaults)
             of_experts = _options_of_open_meshes(expert, defaults)
-            seam.mesh.take_view(
-                "expert", expert, {axis: of_experts[axis] for axis in of_experts if axis != "pp"}
-            )
+            new: dict[tuple[str, ...], GroupOptions] = {}
+            new |= {(axis,): of_experts[axis] for axis in of_experts if axis not in dense}
+            seam.mesh.take_view("expert", expert, new)
             return seam.mesh
 
         seam = _Seam(self.module, make)
@@ -314,15 +313,17 @@ def _layout_of(generator: Any, *, experts: bool) -> Layout:
 
 def _options_of_open_meshes(layout: Layout, defaults: GroupOptions) -> dict[str, GroupOptions]:
     """Return the options of axes that an open mesh has over the same ranks, where only the timeout is another one."""
-    options = {}
-    plain = GroupOptions().with_defaults(defaults)
+    options: dict[str, GroupOptions] = {}
+    groups = Groups(defaults)
     for mesh in current.alive():
         for view in (mesh.layout, *mesh.views.values()):
             for axis in {*view} & {*layout}:
-                theirs = mesh.options_of((axis,)).with_defaults(mesh.groups.defaults)
-                same = replace(theirs, timeout=plain.timeout) == plain
-                if same and view.partition(axis) == layout.partition(axis):
-                    options[axis] = theirs
+                theirs = mesh.groups.key(view, (axis,), mesh.options_of((axis,)))
+                ours = groups.key(layout, (axis,), GroupOptions())
+                if theirs.options and ours.options:
+                    timeout = theirs.options.timeout
+                    if theirs == ours._replace(options=replace(ours.options, timeout=timeout)):
+                        options[axis] = theirs.options
     return options
 
 
