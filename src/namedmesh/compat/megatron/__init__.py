@@ -173,7 +173,7 @@ _STAND_INS = {
     "tensor_parallel.cross_entropy": "tensor_parallel.mappings",
     "tensor_parallel.layers": "tensor_parallel.layers",
     "tensor_parallel.mappings": "tensor_parallel.mappings",
-    "tensor_parallel.utils": "tensor_parallel.utils",
+    "tensor_parallel.utils": "tensor_parallel.mappings",
 }
 ORIGINAL = Original(
     f"{_PLACE}.parallel_state",

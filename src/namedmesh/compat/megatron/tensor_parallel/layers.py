@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from namedmesh._torch import group_named
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.layers import ALONE, ParallelLayer, VocabEmbedding
-from namedmesh.compat.megatron.tensor_parallel.utils import (
+from namedmesh.compat.megatron.tensor_parallel.mappings import (
     accelerator,
     copy_tensor_model_parallel_attributes,
     current_group,
