@@ -21,7 +21,7 @@ from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
 from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own_axes
 from namedmesh.compat.errors import ContractError, ContractTypeError
-from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over, split
+from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.groups import Groups
 from namedmesh.init import make_mesh
@@ -147,7 +147,8 @@ class Megatron:
 class _Seam:
     """Takes the place of ``create_group`` for one call: one communicator for each set of ranks, those of a mesh first.
 
-    As in the original, every rank asks for the groups of all ranks, in the same order. The first of one kind makes all.
+    As in the original, every rank asks for the groups of all ranks, in the same order. The first of one kind makes all; those
+    that no axes make, such as of embeddings, are the original's own.
     """
 
     def __init__(self, module: ModuleType, make: Callable[[], NamedMesh]) -> None:
@@ -210,12 +211,9 @@ class _Seam:
         """Return the group over some ranks; what stands for none on the others."""
         mesh = self.found_mesh()
         if pg_options is not None or backend not in {None, "gloo"}:  # a group with settings of its own
-            group = self.create_own(
+            return self._create_own(
                 ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
             )
-            if mesh.global_rank in ranks:
-                self.own.append(group)
-            return group
         second = str(group_desc).endswith("_AG")  # it is there to be a second one over the same ranks
         key = tuple(sorted(ranks)), backend, second
         if key not in self.known:
@@ -229,29 +227,38 @@ class _Seam:
             self.module["_global_process_group_list"] = [*listed, group]
         return group
 
+    def _create_own(self, ranks: Any, *arguments: Any) -> Any:
+        """Create a group that this call alone has, by the original's function."""
+        group = self.create_own(ranks, *arguments)
+        if dist.get_rank() in ranks:
+            self.own.append(group)
+        return group
+
     def _make(
         self, mesh: NamedMesh, ranks: tuple[int, ...], label: str, backend: str | None, *, second: bool
     ) -> tuple[Sequence[Sequence[int]], Any]:
-        """Make the groups of one kind, of which one is over some ranks: return the ranks of all, and this rank's."""
+        """Return sets of ranks, one of which is given, and this rank's group over one: all groups of a kind, or one part."""
         layout, axes = self.layout or mesh.layout, self.axes
-        groups: Sequence[Sequence[int]] = groups_over(layout, axes)
         if len(ranks) == layout.world_size:
-            groups, axes = [tuple(layout.ranks)], layout.axes
-        whole = ranks in groups
-        options = mesh.options_of(axes) if whole else GroupOptions()
+            axes = layout.axes
+        near: tuple[int, ...] = ()
+        if ranks[0] in layout.ranks:
+            near = layout.group(ranks[0], *axes) if axes else ranks[:1]
+        if not near or not ({*ranks} <= {*near} or {*near} <= {*ranks}):
+            raise ContractError(
+                f"the group {label} is over ranks {list(ranks)}, which are in no one group over {'-'.join(axes)}; a callback "
+                "for embeddings chooses from the ranks of the pipeline that it is given"
+            )
+        if len(ranks) == 1:
+            return [ranks], mesh.groups.alone()
+        options = mesh.options_of(axes) if near == ranks else mesh.groups.defaults
+        if near != ranks:
+            return [ranks], self._create_own(list(ranks), options.timeout, backend, None, False, label)
         if backend == "gloo":
             options = mesh.groups.gloo_options(options)
         if second:
             options = replace(options, share=False)
-        if whole:
-            return groups, mesh.groups.over(layout, axes, options) if axes else mesh.groups.alone()
-        sets = sets_like(ranks, groups)
-        if list(ranks) not in sets:
-            raise ContractError(
-                f"the group {label} is over ranks {list(ranks)}, which are no part of {list(groups[0])} or another of these; "
-                "a callback for embeddings chooses from the ranks of the pipeline that it is given"
-            )
-        return sets, mesh.groups.sets(sets, label, options)
+        return layout.groups(*axes), mesh.groups.over(layout, axes, options)
 
     def destroy_own(self) -> None:
         """Destroy the groups with settings of their own; they were made for this call alone."""
@@ -331,27 +338,3 @@ def _texts(arguments: Mapping[str, Any], pipeline: Any) -> dict[str, str]:
     """Return arguments as they are compared between ranks; a callback by its answer for one pipeline."""
     pipeline = list(pipeline)
     return {name: repr(value(pipeline) if callable(value) else value) for name, value in arguments.items()}
-
-
-def sets_like(ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return sets of ranks that do not overlap, one of which is given: parts of the groups of a kind, or several in one.
-
-    Every group is cut in the same places: into parts of one size where that works out, or one part of it is taken.
-
-    Example:
-        >>> sets_like([0, 4], [(0, 2, 4, 6), (1, 3, 5, 7)])
-        [[0, 4], [2, 6], [1, 5], [3, 7]]
-        >>> sets_like([0, 6], [(0, 2, 4, 6), (1, 3, 5, 7)])
-        [[0, 6], [1, 7]]
-    """
-    group = next((each for each in groups if {*ranks} <= {*each}), None)
-    if group is None:
-        every = [rank for each in groups for rank in each]
-        return [sorted(part) for part in split(every, len(ranks))]
-    places = [group.index(rank) for rank in sorted(ranks)]
-    stride = places[1] - places[0] if len(places) > 1 else 1
-    if len(group) % (len(places) * stride) == 0:
-        sets = [part for each in groups for part in split(each, len(places), stride)]
-        if sorted(ranks) in sets:
-            return sets
-    return [[each[place] for place in places] for each in groups]
