@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave
-from namedmesh.tensor_parallel.loss import Rows, rows_cross_entropy, target_problems
+from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -294,4 +294,4 @@ def cross_entropy(
     spread = label_smoothing * part / (part - 1) if label_smoothing else 0.0
     if torch.promote_types(logits.dtype, dtype) is not dtype:
         logits = logits.to(dtype)
-    return rows_cross_entropy(logits, target, None, group, Rows(dtype, spread, over_part=True))
+    return rows_cross_entropy(logits, target, None, group, dtype, spread, True)

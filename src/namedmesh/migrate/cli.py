@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import LayoutError, count_of
-from namedmesh.plan.spec import UsageError
+from namedmesh.errors import LayoutError, UsageError, count_of
 
 if TYPE_CHECKING:
     import re

@@ -23,7 +23,6 @@ from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own
 from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
-from namedmesh.groups import Groups
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
@@ -116,10 +115,11 @@ class Megatron:
         def make() -> NamedMesh:
             dense, expert = layouts
             request = _texts(given, dense.groups("pp")[0])
-            seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense, defaults), defaults)
-            of_experts = _options_of_open_meshes(expert, defaults)
+            seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense), defaults)
             new: dict[tuple[str, ...], GroupOptions] = {}
-            new |= {(axis,): of_experts[axis] for axis in of_experts if axis not in dense}
+            new |= {
+                (axis,): options for axis, options in _options_of_open_meshes(expert).items() if axis != "pp"
+            }
             seam.mesh.take_view("expert", expert, new)
             return seam.mesh
 
@@ -318,19 +318,16 @@ def _layout_of(generator: Any, *, experts: bool) -> Layout:
     return Layout.from_shape(list(axes)[::-1], list(axes.values())[::-1])
 
 
-def _options_of_open_meshes(layout: Layout, defaults: GroupOptions) -> dict[str, GroupOptions]:
+def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
     """Return the options of axes that an open mesh has over the same ranks, where only the timeout is another one."""
-    options: dict[str, GroupOptions] = {}
-    groups = Groups(defaults)
+    options = {}
     for mesh in current.alive():
         for view in (mesh.layout, *mesh.views.values()):
             for axis in {*view} & {*layout}:
-                theirs = mesh.groups.key(view, (axis,), mesh.options_of((axis,)))
-                ours = groups.key(layout, (axis,), GroupOptions())
-                if theirs.options and ours.options:
-                    timeout = theirs.options.timeout
-                    if theirs == ours._replace(options=replace(ours.options, timeout=timeout)):
-                        options[axis] = theirs.options
+                theirs = mesh.groups.completed(mesh.options_of((axis,)))
+                usual = replace(theirs, timeout=None) == GroupOptions()
+                if usual and view.partition(axis) == layout.partition(axis):
+                    options[axis] = theirs
     return options
 
 
