@@ -147,8 +147,8 @@ class Megatron:
 class _Seam:
     """Takes the place of ``create_group`` for one call: one communicator for each set of ranks, those of a mesh first.
 
-    As in the original, every rank asks for the groups of all ranks, in the same order. The first of one kind makes all; those
-    that no axes make, such as of embeddings, are the original's own.
+    As in the original, every rank asks for the groups of all ranks, in the same order. The first of one kind makes all. Those
+    that no axes make (of embeddings), that are second ones, or have settings of their own are the original's own.
     """
 
     def __init__(self, module: ModuleType, make: Callable[[], NamedMesh]) -> None:
@@ -198,11 +198,9 @@ class _Seam:
                     self._know(layout.groups(axis), None, self.mesh.group(axis))
         return self.mesh
 
-    def _know(
-        self, sets: Sequence[Sequence[int]], backend: str | None, group: Any, second: bool = False
-    ) -> None:
+    def _know(self, sets: Sequence[Sequence[int]], backend: str | None, group: Any) -> None:
         for members in sets:
-            self.known[tuple(members), backend, second] = group
+            self.known[tuple(members), backend] = group
 
     def create(  # noqa: PLR0917  the original's signature
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
@@ -210,15 +208,15 @@ class _Seam:
     ) -> Any:  # fmt: skip
         """Return the group over some ranks; what stands for none on the others."""
         mesh = self.found_mesh()
-        if pg_options is not None or backend not in {None, "gloo"}:  # a group with settings of its own
+        second = str(group_desc).endswith("_AG")  # it is there to be a second one over the same ranks
+        if second or pg_options is not None or backend not in {None, "gloo"}:
             return self._create_own(
                 ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
             )
-        second = str(group_desc).endswith("_AG")  # it is there to be a second one over the same ranks
-        key = tuple(sorted(ranks)), backend, second
+        key = tuple(sorted(ranks)), backend
         if key not in self.known:
-            sets, group = self._make(mesh, key[0], group_desc, backend, second=second)
-            self._know(sets, backend, group, second)
+            sets, group = self._make(mesh, key[0], group_desc, backend)
+            self._know(sets, backend, group)
         if mesh.global_rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         group = self.known[key]
@@ -235,8 +233,8 @@ class _Seam:
         return group
 
     def _make(
-        self, mesh: NamedMesh, ranks: tuple[int, ...], label: str, backend: str | None, *, second: bool
-    ) -> tuple[Sequence[Sequence[int]], Any]:
+        self, mesh: NamedMesh, ranks: tuple[int, ...], label: str, backend: str | None
+    ) -> tuple[Any, Any]:
         """Return sets of ranks, one of which is given, and this rank's group over one: all groups of a kind, or one part."""
         layout, axes = self.layout or mesh.layout, self.axes
         if len(ranks) == layout.world_size:
@@ -251,13 +249,12 @@ class _Seam:
             )
         if len(ranks) == 1:
             return [ranks], mesh.groups.alone()
-        options = mesh.options_of(axes) if near == ranks else mesh.groups.defaults
         if near != ranks:
-            return [ranks], self._create_own(list(ranks), options.timeout, backend, None, False, label)
+            timeout = mesh.groups.defaults.timeout
+            return [ranks], self._create_own(list(ranks), timeout, backend, None, False, label)
+        options = mesh.options_of(axes)
         if backend == "gloo":
             options = mesh.groups.gloo_options(options)
-        if second:
-            options = replace(options, share=False)
         return layout.groups(*axes), mesh.groups.over(layout, axes, options)
 
     def destroy_own(self) -> None:
