@@ -363,6 +363,8 @@ def test_a_bound_mesh_keeps_the_options_of_its_groups() -> None:
     slow = {"tp": GroupOptions(timeout=timedelta(hours=3))}
     with fake_world(16, 5):
         mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, options=slow, device="cpu")
+        with pytest.raises(TypeError, match="takes no order: the mesh determines it"):
+            megatron.bind(mesh, order="tp-dp")
         megatron.bind(mesh, **NO_GLOO)
         assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
         assert parallel_state.get_pipeline_model_parallel_group() is mesh.group("pp")
@@ -389,22 +391,10 @@ def test_axes_of_an_open_mesh_with_another_timeout_are_on_its_groups() -> None:
         mesh.close()
 
 
-def test_a_second_group_for_all_gathers_is_another_one_over_the_same_ranks() -> None:
-    with fake_world(8, 5):
-        parallel_state.initialize_model_parallel(
-            2, context_parallel_size=2, create_all_gather_group=True, **NO_GLOO
-        )
-        usual = parallel_state.get_data_parallel_group(True)
-        second = parallel_state.get_data_parallel_group(True, independent_all_gather=True)
-        assert second is not usual
-        assert dist.get_process_group_ranks(second) == dist.get_process_group_ranks(usual)
-
-
 def test_the_accessors_and_the_mesh_hand_out_the_same_groups() -> None:
     with fake_world(16, 5):
-        parallel_state.initialize_model_parallel(
-            2, 2, context_parallel_size=2, expert_model_parallel_size=2, **NO_GLOO
-        )
+        options = asked(2, 2, 2, 2, create_all_gather_group=True) | NO_GLOO
+        parallel_state.initialize_model_parallel(**options)
         mesh = megatron.current_mesh()
         assert mesh is namedmesh.current_mesh()
         assert mesh["tp"].get_group() is parallel_state.get_tensor_model_parallel_group()
@@ -412,6 +402,9 @@ def test_the_accessors_and_the_mesh_hand_out_the_same_groups() -> None:
         assert mesh.flatten("pp", "tp").get_group() is parallel_state.get_model_parallel_group()
         assert mesh.group("ep") is parallel_state.get_expert_model_parallel_group()
         assert mesh.group("edp") is parallel_state.get_expert_data_parallel_group()
+        second = parallel_state.get_data_parallel_group(True, independent_all_gather=True)
+        assert second is not mesh.group("dp_cp")
+        assert dist.get_process_group_ranks(second) == [*mesh.ranks("dp", "cp")]
 
 
 def _settings() -> list[Any]:
@@ -610,17 +603,13 @@ def nowhere(pp_ranks: list[int]) -> list[int]:
     [
         ({"tensor_model_parallel_size": 3}, "the sizes 3 x 1 x 1 do not divide the world of 8 ranks"),
         ({"virtual_pipeline_model_parallel_size": 2}, "set pipeline_model_parallel_size to 2 or more"),
-        (
-            {"order": "tp-dpp-pp"},
-            "'dpp' in the order 'tp-dpp-pp' is not one of .* did you mean 'pp'?",
-        ),
         ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "the order .* has no place for it; add 'pp'"),
         ({"num_distributed_optimizer_instances": 3}, "which does not divide dp x cp = 8"),
         (
             {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
             r"\[2, 3\] multiply to 6",
         ),
-        ({"use_sharp": True}, "settings of NCCL and SHARP, .* are megatron-core's; install it"),
+        ({"use_sharp": True}, "settings of NCCL and SHARP, .* are megatron-core's: let it be installed"),
         ({"pipeline_model_parallel_size": 2, "get_embedding_ranks": nowhere}, r"ranks \[100, 104\], which"),
     ],
 )
@@ -633,14 +622,6 @@ def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], te
         assert all(not getattr(parallel_state, name) for name in variable_names(parallel_state))
         with pytest.raises(namedmesh.MeshError, match="no mesh is alive"):
             namedmesh.current_mesh()
-
-
-def test_options_that_a_mesh_determines_are_not_bound() -> None:
-    with fake_world(8):
-        mesh = namedmesh.init_mesh(dp=4, tp=2, device="cpu")
-        with pytest.raises(TypeError, match=r"takes no order: the mesh determines it"):
-            megatron.bind(mesh, order="tp-dp")
-        mesh.close()
 
 
 def test_use_before_and_twice() -> None:
