@@ -375,10 +375,10 @@ def test_a_bound_mesh_keeps_the_options_of_its_groups() -> None:
 
 def test_axes_of_an_open_mesh_with_another_timeout_are_on_its_groups() -> None:
     with fake_world(8, 5):
-        mesh = namedmesh.init_mesh(dp=4, tp=2, timeout=timedelta(minutes=10), device="cpu")
-        mesh.add_view("expert", edp=4, ep=2)
-        arguments: dict[str, Any] = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-        parallel_state.initialize_model_parallel(2, **arguments, **NO_GLOO)
+        slow = {"tp": GroupOptions(timeout=timedelta(hours=1))}
+        mesh = namedmesh.init_mesh(dp=4, tp=2, timeout=timedelta(minutes=10), options=slow, device="cpu")
+        mesh.add_view("expert", edp=2, ep=4)
+        parallel_state.initialize_model_parallel(**asked(tp=2, ep=4, etp=1) | NO_GLOO)
         assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
         assert parallel_state.get_expert_model_parallel_group() is mesh.group("ep")
         parallel_state.destroy_model_parallel()

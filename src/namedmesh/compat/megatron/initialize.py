@@ -77,16 +77,16 @@ class Megatron:
             )
         if self.state.is_bound(mesh, options):
             return self.state.bind(mesh)
-        seam = _Seam(self.module, lambda: mesh)
+        seam = _Seam(self.module, lambda: mesh, mesh.options_of)
         dense, expert = seam.ranks_of(mesh)
         sizes = {name: dense.size(word) for name, word in _DENSE_SIZES.items()}
         sizes |= {name: expert.size(word) for name, word in _EXPERT_SIZES.items()}
         known = {name: size for name, size in sizes.items() if size != 1 or name in self.accepted.parameters}
+        mesh.before_close(seam.destroy_own)
         with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp")[0])):
             generators = iter((dense, expert))
             with self.state.blank() as values, seam.replacing(lambda *_, **__: next(generators)):
                 self.initialize(**known, **options)
-        mesh.before_close(seam.destroy_own)
         return self.state.take(mesh, values, options)
 
     def make(self, *args: Any, **kwargs: Any) -> None:
@@ -116,14 +116,13 @@ class Megatron:
             dense, expert = layouts
             request = _texts(given, dense.groups("pp")[0])
             seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense), defaults)
-            new: dict[tuple[str, ...], GroupOptions] = {}
-            new |= {
-                (axis,): options for axis, options in _options_of_open_meshes(expert).items() if axis != "pp"
-            }
-            seam.mesh.take_view("expert", expert, new)
+            of_experts = _options_of_open_meshes(expert)
+            seam.mesh.take_view(
+                "expert", expert, {(axis,): of_experts[axis] for axis in of_experts if axis != "pp"}
+            )
             return seam.mesh
 
-        seam = _Seam(self.module, make)
+        seam = _Seam(self.module, make, lambda _: GroupOptions())
         try:
             with agreed(_CALL) as compare, self.state.blank() as values, seam.replacing(generate):
                 self.initialize(*args, **kwargs)
@@ -151,8 +150,14 @@ class _Seam:
     that no axes make (of embeddings), that are second ones, or have settings of their own are the original's own.
     """
 
-    def __init__(self, module: ModuleType, make: Callable[[], NamedMesh]) -> None:
-        self.module, self.create_own, self.make = vars(module), module.create_group, make
+    def __init__(
+        self,
+        module: ModuleType,
+        make: Callable[[], NamedMesh],
+        options_of: Callable[[tuple[str, ...]], GroupOptions],
+    ) -> None:
+        self.module, self.create_own = vars(module), module.create_group
+        self.make, self.options_of = make, options_of
         self.mesh: NamedMesh | None = None
         self.own: list[Any] = []
         self.known: dict[Any, Any] = {}
@@ -200,7 +205,7 @@ class _Seam:
 
     def _know(self, sets: Sequence[Sequence[int]], backend: str | None, group: Any) -> None:
         for members in sets:
-            self.known[tuple(members), backend] = group
+            self.known.setdefault((tuple(members), backend), group)
 
     def create(  # noqa: PLR0917  the original's signature
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
@@ -252,7 +257,7 @@ class _Seam:
         if near != ranks:
             timeout = mesh.groups.defaults.timeout
             return [ranks], self._create_own(list(ranks), timeout, backend, None, False, label)
-        options = mesh.options_of(axes)
+        options = self.options_of(axes)
         if backend == "gloo":
             options = mesh.groups.gloo_options(options)
         return layout.groups(*axes), mesh.groups.over(layout, axes, options)
