@@ -454,17 +454,7 @@ def test_a_part_of_the_world_has_the_original_s_groups_and_no_mesh() -> None:
 # State.
 
 
-SETTABLE = [
-    f"{kind}_{answer}"
-    for kind in (
-        "tensor_model_parallel",
-        "pipeline_model_parallel",
-        "expert_model_parallel",
-        "expert_tensor_parallel",
-        "virtual_pipeline_model_parallel",
-    )
-    for answer in ("world_size", "rank")
-]
+SETTABLE = sorted(name[4:] for name in dir(parallel_state) if name.startswith("set_"))
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
@@ -481,7 +471,7 @@ def test_what_is_set_takes_precedence_as_in_the_original(theirs: Any, initialize
             if initialized:
                 initialize(2, 4, **NO_GLOO)
             seen = [module.get_tensor_model_parallel_world_size()]
-            for number, name in enumerate([*SETTABLE, "data_parallel_rank"]):
+            for number, name in enumerate(SETTABLE):
                 getattr(module, f"set_{name}")(number % 3)
                 seen.append(getattr(module, f"get_{name}")())
             reset(module)

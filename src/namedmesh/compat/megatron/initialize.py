@@ -50,12 +50,7 @@ _DETERMINED = (*_DENSE_SIZES, *_EXPERT_SIZES, *_OTHERS)  # by the mesh, or by th
 
 
 class Megatron:
-    """A ``parallel_state``, megatron-core's or ours in its place, whose variables follow our meshes.
-
-    Args:
-        module: the module.
-        at_import: the module as it is when it is imported; by default as it is at this moment.
-    """
+    """A ``parallel_state``, megatron-core's or ours in its place, whose variables follow our meshes."""
 
     def __init__(self, module: ModuleType, at_import: ModuleType | None = None) -> None:
         self.module = module
@@ -277,10 +272,7 @@ _WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()}
 class MeshRanks:
     """Takes the place of a ``RankGenerator``: the ranks are those of a mesh, in whatever order its axes are.
 
-    Args:
-        layout: the layout of the mesh, or of the view of its experts.
-        words: its axes for those of Megatron's words that are no axes of it.
-        note: is told the layout and its axes whenever groups are asked for.
+    ``words`` are the axes for those of Megatron's words that are no axes of the layout.
     """
 
     def __init__(

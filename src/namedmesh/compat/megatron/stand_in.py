@@ -31,12 +31,7 @@ MEGATRON_WORDS = {"etp": "tp", "edp": "dp", "egtp_remat": "gtp_remat"}
 
 
 class RankGenerator:
-    """The groups of every kind of parallelism, as lists of ranks, from sizes and an order, neighbors first.
-
-    Example:
-        >>> RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order="tp-dp-pp").get_ranks("pp")
-        [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
-    """
+    """The groups of every kind of parallelism, as lists of ranks, from sizes and an order, neighbors first."""
 
     def __init__(  # noqa: PLR0917  the original's signature
         self,

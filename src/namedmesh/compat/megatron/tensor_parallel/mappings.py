@@ -252,16 +252,7 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: Ranks = None) -> Tensor:
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor as a shard (``is_parallel``) of ``stride`` blocks along a dim; a ContractError where it is marked.
-
-    Example:
-        >>> import torch
-        >>> weight, master = torch.zeros(2, 3), torch.zeros(2, 3)
-        >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
-        >>> copy_tensor_model_parallel_attributes(master, weight)
-        >>> master.tensor_model_parallel, master.partition_dim, param_is_not_tensor_parallel_duplicate(master)
-        (True, 0, True)
-    """
+    """Mark a tensor as a shard (``is_parallel``) of ``stride`` blocks along a dim; a ContractError where it is marked."""
     present = [name for name in _DEFAULTS if hasattr(tensor, name)]
     if present:
         raise ContractError(
