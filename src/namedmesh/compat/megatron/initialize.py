@@ -258,7 +258,7 @@ class _Seam:
         return layout.groups(*axes), mesh.groups.over(layout, axes, options)
 
     def destroy_own(self) -> None:
-        """Destroy the groups with settings of their own; they were made for this call alone."""
+        """Destroy the groups that were made for this call alone."""
         while self.own:
             group = self.own.pop()
             if is_registered(group):

@@ -52,9 +52,8 @@ class RankGenerator:
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "gtp_remat": gtp_remat}
         parsed = parse_order(order.lower(), tuple(self.name_to_size))
         for name in parsed.omitted:
-            if (
-                name not in order.lower() and self.name_to_size[name] != 1
-            ):  # as the original, which looks for a part
+            # As the original, which looks for a part of the text.
+            if name not in order.lower() and self.name_to_size[name] != 1:
                 raise ContractRuntimeError(
                     f"the size of {name} is {self.name_to_size[name]}, but the order {order!r} has no place for it; add {name!r}"
                 )

@@ -72,9 +72,8 @@ def current_group(group: Ranks, *, is_expert: bool = False) -> Group:
     if group is None and not dist.is_initialized():
         return ALONE
     if group is None:
-        from namedmesh.compat.megatron import (
-            parallel_state,
-        )  # here: install() puts the original's in its place
+        # Here, not at the top: install() puts the original's in its place.
+        from namedmesh.compat.megatron import parallel_state
 
         kind = "get_expert_tensor_parallel_group" if is_expert else "get_tensor_model_parallel_group"
         group = getattr(parallel_state, kind)()
