@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
 LARGEST = 96
 """The most ranks of a case: the originals make every group of every rank."""
@@ -36,6 +37,20 @@ def last_only(pp_ranks: list[int]) -> list[int]:
     return [pp_ranks[-1]]
 
 
+def asked(
+    tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """What ``initialize_model_parallel`` is asked for."""
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        **more,
+    }
+
+
 def random_case(random_: random.Random, *, newest: bool = False) -> tuple[int, int, dict[str, Any]]:
     """A world, the first rank of the mesh and arguments; Megatron refuses about one in four."""
     tp, pp, cp = (random_.choice((1, 2, 3, 4)) for _ in range(3))
@@ -51,16 +66,8 @@ def random_case(random_: random.Random, *, newest: bool = False) -> tuple[int, i
     instances = [size for size in (2, 3, 4) if dp * cp % size == 0 and edp % size == 0]
     # Only a pipeline of one stage goes with every order.
     order = random_.choice(ORDERS if pp == 1 or random_.random() < 0.2 else ORDERS[:4])
-    arguments: dict[str, Any] = {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "context_parallel_size": cp,
-        "order": order,
-        "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": etp,
-        "hybrid_context_parallel": dp * cp % 2 == 0 and random_.random() < 0.4,
-        "create_gloo_process_groups": False,
-    }
+    arguments = asked(tp, pp, cp, ep, etp, order=order, create_gloo_process_groups=False)
+    arguments["hybrid_context_parallel"] = dp * cp % 2 == 0 and random_.random() < 0.4
     if instances and random_.random() < (0.2 if newest else 0.6):
         arguments["num_distributed_optimizer_instances"] = random_.choice(instances)
     if pp > 1 and random_.random() < 0.4:
@@ -129,7 +136,7 @@ def answers(module: Any, original: Any = None) -> dict[str, Any]:
         function = getattr(module, name)
         for values in product(*(values for _, values in flags)):
             arguments = dict(zip((flag for flag, _ in flags), values, strict=True))
-            told[f"{name}({arguments})"] = _told(function, arguments)
+            told[f"{name}({arguments})"] = outcome(partial(function, **arguments))
     return told
 
 
@@ -156,18 +163,13 @@ def variables(module: Any, original: Any) -> dict[str, Any]:
     return {name: comparable(getattr(module, name)) for name in names}
 
 
-def kind_of(error: BaseException) -> type[BaseException]:
-    """The builtin type of an error."""
-    return next(
-        kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and kind is not Exception
-    )
-
-
-def _told(function: Any, arguments: dict[str, Any]) -> Any:
+def outcome(call: Callable[[], object]) -> Any:
+    """What a call returns, comparable, or the builtin type of its error."""
     try:
-        return comparable(function(**arguments))
+        return comparable(call())
     except Exception as error:  # noqa: BLE001  which one is what is compared
-        return ("raises", kind_of(error).__name__)
+        kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+        return ("raises", next(kind.__name__ for kind in kinds if kind is not Exception))
 
 
 def comparable(value: Any) -> Any:

@@ -36,6 +36,8 @@ def test_without_megatron_core_the_import_paths_are_made_up() -> None:
         from megatron.core import mpu, parallel_state, tensor_parallel
         from megatron.core.parallel_state import get_tensor_model_parallel_group
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+        from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+        from megatron.core.tensor_parallel.utils import VocabUtility
         from namedmesh.compat import megatron as ours
         assert ps is mpu is parallel_state is ours.parallel_state
         assert tensor_parallel is ours.tensor_parallel
@@ -148,7 +150,10 @@ def test_destroying_ends_what_the_original_keeps_beside_groups(which: str) -> No
 # Training on our groups.
 
 
-def _gpt_losses(handed_over: bool, sizes: dict[str, int], steps: int) -> tuple[list[float], bool]:
+FUSED = ("masked_softmax", "bias_activation", "bias_dropout", "gradient_accumulation")
+
+
+def _gpt_losses(handed_over: bool, tp: int, steps: int) -> tuple[list[float], bool]:
     """Losses of a small GPTModel, data-parallel over what is left, on the groups of the state that is imported."""
     import warnings
 
@@ -165,8 +170,9 @@ def _gpt_losses(handed_over: bool, sizes: dict[str, int], steps: int) -> tuple[l
     mine = megatron.ORIGINAL.installed
     # The dropout that it draws for is 0, and the tracker keeps states of CUDA devices.
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
-    parallel_state.initialize_model_parallel(**sizes)
+    parallel_state.initialize_model_parallel(tp)
     torch.manual_seed(3)
+    fusions = [f"{name}_fusion" for name in FUSED]
     config = TransformerConfig(
         num_layers=2,
         hidden_size=16,
@@ -175,11 +181,8 @@ def _gpt_losses(handed_over: bool, sizes: dict[str, int], steps: int) -> tuple[l
         use_cpu_initialization=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=sizes["tensor_model_parallel_size"],
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=tp,
+        **dict.fromkeys(fusions, False),
     )
     model = GPTModel(
         config,
@@ -239,14 +242,7 @@ def test_a_gpt_model_trains_on_our_groups_as_on_megatron_s_own(which: str) -> No
     told = []
     for mine in (False, True):
         with _gpt_on(which, mine=mine):
-            told.append(
-                [
-                    run_ranks(
-                        4, _gpt_losses, mine and over, {"tensor_model_parallel_size": tp}, 4, timeout=240
-                    )
-                    for tp, over in cases
-                ]
-            )
+            told.append([run_ranks(4, _gpt_losses, mine and over, tp, 4, timeout=240) for tp, over in cases])
     for theirs, ours in zip(*told, strict=True):
         assert all(shared for _, shared in ours)
         for (mine_, _), (original, _) in zip(ours, theirs, strict=True):

@@ -16,7 +16,7 @@ from namedmesh._torch import bound_device, default_timeout, forget_operations, i
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from namedmesh.layout import Layout
 
@@ -138,23 +138,6 @@ class Groups:
             return _new_groups(each, "self", self.of_world)
 
         return self.take(_ALONE, "self", make, owned=self.world_size > 1)
-
-    def sets(
-        self, sets: Iterable[Sequence[int]], label: str, options: GroupOptions
-    ) -> dist.ProcessGroup | None:
-        """Return this rank's group over one of some sets of ranks that do not overlap; None if it is in none of them.
-
-        Every rank of the world calls it, with the same sets. Ranks that are in none take part as sets of one.
-        """
-        listed = sorted(tuple(sorted(members)) for members in sets)
-        inside = {rank for members in listed for rank in members}
-        partition = [*listed, *((rank,) for rank in range(self.world_size) if rank not in inside)]
-        large = tuple(members for members in partition if len(members) > 1)
-        if not large:
-            return self.alone() if self.rank in inside else None
-        key = self._key(("sets", *large), label, options)
-        group = self.take(key, label, lambda: _new_groups(partition, label, key.options))
-        return group if self.rank in inside else None
 
     def take(self, key: Key, label: str, make: Callable[[], Any], *, owned: bool = True) -> dist.ProcessGroup:
         """Return the group of a key that this mesh has, that another mesh has made, or that is made now."""

@@ -1,10 +1,12 @@
 """The Megatron dialect: ``parallel_state``, its accessors and its layers, over one NamedMesh.
 
-Three ways in: :func:`install` for unchanged code; ``from namedmesh.compat.megatron import parallel_state`` for code that
+Three ways in: ``install()`` for unchanged code; ``from namedmesh.compat.megatron import parallel_state`` for code that
 imports the dialect; :func:`bind` for code with a mesh, to which :func:`current_mesh` leads back from the accessors.
 
-There are two parallel states: that of an installed megatron-core, whose own code answers, and a stand-in. After
-:func:`install` there is one, the original's, which is ``namedmesh.compat.megatron.parallel_state``, too.
+There are two parallel states: that of an installed megatron-core, of which only ``initialize_model_parallel`` and
+``destroy_model_parallel`` are replaced, so that its own accessors, layers and process group collections work on our groups;
+and a stand-in. After ``install()`` there is one, the original's, which is ``namedmesh.compat.megatron.parallel_state``,
+too. Where megatron-core is not installed, ``parallel_state``, ``mpu`` and ``tensor_parallel`` of it are this dialect's.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from namedmesh.compat.megatron import tensor_parallel  # noqa: E402  its layers 
 def bind(mesh: NamedMesh, **options: Any) -> Bound:
     """Answer from a mesh that exists; communicates the first time, when every rank of the mesh calls it.
 
-    An installed megatron-core (0.14 or later) answers from the mesh, too, whether :func:`install` was called or not.
+    An installed megatron-core (0.14 or later) answers from the mesh, too, whether ``install()`` was called or not.
 
     Args:
         mesh: a mesh of axes ``pp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``), ``cp`` and ``tp``, in any order; one
@@ -113,28 +115,6 @@ def destroy_model_parallel() -> None:
     _answers.end()
 
 
-def install() -> None:
-    """Let megatron-core answer from our meshes; a second call does nothing.
-
-    Where it is installed, its own ``initialize_model_parallel`` fills its variables with the groups of a mesh, from which its
-    own accessors, layers and process group collections work. Only ``initialize_model_parallel`` and
-    ``destroy_model_parallel`` are ours, also where they were imported before. Where it is not, ``parallel_state``, ``mpu``
-    and ``tensor_parallel`` of ``megatron.core`` are this dialect's modules.
-
-    Example, as the first lines of a program::
-
-        from namedmesh.compat import megatron
-        megatron.install()
-        from megatron.core import mpu
-    """
-    ORIGINAL.install()
-
-
-def uninstall() -> None:
-    """Put everything back; what the original's variables were filled with is forgotten."""
-    ORIGINAL.uninstall()
-
-
 def _original(module: ModuleType) -> Megatron:
     """Return the dialect of megatron-core's own parallel state."""
     if not hasattr(module, "create_group"):
@@ -148,9 +128,8 @@ def _original(module: ModuleType) -> Megatron:
 
 
 def _replace(module: ModuleType) -> Mapping[str, object]:
-    original = _original(module)
-    _answer_from(original)
-    return original.ours
+    _answer_from(_original(module))
+    return _answers.ours
 
 
 def _restore() -> None:
@@ -173,7 +152,7 @@ _STAND_INS = {
     "tensor_parallel.cross_entropy": "tensor_parallel.mappings",
     "tensor_parallel.layers": "tensor_parallel.layers",
     "tensor_parallel.mappings": "tensor_parallel.mappings",
-    "tensor_parallel.utils": "tensor_parallel.utils",
+    "tensor_parallel.utils": "tensor_parallel.mappings",
 }
 ORIGINAL = Original(
     f"{_PLACE}.parallel_state",
@@ -181,3 +160,4 @@ ORIGINAL = Original(
     {f"{_PLACE}.{name}": f"{_OURS}.{ours}" for name, ours in _STAND_INS.items()},
     _restore,
 )
+install, uninstall = ORIGINAL.install, ORIGINAL.uninstall

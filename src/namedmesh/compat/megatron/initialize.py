@@ -21,7 +21,7 @@ from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
 from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own_axes
 from namedmesh.compat.errors import ContractError, ContractTypeError
-from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over, split
+from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from namedmesh.mesh import NamedMesh
-
-__all__ = ["Megatron"]
 
 _CALL = "megatron.initialize_model_parallel"
 _DENSE_SIZES = {
@@ -52,12 +50,7 @@ _DETERMINED = (*_DENSE_SIZES, *_EXPERT_SIZES, *_OTHERS)  # by the mesh, or by th
 
 
 class Megatron:
-    """A ``parallel_state``, megatron-core's or ours in its place, whose variables follow our meshes.
-
-    Args:
-        module: the module.
-        at_import: the module as it is when it is imported; by default as it is at this moment.
-    """
+    """A ``parallel_state``, megatron-core's or ours in its place, whose variables follow our meshes."""
 
     def __init__(self, module: ModuleType, at_import: ModuleType | None = None) -> None:
         self.module = module
@@ -79,16 +72,16 @@ class Megatron:
             )
         if self.state.is_bound(mesh, options):
             return self.state.bind(mesh)
-        seam = _Seam(self.module, lambda: mesh)
+        seam = _Seam(self.module, lambda: mesh, mesh.options_of)
         dense, expert = seam.ranks_of(mesh)
         sizes = {name: dense.size(word) for name, word in _DENSE_SIZES.items()}
         sizes |= {name: expert.size(word) for name, word in _EXPERT_SIZES.items()}
         known = {name: size for name, size in sizes.items() if size != 1 or name in self.accepted.parameters}
+        mesh.before_close(seam.destroy_own)
         with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp")[0])):
             generators = iter((dense, expert))
             with self.state.blank() as values, seam.replacing(lambda *_, **__: next(generators)):
                 self.initialize(**known, **options)
-        mesh.before_close(seam.destroy_own)
         return self.state.take(mesh, values, options)
 
     def make(self, *args: Any, **kwargs: Any) -> None:
@@ -119,12 +112,12 @@ class Megatron:
             request = _texts(given, dense.groups("pp")[0])
             seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense), defaults)
             of_experts = _options_of_open_meshes(expert)
-            new: dict[tuple[str, ...], GroupOptions] = {}
-            new.update(((axis,), options) for axis, options in of_experts.items() if axis != "pp")
-            seam.mesh.take_view("expert", expert, new)
+            seam.mesh.take_view(
+                "expert", expert, {(axis,): of_experts[axis] for axis in of_experts if axis != "pp"}
+            )
             return seam.mesh
 
-        seam = _Seam(self.module, make)
+        seam = _Seam(self.module, make, lambda _: GroupOptions())
         try:
             with agreed(_CALL) as compare, self.state.blank() as values, seam.replacing(generate):
                 self.initialize(*args, **kwargs)
@@ -148,11 +141,18 @@ class Megatron:
 class _Seam:
     """Takes the place of ``create_group`` for one call: one communicator for each set of ranks, those of a mesh first.
 
-    As in the original, every rank asks for the groups of all ranks, in the same order. The first of one kind makes all.
+    As in the original, every rank asks for the groups of all ranks, in the same order. The first of one kind makes all. Those
+    that no axes make (of embeddings), that are second ones, or have settings of their own are the original's own.
     """
 
-    def __init__(self, module: ModuleType, make: Callable[[], NamedMesh]) -> None:
-        self.module, self.create_own, self.make = vars(module), module.create_group, make
+    def __init__(
+        self,
+        module: ModuleType,
+        make: Callable[[], NamedMesh],
+        options_of: Callable[[tuple[str, ...]], GroupOptions],
+    ) -> None:
+        self.module, self.create_own = vars(module), module.create_group
+        self.make, self.options_of = make, options_of
         self.mesh: NamedMesh | None = None
         self.own: list[Any] = []
         self.known: dict[Any, Any] = {}
@@ -198,11 +198,9 @@ class _Seam:
                     self._know(layout.groups(axis), None, self.mesh.group(axis))
         return self.mesh
 
-    def _know(
-        self, sets: Sequence[Sequence[int]], backend: str | None, group: Any, second: bool = False
-    ) -> None:
+    def _know(self, sets: Sequence[Sequence[int]], backend: str | None, group: Any) -> None:
         for members in sets:
-            self.known[tuple(members), backend, second] = group
+            self.known.setdefault((tuple(members), backend), group)
 
     def create(  # noqa: PLR0917  the original's signature
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
@@ -210,18 +208,15 @@ class _Seam:
     ) -> Any:  # fmt: skip
         """Return the group over some ranks; what stands for none on the others."""
         mesh = self.found_mesh()
-        if pg_options is not None or backend not in {None, "gloo"}:  # a group with settings of its own
-            group = self.create_own(
+        second = str(group_desc).endswith("_AG")  # it is there to be a second one over the same ranks
+        if second or pg_options is not None or backend not in {None, "gloo"}:
+            return self._create_own(
                 ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
             )
-            if mesh.global_rank in ranks:
-                self.own.append(group)
-            return group
-        second = str(group_desc).endswith("_AG")  # it is there to be a second one over the same ranks
-        key = tuple(sorted(ranks)), backend, second
+        key = tuple(sorted(ranks)), backend
         if key not in self.known:
-            sets, group = self._make(mesh, key[0], group_desc, backend, second=second)
-            self._know(sets, backend, group, second)
+            sets, group = self._make(mesh, key[0], group_desc, backend)
+            self._know(sets, backend, group)
         if mesh.global_rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         group = self.known[key]
@@ -230,32 +225,40 @@ class _Seam:
             self.module["_global_process_group_list"] = [*listed, group]
         return group
 
+    def _create_own(self, ranks: Any, *arguments: Any) -> Any:
+        """Create a group that this call alone has, by the original's function."""
+        group = self.create_own(ranks, *arguments)
+        if dist.get_rank() in ranks:
+            self.own.append(group)
+        return group
+
     def _make(
-        self, mesh: NamedMesh, ranks: tuple[int, ...], label: str, backend: str | None, *, second: bool
-    ) -> tuple[Sequence[Sequence[int]], Any]:
-        """Make the groups of one kind, of which one is over some ranks: return the ranks of all, and this rank's."""
+        self, mesh: NamedMesh, ranks: tuple[int, ...], label: str, backend: str | None
+    ) -> tuple[Any, Any]:
+        """Return sets of ranks, one of which is given, and this rank's group over one: all groups of a kind, or one part."""
         layout, axes = self.layout or mesh.layout, self.axes
-        groups: Sequence[Sequence[int]] = groups_over(layout, axes)
         if len(ranks) == layout.world_size:
-            groups, axes = [tuple(layout.ranks)], layout.axes
-        whole = ranks in groups
-        options = mesh.options_of(axes) if whole else GroupOptions()
+            axes = layout.axes
+        near: tuple[int, ...] = ()
+        if ranks[0] in layout.ranks:
+            near = layout.group(ranks[0], *axes) if axes else ranks[:1]
+        if not near or not ({*ranks} <= {*near} or {*near} <= {*ranks}):
+            raise ContractError(
+                f"the group {label} is over ranks {list(ranks)}, which are in no one group over {'-'.join(axes)}; a callback "
+                "for embeddings chooses from the ranks of the pipeline that it is given"
+            )
+        if len(ranks) == 1:
+            return [ranks], mesh.groups.alone()
+        if near != ranks:
+            timeout = mesh.groups.defaults.timeout
+            return [ranks], self._create_own(list(ranks), timeout, backend, None, False, label)
+        options = self.options_of(axes)
         if backend == "gloo":
             options = mesh.groups.gloo_options(options)
-        if second:
-            options = replace(options, share=False)
-        if whole:
-            return groups, mesh.groups.over(layout, axes, options) if axes else mesh.groups.alone()
-        sets = sets_like(ranks, groups)
-        if list(ranks) not in sets:
-            raise ContractError(
-                f"the group {label} is over ranks {list(ranks)}, which are no part of {list(groups[0])} or another of these; "
-                "a callback for embeddings chooses from the ranks of the pipeline that it is given"
-            )
-        return sets, mesh.groups.sets(sets, label, options)
+        return layout.groups(*axes), mesh.groups.over(layout, axes, options)
 
     def destroy_own(self) -> None:
-        """Destroy the groups with settings of their own; they were made for this call alone."""
+        """Destroy the groups that were made for this call alone."""
         while self.own:
             group = self.own.pop()
             if is_registered(group):
@@ -269,10 +272,7 @@ _WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()}
 class MeshRanks:
     """Takes the place of a ``RankGenerator``: the ranks are those of a mesh, in whatever order its axes are.
 
-    Args:
-        layout: the layout of the mesh, or of the view of its experts.
-        words: its axes for those of Megatron's words that are no axes of it.
-        note: is told the layout and its axes whenever groups are asked for.
+    ``words`` are the axes for those of Megatron's words that are no axes of the layout.
     """
 
     def __init__(
@@ -319,9 +319,8 @@ def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
         for view in (mesh.layout, *mesh.views.values()):
             for axis in {*view} & {*layout}:
                 theirs = mesh.groups.completed(mesh.options_of((axis,)))
-                if replace(theirs, timeout=None) == GroupOptions() and view.partition(
-                    axis
-                ) == layout.partition(axis):
+                usual = replace(theirs, timeout=None) == GroupOptions()
+                if usual and view.partition(axis) == layout.partition(axis):
                     options[axis] = theirs
     return options
 
@@ -330,27 +329,3 @@ def _texts(arguments: Mapping[str, Any], pipeline: Any) -> dict[str, str]:
     """Return arguments as they are compared between ranks; a callback by its answer for one pipeline."""
     pipeline = list(pipeline)
     return {name: repr(value(pipeline) if callable(value) else value) for name, value in arguments.items()}
-
-
-def sets_like(ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return sets of ranks that do not overlap, one of which is given: parts of the groups of a kind, or several in one.
-
-    Every group is cut in the same places: into parts of one size where that works out, or one part of it is taken.
-
-    Example:
-        >>> sets_like([0, 4], [(0, 2, 4, 6), (1, 3, 5, 7)])
-        [[0, 4], [2, 6], [1, 5], [3, 7]]
-        >>> sets_like([0, 6], [(0, 2, 4, 6), (1, 3, 5, 7)])
-        [[0, 6], [1, 7]]
-    """
-    group = next((each for each in groups if {*ranks} <= {*each}), None)
-    if group is None:
-        every = [rank for each in groups for rank in each]
-        return [sorted(part) for part in split(every, len(ranks))]
-    places = [group.index(rank) for rank in sorted(ranks)]
-    stride = places[1] - places[0] if len(places) > 1 else 1
-    if len(group) % (len(places) * stride) == 0:
-        sets = [part for each in groups for part in split(each, len(places), stride)]
-        if sorted(ranks) in sets:
-            return sets
-    return [[each[place] for place in places] for each in groups]

@@ -5,19 +5,6 @@ Older code passes no ``config``, newer code passes one: any object with megatron
 ``use_cpu_initialization`` and ``deterministic_mode`` are read. Parameters are plain tensors that hold this rank's shard,
 marked with the attributes that Megatron's optimizers look for. Ranks must be seeded alike: each draws the whole weight and
 keeps its shard, on an accelerator the shard only. In the shapes below t is the number of tensor-parallel ranks.
-
-Example:
-    >>> import torch
-    >>> from namedmesh import launch
-    >>> _ = launch.init("cpu")
-    >>> world = torch.distributed.group.WORLD
-    >>> embedding = VocabParallelEmbedding(16, 6, tp_group=world)
-    >>> up = ColumnParallelLinear(6, 8, gather_output=False, tp_group=world)
-    >>> down = RowParallelLinear(8, 6, input_is_parallel=True, tp_group=world)
-    >>> hidden, bias = up(embedding(torch.tensor([[0, 15, 3]])))
-    >>> hidden.shape, bias, up.weight.partition_dim, down(hidden)[0].shape
-    (torch.Size([1, 3, 8]), None, 0, torch.Size([1, 3, 6]))
-    >>> torch.distributed.destroy_process_group()
 """
 
 from __future__ import annotations
@@ -32,7 +19,7 @@ from torch import Tensor, nn
 from namedmesh._torch import group_named
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.layers import ALONE, ParallelLayer, VocabEmbedding
-from namedmesh.compat.megatron.tensor_parallel.utils import (
+from namedmesh.compat.megatron.tensor_parallel.mappings import (
     accelerator,
     copy_tensor_model_parallel_attributes,
     current_group,
