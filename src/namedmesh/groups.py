@@ -72,14 +72,11 @@ class Groups:
         """Return the key of the groups over some axes, the same on every rank."""
         if layout.size(*axes) == 1:
             return _ALONE
-        return self._key(layout.partition(*axes), "_".join(axes), options)
-
-    def _key(self, partition: Hashable, label: str, options: GroupOptions) -> Key:
-        key = Key(partition, self.completed(options))
+        key = Key(layout.partition(*axes), self.completed(options))
         if options.share:
             return key
         # A group that this mesh shares with no other: the first that no open mesh uses.
-        candidates = (key._replace(use=(label, number)) for number in count())
+        candidates = (key._replace(use=("_".join(axes), number)) for number in count())
         return next(own for own in candidates if own in self.held or own not in _kept or not _kept[own].users)
 
     def completed(self, options: GroupOptions) -> GroupOptions:

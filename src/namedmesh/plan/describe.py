@@ -211,7 +211,7 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]
             served = "none, one rank"
         elif len(group) == layout.world_size:
             served = "the world's"
-            held[owner] = max(held.get(owner, 0), row.gloo_groups)  # the default group is there already
+            held[owner] = max(held.get(owner, 0), bool(row.gloo))  # the default group is there already
         else:
             held[owner] = max(held.get(owner, 0), each)
         asked += each
