@@ -48,7 +48,6 @@ ROOMS = (
     "init",
     "plan",
     "doctor",
-    "doctor_cli",
     "tensor_parallel",
     "training",
     "migrate",

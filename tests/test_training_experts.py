@@ -159,7 +159,7 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
         ):
             assert refused(module) == f"PlanError: the model: {takes} {owns}"
         with mock.patch.object(train, "EXPERTS", 6):
-            assert "dim 0 of gate 6 is not divisible" in refused(train.Experts(2, 2))
+            assert "dim 0 of gate, 6, is not divisible" in refused(train.Experts(2, 2))
         experts = parallelize(train.Experts(2, 2), mesh["ep"], ExpertParallel())
         assert "it was applied to before; apply it once" in refused(experts)
         assert error_of(lambda: experts(torch.ones(3, 2), torch.tensor([2, 1]))) == (
