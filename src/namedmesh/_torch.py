@@ -30,11 +30,6 @@ c10d: Any = distributed_c10d
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-# torch 2.13 renamed both and warns at the old names.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 # --- meshes and groups ---
 
 
@@ -275,13 +270,6 @@ def frees_after_forward(module: Any) -> bool | None:
     one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # of torch 2.12
     groups = one or state._fsdp_param_groups
     return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
-
-
-def all_reduced(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the ``"sum"`` or ``"max"`` over a group in a new tensor, also in compiled code; torch has no public function for it."""
-    started = torch.ops._c10d_functional.all_reduce(tensor, operation, group.group_name)
-    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
-    return result
 
 
 def dcp_ranks(group: dist.ProcessGroup | None) -> Any:

@@ -53,8 +53,7 @@ class Meetings:
         """
         if not self._chosen:
             question = uuid4().hex
-            self._whole.set(f"question/{self.rank}", question)
-            self._whole.add("asked", 1)
+            self._whole.set(f"question/{self._whole.add('asked', 1)}", question)
             if not arrived(self._whole, [f"answer/{question}"], timeout):
                 raise AgreementError(_absent([0], self.size, f"call {call}", timeout))
             self._chosen = self._whole.get(f"answer/{question}").decode()
@@ -63,14 +62,17 @@ class Meetings:
 
     def tell_part(self, store: dist.Store, verdict: str, end: float) -> None:
         """Answer on rank 0 those that ask for the part, until all have read it, there is a verdict, or the time is over."""
-        asked, questions = -1, [f"question/{rank}" for rank in range(1, self.size if self.rank == 0 else 1)]
+        asked, places = 0, set[int]()  # of questions, those of an earlier life too, to answer
         pause, longest = _POLLS
-        while not self._told and time.monotonic() < end and not store.check([verdict]):
+        while self.rank == 0 and not self._told and time.monotonic() < end and not store.check([verdict]):
             before, asked = asked, self._whole.add("asked", 0)
-            for question in questions if asked != before else []:  # those of an earlier life, too
-                if self._whole.check([question]):
-                    self._whole.set(f"answer/{self._whole.get(question).decode()}", self._chosen)
-            self._told = self._whole.add(f"{self._chosen}/read", 0) == len(questions)
+            places |= {*range(before + 1, asked + 1)}
+            for place in sorted(places):
+                if self._whole.check([f"question/{place}"]):
+                    question = self._whole.get(f"question/{place}").decode()
+                    self._whole.set(f"answer/{question}", self._chosen)
+                    places.remove(place)
+            self._told = self._whole.add(f"{self._chosen}/read", 0) == self.size - 1
             pause = min(2 * pause, longest)
             time.sleep(0.0 if self._told else pause)
 
