@@ -48,6 +48,11 @@ def main(folder: str) -> None:
     vars(builtins).update(
         Any=Any, ProcessGroup=torch.distributed.ProcessGroup, Tensor=torch.Tensor, nn=torch.nn
     )
+    for module in MODULES:
+        for value in public_names(module).values():
+            if isinstance(value, type) and issubclass(value, tuple):  # nor where a named tuple is declared
+                names = vars(import_module(value.__module__)).items()
+                vars(builtins).update({name: each for name, each in names if not hasattr(builtins, name)})
     render.configure(docformat="google", show_source=False)
     exported = {f"{module}.{name}" for module in MODULES for name in public_names(module)}
     warnings.simplefilter("error", UserWarning)

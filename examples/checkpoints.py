@@ -52,5 +52,4 @@ with training.Checkpoints(sys.argv[2], mesh, keep=2, async_=True) as checkpoints
         if mesh.global_rank == 0:
             print(f"step {step} in {mesh.layout}: loss {mean.item():.4f}")
     checkpoints.save(start + STEPS, model, optimizer)  # in the background; the end of the block waits for it
-mesh.close()
 dist.destroy_process_group()

@@ -51,5 +51,4 @@ for step in range(20):
     mean = training.mean_loss(loss, mesh)
     if mesh.global_rank == 0 and step % 10 == 0:
         print(f"step {step}: loss {mean.item():.3f} of {count.item()} tokens, {targets.numel()} on a rank")
-mesh.close()
 dist.destroy_process_group()

@@ -20,7 +20,6 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return one row for each token."""
         parts = zip(tokens.split(counts.tolist()), self.weight, strict=True)
         return torch.cat([part @ weight for part, weight in parts])
 
@@ -33,7 +32,6 @@ class Mixture(nn.Module):
         self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform ``(tokens, width)``."""
         best, chosen = self.router(x).softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
         output = self.experts(x[order], chosen.bincount(minlength=EXPERTS)) * best[order, None]
@@ -61,5 +59,4 @@ for step in range(20):
         print(f"step {step}: loss {mean.item():.3f}")
 if mesh.global_rank == 0:
     print(mesh.explain(rank=0))
-mesh.close()
 dist.destroy_process_group()

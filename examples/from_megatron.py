@@ -27,5 +27,4 @@ if mesh.global_rank == 0:
     print(f"{mesh.layout}: tp has {ones.item():.0f} ranks")
     print(f"one data-parallel group for both: {same}, with ranks {list(mesh.ranks('dp'))}")
     print(f"shards {tuple(up.weight.shape)} and {tuple(down.weight.shape)}, output {tuple(output.shape)}")
-mesh.close()
 dist.destroy_process_group()

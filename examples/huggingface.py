@@ -15,19 +15,16 @@ from namedmesh.tensor_parallel import parallelize, plan_from_hf
 mesh = namedmesh.init_mesh(dp=-1, tp=2)
 training.seed_all(0, mesh)
 torch.manual_seed(0)  # the same first weights on every rank; from_pretrained(...) needs no seed
-sizes = LlamaConfig(
-    hidden_size=32, intermediate_size=64, vocab_size=64, num_hidden_layers=2, num_attention_heads=4
-)
-model = LlamaForCausalLM(sizes).to(mesh.device)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).to(mesh.device)
 parallelize(model, mesh["tp"], plan_from_hf(model))  # the plan that the model brings
 for layer in model.model.layers:
     fully_shard(layer, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-words = ((torch.arange(32) + 32 * mesh.rank("dp")) % 64)[None].to(
-    mesh.device
-)  # each is one more than the last
+# Each word is one more than the last.
+words = (torch.arange(32, device=mesh.device)[None] + 32 * mesh.rank("dp")) % 64
 for step in range(21):
     loss = model(words, labels=words).loss
     loss.backward()
@@ -48,5 +45,4 @@ with tempfile.TemporaryDirectory() as folder:
         print("generated:", *found[0].tolist())
         print("saved parameters:", sum(each.numel() for each in again.parameters()))
     dist.barrier()
-mesh.close()
 dist.destroy_process_group()

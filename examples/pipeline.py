@@ -19,17 +19,14 @@ class Stage(nn.Module):
         super().__init__()
         first, last = mesh.is_first("pp"), mesh.is_last("pp")
         self.embed = nn.Embedding(WORDS, WIDTH) if first else None
-        layers = [
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)
-        ]
+        layers = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
         self.layers = training.stage_layers(layers, mesh)  # named as in the whole model
         self.head = nn.Linear(WIDTH, WORDS, bias=False) if last else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform tokens, or what the stage before made of them."""
+    def forward(self, x: Tensor) -> Tensor:  # tokens, or what the stage before made of them
         x = x if self.embed is None else self.embed(x)
         for layer in self.layers.values():
-            x = x + layer(x)
+            x = x + F.gelu(layer(x))
         return x if self.head is None else self.head(x)
 
 
@@ -37,11 +34,9 @@ mesh = namedmesh.init_mesh(pp=2, dp=-1)
 stage = Stage(mesh).to(mesh.device)
 fully_shard(stage, mesh=mesh["dp"])
 training.init_parameters(stage, seed=0)
-sum_tied = (
-    training.tie_stages(  # with pp=1 a rank has both, with more than two stages, those between have neither
-        mesh, stage.embed.weight if stage.embed else None, stage.head.weight if stage.head else None
-    )
-)
+# With pp=1 a rank has both ends, with more than two stages those between have neither.
+ends = (each.weight if each else None for each in (stage.embed, stage.head))
+sum_tied = training.tie_stages(mesh, *ends)
 optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
 pipe = training.pipeline(
     stage, mesh, "1F1B", microbatches=4, loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
@@ -65,5 +60,4 @@ for place in range(1, 8):  # of one shape each time, so that the pipeline is bui
     dist.broadcast(words, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
 if mesh.global_rank == 0:
     print("generated:", *words[0].tolist())
-mesh.close()
 dist.destroy_process_group()

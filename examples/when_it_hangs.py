@@ -31,5 +31,4 @@ if rank != 3:
 mesh = namedmesh.init_mesh(dp=2, tp=-1)
 if rank == 0:
     print(mesh.explain(mesh.group("tp")))
-mesh.close()
 dist.destroy_process_group()

@@ -19,7 +19,6 @@ class Model(nn.Module):
         self.down = RowParallelLinear(64, 16, input_is_parallel=True, tp_group=group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform ``(rows, 16)``."""
         return self.down(nn.functional.gelu(self.up(x)[0]))[0]
 
 
@@ -48,5 +47,4 @@ for step in range(20):
     dist.all_reduce(mean := loss.detach() / mesh.size("dp"), group=mesh.group("dp"))
     if mesh.global_rank == 0 and step % 10 == 0:
         print(f"step {step}: loss {mean.item():.3f}")
-mesh.close()
 dist.destroy_process_group()

@@ -34,17 +34,12 @@ def without(package: str) -> str:
 ORIGINALS = {"deepspeed", "ezpz", "fairscale", "megatron"}
 
 
-def run_python(code: str, *, action: Literal["error", "ignore"] = "error", fresh: bool = False) -> str:
+def run_python(code: str, *, action: Literal["error", "ignore"] = "error") -> str:
     """What a program prints that imports an original for the first time; its errors and warnings fail the test.
 
-    It runs in a forked process, which has torch already; with ``fresh`` in an interpreter of its own.
+    It runs in a forked process, which has torch already.
     """
-    code = textwrap.dedent(code)
-    if not fresh:
-        return run_ranks(1, _program, code, action, init=False, timeout=120)[0]
-    done = interpreter("-W", action, "-c", code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_ranks(1, _program, textwrap.dedent(code), action, init=False, timeout=120)[0]
 
 
 def interpreter(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:

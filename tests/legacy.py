@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from tensors import apart, numbers
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -51,20 +52,6 @@ def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 # Tensors.
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def apart(one: Tensor | None, other: Tensor | None) -> float:
-    """How far two tensors are from each other; infinitely, if only one is there or they are not alike."""
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
-        return float("inf")
-    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
-    return (one - other).abs().max().item() if one.numel() else 0.0
 
 
 def shard(whole: Tensor, dim: int | None) -> Tensor:

@@ -19,7 +19,7 @@ import warnings
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,20 +61,12 @@ T = TypeVar("T")
 TORCH = Version(torch.__version__)
 
 
-class Outcome(NamedTuple):
-    """What one rank sent back: its value, or the text of its traceback."""
-
-    kind: Literal["value", "error", "lost"]
-    value: Any
+# What one rank sends back: "value" and its value, or "error" and the text of its traceback.
+Outcome = tuple[str, Any]
 
 
 def run_ranks(
-    world_size: int,
-    function: Callable[..., T],
-    *args: Any,
-    timeout: float = 90.0,
-    backend: str = "gloo",
-    init: bool = True,
+    world_size: int, function: Callable[..., T], *args: Any, timeout: float = 90.0, init: bool = True
 ) -> list[T]:
     """Run ``function(*args)`` on ``world_size`` forked ranks and return every rank's result, in rank order.
 
@@ -88,7 +80,7 @@ def run_ranks(
     for rank in range(world_size):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_rank_main, args=(theirs, rank, world_size, backend, init, timeout, function, args)
+            target=_rank_main, args=(theirs, rank, world_size, init, timeout, function, args)
         )
         process.start()
         theirs.close()
@@ -100,13 +92,12 @@ def run_ranks(
         if process.is_alive():
             process.kill()
             process.join()
-    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind != "value"]
+    failed = [
+        f"--- rank {rank}: {kind}\n{text}" for rank, (kind, text) in enumerate(outcomes) if kind != "value"
+    ]
     if failed:
-        tracebacks = "\n".join(
-            f"--- rank {rank}: {outcome.kind}\n{outcome.value}" for rank, outcome in failed
-        )
-        raise AssertionError(f"{len(failed)} of {world_size} ranks failed\n{tracebacks}")
-    return [outcome.value for outcome in outcomes]
+        raise AssertionError("\n".join([f"{len(failed)} of {world_size} ranks failed", *failed]))
+    return [value for _, value in outcomes]
 
 
 def _collect_all(channels: list[Connection], timeout: float) -> list[Outcome]:
@@ -129,17 +120,17 @@ def _collect_all(channels: list[Connection], timeout: float) -> list[Outcome]:
 def _collect(channel: Connection, deadline: float) -> Outcome:
     try:
         if channel.poll(max(0.0, deadline - time.monotonic())):
-            return Outcome(*channel.recv())
+            outcome: Outcome = channel.recv()
+            return outcome
     except EOFError:
-        return Outcome("lost", "the process ended without sending a result")
-    return Outcome("lost", "no result within the time allowed")
+        return "lost", "the process ended without sending a result"
+    return "lost", "no result within the time allowed"
 
 
 def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
     channel: Connection,
     rank: int,
     world_size: int,
-    backend: str,
     init: bool,
     timeout: float,
     function: Callable[..., Any],
@@ -149,9 +140,8 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
     gc.disable()
     gc.freeze()
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell has it ignored in what it runs in the background
+    # A shell has it ignored in what it runs in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     port = channel.recv()
     os.environ.update(
@@ -172,10 +162,9 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
         if init:
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
             )
-        outcome = Outcome("value", function(*args))
-        channel.send(tuple(outcome))
+        channel.send(("value", function(*args)))
         # A rank that ends takes its connections from those that are still at a group's first handshake.
         channel.poll(timeout)
     except BaseException:  # noqa: BLE001  every traceback is sent, SystemExit's too

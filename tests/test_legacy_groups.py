@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
-from legacy import numbers, original, outcome
+from legacy import original, outcome
 from messages import error_of, refuses
 from ranks import fake_world, live_groups, run_ranks, summed
+from tensors import numbers
 from torch.utils.checkpoint import checkpoint
 
 import namedmesh

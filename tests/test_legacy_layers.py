@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from legacy import agrees, apart, difference, facts, numbers, original, results, shard
+from legacy import agrees, difference, facts, original, results, shard
 from messages import refuses
 from ranks import fake_world, run_ranks
+from tensors import apart, numbers
 from torch import Tensor, nn, zeros
 
 from namedmesh.compat import fairscale

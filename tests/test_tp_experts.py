@@ -12,10 +12,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from messages import error_of
 from ranks import run_ranks
+from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from tp_compare import apart, assert_right, numbers, tp_mesh, whole
+from tp_compare import assert_right, tp_mesh
 from tp_models import Net
 
 import namedmesh

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
-from tp_compare import Recorded, apart, numbers, tp_mesh, whole
+from tp_compare import Recorded, tp_mesh
 from tp_models import UP_DOWN, Llama, Net, llama_plan
 from tp_wirings import Gain, OfHeads
 

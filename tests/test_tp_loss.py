@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from messages import error_of
 from ranks import fake_world, run_ranks
+from tensors import apart, numbers, whole
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
-from tp_compare import apart, assert_right, gradient_of, numbers, tp_mesh, whole
+from tp_compare import assert_right, gradient_of, tp_mesh
 
 from namedmesh.tensor_parallel import cross_entropy
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ranks import run_ranks
+from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tp_compare import apart, assert_right, gradients_apart, numbers, tp_mesh, training_difference, whole
+from tp_compare import assert_right, gradients_apart, tp_mesh, training_difference
 from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, llama_plan
 
 from namedmesh.tensor_parallel import (

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ranks import run_ranks
+from tensors import apart
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
-from tp_compare import assert_right, gradient_of, sharded, tp_mesh, whole
+from tp_compare import assert_right, gradient_of, sharded, tp_mesh
 from tp_models import Mlp, OwnForward
 
 from namedmesh.tensor_parallel import (
@@ -28,14 +29,10 @@ if TYPE_CHECKING:
 WHOLE, SEQUENCE, LAST = Replicate(), Shard(1), Shard(-1)
 
 
-def largest(one: Tensor, other: Tensor) -> float:
-    return (whole(one.detach()) - whole(other.detach())).abs().max().item()
-
-
 def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> float:
     """How far a gradient is from the reference's: as a whole, and once it is summed, as what this rank holds."""
     wanted = gradient_of(reference)
-    difference = largest(gradient_of(mine), wanted)
+    difference = apart(gradient_of(mine), wanted)
     if isinstance(mine, DTensor) and locally:
         reduce_gradients([mine])
         grad = mine.grad
@@ -43,7 +40,7 @@ def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> fl
         # On one rank every placement is the same, and torch is free to name another.
         assert grad.placements == mine.placements or mine.device_mesh.size() == 1
         shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
-        difference = max(difference, (grad.to_local() - shard.to_local()).abs().max().item())
+        difference = max(difference, apart(grad.to_local(), shard.to_local()))
     return difference
 
 
@@ -125,7 +122,7 @@ def pair_differences(
     got.full_tensor().square().sum().backward()
     assert shard.grad is not None
     grad = shard.grad if as_dtensor else DTensor.from_local(shard.grad, mesh, [input_layout])
-    found = [largest(got, wanted), largest(grad, x.grad)]  # type: ignore[arg-type]
+    found = [apart(got, wanted), apart(grad, x.grad)]
     for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert mine.requires_grad == theirs.requires_grad == (fqn not in frozen)
         if mine.requires_grad:
@@ -171,7 +168,7 @@ def embedding_difference(style: Any, output_layout: Any, options: dict[str, Any]
     if not isinstance(got, DTensor):
         got = DTensor.from_local(got, mesh, [output_layout])
     (got.full_tensor() * weights).sum().backward()
-    return max(largest(got, wanted), gradient_difference(model.weight, reference.weight, locally=True))
+    return max(apart(got, wanted), gradient_difference(model.weight, reference.weight, locally=True))
 
 
 ROWS, COLUMNS = partial(RowwiseParallel, input_layouts=WHOLE), ColwiseParallel

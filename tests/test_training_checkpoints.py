@@ -17,9 +17,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from messages import error_of
 from ranks import run_ranks
+from tensors import apart, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from training_checks import Part, optimizer_for, parallelized, parts, sharded, states_of, whole
+from training_checks import Part, optimizer_for, parallelized, parts, sharded, states_of
 
 import namedmesh
 from namedmesh import training
@@ -190,7 +191,7 @@ def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max((value - other[key]).abs().max().item() for key, value in one.items())
+    return max(apart(value, other[key]) for key, value in one.items())
 
 
 def marked_shards_are_whole_tensors(root: Path) -> None:

@@ -11,6 +11,7 @@ import tiny
 import torch
 import training_checks as checks
 from ranks import fake_world, run_ranks
+from tensors import apart, whole
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
@@ -234,7 +235,7 @@ def compiled_step() -> list[float]:
         found, expected = compiled(logits, some), loss(logits, some)
         differences.append((found - expected).abs().item())
         (one,), (other,) = (torch.autograd.grad(each, logits) for each in (found, expected))
-        differences.append((one - other).abs().max().item())
+        differences.append(apart(one, other))
     assert counter.frame_count == 1
     torch.distributed.barrier()
     mesh.close()
@@ -253,14 +254,14 @@ def compiled_step() -> list[float]:
 
     fill()
     expected = clip()
-    scaled = [checks.whole(parameter.grad).clone() for parameter in (plain, sharded, both)]
+    scaled = [whole(parameter.grad).clone() for parameter in (plain, sharded, both)]
     fill()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     found = torch.compile(clip, backend=counter, fullgraph=True)()
     differences.append((found - expected).abs().item())
     for parameter, other in zip((plain, sharded, both), scaled, strict=True):
-        differences.append((checks.whole(parameter.grad) - other).abs().max().item())
+        differences.append(apart(parameter.grad, other))
     assert counter.frame_count == 1
     torch.distributed.barrier()
     mesh.close()

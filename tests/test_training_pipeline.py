@@ -13,9 +13,9 @@ import torch.distributed as dist
 import training_checks as checks
 from messages import error_of
 from ranks import TORCH, fake_world, run_ranks
+from tensors import apart
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from training_checks import PIPELINES, alone, loaded_alone, train_one_step, train_through
 
 import namedmesh
@@ -79,17 +79,16 @@ def differences(schedule: str, per_rank: int) -> float:
             x[:1], target=y[:1]
         )  # more gradients, of a batch that is smaller than the number of microbatches
         losses += [each for each in [pipe.eval(x, target=y)] if each is not None]
-        found = [(training.mean_loss(each, mesh), mean(expected, y)) for each in losses]
-        assert len(found) == 2
+        differences = [apart(training.mean_loss(each, mesh), mean(expected, y)) for each in losses]
+        assert len(differences) == 2
         assert (output is not None) == (2 * per_rank - 1 in indices)
         if output is not None:
-            found.append((output, expected))
+            differences.append(apart(output, expected))
         whole = dict(alone.named_parameters())
         for stage in stages:
             for name, parameter in stage.named_parameters():
-                assert isinstance(parameter.grad, DTensor)
-                found.append((parameter.grad.full_tensor(), checks.whole(whole[name].grad)))
-        worst = max(worst, *((one - other).abs().max().item() for one, other in found))
+                differences.append(apart(parameter.grad, whole[name].grad))
+        worst = max(worst, *differences)
     dist.barrier()
     mesh.close()
     return worst
@@ -333,10 +332,7 @@ def averaged_by_ddp() -> float:
     count = training.count_tokens(int((targets != checks.IGNORED).sum()), mesh)
     training.token_mean(checks.loss_sum(net(tokens), targets), count, mesh).backward()
     wanted = dict(expected.named_parameters())
-    difference = max(
-        (checks.whole(each.grad) - checks.whole(wanted[name].grad)).abs().max().item()
-        for name, each in model.named_parameters()
-    )
+    difference = max(apart(each.grad, wanted[name].grad) for name, each in model.named_parameters())
     with pytest.raises(namedmesh.ShapeError) as raised:
         training.token_mean(torch.ones(2, 3), count, mesh)
     assert str(raised.value) == (

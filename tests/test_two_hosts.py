@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,10 +17,10 @@ import pytest
 import tiny
 import torch.distributed as dist
 import two_hosts
-from agents import end_at_first, run_agent
 from messages import error_of
 from ranks import summed
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import namedmesh
 from namedmesh import launch
@@ -234,7 +236,10 @@ def test_what_launchers_set_is_understood_on_two_hosts(hosts: Hosts, tmp_path: P
 
 
 def _worker() -> float:
-    end_at_first("GROUP_RANK")
+    """The sum over the ranks, in the job's second life: the second host's worker ends before the others meet it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process of its own, not the agent's handler
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["GROUP_RANK"]) == ("0", "1"):
+        sys.exit(3)
     return _reduced()
 
 
@@ -242,8 +247,12 @@ def _agent(rendezvous: str, port: int) -> dict[int, float]:
     """What torchrun does on one host of two, with a forked worker."""
     node = int(os.environ["RANK"])
     address = os.environ["MASTER_ADDR"]
-    return run_agent(
-        _worker,
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
+        del os.environ[name]
+    settings = LaunchConfig(
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
         min_nodes=2,
         max_nodes=2,
         nproc_per_node=1,
@@ -252,6 +261,8 @@ def _agent(rendezvous: str, port: int) -> dict[int, float]:
         rdzv_endpoint=f"{address}:{port}",
         rdzv_configs={"rank": node, "timeout": 60} if rendezvous == "static" else {},
     )
+    results: dict[int, float] = elastic_launch(settings, _worker)()
+    return results
 
 
 def test_torchrun_restarts_a_job_over_two_hosts(hosts: Hosts) -> None:

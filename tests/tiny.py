@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 WIDTH = 16
 
@@ -81,8 +76,3 @@ def losses(net: nn.Module, data: torch.Tensor, steps: int = 3) -> list[float]:
         optimizer.zero_grad()
         told.append(loss.item())
     return told
-
-
-def mean(values: Iterable[float]) -> float:
-    collected = list(values)
-    return sum(collected) / len(collected)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny
 import torch
+from tensors import apart, whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,24 +26,6 @@ if TYPE_CHECKING:
 def tp_mesh() -> DeviceMesh:
     """One axis over all ranks."""
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def apart(one: Tensor | None, other: Tensor | None) -> float:
-    """How far two tensors are from each other; infinitely, if only one is there or they are not alike."""
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
-        return float("inf")
-    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
-    return (one - other).abs().max().item() if one.numel() else 0.0
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
@@ -67,7 +50,7 @@ class Recorded(TorchDispatchMode):
 def gradients_apart(model: nn.Module, reference: nn.Module) -> float:
     """How far the whole gradients of all parameters are from those of one process."""
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(apart(whole(gradient_of(mine)), gradient_of(theirs)) for mine, theirs in pairs)
+    return max(apart(gradient_of(mine), gradient_of(theirs)) for mine, theirs in pairs)
 
 
 def sharded(reference: nn.Module, plan: Any, **options: Any) -> Any:
@@ -98,12 +81,12 @@ def training_difference(
         inputs = [data.roll(step, 0).clone().requires_grad_(data.is_floating_point()) for _ in optimizers]
         outputs: list[Any] = [m(x) for m, x in zip((model, reference), inputs, strict=True)]
         got, wanted = (getattr(out, pick) for out in outputs) if pick else outputs
-        differences.append((whole(got) - wanted).abs().max().item())
+        differences.append(apart(got, wanted))
         for output in (got, wanted):
             whole(output).square().sum().backward()
         if data.is_floating_point():
             gradients = [gradient_of(x) for x in inputs]
-            differences.append((gradients[0] - gradients[1]).abs().max().item())
+            differences.append(apart(*gradients))
         for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None), name
             if theirs.grad is not None:
@@ -115,7 +98,7 @@ def training_difference(
     assert list(model.state_dict()) == list(wanted_state)
     for name, value in model.state_dict().items():
         assert value.shape == wanted_state[name].shape, name
-        differences.append((whole(value) - wanted_state[name]).abs().max().item())
+        differences.append(apart(value, wanted_state[name]))
     return max(differences)
 
 
@@ -127,13 +110,13 @@ def hf_difference(reference: Any, *, steps: int = 3) -> float:
 
 
 def _gradient_differences(mine: Tensor, wanted: Tensor) -> list[float]:
-    differences = [(whole(gradient_of(mine)) - wanted).abs().max().item()]
+    differences = [apart(gradient_of(mine), wanted)]
     if isinstance(mine, DTensor):
         reduce_gradients([mine])
         assert isinstance(mine.grad, DTensor)
         assert mine.grad.placements == mine.placements
         shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
-        differences.append((mine.grad.to_local() - shard.to_local()).abs().max().item())
+        differences.append(apart(mine.grad.to_local(), shard.to_local()))
     return differences
 
 

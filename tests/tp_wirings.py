@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from tensors import numbers, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from tp_compare import numbers, tp_mesh, whole
+from tp_compare import tp_mesh
 from tp_models import Lora
 
 from namedmesh.errors import GradientError, PlanError

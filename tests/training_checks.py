@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import TORCH
+from tensors import whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 
 import namedmesh
@@ -182,11 +183,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[fl
     """All numbers of a run, as lists: tensors do not leave the process that they are in."""
     remembered = [kept[key] for kept in optimizer.state.values() for key in sorted(kept)]
     return [each.flatten().tolist() for each in (*model.state_dict().values(), *remembered)]
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[str]:
