@@ -635,10 +635,9 @@ def through_pretrained(root: Path) -> list[float]:
     model: Any = fully_shard(LlamaForCausalLM(config), mesh=mesh["dp"])
     training.save(root / "ours", mesh, model)
     if mesh.rank() == 0:
-        training.to_pretrained(root / "ours", root / "theirs", shard_bytes=1024)
+        training.to_pretrained(root / "ours", root / "theirs")
         config.save_pretrained(root / "theirs")
         loaded = LlamaForCausalLM.from_pretrained(root / "theirs")
-        assert len(list((root / "theirs").glob("*.safetensors"))) > 1
         with torch.no_grad():
             for parameter in loaded.parameters():
                 parameter.mul_(2)

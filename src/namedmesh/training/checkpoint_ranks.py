@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from namedmesh._torch import dcp_ranks, default_timeout
 from namedmesh.errors import CheckpointError, NamedMeshError, ranks_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -78,10 +79,16 @@ class Ranks:
             except Exception as error:
                 raise in_words(error) from error
 
-        try:
+        with self.told(""):
             return collective("checkpoint", call)
-        except dcp.api.CheckpointException as error:
-            raise error_of_dcp(error, "", self.rank) from None
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Raise what DCP raises in the block as an error of ours."""
+        try:
+            yield
+        except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
+            raise error_of_dcp(error, what, self.rank) from None
 
 
 def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:
