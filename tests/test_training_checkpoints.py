@@ -434,7 +434,7 @@ def what_ranks_have_for_themselves_they_get_back(root: Path) -> None:
     plain = nn.Linear(4, 4, bias=False)
     moved = error_of(lambda: training.load(root / "one", mesh, [other, plain], OwnState(plain.parameters())))
     assert (
-        "'weight:scale', 'weight:absmax', 'weight:factors': what the optimizer keeps for the part that a rank had"
+        "'weight:scale', 'weight:absmax', 'weight:factors': kept by the optimizer for the part of a rank"
         in moved
     )
     training.load(root / "one", mesh, [other, plain])
@@ -484,7 +484,7 @@ def random_numbers_and_loaders_go_on_where_they_were(root: Path) -> None:
     mesh.close()
     mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
     refused = error_of(lambda: training.load(root / "one", mesh, model, data=loader))
-    assert "another one for each rank that this one stands for" in refused
+    assert "no place in the data for this rank in" in refused
     mesh.close()
 
 

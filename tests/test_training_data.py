@@ -104,15 +104,9 @@ def compare_batches() -> list[str]:
     check({"array": long})
     check(Sample(torch.arange(3) + mesh.rank("dp"), {"a": {rank // 7}}))
     check(batch(5))
-    check(mine | {"names": Unreadable()} if rank == 7 else mine)
     training.check_same_batch(batch(5), mesh, distinct=False)
     mesh.close()
     return told
-
-
-class Unreadable:
-    def __repr__(self) -> str:
-        raise ValueError("closed")
 
 
 @dataclass
@@ -133,8 +127,7 @@ def test_ranks_with_other_samples_are_named() -> None:
         "AgreementError: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7 loaded the same samples, and must load different ones; give their "
         "samplers sampler_kwargs(mesh), or pass distinct=False where this is meant"
     )
-    unread = "AgreementError: ranks 7 cannot read their batch; see the cause there"
-    expected = ["", "", "", both, *[seven] * 5, alike, unread]
+    expected = ["", "", "", both, *[seven] * 5, alike]
     assert all(told == expected for told in by_rank), by_rank[0]
 
 

@@ -32,7 +32,7 @@ _APPEARS_WITHIN = 10.0  # some network file systems show a directory on other ho
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's, into a new directory in ``target``, which the file ``namedmesh.pt`` names once all ranks have written."""
+    """DCP's, into a new directory in ``target``, which ``namedmesh.pt`` names once all ranks have written."""
 
     def __init__(self, target: Path, about: dict[str, Any], finished: Callable[[], None]) -> None:
         super().__init__(target)
@@ -96,16 +96,15 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         known = {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
+            "torch.Size",
+            "torch.serialization._get_layout",
+            "pathlib.PosixPath",
+            "pathlib._local.PosixPath",
         }
-        own = module == dcp_metadata.__name__
-        own = own and getattr(getattr(dcp_metadata, name, None), "__module__", "") == module
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if own or dtype or (module, name) in known:
+        known.add("torch.distributed.checkpoint.filesystem._StorageInfo")
+        value = getattr({"torch": torch, dcp_metadata.__name__: dcp_metadata}.get(module), name, None)
+        of_dcp = getattr(value, "__module__", "") == dcp_metadata.__name__
+        if of_dcp or isinstance(value, torch.dtype) or f"{module}.{name}" in known:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a part of a checkpoint")
 
@@ -183,7 +182,7 @@ def clear(path: Path) -> None:
     """Remove the directories of tensors of interrupted saves, and one that is empty then; of what is damaged nothing is removed."""
     try:
         kept = read_about(path)["data"] if is_whole(path) else None
-    except CheckpointError:
+    except DamagedError:
         return
     for each in path.glob("data-" + 16 * "[0-9a-f]"):
         if each.name != kept:
@@ -220,14 +219,14 @@ def read_about(path: Path) -> dict[str, Any]:
 
 def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
-    found: list[tuple[Path, dict[str, Any]]] = []
+    found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
         if is_whole(path) and path.suffix != ".removed":
             try:
-                found.append((path, read_about(path)))
-            except CheckpointError as error:
-                found.append((path, {"order": float("inf"), "error": error}))
-    return sorted(found, key=lambda each: each[1]["order"])
+                found[path] = read_about(path)
+            except DamagedError as error:
+                found[path] = {"order": float("inf"), "error": error}
+    return sorted(found.items(), key=lambda each: each[1]["order"])
 
 
 def remove(path: Path) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
+_SHORT = {torch.float16, torch.bfloat16}
+
 
 class _Clipped(NamedTuple):
     """What torch scales: something with a gradient."""
@@ -50,14 +52,11 @@ def clip_grad_norm_(
         max_norm: the largest norm that is left as it is.
         mesh: the mesh.
         norm_type: the p of the norm, greater than 0; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: raise for a norm that is infinite or not a number.
+        error_if_nonfinite: raise on every rank, and scale nothing, for a norm that is infinite or not a number.
         foreach: as for torch's function.
 
     Returns:
         The norm that the gradients had, the same on every rank: of no dims, in float32, or float64 where a gradient is.
-
-    Raises:
-        TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or ``norm_type``.
     """
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
@@ -106,16 +105,15 @@ def _summed(grad: Tensor) -> Tensor:
 def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[ProcessGroup, ...]:
     """Return the groups over which a gradient is cut: by its placements, and by the marks of Megatron and DeepSpeed."""
     groups: list[ProcessGroup] = []
-    known: list[int] = []  # ranks: its own mesh may tell of an axis already
     if isinstance(grad, DTensor):
         cut = [dim for dim, each in enumerate(grad.placements) if not isinstance(each, Replicate | Partial)]
         groups = [grad.device_mesh.get_group(dim) for dim in cut]
-        known = grad.device_mesh.mesh.flatten().tolist()
     expert = not getattr(parameter, "allreduce", True)
     marks = ["ep"] if expert else []
     if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
         marks.append("etp" if expert else "tp")
-    for axis in marks:
+    for axis in marks:  # of which its own mesh may tell already
+        known = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else []
         if axis in mesh.coords and len(set(known) & set(mesh.ranks(axis))) <= 1:
             groups.append(mesh.group(axis))
     return tuple(groups)
@@ -126,9 +124,12 @@ def _power(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tens
 
     Not every backend's maximum keeps what is not a number. A norm in a short type soon is infinite.
     """
-    short = [each for each in shards if each.dtype in {torch.float16, torch.bfloat16}]
-    norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float32) for each in short]
-    others = [each for each in shards if each.dtype not in {torch.float16, torch.bfloat16}]
+    norms = [
+        torch.linalg.vector_norm(each, norm_type, dtype=torch.float32)
+        for each in shards
+        if each.dtype in _SHORT
+    ]
+    others = [each for each in shards if each.dtype not in _SHORT]
     norms += [get_total_norm(others, norm_type, foreach=foreach)] if others else []
     together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
     norm = torch.linalg.vector_norm(together, norm_type)

@@ -30,10 +30,7 @@ def shard_sequence(*tensors: Tensor, mesh: DeviceMesh, dim: int = 1) -> tuple[Te
         dim: the dim of the sequence.
 
     Returns:
-        The parts, in the order of the tensors, and the positions in the whole sequence: ``(length / cp,)``.
-
-    Raises:
-        ShapeError: lengths differ, or cannot be divided evenly.
+        The parts, in the order of the tensors, and the positions.
     """
     parts = 2 * mesh.size()
     lengths = sorted({each.shape[dim] for each in tensors})
@@ -71,7 +68,7 @@ def context_attention(
     without masks on flash, efficient or cuDNN kernels; take this for all else.
 
     Args:
-        query: ``(batch, heads, length / cp, head_dim)``.
+        query: ``(batch, heads, length / cp, head_dim)``, as what is returned.
         key: ``(batch, kv_heads, length / cp, head_dim)``; ``kv_heads`` divides ``heads``.
         value: the same.
         mesh: ``mesh["cp"]``.
@@ -82,12 +79,8 @@ def context_attention(
             or more dims in front, and the same for all heads.
         dropout_p: as for torch's function, with ``ulysses``: each rank has other heads, and draws from its default generator.
 
-    Returns:
-        ``(batch, heads, length / cp, head_dim)``, this rank's part of what one process computes.
-
     Raises:
-        ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or there is dropout
-            without ``ulysses``, or a mask beside ``is_causal``; all problems at once.
+        ShapeError: with all problems at once.
     """
     ranks, heads = mesh.size(), (query.shape[1], key.shape[1])
     problems = []

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _DATA = ("dp", "dp_replicate", "dp_shard")
 _SAME_SAMPLES = ("pp", "cp", "tp")
-_UNREAD = -1  # in place of the hash of a batch
 
 
 def _data_axes(mesh: NamedMesh) -> list[str]:
@@ -39,20 +38,15 @@ def _data_axes(mesh: NamedMesh) -> list[str]:
     return [axis for axis in mesh.layout if axis in _DATA]
 
 
-class SamplerKwargs(TypedDict):
-    """What torch's samplers want to know of the mesh."""
-
+class _SamplerKwargs(TypedDict):
     num_replicas: int
     rank: int
 
 
-def sampler_kwargs(mesh: NamedMesh) -> SamplerKwargs:
+def sampler_kwargs(mesh: NamedMesh) -> _SamplerKwargs:
     """Return the arguments ``num_replicas`` and ``rank`` of torch's samplers, on this rank.
 
     On a mesh of ``dp=2, tp=2`` the ranks 0 and 1 get rank 0 of 2, the ranks 2 and 3 rank 1 of 2.
-
-    Raises:
-        AxisError: an axis of a name of yours has more than one rank: whether samples differ along it is not known.
     """
     place, ranks = 0, 1
     for axis in _data_axes(mesh):
@@ -72,30 +66,23 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         distinct: whether ranks with other coordinates on the data axes must have other batches.
 
     Raises:
-        AgreementError: on every rank, naming the ranks whose batches differ, or cannot be read.
-        AxisError: as for :func:`sampler_kwargs`.
+        AgreementError: on every rank, naming the ranks whose batches differ.
     """
-    axes, unread = _data_axes(mesh), None
-    try:
-        own = 0 if batch is None else digest(batch)
-    except Exception as error:  # noqa: BLE001  the others wait
-        own, unread = _UNREAD, error
-    found = torch.tensor(own, device=mesh.device)
+    axes = _data_axes(mesh)
+    found = torch.tensor(0 if batch is None else digest(batch), device=mesh.device)
     for axis in [*mesh.layout][::-1]:  # in the end by all coordinates, in the order of the axes
         parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
         dist.all_gather(parts, found, group=mesh.group(axis))
         found = torch.stack(parts)
     by_rank = dict(zip(mesh.layout.ranks, found.flatten().tolist(), strict=True))
     if problems := _differences(by_rank, mesh, axes, distinct=distinct):
-        raise AgreementError(*problems) from unread
+        raise AgreementError(*problems)
 
 
 def _differences(
     by_rank: dict[int, int], mesh: NamedMesh, axes: Sequence[str], *, distinct: bool
 ) -> list[str]:
     """Return one sentence for each set of ranks whose batches are not what they must be."""
-    if unread := [rank for rank, each in by_rank.items() if each == _UNREAD]:
-        return [f"ranks {listing(unread)} cannot read their batch; see the cause there"]
     shares: dict[tuple[int, ...], dict[int, list[int]]] = {}
     loaded: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for rank, each in by_rank.items():
@@ -128,9 +115,6 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
 
     It is 1-D, over dp (or dp_shard) times cp, whose ranks see other tokens of the same samples; with ``dp_replicate`` 2-D, for HSDP.
     Axes of one rank are left out. Call ``fully_shard`` after tensor parallelism.
-
-    Raises:
-        AxisError: there is no axis to shard over; or as for :func:`sampler_kwargs`.
     """
     _data_axes(mesh)
     shard = [axis for axis in mesh.layout if axis in {"dp", "dp_shard", "cp"}]
@@ -163,12 +147,6 @@ def count_tokens(counted: Tensor | int, mesh: NamedMesh) -> Tensor:
     Args:
         counted: which of this rank's targets count, of all micro-batches of the step, such as ``targets != -100``; or how many.
         mesh: the mesh; every rank along its dp and cp axes calls this.
-
-    Returns:
-        The number, a tensor of no dims, for :func:`token_mean`.
-
-    Raises:
-        AxisError: as for :func:`sampler_kwargs`.
     """
     _data_axes(mesh)
     return _summed(torch.as_tensor(counted, device=mesh.device).sum(), mesh, _token_axes(mesh))
@@ -178,19 +156,12 @@ def token_mean(total: Tensor, tokens: Tensor, mesh: NamedMesh) -> Tensor:
     """Return what a sum of losses adds to the mean over all tokens of a step, to call ``backward()`` on; nothing is sent.
 
     The gradients, after FSDP2 or DDP averaged them over the ranks of :func:`fsdp_mesh`, are those of one process with all the
-    tokens, however many of them each rank has: a mean of the ranks' means is not. Micro-batches add up: pass the sum of each, with
-    the same ``tokens``, also in the loss of a :func:`pipeline` (``reduction="sum"``). The mean to print is :func:`mean_loss`.
+    tokens, however many of them each rank has: a mean of the ranks' means is not. Micro-batches add up.
 
     Args:
         total: the sum of the losses of some of this rank's tokens, of no dims; from ``loss_parallel`` the DTensor that it is.
         tokens: what :func:`count_tokens` returned for the step.
         mesh: the mesh.
-
-    Returns:
-        A tensor of no dims; not a number where no token of the whole batch counts, as ``cross_entropy`` has it.
-
-    Raises:
-        ShapeError: ``total`` has dims, so it is no sum.
     """
     if total.ndim:
         raise ShapeError(
@@ -209,9 +180,6 @@ def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
         losses: what this rank called ``backward()`` on in the step, one for each micro-batch, or their sum; or what ``pipe.step``
             or ``pipe.eval`` returned. Parts of a mean, as of :func:`token_mean`, or means divided by the number of micro-batches.
         mesh: the mesh; every rank of it calls this, pipeline stages without a loss too, with zeros or nothing.
-
-    Returns:
-        The sum over micro-batches and stages, averaged over the ranks along dp and cp: of no dims, in float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for each in [losses] if isinstance(losses, Tensor) else losses:

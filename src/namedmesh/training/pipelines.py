@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -39,17 +38,14 @@ def stage_layers(
     """Return the layers of one pipeline stage: as even as can be, the longer stages last.
 
     Args:
-        layers: the number of layers of the whole model, or the layers.
+        layers: the layers, or their number.
         mesh: the mesh; may be None where ``stage`` and ``stages`` are given.
         stage: which stage; by default this rank's, with one stage on each rank of ``pp``.
         stages: the number of stages; by default the size of ``pp``.
 
     Returns:
-        The numbers of the stage's layers; or the layers, in an ``nn.ModuleDict`` under their numbers in the whole model (of an
-        ``nn.ModuleDict``, their names): the same in every layout.
-
-    Raises:
-        LayoutError: there are more stages than layers, or no mesh.
+        The layers, in an ``nn.ModuleDict`` under their numbers in the whole model, or the names that they have in one: the same in
+        every layout. Of a number the numbers of the layers.
 
     Example:
         >>> [list(stage_layers(5, None, stage=stage, stages=2)) for stage in (0, 1)]
@@ -66,19 +62,15 @@ def stage_layers(
     numbers = stage_range(total, stage, stages)
     if isinstance(layers, int):
         return numbers
-    named = list(layers.items()) if isinstance(layers, nn.ModuleDict) else list(enumerate(layers))
-    return nn.ModuleDict(
-        OrderedDict((str(name), layer) for name, layer in named[numbers.start : numbers.stop])
-    )
+    named = layers.items() if isinstance(layers, nn.ModuleDict) else enumerate(layers)
+    own = list(named)[numbers.start : numbers.stop]
+    return nn.ModuleDict({str(name): layer for name, layer in own})
 
 
 def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> tuple[int, ...]:
     """Return which stages of the pipeline a rank has, when each has ``stages`` of them.
 
     Rank 0 of two has stages 0 and 2 where stages go round (interleaved), and 0 and 3 where they go there and back (ZBV, DualPipeV).
-
-    Raises:
-        LayoutError: the schedule has no such name, or takes another number of stages.
     """
     kind, size, rank = _schedule_class(schedule), mesh.size("pp"), mesh.rank("pp")
     returns = kind.__name__ in _RETURNING
@@ -109,10 +101,8 @@ def pipeline(
 ) -> Pipeline:
     """Return a pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
 
-    The gradients are those of the loss of the whole batch, also where torch's parts of it are of several sizes, and are added to
-    those that are there. FSDP2 modules whose ``reshard_after_forward`` was left to FSDP2 keep their weights until the last
-    backward of a step, as there are many forwards in it; one that was given as True counts, but schedules that compute the
-    gradients of weights later (zero bubble, ZBV, DualPipeV) would leave out weights that were put away.
+    FSDP2 modules whose ``reshard_after_forward`` was left to FSDP2 keep their weights until the last backward of a step. One
+    that was given as True counts, but is refused where weights are needed later (zero bubble, ZBV, DualPipeV).
 
     Args:
         model: this rank's stage, or its stages in the order of :func:`stage_indices`.
@@ -122,12 +112,7 @@ def pipeline(
         loss: from the output of the last stage and the target (a tensor, or tuples, lists and dicts of tensors), for some rows
             of the batch, their loss.
         reduction: whether ``loss`` is a mean over its rows, or a part of a sum, as of :func:`token_mean`.
-        whole: the names of keyword arguments that every micro-batch gets as they are, such as positions: all others that are
-            tensors have a row for each row of the batch.
-
-    Raises:
-        LayoutError: the schedule has no such name, or takes another number of stages.
-        TrainingError: the schedule needs weights that FSDP2 was told to put away.
+        whole: the names of keyword arguments that every micro-batch gets as they are; other tensors have the rows of the batch.
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
     kind, indices = _schedule_class(schedule), stage_indices(mesh, schedule, len(modules))
@@ -160,8 +145,9 @@ class Pipeline:
     _reduction: str
     _whole: frozenset[str]
     _sharded: Sequence[FSDPModule]
-    # By what runs: the shape of a batch, the rows of a part of it, and torch's schedule, with buffers for these.
-    _built: dict[str, tuple[object, int, Any]] = field(default_factory=dict)
+    _built: dict[str, tuple[object, int, Any]] = field(
+        default_factory=dict
+    )  # by what runs: shape, rows, schedule
     _target: Any = None
     _count: int = 0
 
@@ -173,9 +159,6 @@ class Pipeline:
 
         Returns:
             The loss of this rank's batch on the rank of the last stage, and 0 on the others, for :func:`mean_loss`; without a graph.
-
-        Raises:
-            ShapeError: the tensors have not the same number of rows, or none.
         """
         losses: list[Tensor] = []
         self._run("step", args, kwargs, target, losses)
@@ -312,19 +295,15 @@ def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Ca
     """Tie a parameter of the first pipeline stage to one of the last, such as an embedding to the output; communicates.
 
     The last stage's copy takes the first one's values, :func:`clip_grad_norm_` counts them once, and a checkpoint has one weight
-    for both. Call it after ``fully_shard``, on every rank. A rank with both ends (``pp=1``, ZBV) gives both: one parameter, or
-    two that are tied.
+    for both. Call it after ``fully_shard``, on every rank.
 
     Args:
         mesh: a mesh with an axis ``pp``.
         first: the first stage's parameter where this rank has that stage, and otherwise None.
-        last: the same for the last stage; sharded as the first.
+        last: the same for the last stage; sharded as the first. With ``pp=1`` or ZBV a rank gives both.
 
     Returns:
         A function that sums the two gradients: every rank calls it once a step, before clipping.
-
-    Raises:
-        ShapeError: on every rank of ``pp``: no rank or several have one of the two, or they have other shapes or types.
     """
     ends, group = (first, last), mesh.group("pp")
     described = [None if each is None else (tuple(_local(each).shape), str(each.dtype)) for each in ends]
