@@ -68,8 +68,7 @@ def test_fsdp_needs_an_axis_to_shard_over() -> None:
         for sizes in refused:
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
             assert error_of(partial(training.fsdp_mesh, mesh)) == (
-                f"AxisError: {mesh.layout} has no axis to shard parameters over; make it with one of ('dp', 'dp_shard', 'cp'), if "
-                "only of size 1, as in init_mesh(dp_shard=1, ...)"
+                f"AxisError: {mesh.layout} has no axis to shard parameters over; make it with dp, dp_shard or cp, if only of size 1"
             )
             mesh.close()
         mesh = namedmesh.init_mesh(dp_replicate=8, dp_shard=1, device="cpu")
@@ -117,15 +116,12 @@ class Sample:
 
 def test_ranks_with_other_samples_are_named() -> None:
     by_rank = run_ranks(8, compare_batches)
-    tail = (
-        "loaded different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed, and "
-        "call this before the sequence is sharded"
-    )
+    tail = "loaded different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed"
     seven = f"AgreementError: ranks 2, 3, 6 and ranks 7 {tail}"
     both = f"AgreementError: 2 problems:\n  - ranks 0, 4, 5 and ranks 1 {tail}\n  - ranks 2 and ranks 3, 6, 7 {tail}"
     alike = (
         "AgreementError: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7 loaded the same samples, and must load different ones; give their "
-        "samplers sampler_kwargs(mesh), or pass distinct=False where this is meant"
+        "samplers sampler_kwargs(mesh)"
     )
     expected = ["", "", "", both, *[seven] * 5, alike]
     assert all(told == expected for told in by_rank), by_rank[0]

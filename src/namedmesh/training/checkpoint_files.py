@@ -27,6 +27,7 @@ from namedmesh.training.checkpoint_ranks import DamagedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 ABOUT = "namedmesh.pt"  # names the directory of tensors beside it; put in its place last, and at once
 _APPEARS_WITHIN = 10.0  # some network file systems show a directory on other hosts after a while only
 
@@ -51,9 +52,7 @@ class Writer(dcp.FileSystemWriter):
         """Make the directory, on the first rank, and tell all others its name."""
         clear(self.target)
         if self.target.exists() and not is_whole(self.target) and any(self.target.iterdir()):
-            raise CheckpointError(
-                f"{self.target} exists and is no checkpoint of namedmesh.training; give the checkpoint a path of its own"
-            )
+            raise CheckpointError(f"{self.target} exists and is no checkpoint of ours; give another path")
         self.about["data"] = f"data-{secrets.token_hex(8)}"
         (self.target / self.about["data"]).mkdir(parents=True)
         self.made = True
@@ -65,10 +64,7 @@ class Writer(dcp.FileSystemWriter):
         deadline = time.monotonic() + _APPEARS_WITHIN
         while not data.is_dir():
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{self.target} is another directory than on rank 0; give a path on a file system that all hosts share, such as "
-                    "NFS or Lustre"
-                )
+                raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
             time.sleep(0.1)
         return super().write_data(plan, planner)
 
@@ -156,9 +152,7 @@ def check_metadata(path: Path, about: dict[str, Any]) -> None:
 
 
 def _damaged(name: str, path: Path) -> DamagedError:
-    return DamagedError(
-        f"{name} in the checkpoint {path} is missing, or not as it was written; load an older checkpoint"
-    )
+    return DamagedError(f"{name} in the checkpoint {path} is not as it was written; load an older checkpoint")
 
 
 def _checked(contents: bytes) -> io.BytesIO:
@@ -205,15 +199,11 @@ def _sync(*directories: Path) -> None:
 def read_about(path: Path) -> dict[str, Any]:
     """Return what a checkpoint says about itself."""
     if not is_whole(path):
-        raise CheckpointError(
-            f"there is no finished checkpoint at {path}; name the path that it was saved to"
-        )
+        raise CheckpointError(f"there is no finished checkpoint at {path}; name one that was saved")
     try:
         about: dict[str, Any] = torch.load(_checked((path / ABOUT).read_bytes()), weights_only=True)
     except Exception as error:
-        raise DamagedError(
-            f"{path / ABOUT} is damaged, not readable, or of another version; load an older checkpoint"
-        ) from error
+        raise _damaged(ABOUT, path) from error
     return about
 
 

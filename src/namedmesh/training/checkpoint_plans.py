@@ -243,9 +243,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 self._note(f"model.{name}", f"not optimized in {self._where}; load it without the optimizer")
             elif kinds[0] not in before[0] and before[0][0] not in kinds:
                 how = f"optimized by {before[0][0]} in {self._where}, and by {kinds[0]} here"
-                self._note(
-                    f"model.{name}", f"{how}; make the one that was saved, or load without the optimizer"
-                )
+                self._note(f"model.{name}", f"{how}; make that one, or load without the optimizer")
             elif groups.setdefault(group, before[1]) != before[1]:
                 how = f"in a group of the optimizer with others, that had other options in {self._where}"
                 self._note(f"model.{name}", f"{how}; group them as they were")

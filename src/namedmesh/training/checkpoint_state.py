@@ -90,24 +90,16 @@ class State:
             self._sources.setdefault(name, source)
             value = self._as_shard(value, source)
         if name in self.values:
-            raise CheckpointError(
-                f"{shown(name)} is the name of two values; name a layer by its number in the whole model, as "
-                "training.stage_layers does, and give a parameter to one optimizer"
-            )
+            remedy = "number layers with training.stage_layers, and give a parameter to one optimizer"
+            raise CheckpointError(f"{shown(name)} is the name of two values; {remedy}")
         self.values[name] = value
 
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
         named = self._named(optimizer)
         if unknown := [tuple(each.shape) for name, each in named if not name]:
-            raise CheckpointError(
-                f"the optimizer has parameters of shape {listing(unknown)} that the model has not; make it from the "
-                "parameters that the model has now"
-            )
+            what = f"the optimizer has parameters of shape {listing(unknown)} that the model has not"
+            raise CheckpointError(f"{what}; make it from the parameters that the model has now")
         for index, kept in optimizer.state_dict()["state"].items():
-            if not isinstance(index, int):
-                raise CheckpointError(
-                    f"the optimizer keeps {index!r} for itself; a checkpoint has what it keeps for each parameter"
-                )
             name, parameter = named[index]
             for key, value in kept.items():
                 self._add(f"optimizer.{name}:{key}", value, parameter)
@@ -133,10 +125,7 @@ class State:
             return tensor
         axis, dim, blocks = cut
         if blocks > 1:
-            raise CheckpointError(
-                f"a shard of shape {tuple(tensor.shape)} is of {blocks} blocks (partition_stride); a checkpoint takes one block a "
-                "tensor: make several parameters of it, or use FusedColwiseParallel"
-            )
+            raise CheckpointError(f"a shard of {blocks} blocks (partition_stride); make a parameter of each")
         return DTensor.from_local(tensor, self.mesh[axis], [Shard(dim)], run_check=False)
 
     @torch.no_grad()
@@ -211,6 +200,5 @@ def plain(value: object, what: str) -> Any:
         return torch.load(written, weights_only=True, map_location="cpu")
     except Exception as error:  # noqa: BLE001  of many kinds, by what torch finds
         cause = str(error).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"{what} is not plain data ({cause}); give numbers, texts, tensors, and lists, tuples and dicts of them"
-        ) from None
+        remedy = "give numbers, texts, tensors, and lists, tuples and dicts of them"
+        raise CheckpointError(f"{what} is not plain data ({cause}); {remedy}") from None

@@ -299,16 +299,12 @@ class Checkpoints:
             return None
         if resume is not True:
             if "step" not in _about(Path(resume))["extra"]:
-                raise CheckpointError(
-                    f"the checkpoint {resume} has no step to go on from; save it with step=, or load it with training.load"
-                )
+                raise CheckpointError(f"{resume} has no step to go on from; load it with training.load")
             return Path(resume)
         known = [path for path, _ in files.in_order(self.directory) if _NAME.fullmatch(path.name)]
         sound = [path for path in known if path.name not in left]
         if known and not sound:
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} is as it was written; name one to load by resume=, or begin in another directory"
-            )
+            raise CheckpointError(f"no checkpoint in {self.directory} is whole; begin in another directory")
         return sound[-1] if sound else None
 
     def save(
@@ -333,10 +329,8 @@ class Checkpoints:
         """Return what the run is called; refuse a directory that holds another one."""
         runs = self._of_runs()
         if runs and self._run not in {about["run"] for _, about in runs}:
-            raise CheckpointError(
-                f"{self.directory} holds another run, up to {runs[-1][0].name}; go on with it by "
-                "resume_or_start(..., resume=True), or give this run a directory of its own"
-            )
+            remedy = "go on with it by resume_or_start(), or give this run a directory of its own"
+            raise CheckpointError(f"{self.directory} holds another run, up to {runs[-1][0].name}; {remedy}")
         return self._run or secrets.token_hex(8)
 
     def _ready(self) -> str:

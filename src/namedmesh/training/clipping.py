@@ -84,10 +84,8 @@ def clip_grad_norm_(
     largest = power[0].masked_fill(power[1] > 0, math.nan)
     total = largest if math.isinf(norm_type) else power[0] ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise TrainingError(
-            f"the norm of order {norm_type} over the gradients of the whole model is {total.item()}, so they cannot be "
-            "clipped, and were left as they are; skip this step, or pass error_if_nonfinite=False"
-        )
+        remedy = "skip this step, or pass error_if_nonfinite=False"
+        raise TrainingError(f"the norm of order {norm_type} of all gradients is {total.item()}; {remedy}")
     clip_grads_with_norm_(clipped, max_norm, total, foreach)
     return total if any(each.grad.dtype == torch.float64 for each in clipped) else total.float()
 

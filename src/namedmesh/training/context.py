@@ -35,10 +35,7 @@ def shard_sequence(*tensors: Tensor, mesh: DeviceMesh, dim: int = 1) -> tuple[Te
     parts = 2 * mesh.size()
     lengths = sorted({each.shape[dim] for each in tensors})
     if len(lengths) != 1 or lengths[0] % parts:
-        raise ShapeError(
-            f"the lengths along dim {dim} are {lengths}; give tensors of one length, a multiple of {parts}, two chunks for each of "
-            f"{mesh.size()} ranks"
-        )
+        raise ShapeError(f"lengths along dim {dim}: {lengths}; give one length, a multiple of {parts}")
     size, here = lengths[0] // parts, _chunks_of(mesh.get_local_rank(), mesh.size())
     positions = torch.cat([torch.arange(size, device=tensors[0].device) + part * size for part in here])
     shards = [torch.cat([each.narrow(dim, part * size, size) for part in here], dim) for each in tensors]

@@ -91,18 +91,10 @@ def _differences(
             share = tuple(coords[axis] for axis in axes)
             shares.setdefault(share, {}).setdefault(each, []).append(rank)
             loaded.setdefault(each, {}).setdefault(share, []).append(rank)
-    problems = _groups_in_words(
-        shares.values(),
-        "different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed, and call this before "
-        "the sequence is sharded",
-    )
-    if distinct:
-        problems += _groups_in_words(
-            loaded.values(),
-            "the same samples, and must load different ones; give their samplers sampler_kwargs(mesh), or pass distinct=False where "
-            "this is meant",
-        )
-    return problems
+    same = "different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed"
+    other = "the same samples, and must load different ones; give their samplers sampler_kwargs(mesh)"
+    found = _groups_in_words(shares.values(), same)
+    return found + _groups_in_words(loaded.values(), other) if distinct else found
 
 
 def _groups_in_words(found: Iterable[Mapping[Any, Sequence[int]]], what: str) -> list[str]:
@@ -120,8 +112,7 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
     shard = [axis for axis in mesh.layout if axis in {"dp", "dp_shard", "cp"}]
     if not shard:
         raise AxisError(
-            f"{mesh.layout} has no axis to shard parameters over; make it with one of ('dp', 'dp_shard', 'cp'), if "
-            "only of size 1, as in init_mesh(dp_shard=1, ...)"
+            f"{mesh.layout} has no axis to shard parameters over; make it with dp, dp_shard or cp, if only of size 1"
         )
     sharded = mesh.flatten(*([axis for axis in shard if mesh.size(axis) > 1] or shard[:1]))
     if "dp_replicate" not in mesh.layout or mesh.size("dp_replicate") == 1:
@@ -164,10 +155,7 @@ def token_mean(total: Tensor, tokens: Tensor, mesh: NamedMesh) -> Tensor:
         mesh: the mesh.
     """
     if total.ndim:
-        raise ShapeError(
-            f"the loss has shape {tuple(total.shape)}, and must be one number: the sum over this rank's tokens, as "
-            'cross_entropy(..., reduction="sum") returns it'
-        )
+        raise ShapeError(f'a loss of shape {tuple(total.shape)} is no sum; give it reduction="sum"')
     if isinstance(total, DTensor):
         total = total.full_tensor()
     return (total.double() * (_token_ranks(mesh) / tokens.double())).to(total.dtype)

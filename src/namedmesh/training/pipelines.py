@@ -75,10 +75,8 @@ def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> t
     kind, size, rank = _schedule_class(schedule), mesh.size("pp"), mesh.rank("pp")
     returns = kind.__name__ in _RETURNING
     if (issubclass(kind, PipelineScheduleSingle) and stages != 1) or (returns and stages != 2):  # noqa: PLR2004
-        raise LayoutError(
-            f"{schedule} takes {2 if returns else 1} of the stages on each rank, not {stages}; give as many, or "
-            "another schedule"
-        )
+        takes = 2 if returns else 1
+        raise LayoutError(f"{schedule} takes {takes} of the stages on each rank, not {stages}; give as many")
     return (rank, 2 * size - 1 - rank) if returns else tuple(rank + size * turn for turn in range(stages))
 
 
@@ -122,8 +120,7 @@ def pipeline(
             frees = frees_after_forward(each)
             if frees and kind.__name__ in _SPLIT:
                 raise TrainingError(
-                    f"{schedule} computes the gradients of weights after the backward of the others, and "
-                    "fully_shard(..., reshard_after_forward=True) puts weights away before; pass False, or leave it out"
+                    f"{schedule} needs weights that reshard_after_forward=True frees; pass False"
                 )
             if frees is None:
                 each.set_reshard_after_forward(False, recurse=False)
@@ -193,10 +190,8 @@ class Pipeline:
         with_rows = cut if target is None else [*cut, *tree_leaves(target)]
         counts = {each.shape[0] if each.ndim else 0 for each in with_rows}
         if len(counts) != 1 or not args or 0 in counts:
-            raise ShapeError(
-                f"the batch has {sorted(counts)} rows; give inputs and target with the same number of rows, one at "
-                "least, on every rank of pp; name keyword arguments without them in pipeline(..., whole=(...))"
-            )
+            remedy = "give all as many, one at least; name keyword arguments without rows in pipeline(..., whole=...)"
+            raise ShapeError(f"the batch has {sorted(counts)} rows; {remedy}")
         (self._count,) = counts
         shape = [(each.shape[1:], each.dtype, each.requires_grad) for each in cut]
         known, rows, schedule = self._built.get(what, (None, 0, None))
@@ -313,10 +308,8 @@ def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Ca
     ranks = [[rank for rank, (each, _) in enumerate(found) if each[end] is not None] for end in range(2)]
     shown = [each[end] for end in range(2) for each, _ in found if each[end] is not None]
     if [len(each) for each in ranks] != [1, 1] or shown[0] != shown[1]:
-        raise ShapeError(
-            f"the ranks {ranks[0]} and {ranks[1]} of pp tie {shown}; give one parameter of the first stage on the rank that has it, and "
-            "one of the last, of one shape and type, sharded alike; None on all others"
-        )
+        remedy = "give one of the first stage and one of the last, of one shape and type; None elsewhere"
+        raise ShapeError(f"the ranks {ranks[0]} and {ranks[1]} of pp tie {shown}; {remedy}")
     here = [each for each in ends if each is not None]
     if not here or first is last:
         return lambda: None

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import get_worker_info
 
-from namedmesh.errors import TrainingError, did_you_mean, listing
+from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import current_mesh
 
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ def streams(name: str) -> Iterator[None]:
                 _data.set_state(torch.get_rng_state())
         return
     if name not in _places:
-        known = ("tensor", "expert", "data")
-        raise TrainingError(
-            f"there is no stream {name!r}{did_you_mean(name, known)}; seed_all() makes {', '.join(known)}"
-        )
+        raise TrainingError(f"there is no stream {name!r}; seed_all() makes tensor, expert and data")
     seed = _derived(int(torch.randint(2**62, ())), "stream", _places[name])
     with torch.random.fork_rng(devices=_devices, device_type=_devices[0].type if _devices else "cuda"):
         # torch.manual_seed() writes down the stack where CUDA was not used yet, which takes a millisecond.
@@ -180,8 +177,7 @@ def init_parameters(
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise TrainingError(
-            f"{listing(on_meta, 4)}: on the meta device, where there is nothing to fill; call "
-            "model.to_empty(device=mesh.device) first"
+            f"{listing(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
         )
     for wrapped, parameter in model.named_parameters():
         name = plain_name(wrapped)
