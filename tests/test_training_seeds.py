@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from contextlib import nullcontext, suppress
 from math import prod
@@ -96,7 +97,7 @@ def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> N
         with training.streams("tensor"), suppress(ZeroDivisionError), training.streams("expert"):
             raise ZeroDivisionError
         assert torch.equal(torch.rand(3), after)  # outside: one number was drawn for the outer block
-        state = {name: each.clone() for name, each in seeds.random_state().items()}
+        state = copy.deepcopy(seeds.random_state())
         assert sorted(state) == ["cpu", "data", "numpy", "python"]
         numbers = [random.random(), *map(draw, (None, "tensor", "expert", "data", "data"))]
         assert len(set(numbers)) == len(numbers)

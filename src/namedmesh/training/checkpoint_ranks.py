@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from namedmesh.mesh import NamedMesh
-
-T = TypeVar("T")
 
 
 class DamagedError(CheckpointError):
@@ -62,18 +60,16 @@ class Ranks:
         if saving is not None:
             saving.result()
 
-    def from_first(self, function: Callable[[], T]) -> T:
+    def from_first(self, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
-        result: T = self._together(self._dcp.broadcast, function)
-        return result
+        return self._together(self._dcp.broadcast, function)
 
-    def from_all(self, function: Callable[[], T]) -> list[T]:
+    def from_all(self, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
-        results: list[T] = self._together(self._dcp.all_gather, function)
-        return results
+        return self._together(self._dcp.all_gather, function)
 
-    def _together(self, collective: Any, function: Callable[[], T]) -> Any:
-        def call() -> T:
+    def _together(self, collective: Any, function: Callable[[], Any]) -> Any:
+        def call() -> Any:
             try:
                 return function()
             except Exception as error:
@@ -100,12 +96,10 @@ def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:
     return [each if 0 in ranks else f"{ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items()]
 
 
-def in_words(error: Exception) -> CheckpointError:
+def in_words(error: Exception) -> NamedMeshError:
     """Return an error that can be sent to another rank."""
-    if isinstance(error, CheckpointError):
-        return error
     if isinstance(error, NamedMeshError):
-        return CheckpointError(*error.problems)
+        return error
     return CheckpointError(f"{type(error).__name__}: {error}".partition("\n")[0])
 
 

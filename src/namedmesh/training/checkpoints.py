@@ -169,7 +169,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
-    about = ranks.from_first(partial(_about, path))
+    about: dict[str, Any] = ranks.from_first(partial(_about, path))
     state: list[State] = []
 
     def names() -> tuple[dict[str, str], dict[str, tuple[str, str]]]:

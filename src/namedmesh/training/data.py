@@ -169,12 +169,18 @@ def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
             or ``pipe.eval`` returned. Parts of a mean, as of :func:`token_mean`, or means divided by the number of micro-batches.
         mesh: the mesh; every rank of it calls this, pipeline stages without a loss too, with zeros or nothing.
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for each in [losses] if isinstance(losses, Tensor) else losses:
-        local = each.full_tensor() if isinstance(each, DTensor) else each
-        total = total + local.detach().to(total).sum()
+    total = sum_of([losses] if isinstance(losses, Tensor) else losses, mesh)
     axes = [*_token_axes(mesh), *(["pp"] if "pp" in mesh.layout else [])]
     return _summed(total, mesh, axes) / _token_ranks(mesh)
+
+
+def sum_of(losses: Iterable[Tensor], mesh: NamedMesh) -> Tensor:
+    """Return the sum of losses on this rank, in float64 and without a graph."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for each in losses:
+        local = each.full_tensor() if isinstance(each, DTensor) else each
+        total = total + local.detach().to(total).sum()
+    return total
 
 
 def _summed(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str]) -> Tensor:

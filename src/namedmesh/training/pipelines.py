@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh._torch import frees_after_forward, remove_backwards, tree_leaves, tree_map
 from namedmesh.errors import LayoutError, ShapeError, TrainingError
 from namedmesh.sizes import stage_range
+from namedmesh.training.data import sum_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -159,7 +160,7 @@ class Pipeline:
         """
         losses: list[Tensor] = []
         self._run("step", args, kwargs, target, losses)
-        return self._sum(losses)
+        return sum_of(losses, self._mesh)
 
     @torch.no_grad()
     def eval(self, *args: Tensor, target: Any = None, **kwargs: Any) -> Tensor | None:
@@ -173,14 +174,7 @@ class Pipeline:
         output = self._run("output" if target is None else "loss", args, kwargs, target, losses)
         for each in self._sharded:
             each.reshard()
-        return output if target is None else self._sum(losses)
-
-    def _sum(self, losses: list[Tensor]) -> Tensor:
-        total = torch.zeros((), device=self._mesh.device)
-        for each in losses:
-            local = each.full_tensor() if isinstance(each, DTensor) else each
-            total = total + local.detach()
-        return total
+        return output if target is None else sum_of(losses, self._mesh)
 
     def _run(
         self, what: str, args: tuple[Tensor, ...], kwargs: dict[str, Any], target: Any, losses: list[Tensor]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -100,36 +100,27 @@ def streams(name: str) -> Iterator[None]:
         yield
 
 
-def random_state() -> dict[str, Tensor]:
+def random_state() -> dict[str, Any]:
     """Return the states of the default generators of Python, NumPy (where it is imported) and torch, and that of the data."""
-    found = {"cpu": torch.get_rng_state(), "data": _data.get_state(), "python": _as_bytes(random.getstate())}
+    found: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": _data.get_state()}
+    found["python"] = random.getstate()
     for device in _devices:
         found[device.type] = torch.get_device_module(device).get_rng_state(device)
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy"] = _as_bytes((name, keys.tolist(), *rest))
+        found["numpy"] = (name, keys.tolist(), *rest)
     return found
 
 
-def set_random_state(state: Mapping[str, Tensor]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
     """Let the generators go on from a state; those that are not here are left out."""
-    devices = {each.type: each for each in _devices}
-    for key, each in state.items():
-        if key == "cpu":
-            torch.set_rng_state(each)
-        elif key == "data":
-            _data.set_state(each)
-        elif key == "python":
-            version, numbers, gauss = json.loads(bytes(each.tolist()))
-            random.setstate((version, tuple(numbers), gauss))
-        elif key == "numpy" and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(tuple(json.loads(bytes(each.tolist()))))
-        elif key in devices:
-            torch.get_device_module(devices[key]).set_rng_state(each, devices[key])
-
-
-def _as_bytes(state: object) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    setters: dict[str, Any] = {"cpu": torch.set_rng_state, "data": _data.set_state, "python": random.setstate}
+    for device in _devices:
+        setters[device.type] = partial(torch.get_device_module(device).set_rng_state, device=device)
+    if "numpy" in sys.modules:
+        setters["numpy"] = sys.modules["numpy"].random.set_state
+    for name in setters.keys() & state.keys():
+        setters[name](state[name])
 
 
 def normal(name: str, parameter: Tensor) -> tuple[float, float]:
@@ -191,9 +182,8 @@ def init_parameters(
         shape = list(parameter.shape)
         if mesh is not None and cut is not None:
             shape[cut[1]] *= mesh.size(cut[0])
-        whole = torch.empty(shape).normal_(
-            mean, deviation, generator=torch.Generator().manual_seed(_derived(seed, name))
-        )
+        generator = torch.Generator().manual_seed(_derived(seed, name))
+        whole = torch.empty(shape).normal_(mean, deviation, generator=generator)
         if isinstance(parameter, DTensor):  # nothing is sent
             places = parameter.device_mesh, parameter.placements
             whole = distribute_tensor(whole, *places, src_data_rank=None).to_local()
