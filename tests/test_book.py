@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import train
 from ranks import run_ranks
-from training_checks import PIPELINES
 
 from namedmesh import tensor_parallel, training
 from namedmesh.__main__ import main
@@ -30,7 +29,6 @@ TEXT = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 # What other packages print about themselves.
 NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed )")
 MARKS = {
-    "pipeline.py": PIPELINES,
     "with_deepspeed.py": pytest.mark.oracle("deepspeed"),
     "huggingface.py": pytest.mark.oracle("transformers"),
     "fabric.py": pytest.mark.oracle("lightning_fabric"),

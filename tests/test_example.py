@@ -24,7 +24,6 @@ from ranks import run_ranks
 from tiny import AdamWOfShards
 from torch._dynamo.testing import CompileCounterWithBackend
 from train import Settings, new_model, parse, read_text, reference_losses, rotate
-from training_checks import PIPELINES
 
 import namedmesh
 from namedmesh.training import stage_layers
@@ -88,7 +87,6 @@ def losses_of_each(settings: list[Settings]) -> list[list[float]]:
     return [losses_of(first), *(losses_of(each, AdamWOfShards) for each in others)]
 
 
-@PIPELINES
 def test_losses_are_those_of_one_process_also_on_another_layout_from_a_checkpoint(
     tmp_path: Path, reference: dict[int, list[float]]
 ) -> None:
@@ -113,7 +111,7 @@ def test_losses_are_those_of_one_process_also_on_another_layout_from_a_checkpoin
     assert alone[0] == rest
 
 
-@pytest.mark.parametrize("pipelines", [False, pytest.param(True, marks=PIPELINES)])
+@pytest.mark.parametrize("pipelines", [False, True])
 def test_losses_on_four_ranks_are_those_of_one_process(
     pipelines: bool, reference: dict[int, list[float]]
 ) -> None:
@@ -142,7 +140,6 @@ def test_losses_with_compiled_layers_are_those_of_one_process(reference: dict[in
 WITH_EXPERTS = dataclasses.replace(TINY, moe=True, steps=2, layers=2)
 
 
-@PIPELINES
 def test_losses_with_experts_are_those_of_one_process() -> None:
     expected = run_ranks(1, one_process, WITH_EXPERTS)[0]
     layouts: dict[int, dict[str, Any]] = {4: {"tp": 2, "ep": 2, "etp": 2}, 8: {"pp": 2, "cp": 2, "ep": 2}}

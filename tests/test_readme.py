@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as dist
 import train
 from ranks import run_ranks
-from training_checks import PIPELINES
 
 import namedmesh
 
@@ -84,7 +83,6 @@ def _train(directory: str) -> str:
     return out.getvalue()
 
 
-@PIPELINES
 def test_the_shown_training_is_the_real_one(tmp_path: Path) -> None:
     told = run_ranks(8, _train, str(tmp_path), init=False)
     layout, first, _, last = blocks("text")[0].split("...\n")

@@ -13,10 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import error_of, problems_of
-from ranks import TORCH, fake_world, live_groups, run_ranks
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from ranks import fake_world, run_ranks
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
@@ -152,50 +150,3 @@ def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
             mesh.close()
     assert told[0] != told[2]
     assert told[0][0] != told[0][1]
-
-
-class Scale(nn.Module):
-    """One weight for each feature; as a DTensor it is this rank's features, each rank with tokens of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(1.0, 9, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=[Partial(), Partial(), Shard(0)])
-        return x * weight
-
-
-def shard_over_the_whole_mesh() -> tuple[float, int]:
-    from torch.distributed.fsdp import DataParallelMeshDims
-
-    mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2)
-    training.fsdp_mesh(mesh)
-    net, root = Scale(), mesh.device_mesh
-    everywhere = [Replicate(), Replicate(), Shard(0)]
-    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), root, everywhere))
-    groups = live_groups()
-    fully_shard(net, mesh=root, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
-    groups = live_groups() - groups
-    x = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mine = x
-    for dim, axis in enumerate(mesh.layout):
-        mine = mine.chunk(2, dim)[mesh.rank(axis)]
-    tokens = training.count_tokens(mine.shape[0] * mine.shape[1], mesh)
-    training.token_mean(net(mine).square().sum(), tokens, mesh).backward()
-    alone = Scale()
-    (alone(x).square().sum() / 24).backward()
-    assert isinstance(net.weight.grad, DTensor)
-    assert alone.weight.grad is not None
-    difference = (net.weight.grad.full_tensor() - alone.weight.grad).abs().max().item()
-    mesh.close()
-    return difference, groups
-
-
-@pytest.mark.skipif(TORCH.release < (2, 13), reason="torch 2.12 has no DataParallelMeshDims")
-def test_torchs_own_way_for_parameters_over_the_whole_mesh_uses_the_same_group() -> None:
-    for difference, groups in run_ranks(8, shard_over_the_whole_mesh):
-        assert difference < 1e-9
-        assert groups == 0

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 import training_checks as checks
 from messages import error_of
-from ranks import TORCH, fake_world, run_ranks
+from ranks import fake_world, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from training_checks import PIPELINES, alone, loaded_alone, train_one_step, train_through
+from training_checks import alone, loaded_alone, train_one_step, train_through
 
 import namedmesh
 from namedmesh import training
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WIDTH, LAYERS = 4, 4
-# In torch 2.8 stages that go there and back do not find out their shapes, and it has one such schedule only; later, up
-# to 2.11, a rank with two that follow each other begins with sending itself something, which gloo cannot.
-THERE_AND_BACK = TORCH.release >= (2, 12)
 
 
 class Stage(nn.Module):
@@ -98,15 +95,13 @@ def differences(schedule: str, per_rank: int) -> float:
 
 def all_schedules() -> dict[str, float]:
     single = dict.fromkeys(("1F1B", "gpipe"), 1)
-    several = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
-    several += ["ZBV", "DualPipeV"] if THERE_AND_BACK else []
+    several = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
     return {name: differences(name, count) for name, count in (single | dict.fromkeys(several, 2)).items()}
 
 
-@PIPELINES
 def test_every_schedule_trains_and_evaluates_as_one_process() -> None:
     for told in run_ranks(2, all_schedules):
-        assert len(told) == (7 if THERE_AND_BACK else 5)
+        assert len(told) == 7
         assert max(told.values()) < 1e-12, told
 
 
@@ -195,7 +190,6 @@ def resumed() -> list[bool]:
     return told
 
 
-@PIPELINES
 def test_finding_out_the_shapes_changes_nothing() -> None:
     assert run_ranks(2, resumed) == [[True] * 6] * 2
 
@@ -290,7 +284,7 @@ def test_layers_of_a_dict_keep_their_names() -> None:
 
 
 def test_every_layout_continues_the_run_of_one_process(tmp_path: Path) -> None:
-    on_eight = checks.ON_EIGHT + ([] if checks.NO_PIPELINES else checks.PIPELINED)
+    on_eight = checks.ON_EIGHT + checks.PIPELINED
     steps, first = len(checks.ON_FOUR + on_eight), len(checks.ON_FOUR)
     paths = [str(tmp_path / str(number)) for number in range(steps + 1)]
     ((expected, state),) = run_ranks(1, alone, paths[0], steps, init=False)

@@ -91,16 +91,14 @@ class _Metadata(pickle.Unpickler):
     """Reads DCP's file about its tensors, which is pickled, and calls nothing that is not needed for that."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = {
-            "torch.Size",
-            "torch.serialization._get_layout",
-            "pathlib.PosixPath",
-            "pathlib._local.PosixPath",
+        known = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+        known |= {
+            ("pathlib._local", "PosixPath"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         }
-        known.add("torch.distributed.checkpoint.filesystem._StorageInfo")
         value = getattr({"torch": torch, dcp_metadata.__name__: dcp_metadata}.get(module), name, None)
         of_dcp = getattr(value, "__module__", "") == dcp_metadata.__name__
-        if of_dcp or isinstance(value, torch.dtype) or f"{module}.{name}" in known:
+        if of_dcp or isinstance(value, torch.dtype) or (module, name) in known:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a part of a checkpoint")
 

@@ -17,7 +17,7 @@ from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import current_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -34,17 +34,12 @@ def _derived(seed: int, name: str, place: object = "") -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = None) -> None:
+def seed_all(seed: int, mesh: NamedMesh) -> None:
     """Seed Python's and torch's random numbers, and NumPy's where it is imported, and prepare :func:`streams`.
 
-    Args:
-        seed: any int, the same on every rank.
-        mesh: the mesh.
-        differ_over: axes of the mesh and of its views along which default numbers differ; by default all axes of the mesh
-            but tp. With ``("pp",)`` they are what Megatron's tracker makes: the same on all ranks of a stage.
+    Default numbers differ along all axes of the mesh but tp.
     """
-    axes = [axis for axis in mesh.layout if axis != "tp"] if differ_over is None else differ_over
-    own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in axes})
+    own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in mesh.layout if axis != "tp"})
     inside_experts: list[str] = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         _places[name] = f"{name} { {axis: mesh.rank(axis) for axis in more if axis in mesh.coords} }"
