@@ -80,9 +80,7 @@ class Writer(dcp.FileSystemWriter):
             torch.save(self.about, file)
             file.flush()
             os.fsync(file.fileno())
-        _sync(data, self.target)
         (data / ABOUT).replace(self.target / ABOUT)
-        _sync(self.target, self.target.parent)
         clear(self.target)
         self._finished()
 
@@ -181,17 +179,6 @@ def clear(path: Path) -> None:
             shutil.rmtree(each, ignore_errors=True)
     with suppress(OSError):  # something is left, or it is not there
         path.rmdir()
-
-
-def _sync(*directories: Path) -> None:
-    """Let the names in directories outlive a power failure."""
-    for each in directories:
-        with suppress(OSError):  # not every file system can
-            descriptor = os.open(each, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
 
 def read_about(path: Path) -> dict[str, Any]:

@@ -203,11 +203,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def _copy(self, name: str) -> str:
         """Return the copy of the ranks that this one stands for: with its coordinates on the axes that have the same size now."""
         by_rank: dict[int, int] = self._about["copies"][name]
-        stood_for, before, mesh = set(by_rank), layout_of(self._about), self.state.mesh
-        if mesh is not None and before is not None:
-            now = dict(mesh.layout.items())
+        stood_for, mesh = set(by_rank), self.state.mesh
+        if mesh is not None and self._about["layout"] is not None:
+            sizes, offset = self._about["layout"]
+            before, now = Layout(rank_offset=offset, **sizes), dict(mesh.layout.items())
             same = {axis: mesh.coords[axis] for axis, size in before.items() if now.get(axis) == size}
-            stood_for &= {rank - before.rank_offset for rank in before.where(**same)}
+            stood_for &= {rank - offset for rank in before.where(**same)}
         copies = list(dict.fromkeys(by_rank[rank] for rank in sorted(stood_for)))
         known = len(copies) == 1 or (name.startswith("model.") and copies)
         return f"copy.{copies[0]:x}.{name}" if known else ""
@@ -320,8 +321,3 @@ def refuse_untied(by_rank: Iterable[tuple[object, str, list[float]]], where: Pat
             )
     if problems:
         raise CheckpointError(*dict.fromkeys(problems))
-
-
-def layout_of(about: dict[str, Any]) -> Layout | None:
-    """Return the layout that a checkpoint was saved from; None for that of one process."""
-    return Layout(rank_offset=about["layout"][1], **about["layout"][0]) if about["layout"] else None

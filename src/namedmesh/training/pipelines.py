@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,40 +114,38 @@ def pipeline(
         whole: the names of keyword arguments that every micro-batch gets as they are; other tensors have the rows of the batch.
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    kind, indices = _schedule_class(schedule), stage_indices(mesh, schedule, len(modules))
-    sharded = [each for module in modules for each in module.modules() if isinstance(each, FSDPModule)]
-    if mesh.size("pp") > 1 or not issubclass(kind, PipelineScheduleSingle):
-        for each in sharded:
+    for module in modules:
+        module.register_forward_pre_hook(_unpacked, with_kwargs=True)
+    return Pipeline(modules, mesh, schedule, (microbatches, loss, reduction, whole))
+
+
+class Pipeline:
+    """What :func:`pipeline` returns."""
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        mesh: NamedMesh,
+        schedule: str,
+        how: tuple[int, Loss, str, Sequence[str]],
+    ) -> None:
+        self._modules, self._mesh, self._kind = modules, mesh, _schedule_class(schedule)
+        self._indices = stage_indices(mesh, schedule, len(modules))
+        self._microbatches, self._loss, self._reduction, self._whole = how
+        self._built: dict[str, tuple[object, int, Any]] = {}  # by what runs: shape, rows, schedule
+        self._target: Any = None
+        self._count = 0
+        inside = [each for module in modules for each in module.modules()]
+        self._sharded = [each for each in inside if isinstance(each, FSDPModule)]
+        several = mesh.size("pp") > 1 or not issubclass(self._kind, PipelineScheduleSingle)
+        for each in self._sharded if several else ():
             frees = frees_after_forward(each)
-            if frees and kind.__name__ in _SPLIT:
+            if frees and self._kind.__name__ in _SPLIT:
                 raise TrainingError(
                     f"{schedule} needs weights that reshard_after_forward=True frees; pass False"
                 )
             if frees is None:
                 each.set_reshard_after_forward(False, recurse=False)
-    for module in modules:
-        module.register_forward_pre_hook(_unpacked, with_kwargs=True)
-    return Pipeline(mesh, modules, indices, kind, microbatches, loss, reduction, frozenset(whole), sharded)
-
-
-@dataclass(eq=False, repr=False)
-class Pipeline:
-    """What :func:`pipeline` returns."""
-
-    _mesh: NamedMesh
-    _modules: list[nn.Module]
-    _indices: tuple[int, ...]
-    _kind: Any
-    _microbatches: int
-    _loss: Loss
-    _reduction: str
-    _whole: frozenset[str]
-    _sharded: Sequence[FSDPModule]
-    _built: dict[str, tuple[object, int, Any]] = field(
-        default_factory=dict
-    )  # by what runs: shape, rows, schedule
-    _target: Any = None
-    _count: int = 0
 
     def step(self, *args: Tensor, target: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward over a batch, of any size, which every rank of ``pp`` is given.
