@@ -63,9 +63,9 @@ def differences(schedule: str, per_rank: int) -> float:
         stages.append(stage)
     pipe = training.pipeline(stages, mesh, schedule, microbatches=4, loss=mean)
     alone = Stage(training.stage_layers(linears(), None, stage=0, stages=1))
-    for rows in (8, 5, 12, 2):
-        generator = torch.Generator().manual_seed(rows)
-        x, y = (torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    for shape in ((8,), (5,), (12,), (2,), (8, 3)):
+        generator = torch.Generator().manual_seed(shape[0])
+        x, y = (torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
         for module in (*stages, alone):
             module.zero_grad()
         expected = alone(x)

@@ -140,10 +140,10 @@ def load(
     Args:
         path: what :func:`save` wrote, or a directory in the format of Hugging Face's ``save_pretrained`` (safetensors), which
             holds no optimizer. No code that a file names is run.
-        mesh: the mesh of now, and so on: as for :func:`save`; optimizers are of the kinds that were saved.
-        model: what this rank has.
-        optimizer: the model's.
-        data: what knows the place in the data.
+        mesh: the mesh of now.
+        model: as for :func:`save`.
+        optimizer: the same, of the kinds that were saved.
+        data: the same.
         cast: whether tensors may have another type in the model than in the checkpoint.
 
     Returns:
@@ -271,10 +271,6 @@ class Checkpoints:
 
         Returns:
             The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
-
-        Raises:
-            CheckpointError: the run is to begin, and the directory holds another one; no checkpoint in it is sound; the one that
-                was named has no step; or as for :func:`load`.
         """
         ranks = Ranks.of(self.mesh)
         ranks.finish()
@@ -312,8 +308,7 @@ class Checkpoints:
     ) -> Future[Path]:
         """Save after ``step`` steps, which is one of the extra values; every rank calls this, with the arguments of :func:`save`.
 
-        Raises:
-            CheckpointError: the directory holds another run; or as for :func:`namedmesh.training.save`.
+        A directory that holds another run is refused.
         """
         ranks = Ranks.of(self.mesh)
         ranks.finish()

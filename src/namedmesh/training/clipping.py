@@ -47,16 +47,11 @@ def clip_grad_norm_(
     ``allreduce = False`` (experts, over ep and etp); every stage of ``pp``, but for copies of what another stage has, marked ``shared``
     (by :func:`tie_stages`) or ``ds_pipe_replicated``. There is one small reduction for each axis that gradients are spread over.
 
-    Args:
-        parameters: those of this rank's part of the model; ones without a gradient count nothing.
-        max_norm: the largest norm that is left as it is.
-        mesh: the mesh.
-        norm_type: the p of the norm, greater than 0; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: raise on every rank, and scale nothing, for a norm that is infinite or not a number.
-        foreach: as for torch's function.
-
     Returns:
         The norm that the gradients had, the same on every rank: of no dims, in float32, or float64 where a gradient is.
+
+    Raises:
+        TrainingError: on every rank, with ``error_if_nonfinite``, and nothing is scaled; or ``norm_type`` is not greater than 0.
     """
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")

@@ -28,9 +28,6 @@ def shard_sequence(*tensors: Tensor, mesh: DeviceMesh, dim: int = 1) -> tuple[Te
         *tensors: whole sequences of one length, the same on every rank of ``mesh``: tokens, targets (shifted before), masks.
         mesh: ``mesh["cp"]``.
         dim: the dim of the sequence.
-
-    Returns:
-        The parts, in the order of the tensors, and the positions.
     """
     parts = 2 * mesh.size()
     lengths = sorted({each.shape[dim] for each in tensors})

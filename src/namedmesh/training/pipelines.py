@@ -38,11 +38,7 @@ def stage_layers(
 ) -> Any:
     """Return the layers of one pipeline stage: as even as can be, the longer stages last.
 
-    Args:
-        layers: the layers, or their number.
-        mesh: the mesh; may be None where ``stage`` and ``stages`` are given.
-        stage: which stage; by default this rank's, with one stage on each rank of ``pp``.
-        stages: the number of stages; by default the size of ``pp``.
+    By default this rank's, with one stage on each rank of ``pp``; the mesh may be None where ``stage`` and ``stages`` are given.
 
     Returns:
         The layers, in an ``nn.ModuleDict`` under their numbers in the whole model, or the names that they have in one: the same in
@@ -192,19 +188,18 @@ class Pipeline:
         if new:
             rows, schedule = needed, self._schedule(what)
             self._built[what] = shape, rows, schedule
-        # Parts of one size: the last row again, which the loss leaves out.
         index = torch.arange(rows * self._microbatches)
-        filled = index.clamp(max=self._count - 1)
+        filled = index.clamp(
+            max=self._count - 1
+        )  # parts of one size: the last row again, which the loss leaves out
 
         def fill(value: Any) -> Any:
-            full = not isinstance(value, Tensor) or len(index) == self._count
-            return value if full else value[filled.to(value.device)]
+            short = isinstance(value, Tensor) and len(index) > self._count
+            return value[filled.to(value.device)] if short else value
 
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
         named = {key: _Whole(value) if key in self._whole else fill(value) for key, value in kwargs.items()}
-        if (
-            what != "output"
-        ):  # torch splits the numbers of rows in place of the target, which may be of any form
+        if what != "output":  # torch splits numbers of rows in place of the target, which may be of any form
             named |= {"target": index, "losses": losses, "return_outputs": False}
         self._target = target
         with _gradients_kept(self._modules if new else []):
@@ -231,9 +226,7 @@ class Pipeline:
         """Return what the rows of one micro-batch add to the loss of the batch."""
         first = int(index[0])
         rows = min(len(index), self._count - first)
-        if (
-            rows < 1
-        ):  # without a row of the batch: a loss times zero, so that the backward is the same on every rank
+        if rows < 1:  # times zero, so that the backward is the same on every rank
             return 0 * self._loss(output[:1], _rows_of(self._target, slice(self._count - 1, self._count)))
         real = output if rows == len(index) else output[:rows]  # whose backward has memory of its size
         loss = self._loss(real, _rows_of(self._target, slice(first, first + rows)))

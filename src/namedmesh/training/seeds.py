@@ -69,9 +69,6 @@ def streams(name: str) -> Iterator[None]:
     such as ``torch.utils.checkpoint``, puts blocks back, too. Every rank of a tp group has to enter **equally many blocks**: one
     that enters more has other default numbers from then on. ``"data"`` has a generator of its own instead (in a loader's worker the
     worker's), as loaders draw at other moments on each rank. The compiler does not follow a block: enter one around what is compiled.
-
-    Raises:
-        TrainingError: there is no such name, or :func:`seed_all` was not called.
     """
     if name == "data":
         if get_worker_info() is not None:
@@ -149,16 +146,8 @@ def init_parameters(
 
     Call it where the model is parallelized and sharded: each rank draws one whole parameter after the other, on the CPU in float32,
     and keeps its shard, as torch's ``distribute_tensor`` cuts it; marked shards of Megatron's over the tp (experts: etp) of the
-    current mesh. A pipeline stage has the names of the whole model. Buffers are left alone.
-
-    Args:
-        model: the model, or a stage.
-        seed: any int, the same on every rank.
-        distribution: gets the name and the parameter (of a DTensor, with the whole shape), and returns the mean and
-            the deviation of a normal distribution.
-
-    Raises:
-        TrainingError: parameters are on the meta device.
+    current mesh. A pipeline stage has the names of the whole model. Buffers are left alone. ``distribution`` gets the name and the
+    parameter (of a DTensor, with the whole shape), and returns the mean and the deviation of a normal distribution.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
