@@ -27,16 +27,7 @@ Options = dict[str, tuple[list[str], dict[str, Any], int]]
 
 
 class State:
-    """A model, its optimizers, the random generators and the place in the data of this rank.
-
-    Attributes:
-        values: tensors (shards as DTensors), and copies of what is none.
-        parameters: the names of the model's parameters: replicas of them have to be equal.
-        aliases: further names of parameters, which have no values, and whose they are.
-        ties: parameters that :func:`namedmesh.training.tie_stages` has tied: which tie, and which end of it.
-        options: those of the optimizers.
-        extra: values of the caller.
-    """
+    """A model, its optimizers, the random generators and the place in the data of this rank."""
 
     def __init__(
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
@@ -49,11 +40,15 @@ class State:
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
         loaders: Any = data if isinstance(data, list | tuple) else [data]
         self.loaders = [each for each in loaders if each is not None]
-        self.extra: dict[str, Any] = {}
-        self.values: dict[str, Any] = {}
-        self.parameters: set[str] = set()
-        self.aliases: dict[str, str] = {}
-        self.ties: dict[str, tuple[str, str]] = {}
+        self.extra: dict[str, Any] = {}  # values of the caller
+        self.values: dict[str, Any] = {}  # tensors (shards as DTensors), and copies of what is none
+        self.parameters: set[str] = set()  # of the model: replicas of them have to be equal
+        self.aliases: dict[
+            str, str
+        ] = {}  # further names of parameters, which have no values, and whose they are
+        self.ties: dict[
+            str, tuple[str, str]
+        ] = {}  # what tie_stages() has tied: which tie, and which end of it
         self.options: Options = {}
         self._names: dict[int, str] = {}  # of parameters, by identity
         self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part

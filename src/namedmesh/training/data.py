@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -75,30 +75,24 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         dist.all_gather(parts, found, group=mesh.group(axis))
         found = torch.stack(parts)
     by_rank = dict(zip(mesh.layout.ranks, found.flatten().tolist(), strict=True))
-    if problems := _differences(by_rank, mesh, axes, distinct=distinct):
+    loaded = {rank: each for rank, each in by_rank.items() if each}
+    share = {rank: tuple(mesh.layout.coords(rank)[axis] for axis in axes) for rank in loaded}
+    remedy = "give their samplers sampler_kwargs(mesh)"
+    problems = _conflicts(share, loaded, f"different samples, and must load the same; {remedy} and one seed")
+    if distinct:
+        problems += _conflicts(loaded, share, f"the same samples, and must load different ones; {remedy}")
+    if problems:
         raise AgreementError(*problems)
 
 
-def _differences(
-    by_rank: dict[int, int], mesh: NamedMesh, axes: Sequence[str], *, distinct: bool
-) -> list[str]:
-    """Return one sentence for each set of ranks whose batches are not what they must be."""
-    shares: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    loaded: dict[int, dict[tuple[int, ...], list[int]]] = {}
-    for rank, each in by_rank.items():
-        if each:
-            coords = mesh.layout.coords(rank)
-            share = tuple(coords[axis] for axis in axes)
-            shares.setdefault(share, {}).setdefault(each, []).append(rank)
-            loaded.setdefault(each, {}).setdefault(share, []).append(rank)
-    same = "different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed"
-    other = "the same samples, and must load different ones; give their samplers sampler_kwargs(mesh)"
-    found = _groups_in_words(shares.values(), same)
-    return found + _groups_in_words(loaded.values(), other) if distinct else found
-
-
-def _groups_in_words(found: Iterable[Mapping[Any, Sequence[int]]], what: str) -> list[str]:
-    groups = [[f"ranks {listing(ranks)}" for ranks in each.values()] for each in found if len(each) > 1]
+def _conflicts(one: Mapping[int, object], several: Mapping[int, object], what: str) -> list[str]:
+    """Return a sentence for each set of ranks that have one thing in common, and several of another."""
+    found: dict[object, dict[object, list[int]]] = {}
+    for rank, each in one.items():
+        found.setdefault(each, {}).setdefault(several[rank], []).append(rank)
+    groups = [
+        [f"ranks {listing(ranks)}" for ranks in each.values()] for each in found.values() if len(each) > 1
+    ]
     return [f"{' and '.join(each)} loaded {what}" for each in groups]
 
 
