@@ -29,6 +29,9 @@ TOLERANCE = 1e-5
 
 # What is refused, and the reason as the error tells it.
 REFUSED = {
+    "Glm5NextTextConfig": "features, which no column layer of its block makes",
+    "InklingTextConfig": "'all_reduce' is not supported",
+    "LongcatFlashConfig": "'moe_identity_expert' is not supported",
     "DogeConfig": "dt_proj makes a number for each head",
     "EsmcConfig": "k_norm normalizes over the features of all heads",
     "NeoMMEConfig": "value_embeddings adds",

@@ -20,7 +20,7 @@ import pytest
 import train
 from ranks import run_ranks
 
-from namedmesh import tensor_parallel, training
+from namedmesh import Layout, tensor_parallel, training
 from namedmesh.__main__ import main
 from namedmesh.training.pipelines import Pipeline
 
@@ -182,7 +182,7 @@ def test_commands_that_are_not_shown_with_their_output_are_right(
     monkeypatch.chdir(tmp_path)
     two_hosts, partitions = (block.split() for block in blocks("bash"))
     options = two_hosts[two_hosts.index("examples/train.py") + 1 :]
-    assert train.parse(options).problems(16) == []
+    assert Layout(dp=-1, tp=train.parse(options).tp, world_size=16)["dp"] == 2
     sizes = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,

@@ -16,20 +16,18 @@ from ranks import run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_compare import sharded, tp_mesh
 from tp_models import NORMS, FeedForward, Llama, llama_plan
 
-from namedmesh.tensor_parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    SharedInput,
-    parallelize,
-)
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize
 
 if TYPE_CHECKING:
     from torch import nn

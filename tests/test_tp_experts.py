@@ -20,7 +20,13 @@ from tp_models import Net
 
 import namedmesh
 from namedmesh.errors import GradientError
-from namedmesh.tensor_parallel import ExpertParallel, ShardedExperts, parallelize, reduce_gradients
+from namedmesh.tensor_parallel import (
+    ExpertParallel,
+    ShardedExperts,
+    parallelize,
+    plan_report,
+    reduce_gradients,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +97,7 @@ def test_what_would_count_on_every_rank_is_refused() -> None:
     with pytest.raises(
         namedmesh.errors.PlanError, match="'down' of Net is whole on every rank and would count once for each"
     ):
-        namedmesh.tensor_parallel.plan_report(packed(), 2, ShardedExperts({"gate_up": Shard(1)}))
+        plan_report(packed(), 2, ShardedExperts({"gate_up": Shard(1)}))
 
 
 # --- whole experts --------------------------------------------------------------------------------------------

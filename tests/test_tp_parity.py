@@ -184,7 +184,6 @@ EMBEDDINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "rows, DTensor out": (ROWS(use_local_output=False), WHOLE, {}),
     "columns, gathered": (COLUMNS(output_layouts=WHOLE), WHOLE, {}),
     "columns, sequence": (COLUMNS(output_layouts=SEQUENCE), SEQUENCE, {}),
-    "columns, by frequency": (COLUMNS(output_layouts=WHOLE), WHOLE, {"scale_grad_by_freq": True}),
 }
 
 

@@ -10,20 +10,18 @@ from ranks import fake_world, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    SequenceParallel,
+)
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import tp_mesh
 from tp_models import Llama, OwnForward, llama_plan
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize,
-)
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
 SEQUENCE, WHOLE = Shard(1), Replicate()
 

@@ -22,18 +22,16 @@ from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     ExpertParallel,
-    IdentityExpert,
     LocalParameters,
     RowwiseParallel,
     ShardedExperts,
     SumOutput,
-    SumTailGradient,
     parallelize,
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
 from namedmesh.tensor_parallel.collectives import Group, enter, exchange
-from namedmesh.tensor_parallel.hf import RowwiseEmbedding
+from namedmesh.tensor_parallel.hf import RowwiseEmbedding, TailGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -191,7 +189,7 @@ def heads() -> Pairs:
         "0": LocalParameters({"scale": Shard(0)}),
         "0.up": ColwiseParallel(),
         "0.norm": LocalParameters(),
-        "0.latent": SumTailGradient(2),
+        "0.latent": TailGradient(2),
         "0.expand": ColwiseParallel(),
         "0.down": RowwiseParallel(),
     }
@@ -205,25 +203,22 @@ def parts() -> Pairs:
 
 
 def mixture() -> Net:
-    """Two experts and one that returns its input, weighted by a router."""
+    """Two experts, weighted by a router."""
 
     def compute(m: Any, x: Tensor, *, weights: Tensor) -> Any:
         hidden = torch.tanh(torch.einsum("...i,eoi->...eo", x, m.up))
         out = torch.einsum("...eo,eio->...ei", hidden, m.down)
-        return (out * weights[..., :2, None]).sum(-2) + m.same(x) * weights[..., 2:]
+        return (out * weights[..., None]).sum(-2)
 
     up, down = nn.Parameter(torch.empty(2, 8, 4)), nn.Parameter(torch.empty(2, 4, 8))
-    experts = Net(compute, up=up, down=down, same=nn.Identity())
+    experts = Net(compute, up=up, down=down)
     return Net(
-        lambda m, x: m.experts(x, weights=m.router(x).softmax(-1)), router=nn.Linear(4, 3), experts=experts
+        lambda m, x: m.experts(x, weights=m.router(x).softmax(-1)), router=nn.Linear(4, 2), experts=experts
     )
 
 
 def experts() -> Pairs:
-    plan = {
-        "experts": ShardedExperts({"up": Shard(1), "down": Shard(2)}),
-        "experts.same": IdentityExpert(),
-    }
+    plan = {"experts": ShardedExperts({"up": Shard(1), "down": Shard(2)})}
     yield from against_whole(mixture(), plan, noise(2, 3, 4))
 
 

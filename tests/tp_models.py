@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     KeyValueParallel,
     LocalParameters,
     RowwiseParallel,
-    SequenceParallel,
     SharedInput,
 )
 

@@ -6,9 +6,7 @@ Everything here stands in for something that torch does not offer publicly; each
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +19,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414
 from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
@@ -31,11 +29,6 @@ if TYPE_CHECKING:
 c10d: Any = distributed_c10d
 
 F = TypeVar("F", bound="Callable[..., Any]")
-
-# torch 2.13 renamed both and warns at the old names.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # --- meshes and groups ---
 
@@ -148,45 +141,15 @@ def without_modes(function: F) -> F:
 # --- tensor parallelism ---
 
 
-def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, group: Any) -> torch.Tensor:
-    """Start a collective that writes into a new tensor; the result is for :func:`wait_tensor`.
+def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return the new tensor that a collective makes of a contiguous one; compiled code and selective checkpointing know these.
 
-    Args:
-        name: of the operator, such as ``"all_reduce"``.
-        tensor: contiguous.
-        *arguments: what the operator takes between the tensor and the group.
-        group: the ranks, or the name of their group.
+    ``name`` is that of the operator, such as ``"all_reduce"``, whose last argument is the name of the group.
     """
-    operator = getattr(torch.ops._c10d_functional, name).default
-    group_name = group if isinstance(group, str) else group.group_name
-    started: torch.Tensor = operator(tensor, *arguments, group_name)
-    return started
-
-
-def wait_tensor(started: torch.Tensor) -> torch.Tensor:
-    """Return the result of a functional collective, once it is there."""
-    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
-    return waited
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module gets or returns: a tensor, or containers of them, dataclasses too.
-
-    Example:
-        >>> [tuple(tensor.shape) for tensor in tensors_in((torch.ones(2), {"loss": torch.ones(())}, None))]
-        [(2,), ()]
-    """
-    inside: Iterable[object] = ()
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, tuple | list):
-        inside = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name) for field in fields(value)]
-    for each in inside:
-        yield from tensors_in(each)
+    operators = torch.ops._c10d_functional
+    started: torch.Tensor = getattr(operators, name).default(tensor, *arguments)
+    result: torch.Tensor = operators.wait_tensor.default(started)
+    return result
 
 
 def synchronous(tensor: torch.Tensor) -> torch.Tensor:
@@ -296,21 +259,6 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
             place[name] = own[name]
 
 
-def avoid_native_encoders(model: torch.nn.Module) -> None:
-    """Make encoder layers with sharded parts run their Python forward in evaluation too.
-
-    Without gradients torch hands the weights of such a layer to one native function, past the modules, and what is not
-    padding to the layers as a nested tensor, which only that function takes.
-    """
-    for module in model.modules():
-        if all(type(parameter.data) is torch.Tensor for parameter in module.parameters()):
-            continue
-        if isinstance(module, torch.nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
-        elif isinstance(module, torch.nn.TransformerEncoder):
-            module.use_nested_tensor = False
-
-
 # --- training ---
 
 
@@ -322,13 +270,6 @@ def frees_after_forward(module: Any) -> bool | None:
     one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # of torch 2.12
     groups = one or state._fsdp_param_groups
     return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
-
-
-def all_reduced(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the ``"sum"`` or ``"max"`` over a group in a new tensor, also in compiled code; torch has no public function for it."""
-    started = torch.ops._c10d_functional.all_reduce(tensor, operation, group.group_name)
-    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
-    return result
 
 
 def dcp_ranks(group: dist.ProcessGroup | None) -> Any:

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
-    RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
-from namedmesh._torch import avoid_native_encoders
 from namedmesh.tensor_parallel.collectives import check_divides
 from namedmesh.tensor_parallel.gradients import compare_gradients, sum_before_steps
-from namedmesh.tensor_parallel.plan import PARALLELIZED, resolve
+from namedmesh.tensor_parallel.plan import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.plan import Entry, Plan
+    from namedmesh.tensor_parallel.plan import Plan
 
 
 def parallelize(
@@ -68,103 +65,86 @@ def parallelize(
         The model. Its sharded parameters are DTensors; parameters that were tied are still tied.
 
     Raises:
-        PlanError: with every problem there is: the mesh has several axes, a name matches nothing, two names
-            match one module, a style does not fit a module, features, vocabulary or heads do not divide, a row layer's input
-            comes from several layers in one, a tie would break, or the model is already parallelized.
+        PlanError: with every problem there is.
         GradientError: in the first backward, or before a step, on every rank: something that is whole on every rank differs.
-
-    Example:
-        Under plain python, a world of one, rank 0 has all 16 rows of ``w1``; on 2 ranks each has 8 of them:
-
-        >>> import namedmesh, torch, torch.distributed as dist
-        >>> from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
-        >>> mesh = namedmesh.init_mesh(tp=-1, device="cpu")
-        >>> model = torch.nn.ModuleDict({"w1": torch.nn.Linear(8, 16), "w2": torch.nn.Linear(16, 8)})
-        >>> model = parallelize(model, mesh["tp"], {"w1": ColwiseParallel(), "w2": RowwiseParallel()})
-        >>> tuple(model["w1"].weight.to_local().shape), tuple(model["w1"].weight.shape)
-        ((16, 8), (16, 8))
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
     """
     entries, ties = resolve(model, mesh, plan, must_divide, missing)
     for entry in entries:
-        guard = _Guard(entry, mesh.size())
-        if guard.inputs:
-            entry.module.register_forward_pre_hook(guard.check_inputs, with_kwargs=True)
-        if guard.outputs:
-            entry.module.register_forward_hook(guard.check_outputs)
+        if mesh.size() > 1 and not _splits_by_itself(entry.style, entry.module):
+            _refuse_uneven(entry.style, entry.module, mesh.size())
         # One style at a time: with a dict, torch drops src_data_rank at the name "".
         frozen = [name for name, each in entry.module.named_parameters() if not each.requires_grad]
         applied = parallelize_module(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
         for name in frozen:  # which some of torch's styles forget
             applied.get_parameter(name).requires_grad_(False)
-        setattr(applied, PARALLELIZED, type(entry.style).__name__)
         if entry.module is model:
             model = applied
     for (_, first, own_name), *others in ties:
         for _, module, name in others:
             module.register_parameter(name, first.get_parameter(own_name))
     # Ranks that have data of their own have other gradients of everything.
-    if check and not any(getattr(entry.style, "ranks_have_own_data", False) for entry in entries):
+    if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
         compare_gradients(model, mesh)
     sum_before_steps()
-    avoid_native_encoders(model)
     return model
 
+
+# --- lengths that cannot be split ---------------------------------------------------------------------------
+# torch's styles split them into unequal shards, and the next gather of those ends the process.
 
 Move: TypeAlias = "tuple[Placement | None, Placement | None]"
 """From one layout to another."""
 
 
-class _Guard:
-    """Checks in front of torch's own styles, which split a length into unequal shards; the next gather of them ends the process.
+def _splits_by_itself(style: Any, module: nn.Module) -> bool:
+    """Return whether a style checks what it splits."""
+    return hasattr(style, "takes_short_way") and bool(style.takes_short_way(module))
 
-    The short ways check for themselves.
-    """
 
-    def __init__(self, entry: Entry, tp_size: int) -> None:
-        self.tp_size = tp_size
-        self.inputs: dict[int | str, Move] = {}
-        self.outputs: list[Move] = []
-        takes_short_way = getattr(entry.style, "takes_short_way", None)
-        if tp_size > 1 and not (takes_short_way and takes_short_way(entry.module)):
-            self.add(entry.style)
+def _refuse_uneven(style: ParallelStyle, module: nn.Module, tp_size: int) -> None:
+    """Check what a module gets and makes before a style of torch's splits it."""
+    inputs, outputs = _moves(style)
 
-    def add(self, style: ParallelStyle) -> None:
-        """Note how a style moves inputs, by place or name, and outputs."""
-        if isinstance(style, PrepareModuleInputOutput):
-            self.add(style.prepare_module_input)
-            self.add(style.prepare_module_output)
-        elif isinstance(style, PrepareModuleInput):
-            moves = zip(style.input_layouts or (), style.desired_input_layouts or (), strict=False)
-            self.inputs.update(enumerate(moves))
-            for name, layout in style.input_kwarg_layouts.items():
-                self.inputs[name] = layout, style.desired_input_kwarg_layouts.get(name)
-        elif isinstance(style, PrepareModuleOutput):
-            self.outputs += zip(style.output_layouts, style.desired_output_layouts, strict=False)
-        elif isinstance(style, SequenceParallel):
-            self.inputs[0] = None, style.sequence_sharding[0]  # a plain input counts as a shard already
-        elif isinstance(style, ColwiseParallel | RowwiseParallel):
-            # Before torch's hook the output is still a DTensor of the global shape.
-            self.outputs += [(None, layout) for layout in style.output_layouts]
-
-    def check_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs)
-        for place, move in self.inputs.items():
-            self.check(given.get(place), move)
+        for place, move in inputs.items():
+            _check(given.get(place), move, tp_size)
 
-    def check_outputs(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        for value, move in zip(
-            output if isinstance(output, tuple) else (output,), self.outputs, strict=False
-        ):
-            self.check(value, move)
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        values = output if isinstance(output, tuple) else (output,)
+        for value, move in zip(values, outputs, strict=False):
+            _check(value, move, tp_size)
 
-    def check(self, value: object, move: Move) -> None:
-        """Check that a value that is whole at present can be split into equal shards."""
-        layout, wanted = move
-        layout = value.placements[0] if isinstance(value, DTensor) else layout
-        if layout is None or not isinstance(value, Tensor) or not isinstance(wanted, Shard):
-            return
-        if layout not in {wanted, Shard(wanted.dim % value.ndim)}:
-            check_divides(value.shape, wanted.dim, self.tp_size)
+    if inputs:
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    if outputs:
+        module.register_forward_hook(after)
+
+
+def _moves(style: Any) -> tuple[dict[int | str, Move], list[Move]]:
+    """Return how a style moves inputs, by place or name, and outputs."""
+    if isinstance(style, PrepareModuleInputOutput):
+        return _moves(style.prepare_module_input)[0], _moves(style.prepare_module_output)[1]
+    if isinstance(style, PrepareModuleInput):
+        moves = zip(style.input_layouts or (), style.desired_input_layouts or (), strict=False)
+        inputs: dict[int | str, Move] = dict(enumerate(moves))
+        for name, layout in style.input_kwarg_layouts.items():
+            inputs[name] = layout, style.desired_input_kwarg_layouts.get(name)
+        return inputs, []
+    if isinstance(style, PrepareModuleOutput):
+        return {}, [*zip(style.output_layouts, style.desired_output_layouts, strict=False)]
+    if isinstance(style, SequenceParallel):
+        return {0: (None, style.sequence_sharding[0])}, []  # a plain input counts as a shard already
+    # Of columns and rows: before torch's hook the output is still a DTensor of the global shape.
+    return {}, [(None, layout) for layout in getattr(style, "output_layouts", ())]
+
+
+def _check(value: object, move: Move, tp_size: int) -> None:
+    """Check that a value that is whole at present can be split into equal shards."""
+    layout, wanted = move
+    layout = value.placements[0] if isinstance(value, DTensor) else layout
+    if layout is None or not isinstance(value, Tensor) or not isinstance(wanted, Shard):
+        return
+    if layout not in {wanted, Shard(wanted.dim % value.ndim)}:
+        check_divides(value.shape, wanted.dim, tp_size)

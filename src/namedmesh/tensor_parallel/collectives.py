@@ -1,7 +1,6 @@
 """The places where tensors change hands in tensor parallelism, each differentiable any number of times.
 
-``enter`` and ``leave`` are each other's backward, ``gather`` and ``split`` are, and ``exchange`` is its own. All of them
-return new tensors and write into none: selective checkpointing may have kept the old ones.
+All of them return new tensors and write into none: selective checkpointing may have kept the old ones.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from namedmesh._torch import functional_collective, wait_tensor
+from namedmesh._torch import functional_collective
 from namedmesh.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """The ranks that share a module: the name of their process group, how many they are, and this rank's place.
-
-    A name, because a module that holds one can be copied, pickled and compiled.
+    """The ranks that share a module: their process group's name, which can be copied and compiled, how many, and this rank's place.
 
     Example:
         >>> Group("", 1, 0).size    # this process alone, whose collectives do nothing
@@ -42,35 +39,30 @@ class Group(NamedTuple):
         return cls(group.group_name, group.size(), group.rank())
 
 
+# --- with gradients -----------------------------------------------------------------------------------------
+
+
 def enter(x: Tensor, group: Group, dim: int | None = None) -> Tensor:
     """Return what every rank works on with its own part of a layer: ``x`` itself, or the shards of ``dim`` joined.
 
     The gradient, of which each rank makes a part, is summed over the ranks; of ``dim`` each gets back its shard.
     """
-    return x if group.size == 1 else _enter(x, group, dim)
+    return x if group.size == 1 else _region(x, _joined, _summed, group, dim)
 
 
 def leave(x: Tensor, group: Group, dim: int | None = None) -> Tensor:
-    """Return the sum of the ranks' parts, whole or this rank's shard of ``dim``; the gradient comes back whole.
-
-    Raises:
-        ShapeError: the ranks do not divide ``dim``. A collective of unequal shards would end the process inside gloo.
-    """
-    return x if group.size == 1 else _leave(x, group, dim)
+    """Return the sum of the ranks' parts, whole or this rank's shard of ``dim``; the gradient comes back whole."""
+    return x if group.size == 1 else _region(x, _summed, _joined, group, dim)
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Join the shards of ``dim`` for what every rank computes alike; each gets back the gradient of its own."""
-    return x if group.size == 1 else _gather(x, group, dim)
+    return x if group.size == 1 else _region(x, all_gather, my_shard, group, dim)
 
 
 def split(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Keep this rank's shard of ``dim`` of what every rank has; the gradient is gathered.
-
-    Raises:
-        ShapeError: the ranks do not divide ``dim``.
-    """
-    return x if group.size == 1 else _split(x, group, dim)
+    """Keep this rank's shard of ``dim`` of what every rank has; the gradient is gathered."""
+    return x if group.size == 1 else _region(x, my_shard, all_gather, group, dim)
 
 
 Lengths = tuple["Sequence[int] | None", "Sequence[int] | None"]
@@ -81,7 +73,36 @@ def exchange(x: Tensor, group: Group, lengths: Lengths = (None, None)) -> Tensor
 
     ``lengths``: how many rows are sent to each rank, and how many come; by default equally many.
     """
-    return x if group.size == 1 else _exchange(x, group, lengths)
+    return x if group.size == 1 else _region(x, all_to_all, _returned, group, lengths)
+
+
+class _Region(torch.autograd.Function):
+    """One function there, another one back, whose own way back is the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any, group: Group, how: Any) -> Tensor:  # noqa: PLR0917  autograd's
+        ctx.there, ctx.back, ctx.group, ctx.how = there, back, group, how
+        result: Tensor = there(x, group, how)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _region(gradient, ctx.back, ctx.there, ctx.group, ctx.how), None, None, None, None
+
+
+_region: Callable[..., Tensor] = _Region.apply  # torch leaves it without types
+
+
+def _joined(x: Tensor, group: Group, dim: int | None) -> Tensor:
+    return x.view_as(x) if dim is None else all_gather(x, group, dim)
+
+
+def _summed(x: Tensor, group: Group, dim: int | None) -> Tensor:
+    return all_reduce(x, group) if dim is None else reduce_scatter(x, group, dim)
+
+
+def _returned(x: Tensor, group: Group, lengths: Lengths) -> Tensor:
+    return all_to_all(x, group, lengths[::-1])
 
 
 # --- without gradients --------------------------------------------------------------------------------------
@@ -89,9 +110,7 @@ def exchange(x: Tensor, group: Group, lengths: Lengths = (None, None)) -> Tensor
 
 def all_reduce(x: Tensor, group: Group, operation: str = "sum") -> Tensor:
     """Return the sum of a tensor over the ranks, or its ``"max"``."""
-    if group.size == 1:
-        return x
-    return wait_tensor(functional_collective("all_reduce", _sent(x), operation, group=group.name))
+    return x if group.size == 1 else functional_collective("all_reduce", _sent(x), operation, group.name)
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -99,27 +118,21 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     if group.size == 1:
         return x
     first = _sent(x.movedim(dim, 0))  # collectives know dim 0 only
-    whole = wait_tensor(functional_collective("all_gather_into_tensor", first, group.size, group=group.name))
-    return _moved(whole, dim)
+    return _moved(functional_collective("all_gather_into_tensor", first, group.size, group.name), dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's shard of ``dim`` of the sum over the ranks."""
-    if group.size == 1:
-        return x
     check_divides(x.shape, dim, group.size)
     first = _sent(x.movedim(dim, 0))
-    shard = functional_collective("reduce_scatter_tensor", first, "sum", group.size, group=group.name)
-    return _moved(wait_tensor(shard), dim)
+    return _moved(functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name), dim)
 
 
 def all_to_all(x: Tensor, group: Group, lengths: Lengths = (None, None)) -> Tensor:
     """Return what :func:`exchange` does."""
     equal = [x.shape[0] // group.size] * group.size
     send, receive = lengths[0] or equal, lengths[1] or equal
-    return wait_tensor(
-        functional_collective("all_to_all_single", _sent(x), [*receive], [*send], group=group.name)
-    )
+    return functional_collective("all_to_all_single", _sent(x), [*receive], [*send], group.name)
 
 
 def my_shard(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -130,12 +143,11 @@ def my_shard(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def check_divides(shape: Sequence[int], dim: int, size: int) -> None:
-    """Raise a ShapeError if a dim of an activation cannot be split into ``size`` equal shards."""
+    """Raise a ShapeError if a dim of an activation cannot be split into ``size`` equal shards: unequal ones end the process in gloo."""
     if shape[dim] % size:
-        longer = -(-shape[dim] // size) * size
         raise ShapeError(
             f"dim {dim} of an activation of shape {tuple(shape)} cannot be split into {size} equal shards (the tp size); "
-            f"pad it to {longer}, or to another multiple of {size}"
+            f"pad it to {-(-shape[dim] // size) * size}, or to another multiple of {size}"
         )
 
 
@@ -146,69 +158,3 @@ def _sent(x: Tensor) -> Tensor:
 def _moved(x: Tensor, dim: int) -> Tensor:
     """Put dim 0 to its place; a copy, because users may not write into the views that autograd functions return."""
     return x if dim == 0 else x.movedim(0, dim).clone(memory_format=torch.contiguous_format)
-
-
-# --- with gradients -----------------------------------------------------------------------------------------
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int | None) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return x.view_as(x) if dim is None else all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _leave(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int | None) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_reduce(x, group) if dim is None else reduce_scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _enter(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _split(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return my_shard(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, lengths: Lengths) -> Tensor:
-        ctx.group, ctx.lengths = group, lengths
-        return all_to_all(x, group, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _exchange(gradient, ctx.group, ctx.lengths[::-1]), None, None
-
-
-# torch leaves ``apply`` without types.
-_enter: Callable[[Tensor, Group, int | None], Tensor] = _Enter.apply
-_leave: Callable[[Tensor, Group, int | None], Tensor] = _Leave.apply
-_gather: Callable[[Tensor, Group, int], Tensor] = _Gather.apply
-_split: Callable[[Tensor, Group, int], Tensor] = _Split.apply
-_exchange: Callable[[Tensor, Group, Lengths], Tensor] = _Exchange.apply

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import concatenate_meshes
-from namedmesh.errors import GradientError, PlanError, ShapeError, ranks_in_words
-from namedmesh.tensor_parallel.collectives import Group, all_gather, all_to_all, enter, exchange, leave
-from namedmesh.tensor_parallel.modules import KeepWhole, LocalForward, LocalParameters
-from namedmesh.tensor_parallel.styles import replace_parameter
+from namedmesh.errors import GradientError, ShapeError, ranks_in_words
+from namedmesh.tensor_parallel.collectives import Group, all_gather, all_to_all, enter, exchange
+from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, Sum
+from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,26 +28,16 @@ if TYPE_CHECKING:
 class ShardedExperts(LocalParameters):
     """Run stacked experts on this rank's shard of every expert, and sum their outputs over the ranks.
 
-    For a module that owns the weights of all its experts as parameters of three dims. Each rank computes a
-    part of every expert's hidden features, and so a part of the sum that is the module's output. The inputs
-    (hidden states, routing weights) are the same on every rank; the gradient of each, of which a rank computes
-    a part, is summed.
+    For a module that owns the weights of all its experts as parameters of three dims. The inputs (hidden states, routing
+    weights) are the same on every rank; the gradient of each, of which a rank computes a part, is summed.
 
     Where gate and up are fused into one weight, the parameter becomes one with a dim for the blocks in front of the fused
     one, ``(experts, 2, features, ...)`` for ``(experts, 2 * features, ...)``, so that a shard has its part of both. The
     values lie as before: ``full_tensor().flatten(1, 2)`` is the weight of the whole model. The forward sees the fused one.
 
     Args:
-        placements: the layout of each sharded parameter, by name.
+        placements: the layout of each parameter, by name; one that every rank had whole would be added by each.
         fused: how many equal blocks the sharded dim of a parameter is made of, by name: 2 for gate and up.
-
-    Raises:
-        PlanError: when applied to a module that does not own a parameter of such a name, or that owns one that is not
-            named: every rank would add it to the sum.
-
-    Example:
-        >>> from torch.distributed.tensor import Shard
-        >>> plan = {"layers.*.mlp.experts": ShardedExperts({"up_proj": Shard(1), "down_proj": Shard(2)})}
     """
 
     def __init__(
@@ -56,41 +46,37 @@ class ShardedExperts(LocalParameters):
         super().__init__(placements)
         self.fused = dict(fused or {})
 
-    def __repr__(self) -> str:
-        return f"ShardedExperts({self.placements}{f', fused={self.fused}' if self.fused else ''})"
-
-    def incompatibilities(self, module: nn.Module) -> list[str]:
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
-        placements = self.parameter_placements(module)
-        return super().incompatibilities(module) + [
+        layout = self.layout(module, tp_size)
+        return super().problems(module, tp_size) + [
             f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on every rank "
             f"and would count once for each; name a layout that shards it"
             for name, _ in module.named_parameters(recurse=False)
-            if isinstance(placements.get(name, Replicate()), Replicate)
+            if isinstance(layout.get(name, Replicate()), Replicate)
         ]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dims: dict[str, int] = {}
-        for name, count in self.fused.items():
-            dims[name] = self.placements[name].dim  # type: ignore[index,union-attr]  # named and sharded, or refused
-            parameter = module.get_parameter(name)
-            replace_parameter(module, name, parameter.detach().unflatten(dims[name], (count, -1)))
-        apart = {name: Shard(each.dim + (name in dims)) for name, each in (self.placements or {}).items()}  # type: ignore[attr-defined]
-        applied = LocalParameters(apart)
-        applied.src_data_rank = self.src_data_rank
-        module = applied._apply(module, device_mesh)  # noqa: SLF001  a style's one method
-        module.forward = FusedForward(module.forward, dims)  # type: ignore[arg-type]
+        layout: dict[str, Any] = self.layout(module, device_mesh.size())
+        dims = {name: layout[name].dim for name in self.fused}
+        for name, dim in dims.items():
+            blocks = module.get_parameter(name).detach().unflatten(dim, (self.fused[name], -1))
+            replace_parameter(module, name, blocks)
+            layout[name] = Shard(dim + 1)
+        shard_parameters(module, device_mesh, layout, self.src_data_rank)
+        module.forward = FusedForward(module, tuple(layout), dims)
         group = Group.of(device_mesh)
         module.register_forward_pre_hook(_EnterAll(group), with_kwargs=True)
-        module.register_forward_hook(_Leave(group))
+        module.register_forward_hook(Sum(group))
         return module
 
 
 class FusedForward(LocalForward):
     """A forward that sees the blocks of fused weights one after the other."""
 
-    def __init__(self, inner: LocalForward, dims: Mapping[str, int]) -> None:
-        self.module, self.original, self.names, self.dims = inner.module, inner.original, inner.names, dims
+    def __init__(self, module: nn.Module, names: tuple[str, ...], dims: Mapping[str, int]) -> None:
+        super().__init__(module, names)
+        self.dims = dims
 
     def plain(self, name: str) -> Tensor:
         """Return this rank's part of every block."""
@@ -98,45 +84,17 @@ class FusedForward(LocalForward):
         return shard if dim is None else shard.flatten(dim, dim + 1)
 
 
-class _Leave:
-    """A hook: an object, so that the module can be pickled."""
+class _EnterAll:
+    """A hook: each rank makes a part of the gradients of all inputs."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return leave(output, self.group)
-
-
-class _EnterAll(_Leave):
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tuple(map(self.entered, args)), {name: self.entered(each) for name, each in kwargs.items()}
 
     def entered(self, value: Any) -> Any:
-        """Return an input of whose gradient each rank makes a part."""
         return enter(value, self.group) if isinstance(value, Tensor) and value.requires_grad else value
-
-
-class IdentityExpert(KeepWhole):
-    """Divide the input of an expert that returns its input by the number of ranks.
-
-    For such an expert inside :class:`ShardedExperts`, whose output is summed: every rank adds the same.
-
-    Example:
-        >>> plan = {"layers.*.mlp.experts.identity": IdentityExpert()}
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(_Divide(device_mesh.size()))
-        return module
-
-
-class _Divide:
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, _module: nn.Module, args: Any) -> Any:
-        return args[0] / self.size, *args[1:]
 
 
 class ExpertParallel(ParallelStyle):
@@ -149,42 +107,24 @@ class ExpertParallel(ParallelStyle):
     back to where the tokens came from; none is dropped or padded.
 
     Every rank along ``ep`` and ``edp`` has **tokens of its own**, or their gradients count several times. Where tp is inside ep,
-    as in a view of ``edp, ep`` over ``dp, tp``, leave each rank its part of the sequence (``SequenceParallel``), or cut the
-    experts over ``etp`` first, with :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in
-    the first forward that trains (with pipelines the second: torch runs the first one on memory as it lies there).
+    leave each rank its part of the sequence (``SequenceParallel``), or cut the experts over ``etp`` first, with
+    :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in the first forward that trains
+    (with pipelines the second: torch runs the first one on memory as it lies there); not in compiled code.
 
     Afterwards ``fully_shard(experts, mesh=mesh["edp"])``. The experts have the tokens of all ranks along ep, but FSDP2 divides
     the sum of their gradients by the ranks along edp only, and everything else by those along dp and cp: the gradients are
     multiplied by ``edp / (dp * cp)``, or the experts would learn faster, and nothing would fail.
 
     ``torch.compile`` follows it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set, which has to be
-    before the first step. In compiled code the tokens are not compared: run one forward without it.
+    before the first step.
 
     Args:
         mesh: the named mesh, with a view that has ``edp`` and ``ep``. Without it the style is good for reports only.
 
     Raises:
         AxisError: the mesh has no axis ``edp``.
-        PlanError: when applied to a module that owns no parameters, or whose parameters do not all have the same
-            number of experts in front.
-        ShapeError: in the forward: the numbers of tokens are not one for each expert, or do not add up.
+        ShapeError: in the forward: the numbers of tokens are not one for each expert.
         GradientError: in the forward, on every rank: ranks send the same tokens, or the style was made without a mesh.
-
-    Example:
-        On 4 ranks each has 2 of the 8 experts:
-
-        >>> import torch
-        >>> from namedmesh.tensor_parallel import ExpertParallel, plan_report
-        >>> class Experts(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.weight = torch.nn.Parameter(torch.ones(8, 4, 4))
-        ...
-        ...     def forward(self, tokens, counts):
-        ...         parts = tokens.split(counts.tolist())
-        ...         return torch.cat([part @ weight for part, weight in zip(parts, self.weight)])
-        >>> plan_report(Experts(), 4, {"": ExpertParallel()}).rows[0].local_shape
-        (2, 4, 4)
     """
 
     takes_distributed = True  # what ShardedExperts cut over etp
@@ -199,33 +139,21 @@ class ExpertParallel(ParallelStyle):
             averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
             self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
             self.copies = [Group.of(mesh.group("edp"))]
-            # torch's pipelines first run their stages on memory as it lies there, to find shapes.
             self.skipped = int("pp" in mesh and mesh.size("pp") > 1)
 
-    def __repr__(self) -> str:
-        return "ExpertParallel()"
-
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return the placements: every parameter of the module's own is sharded along its first dim."""
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
+        """Return how the parameters are laid out."""
         return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
 
-    def incompatibilities(self, module: nn.Module) -> list[str]:
-        """Return a sentence if the parameters are not stacked experts, or travel already."""
-        if isinstance(module.forward, ExpertForward):
-            return ["ExpertParallel finds experts that it was applied to before; apply it once"]
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  for any number
+        """Return a sentence if the parameters are not stacked experts."""
         shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
-        if shapes and len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
+        if len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
             return []
-        reason = (
-            f"ExpertParallel takes a module that owns the weights of all its experts as parameters (experts, ...), but "
-            f"{type(module).__name__} owns {shapes or 'none'}"
-        )
-        return [reason]
+        wanted = "a module that owns the weights of all its experts as parameters (experts, ...)"
+        return [f"ExpertParallel takes {wanted}, but {type(module).__name__} owns {shapes or 'none'}"]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problems = self.incompatibilities(module)
-        if problems:
-            raise PlanError(*problems)
         for name, parameter in list(module.named_parameters(recurse=False)):
             replace_parameter(module, name, _cut(parameter, device_mesh, self.src_data_rank))
         module.forward = ExpertForward(module, Group.of(device_mesh), self)
@@ -239,9 +167,8 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
     mine = parameter.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     both = concatenate_meshes([mesh, parameter.device_mesh])
     placements = (Shard(0), *parameter.placements)
-    return DTensor.from_local(
-        mine, both, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(mine, both, placements, run_check=False, shape=shape, stride=stride)
 
 
 class ExpertForward(LocalForward):
@@ -265,16 +192,8 @@ class ExpertForward(LocalForward):
                 f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "
                 "experts"
             )
-        trains = torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad
-        if trains and self.scale is None and dist.get_world_size() > 1:
-            raise GradientError(
-                "the gradients of the experts have no divisor, and would be too large by as many times as ranks share them; "
-                "give the style the mesh: ExpertParallel(mesh)"
-            )
-        if trains and self.skipped:
-            self.skipped -= 1
-        elif trains and self.compared and not torch.compiler.is_compiling():
-            self.compared = [group for group in self.compared if not _have_their_own(tokens, group)]
+        if torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad:
+            self.check(tokens)
         ranks = self.group.size
         if ranks == 1:
             return super().__call__(tokens, counts)
@@ -288,6 +207,18 @@ class ExpertForward(LocalForward):
         order = expert.argsort(stable=True)
         output = super().__call__(arrived[order], arriving.sum(0))
         return exchange(output[order.argsort()], self.group, (receive, send))
+
+    def check(self, tokens: Tensor) -> None:
+        """Refuse to train experts whose gradients would count several times."""
+        if self.scale is None and dist.get_world_size() > 1:
+            raise GradientError(
+                "the gradients of the experts have no divisor, and would be too large by as many times as ranks share them; "
+                "give the style the mesh: ExpertParallel(mesh)"
+            )
+        if self.skipped:
+            self.skipped -= 1
+        elif self.compared and not torch.compiler.is_compiling():
+            self.compared = [group for group in self.compared if not _have_their_own(tokens, group)]
 
     def plain(self, name: str) -> Tensor:
         """Return this rank's experts of a weight."""
@@ -315,9 +246,7 @@ _ALIKE = 5e-3
 
 
 def _have_their_own(tokens: Tensor, group: Group) -> bool:
-    """Return whether the ranks of a group are known to have different tokens; False where the tokens say nothing.
-
-    They do not where all are alike, or some are no numbers.
+    """Return whether the ranks of a group are known to have different tokens; some that are all alike, or no numbers, say nothing.
 
     Raises:
         GradientError: some have the same.
@@ -330,14 +259,20 @@ def _have_their_own(tokens: Tensor, group: Group) -> bool:
     # Several, because tokens that were normalized have the same size.
     sums = [flat.flatten() @ (rate * place).cos() for rate in (1.0, 0.7, 0.3)]
     row = torch.stack([flat.new_tensor(float(says)), flat.new_tensor(float(len(flat))), flat.norm(), *sums])
-    rows = all_gather(row.unsqueeze(0), group, 0).cpu()
-    for rank, one in enumerate(rows):
-        near = (rows[:, 2:] - one[2:]).abs().amax(1) <= _ALIKE * one[2]
-        alike = (near & (rows[:, 1] == one[1]) & (rows[:, 0] > 0) & (one[0] > 0)).nonzero().flatten().tolist()
-        if len(alike) > 1 and alike[0] == rank:
+    rows = all_gather(row.unsqueeze(0), group, 0).tolist()
+    for one in rows:
+        alike = [rank for rank, other in enumerate(rows) if _same(one, other)]
+        if len(alike) > 1:
             raise GradientError(
                 f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens, whose gradients "
                 f"would count {len(alike)} times; leave each rank its part of the sequence (SequenceParallel), or cut the "
                 f"experts over etp instead: ShardedExperts on mesh['etp']"
             )
-    return bool(rows[:, 0].all())
+    return all(row[0] for row in rows)
+
+
+def _same(one: list[float], other: list[float]) -> bool:
+    """Return whether two digests say the same: that they say something, the length, the size and the sums."""
+    if not (one[0] and other[0]) or one[1] != other[1]:
+        return False
+    return all(abs(a - b) <= _ALIKE * one[2] for a, b in zip(one[2:], other[2:], strict=True))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _REDUCTIONS = ("mean", "sum", "none")
-_ALONE = Group("", 1, 0)
 
 
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh,
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
 ) -> Tensor:
     """Return the cross entropy of logits of which each rank has its part of the vocabulary.
 
@@ -38,31 +36,25 @@ def cross_entropy(
     ``loss_parallel`` needs five to nine times.
 
     Args:
-        logits: ``(..., vocabulary)``, a DTensor sharded along its last dim, as a column style with
-            ``use_local_output=False`` makes; or this rank's part of it as a plain tensor, with ``mesh``.
+        logits: ``(..., part of the vocabulary)``: what an output layer under ``ColwiseParallel()`` makes.
         target: ``(...)``, ids in the whole vocabulary, the same on every rank.
-        mesh: the one-dimensional mesh over which a plain tensor is sharded; without it the tensor is whole.
+        mesh: the one-dimensional mesh over which the vocabulary is sharded.
         ignore_index: a target that does not count.
         reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for a loss for each target.
         label_smoothing: from 0 to 1: what is taken off the target and spread over the whole vocabulary.
-        z_loss: what the square of the logarithm of the softmax's denominator is multiplied by and added.
 
     Returns:
-        The loss, a plain tensor, the same on every rank.
+        The loss, the same on every rank.
 
     Raises:
-        ShapeError: the target has another shape than the logits without their last dim, the logits are sharded
-            otherwise, or an option is out of range.
+        ShapeError: the target has another shape than the logits without their last dim, or an option is out of range.
         IndexError: on a CPU: a target is outside of the vocabulary.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel import cross_entropy
-        >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
-        tensor(1.3863)
     """
-    local, group = _part(logits, mesh)
-    problems = target_problems(logits.shape, target)
+    group, problems = Group.of(mesh), target_problems(logits.shape, target)
+    if isinstance(logits, DTensor):
+        problems.append(
+            f"the logits are a DTensor, laid out as {logits.placements}; pass each rank's to_local()"
+        )
     if reduction not in _REDUCTIONS:
         problems.append(f"reduction is {reduction!r}; it can be one of {_REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
@@ -70,39 +62,21 @@ def cross_entropy(
     if problems:
         raise ShapeError(*problems)
     counts = target != ignore_index
-    refuse_strangers(target.masked_fill(~counts, 0), local.shape[-1] * group.size, "target is out of bounds")
-    rows = Rows(torch.promote_types(local.dtype, torch.float32), label_smoothing, z_loss)
-    losses = rows_cross_entropy(local, target, counts, group, rows)
+    refuse_strangers(target.masked_fill(~counts, 0), logits.shape[-1] * group.size, "target is out of bounds")
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    losses = rows_cross_entropy(logits, target, counts, group, dtype, label_smoothing, False)
     if reduction == "none":
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / counts.sum()
 
 
-def _part(logits: Tensor, mesh: DeviceMesh | None) -> tuple[Tensor, Group]:
-    """Return this rank's part of the logits, and the ranks that have the others."""
-    if not isinstance(logits, DTensor):
-        return logits, _ALONE if mesh is None else Group.of(mesh)
-    if logits.placements == (Replicate(),):
-        return logits.to_local(), _ALONE
-    axis, last = logits.device_mesh, logits.ndim - 1
-    if logits.placements in {(Shard(-1),), (Shard(last),)} and logits.shape[last] % axis.size() == 0:
-        return logits.to_local(), Group.of(axis)
-    raise ShapeError(
-        f"the logits, of shape {tuple(logits.shape)}, are laid out as {logits.placements}; shard their last dim, and "
-        f"nothing else, into equal parts, as ColwiseParallel(use_local_output=False) does"
-    )
-
-
 def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
     """Return a sentence if a target does not have one id for each row of logits."""
     if target.shape == shape[:-1]:
         return []
-    reason = (
-        f"the target has shape {tuple(target.shape)} and the logits {tuple(shape)}; pass one id for each row of "
-        f"logits: shape {tuple(shape[:-1])}"
-    )
-    return [reason]
+    got = f"the target has shape {tuple(target.shape)} and the logits {tuple(shape)}"
+    return [f"{got}; pass one id for each row of logits: shape {tuple(shape[:-1])}"]
 
 
 def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
@@ -121,61 +95,52 @@ def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
         )
 
 
-class Rows(NamedTuple):
-    """How the cross entropy of each row is computed.
-
-    ``dtype``: in which type. ``spread``: what is taken off the target and spread evenly over all entries. ``z_loss``: what
-    the square of the logarithm of the softmax's denominator is multiplied by. ``over_part``: spread over the entries of
-    this rank only, which then has another loss than its group.
-    """
-
-    dtype: torch.dtype
-    spread: float = 0.0
-    z_loss: float = 0.0
-    over_part: bool = False
-
-
 class _CrossEntropy(torch.autograd.Function):
-    """``lse(x) - (1 - s) x[target] - s mean(x) + z lse(x) ** 2`` for each row x, with the spread s."""
+    """``lse(x) - (1 - s) x[target] - s mean(x)`` for each row x, with the spread s, in ``dtype``.
+
+    The mean is over the whole vocabulary, or over this rank's part of it, which then has another loss than its group.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes them by position
-        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor | None, group: Group, rows: Rows
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        counts: Tensor | None,
+        group: Group,
+        dtype: torch.dtype,
+        spread: float,
+        over_part: bool,
     ) -> Tensor:
         part = logits.shape[-1]
         mine = target - group.rank * part
         elsewhere = (mine < 0) | (mine >= part)
         mine = mine.masked_fill(elsewhere, 0)
-        highest = all_reduce(logits.amax(-1).to(rows.dtype), group, "max")
+        highest = all_reduce(logits.amax(-1).to(dtype), group, "max")
         shifted = logits - highest.unsqueeze(-1)  # in the larger of the two types
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        mean = shifted.mean(-1) if rows.spread else torch.zeros_like(of_target)
+        mean = shifted.mean(-1) if spread else torch.zeros_like(of_target)
         sums = [shifted.exp().sum(-1), of_target]
-        if not rows.over_part:
+        if not over_part:
             sums.append(mean / group.size)
         total, of_target, *means = all_reduce(torch.stack(sums), group).unbind()
-        loss = total.log() - (1 - rows.spread) * of_target - rows.spread * (means[0] if means else mean)
-        lse = total.log() + highest
-        if rows.z_loss:
-            loss = loss + rows.z_loss * lse.square()
-        ctx.save_for_backward(logits, lse, elsewhere, mine, counts)
-        ctx.rows, ctx.entries = rows, part if rows.over_part else part * group.size
+        loss = total.log() - (1 - spread) * of_target - spread * (means[0] if means else mean)
+        ctx.save_for_backward(logits, total.log() + highest, elsewhere, mine, counts)
+        ctx.spread, ctx.entries = spread, part if over_part else part * group.size
         return loss if counts is None else loss.masked_fill(~counts, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, elsewhere, mine, counts = ctx.saved_tensors
-        rows: Rows = ctx.rows
         gradient = gradient if counts is None else gradient.masked_fill(~counts, 0)
-        scale = gradient * (1 + 2 * rows.z_loss * lse) if rows.z_loss else gradient
-        result = (logits - lse.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1))
-        on_target = gradient.masked_fill(elsewhere, 0) * (rows.spread - 1)
+        result = (logits - lse.unsqueeze(-1)).exp_().mul_(gradient.unsqueeze(-1))
+        on_target = gradient.masked_fill(elsewhere, 0) * (ctx.spread - 1)
         result.scatter_add_(-1, mine.unsqueeze(-1), on_target.unsqueeze(-1))
-        if rows.spread:
-            result.sub_(gradient.unsqueeze(-1) * (rows.spread / ctx.entries))
-        return result.to(logits.dtype), None, None, None, None
+        if ctx.spread:
+            result.sub_(gradient.unsqueeze(-1) * (ctx.spread / ctx.entries))
+        return result.to(logits.dtype), *[None] * 6
 
 
-rows_cross_entropy: Callable[[Tensor, Tensor, Tensor | None, Group, Rows], Tensor] = _CrossEntropy.apply
-"""The cross entropy of each row of logits, with its target, whether it counts (None: all do), the ranks, and how."""
+rows_cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply
+"""The cross entropy of each row of logits; which of them count may be None: all do."""

@@ -1,21 +1,31 @@
-"""Styles for modules that are no linears: own parameters used as plain tensors, what stays whole, sums of parts."""
+"""Styles for what is no plain linear: own parameters as plain tensors, what stays whole, sums, several layers in one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import local_parameters, replaced_parameters
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel.collectives import Group, enter, leave
-from namedmesh.tensor_parallel.styles import shard_parameters
+from namedmesh.sizes import SharedHeads
+from namedmesh.tensor_parallel.collectives import Group, leave
+from namedmesh.tensor_parallel.styles import (
+    ColumnLinear,
+    ColwiseParallel,
+    column_input,
+    delivered,
+    local,
+    rewire,
+    shard_parameters,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -31,16 +41,6 @@ class LocalParameters(ParallelStyle):
 
     Args:
         placements: the layout of each parameter by name; by default all of the module's own are replicated.
-
-    Raises:
-        PlanError: when applied to a module that does not own a parameter of such a name.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel import LocalParameters, plan_report
-        >>> norm = torch.nn.LayerNorm(8, bias=False, device="meta")
-        >>> plan_report(norm, 2, LocalParameters()).rows[0].placement
-        'Replicate()'
     """
 
     def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
@@ -50,28 +50,25 @@ class LocalParameters(ParallelStyle):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.placements or ''})"
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return the layout of every parameter that this style touches."""
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
+        """Return how the parameters are laid out."""
         if self.placements is not None:
             return dict(self.placements)
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
-    def incompatibilities(self, module: nn.Module) -> list[str]:
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return a sentence for each parameter that the module does not own."""
         own = [name for name, _ in module.named_parameters(recurse=False)]
         return [
             f"{type(self).__name__} names {name!r}, but {type(module).__name__} owns {tuple(own)}"
-            for name in self.placements or ()
+            for name in self.layout(module, tp_size)
             if name not in own
         ]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problems = self.incompatibilities(module)
-        if problems:
-            raise PlanError(*problems)
-        placements = self.parameter_placements(module)
-        shard_parameters(module, device_mesh, placements, self.src_data_rank)
-        module.forward = LocalForward(module, tuple(placements))
+        layout = self.layout(module, device_mesh.size())
+        shard_parameters(module, device_mesh, layout, self.src_data_rank)
+        module.forward = LocalForward(module, tuple(layout))
         return module
 
 
@@ -100,75 +97,135 @@ class LocalForward:
 
 
 class KeepWhole(ParallelStyle):
-    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed.
-
-    Example:
-        >>> plan = {"layers.*.mlp.router": KeepWhole()}
-    """
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
-        """Return nothing: the style touches no parameters."""
-        return {}
+    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
         return module
 
 
-class SumOutput(KeepWhole):
-    """Sum a module's output over the ranks, each of which computed a part of it.
-
-    Example:
-        >>> plan = {"layers.*.mlp.experts": SumOutput()}
-    """
+class SumOutput(ParallelStyle):
+    """Sum a module's output over the ranks, each of which computed a part of it."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(_SumOutput(Group.of(device_mesh)))
+        module.register_forward_hook(Sum(Group.of(device_mesh)))
         return module
 
 
-class _SumOutput:
+class Sum:
     """The hook: an object, so that the module can be pickled."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        """Return the sum of the ranks' outputs."""
         return leave(output, self.group)
 
 
-class SumTailGradient(KeepWhole):
-    """Sum the gradient of the last features of a module's output over the ranks.
+# --- heads, and layers that are several in one --------------------------------------------------------------
 
-    For a projection that every rank computes whole, of which each rank's heads use the tail directly, while
-    the rest passes through a column style, which sums its gradient already (multi-head latent attention).
+
+class KeyValueLinear(ColumnLinear):
+    """A linear for keys or values that every rank has whole, of which it computes the heads of its queries."""
+
+    rows: list[int]
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """Return the features of the heads that this rank's queries attend to."""
+        weight, bias = local(self.weight, self.bias, parts=(True, True))
+        mine = None if bias is None else bias[self.rows]
+        return delivered(self, F.linear(column_input(input, self.wiring), weight[self.rows], mine))
+
+
+class KeyValueParallel(ColwiseParallel):
+    """Give each rank the keys, or the values, of the heads that its queries attend to.
+
+    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for
+    two ranks, six for four), every rank keeps the whole weight, computes the heads that its queries need, and
+    the gradients are summed over the ranks that share a head. The attention then finds one kv head for each
+    group of its queries, and has to take the number of repetitions from the shapes.
 
     Args:
-        width: how many of the last features.
-
-    Example:
-        >>> plan = {"layers.*.self_attn.kv_a_proj_with_mqa": SumTailGradient(64)}
+        query_heads: the number of query heads.
+        kv_heads: the number of key and value heads; by default as many.
+        input_layouts: as for :class:`ColwiseParallel`.
     """
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
+    def __init__(
+        self, query_heads: int, kv_heads: int | None = None, *, input_layouts: Placement | None = None
+    ) -> None:
+        super().__init__(input_layouts=input_layouts)
+        self.query_heads, self.kv_heads = query_heads, kv_heads or query_heads
 
-    def __repr__(self) -> str:
-        return f"SumTailGradient({self.width})"
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
+        """Return how the parameters are laid out: whole where ranks share heads."""
+        columns = super().layout(module, tp_size)
+        return columns if self.kv_heads % tp_size == 0 else dict.fromkeys(columns, Replicate())
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
+        """Return why so many ranks cannot share the heads."""
+        queries, heads, features = self.query_heads, self.kv_heads, getattr(module, "out_features", 1)
+        if features % heads:
+            return [f"{heads} kv heads do not divide out_features {features}"]
+        if heads % tp_size and not SharedHeads(queries, heads, tp_size).possible:
+            counts = f"{queries} query heads and {heads} kv heads"
+            return [f"{counts} cannot be shared by {tp_size} ranks; choose a tp size that divides {queries}"]
+        if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
+            kind = type(module).__name__
+            return [
+                f"KeyValueParallel needs the forward of nn.Linear where ranks share kv heads, not {kind}'s"
+            ]
+        return []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(_SumTail(Group.of(device_mesh), self.width))
+        if self.kv_heads % device_mesh.size() == 0:
+            applied: nn.Module = super()._apply(module, device_mesh)
+            return applied
+        problems = self.problems(module, device_mesh.size())  # torch's parallelize_module asks nobody
+        if problems:
+            raise PlanError(*problems)
+        linear: Any = module
+        self._partition_linear_fn("", linear, device_mesh)
+        rewire(linear, KeyValueLinear, self, device_mesh)
+        heads = SharedHeads(self.query_heads, self.kv_heads, device_mesh.size())
+        width = linear.out_features // self.kv_heads
+        mine = heads.of_rank(device_mesh.get_local_rank())
+        linear.rows = [head * width + row for head in mine for row in range(width)]
         return module
 
 
-class _SumTail(_SumOutput):
-    def __init__(self, group: Group, width: int) -> None:
-        super().__init__(group)
-        self.width = width
+class Joined(nn.ModuleList):
+    """Linears with the same input, their outputs one after the other. Made by :func:`split_linear`."""
 
-    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        rest, tail = output.split([output.shape[-1] - self.width, self.width], dim=-1)
-        return torch.cat([rest, enter(tail, self.group)], dim=-1)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the one linear would, or this rank's part of every one."""
+        return torch.cat([part(x) for part in self], -1)
+
+
+def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
+    """Replace a linear that is several in one (q|k|v, gate|up, one after the other) by those, their outputs joined.
+
+    ``ColwiseParallel`` would cut such a layer rank after rank, through the blocks. Afterwards the parts are modules
+    ``{name}.0``, ``{name}.1`` and so on, for a plan to name; the model's own ``chunk`` or ``split`` of the output finds this
+    rank's part of each block where it takes the sizes from the shapes. Names in the state dict change with them: load a
+    checkpoint of the one linear before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
+
+    Args:
+        model: changed in place.
+        name: the fully qualified name of the linear.
+        sizes: the output features of each part.
+
+    Raises:
+        PlanError: the module is no ``nn.Linear``, or the sizes do not add up to its output features.
+    """
+    fused = model.get_submodule(name)
+    if type(fused) is not nn.Linear or sum(sizes) != fused.out_features:
+        raise PlanError(
+            f"{name} is {fused}; give an nn.Linear and sizes that add up to its out_features, not {list(sizes)}"
+        )
+    bias = fused.bias is not None
+    parts = Joined(nn.Linear(fused.in_features, size, bias, device="meta") for size in sizes)
+    for key, whole in fused.named_parameters():
+        for part, rows in zip(parts, whole.detach().split([*sizes]), strict=True):
+            part.register_parameter(key, nn.Parameter(rows.clone(), requires_grad=whole.requires_grad))
+    model.set_submodule(name, parts.train(fused.training))

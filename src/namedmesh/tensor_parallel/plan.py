@@ -1,23 +1,19 @@
-"""From a plan to the modules it means: strict and pure, with every problem found before anything changes."""
+"""From a plan to the modules it means, strict and pure: every problem is found before anything changes; and what it would do."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeAlias
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -27,24 +23,15 @@ from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.styles import layer_placements
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
-_SHARDING = (ColwiseParallel, RowwiseParallel)
-_PREPARING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
-_SIZE_NAMES = {
-    nn.Linear: ("out_features", "in_features"),
-    nn.Embedding: ("num_embeddings", "embedding_dim"),
-}
-PARALLELIZED = "_namedmesh_style"
-"""The attribute in which ``parallelize`` leaves the name of the style that it gave a module."""
 
-
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One module of the model, by its fully qualified name, and the style that the plan gives it under a key."""
 
     fqn: str
@@ -72,57 +59,41 @@ def resolve(
     Raises:
         PlanError: with every problem there is.
     """
-    given: object = model
-    if not isinstance(given, nn.Module):
-        raise PlanError(f"model is a {type(given).__name__}; give the module whose submodules the plan names")
-    problems, tp_size = mesh_problems(mesh_or_tp_size)
+    tp_size, problems = ranks_of(mesh_or_tp_size)
     if missing not in {"raise", "ignore"}:
         problems.append(f"missing is {missing!r}; it can be 'raise' or 'ignore'")
-    entries, matching_problems = _match(model, plan, missing)
-    problems += matching_problems
+    entries, mismatches = _match(model, plan, missing)
     places: dict[str, list[str]] = defaultdict(list)
-    fitting = []
     for entry in entries:
-        reasons = _incompatibilities(entry)
-        if not reasons:
-            fitting.append(entry)
-            reasons = _size_problems(entry, tp_size)
-        for reason in reasons:
+        for reason in _misfits(entry, tp_size):
             places[reason].append(entry.fqn or "the model")
     if tp_size > 1:
-        for fqn, reason in _unmatched_rows(fitting):
+        for fqn, reason in _unmatched_rows(entries):
             places[reason].append(fqn)
-    problems += [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
+    problems += mismatches + [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
     problems += [
-        f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); "
-        f"choose a tp size that divides it"
+        f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); choose a tp size that divides it"
         for name, value in (must_divide or {}).items()
         if value % tp_size
     ]
-    ties, tie_problems = _find_ties(model, fitting, tp_size)
-    problems += tie_problems
+    ties, broken = _find_ties(model, entries, tp_size)
+    problems += broken
     if problems:
         raise PlanError(*problems)
     return entries, ties
 
 
-def mesh_problems(mesh_or_tp_size: object) -> tuple[list[str], int]:
-    """Return what is wrong with a mesh, or with a number of ranks, and the number to go on checking with."""
-    if isinstance(mesh_or_tp_size, DeviceMesh):
-        mesh = mesh_or_tp_size
-        if mesh.ndim == 1:
-            return [], mesh.size()
-        axes = mesh.mesh_dim_names
-        named = f"axes {axes}" if axes else "unnamed axes"
-        example = "tp" if axes is None or "tp" in axes else axes[-1]
-        problem = (
-            f"a plan is applied along one axis, but the mesh has {mesh.ndim} ({named}); "
-            f"pass one of them, such as mesh[{example!r}]"
-        )
-        return [problem], 1
-    if isinstance(mesh_or_tp_size, int) and not isinstance(mesh_or_tp_size, bool) and mesh_or_tp_size >= 1:
-        return [], mesh_or_tp_size
-    return [f"a plan needs a one-dimensional torch DeviceMesh, not {mesh_or_tp_size!r}; pass mesh['tp']"], 1
+def ranks_of(mesh_or_tp_size: DeviceMesh | int) -> tuple[int, list[str]]:
+    """Return the number of ranks to check with, and what is wrong with the mesh."""
+    if isinstance(mesh_or_tp_size, int):
+        return mesh_or_tp_size, []
+    if mesh_or_tp_size.ndim == 1:
+        return mesh_or_tp_size.size(), []
+    axes = mesh_or_tp_size.mesh_dim_names or ()
+    example = "tp" if "tp" in axes or not axes else axes[-1]
+    return 1, [
+        f"a plan is applied along one axis, but the mesh has {axes}; pass one of them, such as mesh[{example!r}]"
+    ]
 
 
 def _match(model: nn.Module, plan: object, missing: str) -> tuple[list[Entry], list[str]]:
@@ -131,14 +102,14 @@ def _match(model: nn.Module, plan: object, missing: str) -> tuple[list[Entry], l
         plan = {"": plan}
     if not isinstance(plan, Mapping):
         return [], [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
-    names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    entries, problems = [], []
-    owners: dict[int, Entry] = {}
+    names = dict(model.named_modules(remove_duplicate=False))
+    problems = []
+    owners: dict[nn.Module, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, style in plan.items():
         if not isinstance(style, ParallelStyle):
-            hint = "; plan_from_hf reads Hugging Face's names" if isinstance(style, str) else ""
-            problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel(){hint}")
+            problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel()")
+            continue
         matched = [fqn for fqn in names if matches(key, fqn)]
         if not matched and missing == "raise":
             near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
@@ -147,18 +118,14 @@ def _match(model: nn.Module, plan: object, missing: str) -> tuple[list[Entry], l
                 f" (missing='ignore' for a pipeline stage, which has some of them)"
             )
         for fqn in matched:
-            owner = owners.get(id(names[fqn]))
-            if owner is None:
-                owner = owners[id(names[fqn])] = Entry(fqn, names[fqn], style, key)
-                if isinstance(style, ParallelStyle):
-                    entries.append(owner)
-            elif owner.key != key:
+            owner = owners.setdefault(names[fqn], Entry(fqn, names[fqn], style, key))
+            if owner.key != key:
                 clashes[owner.key, key].append(fqn)
     problems += [
         f"{first!r} and {second!r} both match {listing(fqns, 3)}; one module takes one style"
         for (first, second), fqns in clashes.items()
     ]
-    return entries, problems
+    return [*owners.values()], problems
 
 
 def matches(key: str, fqn: str) -> bool:
@@ -169,137 +136,60 @@ def matches(key: str, fqn: str) -> bool:
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
-# --- how parameters are laid out ----------------------------------------------------------------------------
-
-
-def parameter_placements(style: Any, module: nn.Module, tp_size: int) -> dict[str, Placement] | None:
-    """Return how a style lays out each parameter of a module that it fits; None if only the style itself knows.
-
-    A style of somebody else's may answer with a method ``parameter_placements(module)``.
-    """
-    if hasattr(style, "size_placements"):
-        found: dict[str, Placement] = style.size_placements(module, tp_size)
-        return found
-    own: Callable[[nn.Module], dict[str, Placement]] | None = getattr(style, "parameter_placements", None)
-    if own is not None:
-        return own(module)
-    if isinstance(style, _SHARDING):
-        return layer_placements(module, column=isinstance(style, ColwiseParallel))
-    if isinstance(style, SequenceParallel):
-        return {name: Replicate() for name, _ in module.named_parameters()}
-    return {} if isinstance(style, _PREPARING) else None
-
-
-def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Placement | None]]:
-    """Yield the parameters that an entry's style touches, with their placements: None if only the style knows."""
-    placements = parameter_placements(entry.style, entry.module, tp_size)
-    for name, parameter in entry.module.named_parameters():
-        if placements is None or name in placements:
-            yield name, parameter, None if placements is None else placements[name]
-
-
-def placement_name(placement: Placement) -> str:
-    """Return a placement in words that mean the same on every version of torch.
-
-    Example:
-        >>> placement_name(Shard(0)), placement_name(Replicate())
-        ('Shard(0)', 'Replicate()')
-    """
-    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"
+def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+    """Yield the parameters that an entry's style touches, with their placements, as far as they are known of it."""
+    style, module = entry.style, entry.module
+    placements: dict[str, Placement] = {}
+    if hasattr(style, "layout"):
+        placements = style.layout(module, tp_size)
+    elif isinstance(style, ColwiseParallel | RowwiseParallel):
+        placements = layer_placements(module, column=isinstance(style, ColwiseParallel))
+    elif isinstance(style, SequenceParallel):
+        placements = {name: Replicate() for name, _ in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        if name in placements:
+            yield name, parameter, placements[name]
 
 
 # --- what does not fit --------------------------------------------------------------------------------------
 
 
-def _incompatibilities(entry: Entry) -> list[str]:  # noqa: PLR0911  one question after the other
-    """Return why a style cannot be applied to a module whatever the number of ranks: a sentence for each reason.
-
-    A style of somebody else's may answer with a method ``incompatibilities(module)``.
-    """
-    style, module = entry.style, entry.module
-    takes_distributed = getattr(style, "takes_distributed", False)  # another axis' style
-    if PARALLELIZED in vars(module) and not takes_distributed:
-        return ["already parallelized; parallelize a model once"]
-    touched = parameter_placements(style, module, 1)
-    named = [each for each in module.named_parameters() if touched is None or each[0] in touched]
-    hooked = [name for name, parameter in named if has_hooks(parameter)]
-    if hooked:
-        names = " and ".join(hooked)
-        return [f"{names} has a hook, which the DTensor in its place would not have; register it afterwards"]
-    already = [name for name, parameter in named if isinstance(parameter, DTensor)]
-    if already and not takes_distributed:
-        reason = (
-            f"{type(style).__name__} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
-            f"parallelize a model once, and before fully_shard"
-        )
-        return [reason]
-    own: Callable[[nn.Module], list[str]] | None = getattr(style, "incompatibilities", None)
-    if own is not None:
-        return own(module)
-    if isinstance(style, _SHARDING):
-        return _sharding_problems(style, module)
-    nested = next((name for name, _ in module.named_parameters() if "." in name), None)
-    if nested is None or not isinstance(style, SequenceParallel):
-        return []
-    reason = (
-        f"{type(style).__name__} takes a module that owns its parameters itself, such as a norm, but this one has "
-        f"{nested!r}; name the inner modules in the plan"
-    )
-    return [reason]
-
-
-def _sharding_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
-    name, reasons = type(style).__name__, []
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        reason = (
-            f"{name} fits nn.Linear and nn.Embedding, not {type(module).__name__}; use SequenceParallel for "
-            f"a norm, name the linear inside (base_layer of an adapter), or leave this module out of the plan"
-        )
-        return [reason]
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        reasons.append(
-            "nn.MultiheadAttention computes with its weight and does not call it; leave it out of the plan"
-        )
-    own_names = {each for each, _ in module.named_parameters(recurse=False)}
-    reasons += [
-        f"its {computed} is computed from other parameters at every forward; remove the parametrization (torch.nn.utils."
-        "parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), or leave the module out of the plan"
-        for computed in sorted({*layer_placements(module, column=True)} - own_names)
-    ]
-    if isinstance(module, nn.Linear):
+def _misfits(entry: Entry, tp_size: int) -> list[str]:
+    """Return why a style cannot be applied to a module, a sentence each."""
+    style, module, kind = entry.style, entry.module, type(entry.style).__name__
+    if isinstance(style, ColwiseParallel | RowwiseParallel) and not isinstance(
+        module, nn.Linear | nn.Embedding
+    ):
+        got = f"{kind} fits nn.Linear and nn.Embedding, not {type(module).__name__}"
+        return [
+            f"{got}; use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"
+        ]
+    reasons: list[str] = style.problems(module, tp_size) if hasattr(style, "problems") else []
+    if reasons:
         return reasons
-    if module.max_norm is not None:
-        reasons.append(f"{name} cannot keep max_norm={module.max_norm} of an embedding; use max_norm=None")
-    if module.sparse:
-        reasons.append(f"{name} has no sparse gradients for an embedding; use sparse=False")
-    if module.scale_grad_by_freq and isinstance(style, RowwiseParallel):
-        reasons.append(
-            f"{name} cannot scale an embedding's gradients by frequency; use ColwiseParallel, or "
-            f"scale_grad_by_freq=False"
-        )
-    return reasons
-
-
-def _size_problems(entry: Entry, tp_size: int) -> list[str]:
-    """Return what of a module does not divide."""
-    own: Callable[[nn.Module, int], list[str]] | None = getattr(entry.style, "size_problems", None)
-    reasons = [] if own is None else own(entry.module, tp_size)
     for name, parameter, placement in laid_out(entry, tp_size):
-        if not isinstance(placement, Shard) or (name == "bias" and hasattr(entry.module, "out_features")):
+        if isinstance(parameter, DTensor) and not hasattr(style, "takes_distributed"):
+            return [
+                f"already parallelized ({name} is a DTensor); parallelize a model once, and before fully_shard"
+            ]
+        if has_hooks(parameter):
+            reasons.append(
+                f"{name} has a hook, which the DTensor in its place would not have; register it afterwards"
+            )
+        if not isinstance(placement, Shard) or (name == "bias" and hasattr(module, "out_features")):
             continue  # a bias is sharded as the output features are: say it once
-        size, parts = parameter.shape[placement.dim], getattr(entry.style, "fused", {}).get(name, 1)
+        size, parts = parameter.shape[placement.dim], getattr(style, "fused", {}).get(name, 1)
         unit = tp_size * parts
         if size % unit:
-            names = next((each for kind, each in _SIZE_NAMES.items() if isinstance(entry.module, kind)), None)
-            what = f"dim {placement.dim} of {name}" if names is None else names[placement.dim]
             times = f"{parts} times " if parts > 1 else ""
             reasons.append(
-                f"{what} {size} is not divisible by {times}the tp size {tp_size}; pad it to {-(-size // unit) * unit}"
+                f"dim {placement.dim} of {name}, {size}, is not divisible by {times}the tp size {tp_size}; pad it to "
+                f"{-(-size // unit) * unit}"
             )
     return reasons
 
 
-def _unmatched_rows(entries: list[Entry]) -> Iterator[tuple[str, str]]:
+def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     """Yield the row layers whose input no column layer makes, though there are some in their block; and why.
 
     One of those is several layers in one, then. Rank after rank is right for it only where its features lie head by head:
@@ -332,39 +222,101 @@ def _shards_features(entry: Entry, kind: type, side: str) -> bool:
     return isinstance(layout, Shard) and layout.dim in {-1, 2}
 
 
-def _find_ties(model: nn.Module, entries: list[Entry], tp_size: int) -> tuple[list[Holders], list[str]]:
+def _find_ties(model: nn.Module, entries: Sequence[Entry], tp_size: int) -> tuple[list[Holders], list[str]]:
     """Return the ties to restore after a plan is applied, and those that the plan would break."""
-    layouts: dict[tuple[int, str], str] = {}
-    for entry in entries:
-        for name, _, placement in laid_out(entry, tp_size):
-            unknown = f"as {type(entry.style).__name__} decides"
-            layouts[id(entry.module), name] = unknown if placement is None else placement_name(placement)
+    layouts = {
+        (entry.module, name): placement
+        for entry in entries
+        for name, _, placement in laid_out(entry, tp_size)
+    }
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # Of each parameter; one module under two names is no tie: it is sharded once.
+    holders: dict[nn.Parameter, dict[tuple[nn.Module, str], str]] = defaultdict(dict)
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, name = fqn.rpartition(".")
+        holders[parameter].setdefault((modules[owner], name), fqn)
     ties, problems = [], []
-    for names in _shared(model).values():
-        named = [(fqn, layouts.get((id(module), name))) for fqn, module, name in names]
-        distinct = {layout for _, layout in named}
-        if distinct == {None}:
-            continue
-        if len(distinct) == 1:
-            ties.append(names)
-        else:
-            fqns = listing((fqn for fqn, _ in named), 4)
-            how = listing((f"{fqn}: {layout or 'not sharded'}" for fqn, layout in named), 4)
+    for shared in holders.values():
+        found = {layouts.get(place) for place in shared}
+        if len(found) > 1:
+            how = listing((f"{fqn}: {_words(layouts.get(place))}" for place, fqn in shared.items()), 4)
             problems.append(
-                f"{fqns} are one parameter (tied), but the plan lays them out differently ({how}); give them the same "
-                f"layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or untie "
-                f"them first"
+                f"{listing(shared.values(), 4)} are one parameter (tied), but the plan lays them out differently ({how}); give "
+                f"them the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or "
+                f"untie them first"
             )
+        elif len(shared) > 1 and found != {None}:
+            ties.append([(fqn, *place) for place, fqn in shared.items()])
     return ties, problems
 
 
-def _shared(model: nn.Module) -> dict[int, Holders]:
-    """Return the parameters that more than one module holds: every holder, with its fully qualified name."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    holders: dict[int, dict[tuple[int, str], tuple[str, nn.Module, str]]] = defaultdict(dict)
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, name = fqn.rpartition(".")
-        module = modules[owner]
-        # One module under two names is not a tie: it is sharded once.
-        holders[id(parameter)].setdefault((id(module), name), (fqn, module, name))
-    return {key: list(found.values()) for key, found in holders.items() if len(found) > 1}
+# --- the dry run --------------------------------------------------------------------------------------------
+
+
+def plan_report(
+    model: nn.Module,
+    mesh_or_tp_size: DeviceMesh | int,
+    plan: Plan,
+    *,
+    must_divide: Mapping[str, int] | None = None,
+    missing: str = "raise",
+) -> str:
+    """Return a table of what ``parallelize`` would do, without doing it: no communication, and a meta model will do.
+
+    Args:
+        model: the model, not parallelized yet.
+        mesh_or_tp_size: the mesh that ``parallelize`` would get, or just the number of its ranks.
+        plan: the plan.
+        must_divide: as for ``parallelize``.
+        missing: as for ``parallelize``.
+
+    Raises:
+        PlanError: the one that ``parallelize`` would raise.
+    """
+    entries, _ = resolve(model, mesh_or_tp_size, plan, must_divide, missing)
+    tp_size, _ = ranks_of(mesh_or_tp_size)
+    rows = [("module", "style", "parameter", "placement", "global", "local")]
+    held: dict[nn.Parameter, int] = {}
+    for entry in entries:
+        module, style = entry.fqn or "(model)", type(entry.style).__name__
+        touched = [*laid_out(entry, tp_size)]
+        for name, parameter, placement in touched:
+            local = list(parameter.shape)
+            if isinstance(placement, Shard):
+                local[placement.dim] //= tp_size
+            held[parameter] = prod(local)
+            rows.append((module, style, name, _words(placement), _shape(parameter.shape), _shape(local)))
+        if not touched:
+            rows.append((module, style, "", "", "", ""))
+    total = per_rank = 0
+    for fqn, parameter in model.named_parameters():
+        total += parameter.numel()
+        per_rank += held.get(parameter, parameter.numel())
+        if parameter not in held:
+            shape = _shape(parameter.shape)
+            rows.append((fqn, "-", "", "not in the plan", shape, shape))
+    text = f"{per_rank:,} of {total:,} parameters on each of {tp_size} ranks"
+    if tp_size > 1:
+        text += f", {(per_rank * tp_size - total) // (tp_size - 1):,} of them whole"
+    return "\n".join([*_table(rows), text])
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the lines of a table, those of modules that differ in the number of their layer only as one."""
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, *cells in rows:
+        alike[(re.sub(r"\b\d+\b", "*", name), *cells)].append(name)
+    folded = [row if len(names) > 1 else (names[0], *row[1:]) for row, names in alike.items()]
+    widths = [max(map(len, column)) for column in zip(*folded, strict=True)]
+    for row in folded:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def _words(placement: Placement | None) -> str:
+    if placement is None:
+        return "not sharded"
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))

@@ -77,7 +77,7 @@ class ColumnEmbedding(nn.Embedding):
         group, _, output_dim, _ = self.wiring
         ids = whole_ids(input, self.wiring)
         weight, _ = local(self.weight)
-        y = F.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        y = F.embedding(ids, weight, self.padding_idx)
         return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
 
 
@@ -135,11 +135,9 @@ def whole_ids(ids: Tensor, wiring: Wiring) -> Tensor:
 def autocast(x: Tensor) -> Tensor:
     """Return an activation in the type that a linear gives it under autocast, so that no more is sent than that."""
     device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if device == "meta" or x.dtype == torch.float64 or not x.is_floating_point():
         return x
-    return (
-        x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(torch.get_autocast_dtype(device))
-    )
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def delivered(module: Any, y: Tensor) -> Tensor:
@@ -159,14 +157,14 @@ def sharded_dim(layout: Placement) -> int | None:
 def shard_parameters(
     module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], src_data_rank: int | None
 ) -> None:
-    """Replace a module's own parameters with DTensors; frozen ones stay frozen, and keep what users have noted on them."""
+    """Replace a module's own parameters with DTensors."""
     for name, placement in placements.items():
         shard = distribute_tensor(module.get_parameter(name), mesh, [placement], src_data_rank=src_data_rank)
         replace_parameter(module, name, shard)
 
 
 def replace_parameter(module: nn.Module, name: str, shard: Tensor) -> None:
-    """Put a shard in the place of a parameter, with what users have noted on that, such as that it has no weight decay."""
+    """Put a shard in the place of a parameter: frozen as that is, with what users have noted on it, such as no weight decay."""
     old = module.get_parameter(name)
     new = nn.Parameter(shard, requires_grad=old.requires_grad)
     vars(new).update({**vars(old), **vars(new)})
@@ -177,22 +175,33 @@ class _Short:
     """A style with a short way for the layers and layouts that it knows; all others go torch's way."""
 
     kinds: Mapping[type, type]
+    column: bool
 
     def __init__(self, *, heads: int | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
         self.heads = heads
 
-    def size_problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  of any module
-        """Return a sentence if the ranks would get parts of heads."""
-        if not self.heads or self.heads % tp_size == 0:
-            return []
-        return [
-            f"{self.heads} heads are not divisible by the tp size {tp_size}; choose a tp size that divides {self.heads}"
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
+        """Return how the parameters are laid out."""
+        return layer_placements(module, column=self.column)
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
+        """Return what of a module the style cannot keep, a sentence each."""
+        found = [
+            f"{type(self).__name__} cannot keep {option}={vars(module)[option]} of an embedding; leave it out"
+            for option in ("max_norm", "sparse", "scale_grad_by_freq")
+            if vars(module).get(option)
         ]
+        if self.heads and self.heads % tp_size:
+            found.append(
+                f"{self.heads} heads are not divisible by the tp size {tp_size}; choose a tp size that divides {self.heads}"
+            )
+        return found
 
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if not name:  # torch's own would take the modules inside of a subclass for linears, too
-            shard_parameters(module, device_mesh, self.placements(module), self.src_data_rank)
+            layout = self.layout(module, device_mesh.size())
+            shard_parameters(module, device_mesh, layout, self.src_data_rank)
 
     _partition_embedding_fn = _partition_linear_fn
 
@@ -206,17 +215,16 @@ class _Short:
         return self.kind_of(module) is not None and not changed and self.knows(module)
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        kind = self.kind_of(module)
-        if kind is None or not self.takes_short_way(module):
+        if not self.takes_short_way(module):
             applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style
             applied.register_forward_hook(_synchronous)
             return applied
-        shard_parameters(module, device_mesh, self.placements(module), self.src_data_rank)
-        rewire(module, kind, self, device_mesh)
+        self._partition_linear_fn("", module, device_mesh)
+        rewire(module, self.kind_of(module), self, device_mesh)
         return module
 
 
-def rewire(module: Any, kind: type, style: Any, mesh: DeviceMesh) -> None:
+def rewire(module: Any, kind: Any, style: Any, mesh: DeviceMesh) -> None:
     """Give a layer with sharded parameters the forward for them."""
     module.__class__ = kind
     dims = sharded_dim(style.input_layouts[0]), sharded_dim(style.output_layouts[0])
@@ -240,37 +248,20 @@ class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
     own (:func:`namedmesh.training.streams`).
 
     Args:
-        input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
-            gather it first (sequence parallelism).
+        input_layouts: ``Replicate()`` (the default), or ``Shard(dim)`` to gather a plain input first (sequence parallelism).
         output_layouts: ``Shard(-1)`` (the default), ``Replicate()`` to gather the features, or another.
         use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
         heads: of how many heads, or other equal groups, one after the other, the output features are. Each rank then gets
             whole ones, and a layer that is several in one, head by head, is known to be right as it is.
-
-    Raises:
-        PlanError: when applied to another kind of module, or to one that is already parallelized.
-
-    Example:
-        On 2 ranks each gets 4 of the 8 output features, and 4 rows of the weight:
-
-        >>> import torch
-        >>> from namedmesh.tensor_parallel import ColwiseParallel, plan_report
-        >>> with torch.device("meta"):
-        ...     layer = torch.nn.Linear(6, 8)
-        >>> plan_report(layer, 2, {"": ColwiseParallel()}).rows[0].local_shape
-        (4, 6)
     """
 
     kinds = {nn.Linear: ColumnLinear, nn.Embedding: ColumnEmbedding}  # noqa: RUF012  a table
+    column = True
 
     def knows(self, module: nn.Module) -> bool:  # noqa: ARG002  of either kind
         """Return whether the short way is right for the style's layouts."""
         (given,), (made,) = self.input_layouts, self.output_layouts
         return made in {Shard(-1), Replicate()} and isinstance(given, Shard | Replicate)
-
-    def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return how the parameters are laid out."""
-        return layer_placements(module, column=True)
 
 
 class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
@@ -287,33 +278,18 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
         use_local_output: as for :class:`ColwiseParallel`.
 
     Raises:
-        PlanError: when applied to another kind of module, or to one that is already parallelized.
         ShapeError: in the forward, on every rank, when the output cannot be split into equal shards.
-
-    Example:
-        On 2 ranks each gets 3 of the 6 input features, and the whole bias:
-
-        >>> import torch
-        >>> from namedmesh.tensor_parallel import RowwiseParallel, plan_report
-        >>> with torch.device("meta"):
-        ...     layer = torch.nn.Linear(6, 8)
-        >>> [row.local_shape for row in plan_report(layer, 2, {"": RowwiseParallel()}).rows]
-        [(8, 3), (8,)]
     """
 
     kinds = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}  # noqa: RUF012  a table
+    column = False
 
     def knows(self, module: nn.Module) -> bool:
         """Return whether the short way is right for the style's layouts."""
         (given,), (made,) = self.input_layouts, self.output_layouts
-        takes = given in {Replicate(), Shard(-1)} or (
-            isinstance(given, Shard) and isinstance(module, nn.Embedding)
-        )
+        of_ids = isinstance(given, Shard) and isinstance(module, nn.Embedding)
+        takes = of_ids or given in {Replicate(), Shard(-1)}
         return takes and (made == Replicate() or (isinstance(made, Shard) and made.dim >= 0))
-
-    def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return how the parameters are laid out."""
-        return layer_placements(module, column=False)
 
 
 def layer_placements(module: nn.Module, *, column: bool) -> dict[str, Placement]:
@@ -340,8 +316,7 @@ class SharedInput(ParallelStyle):
     Example:
         >>> from torch.distributed.tensor import Shard
         >>> from namedmesh.tensor_parallel import ColwiseParallel, SharedInput
-        >>> plan = {"attention": SharedInput(input_layouts=Shard(1))}
-        >>> plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+        >>> plan = {"attention": SharedInput(input_layouts=Shard(1)), "attention.w[qkv]": ColwiseParallel()}
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
@@ -350,10 +325,6 @@ class SharedInput(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"SharedInput(input_layouts={self.input_layouts!r})"
-
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
-        """Return nothing: the style touches no parameters."""
-        return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(_Share(self.input_layouts, device_mesh), with_kwargs=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from namedmesh._torch import all_reduced
+from namedmesh._torch import functional_collective
 from namedmesh.errors import TrainingError
 from namedmesh.tensor_parallel import reduce_gradients
 
@@ -70,12 +70,14 @@ def clip_grad_norm_(
     operation = "max" if math.isinf(norm_type) else "sum"
     for group in dict.fromkeys(group for groups in powers for group in groups):
         over = [groups for groups in powers if group in groups]
-        together = all_reduced(torch.stack([powers[groups] for groups in over]), operation, group)
+        together = functional_collective(
+            "all_reduce", torch.stack([powers[groups] for groups in over]), operation, group.group_name
+        )
         powers.update(zip(over, together, strict=True))
     here = torch.stack([*powers.values(), torch.zeros(2, dtype=torch.float64, device=mesh.device)])
     power = here.amax(0) if math.isinf(norm_type) else here.sum(0)
     if "pp" in mesh.layout:
-        power = all_reduced(power, operation, mesh.group("pp"))
+        power = functional_collective("all_reduce", power, operation, mesh.group("pp").group_name)
     largest = power[0].masked_fill(power[1] > 0, math.nan)
     total = largest if math.isinf(norm_type) else power[0] ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
