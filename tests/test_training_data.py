@@ -66,7 +66,7 @@ def test_fsdp_needs_an_axis_to_shard_over() -> None:
         for sizes in refused:
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
             assert error_of(partial(training.fsdp_mesh, mesh)) == (
-                f"AxisError: {mesh.layout} has no axis to shard parameters over; make it with dp, dp_shard or cp, if only of size 1"
+                f"AxisError: {mesh.layout} has no axis to shard parameters over; add dp, dp_shard or cp, if of size 1"
             )
             mesh.close()
         mesh = namedmesh.init_mesh(dp_replicate=8, dp_shard=1, device="cpu")

@@ -90,10 +90,8 @@ def _conflicts(one: Mapping[int, object], several: Mapping[int, object], what: s
     found: dict[object, dict[object, list[int]]] = {}
     for rank, each in one.items():
         found.setdefault(each, {}).setdefault(several[rank], []).append(rank)
-    groups = [
-        [f"ranks {listing(ranks)}" for ranks in each.values()] for each in found.values() if len(each) > 1
-    ]
-    return [f"{' and '.join(each)} loaded {what}" for each in groups]
+    groups = [[f"ranks {listing(ranks)}" for ranks in each.values()] for each in found.values()]
+    return [f"{' and '.join(each)} loaded {what}" for each in groups if len(each) > 1]
 
 
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
@@ -106,7 +104,7 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
     shard = [axis for axis in mesh.layout if axis in {"dp", "dp_shard", "cp"}]
     if not shard:
         raise AxisError(
-            f"{mesh.layout} has no axis to shard parameters over; make it with dp, dp_shard or cp, if only of size 1"
+            f"{mesh.layout} has no axis to shard parameters over; add dp, dp_shard or cp, if of size 1"
         )
     sharded = mesh.flatten(*([axis for axis in shard if mesh.size(axis) > 1] or shard[:1]))
     if "dp_replicate" not in mesh.layout or mesh.size("dp_replicate") == 1:

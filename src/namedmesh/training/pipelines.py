@@ -110,9 +110,8 @@ def pipeline(
         whole: the names of keyword arguments that every micro-batch gets as they are; other tensors have the rows of the batch.
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    for module in modules:
-        module.register_forward_pre_hook(_unpacked, with_kwargs=True)
-    return Pipeline(modules, mesh, schedule, (microbatches, loss, reduction, whole))
+    how: dict[str, Any] = {"microbatches": microbatches, "loss": loss, "reduction": reduction, "whole": whole}
+    return Pipeline(modules, mesh, schedule, **how)
 
 
 class Pipeline:
@@ -123,11 +122,15 @@ class Pipeline:
         modules: list[nn.Module],
         mesh: NamedMesh,
         schedule: str,
-        how: tuple[int, Loss, str, Sequence[str]],
+        *,
+        microbatches: int,
+        loss: Loss,
+        reduction: str,
+        whole: Sequence[str],
     ) -> None:
         self._modules, self._mesh, self._kind = modules, mesh, _schedule_class(schedule)
         self._indices = stage_indices(mesh, schedule, len(modules))
-        self._microbatches, self._loss, self._reduction, self._whole = how
+        self._microbatches, self._loss, self._reduction, self._whole = microbatches, loss, reduction, whole
         self._built: dict[str, tuple[object, int, Any]] = {}  # by what runs: shape, rows, schedule
         self._target: Any = None
         self._count = 0
@@ -137,11 +140,12 @@ class Pipeline:
         for each in self._sharded if several else ():
             frees = frees_after_forward(each)
             if frees and self._kind.__name__ in _SPLIT:
-                raise TrainingError(
-                    f"{schedule} needs weights that reshard_after_forward=True frees; pass False"
-                )
+                wrong = f"{schedule} needs weights that reshard_after_forward=True frees"
+                raise TrainingError(f"{wrong}; pass False")
             if frees is None:
                 each.set_reshard_after_forward(False, recurse=False)
+        for module in modules:
+            module.register_forward_pre_hook(_unpacked, with_kwargs=True)
 
     def step(self, *args: Tensor, target: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward over a batch, of any size, which every rank of ``pp`` is given.
