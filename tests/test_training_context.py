@@ -151,7 +151,7 @@ def test_parts_of_a_sequence_and_what_is_refused(rank: int, parts: list[Any]) ->
         )
         told = list(map(problems_of, calls))
         mesh.close()
-    lengths = "the lengths along dim 1 are {}; give tensors of one length, a multiple of 4, two chunks for each of 2 ranks"
+    lengths = "lengths along dim 1: {}; give one length, a multiple of 4"
     assert told == [
         [lengths.format([6])],
         [lengths.format([4, 8])],

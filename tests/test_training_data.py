@@ -13,10 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import error_of, problems_of
-from ranks import TORCH, fake_world, live_groups, run_ranks
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from ranks import fake_world, run_ranks
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
@@ -68,8 +66,7 @@ def test_fsdp_needs_an_axis_to_shard_over() -> None:
         for sizes in refused:
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
             assert error_of(partial(training.fsdp_mesh, mesh)) == (
-                f"AxisError: {mesh.layout} has no axis to shard parameters over; make it with one of ('dp', 'dp_shard', 'cp'), if "
-                "only of size 1, as in init_mesh(dp_shard=1, ...)"
+                f"AxisError: {mesh.layout} has no axis to shard parameters over; add dp, dp_shard or cp, if of size 1"
             )
             mesh.close()
         mesh = namedmesh.init_mesh(dp_replicate=8, dp_shard=1, device="cpu")
@@ -104,15 +101,9 @@ def compare_batches() -> list[str]:
     check({"array": long})
     check(Sample(torch.arange(3) + mesh.rank("dp"), {"a": {rank // 7}}))
     check(batch(5))
-    check(mine | {"names": Unreadable()} if rank == 7 else mine)
     training.check_same_batch(batch(5), mesh, distinct=False)
     mesh.close()
     return told
-
-
-class Unreadable:
-    def __repr__(self) -> str:
-        raise ValueError("closed")
 
 
 @dataclass
@@ -123,18 +114,14 @@ class Sample:
 
 def test_ranks_with_other_samples_are_named() -> None:
     by_rank = run_ranks(8, compare_batches)
-    tail = (
-        "loaded different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed, and "
-        "call this before the sequence is sharded"
-    )
+    tail = "loaded different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed"
     seven = f"AgreementError: ranks 2, 3, 6 and ranks 7 {tail}"
     both = f"AgreementError: 2 problems:\n  - ranks 0, 4, 5 and ranks 1 {tail}\n  - ranks 2 and ranks 3, 6, 7 {tail}"
     alike = (
         "AgreementError: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7 loaded the same samples, and must load different ones; give their "
-        "samplers sampler_kwargs(mesh), or pass distinct=False where this is meant"
+        "samplers sampler_kwargs(mesh)"
     )
-    unread = "AgreementError: ranks 7 cannot read their batch; see the cause there"
-    expected = ["", "", "", both, *[seven] * 5, alike, unread]
+    expected = ["", "", "", both, *[seven] * 5, alike]
     assert all(told == expected for told in by_rank), by_rank[0]
 
 
@@ -163,50 +150,3 @@ def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
             mesh.close()
     assert told[0] != told[2]
     assert told[0][0] != told[0][1]
-
-
-class Scale(nn.Module):
-    """One weight for each feature; as a DTensor it is this rank's features, each rank with tokens of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(1.0, 9, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=[Partial(), Partial(), Shard(0)])
-        return x * weight
-
-
-def shard_over_the_whole_mesh() -> tuple[float, int]:
-    from torch.distributed.fsdp import DataParallelMeshDims
-
-    mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2)
-    training.fsdp_mesh(mesh)
-    net, root = Scale(), mesh.device_mesh
-    everywhere = [Replicate(), Replicate(), Shard(0)]
-    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), root, everywhere))
-    groups = live_groups()
-    fully_shard(net, mesh=root, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
-    groups = live_groups() - groups
-    x = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mine = x
-    for dim, axis in enumerate(mesh.layout):
-        mine = mine.chunk(2, dim)[mesh.rank(axis)]
-    tokens = training.count_tokens(mine.shape[0] * mine.shape[1], mesh)
-    training.token_mean(net(mine).square().sum(), tokens, mesh).backward()
-    alone = Scale()
-    (alone(x).square().sum() / 24).backward()
-    assert isinstance(net.weight.grad, DTensor)
-    assert alone.weight.grad is not None
-    difference = (net.weight.grad.full_tensor() - alone.weight.grad).abs().max().item()
-    mesh.close()
-    return difference, groups
-
-
-@pytest.mark.skipif(TORCH.release < (2, 13), reason="torch 2.12 has no DataParallelMeshDims")
-def test_torchs_own_way_for_parameters_over_the_whole_mesh_uses_the_same_group() -> None:
-    for difference, groups in run_ranks(8, shard_over_the_whole_mesh):
-        assert difference < 1e-9
-        assert groups == 0

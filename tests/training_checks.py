@@ -7,7 +7,6 @@ import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import tiny
 import torch
 import torch.distributed as dist
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-# Plain torch does so too: the first exchange of a pipeline's stages has two sizes at its two ends.
-NO_PIPELINES = TORCH.release[:2] == (2, 9)
-PIPELINES = pytest.mark.skipif(NO_PIPELINES, reason="torch 2.9's pipelines end the process on gloo")
 WIDTH, HEADS, KV_HEADS, INNER, LAYERS, VOCABULARY = 32, 8, 4, 20, 4, 24
 ROWS, LENGTH = 8, 8
 IGNORED = -100

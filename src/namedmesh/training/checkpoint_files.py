@@ -27,12 +27,13 @@ from namedmesh.training.checkpoint_ranks import DamagedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 ABOUT = "namedmesh.pt"  # names the directory of tensors beside it; put in its place last, and at once
 _APPEARS_WITHIN = 10.0  # some network file systems show a directory on other hosts after a while only
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's, into a new directory in ``target``, which the file ``namedmesh.pt`` names once all ranks have written."""
+    """DCP's, into a new directory in ``target``, which ``namedmesh.pt`` names once all ranks have written."""
 
     def __init__(self, target: Path, about: dict[str, Any], finished: Callable[[], None]) -> None:
         super().__init__(target)
@@ -51,9 +52,7 @@ class Writer(dcp.FileSystemWriter):
         """Make the directory, on the first rank, and tell all others its name."""
         clear(self.target)
         if self.target.exists() and not is_whole(self.target) and any(self.target.iterdir()):
-            raise CheckpointError(
-                f"{self.target} exists and is no checkpoint of namedmesh.training; give the checkpoint a path of its own"
-            )
+            raise CheckpointError(f"{self.target} exists and is no checkpoint of ours; give another path")
         self.about["data"] = f"data-{secrets.token_hex(8)}"
         (self.target / self.about["data"]).mkdir(parents=True)
         self.made = True
@@ -65,10 +64,7 @@ class Writer(dcp.FileSystemWriter):
         deadline = time.monotonic() + _APPEARS_WITHIN
         while not data.is_dir():
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{self.target} is another directory than on rank 0; give a path on a file system that all hosts share, such as "
-                    "NFS or Lustre"
-                )
+                raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
             time.sleep(0.1)
         return super().write_data(plan, planner)
 
@@ -84,28 +80,35 @@ class Writer(dcp.FileSystemWriter):
             torch.save(self.about, file)
             file.flush()
             os.fsync(file.fileno())
-        _sync(data, self.target)
+        _sync(data)
         (data / ABOUT).replace(self.target / ABOUT)
-        _sync(self.target, self.target.parent)
+        _sync(self.target)
+        _sync(self.target.parent)
         clear(self.target)
         self._finished()
+
+
+def _sync(directory: Path) -> None:
+    """Let the names in a directory outlive a power failure: an older checkpoint may be removed next."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class _Metadata(pickle.Unpickler):
     """Reads DCP's file about its tensors, which is pickled, and calls nothing that is not needed for that."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("pathlib", "PosixPath"),
+        known = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+        known |= {
             ("pathlib._local", "PosixPath"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         }
-        own = module == dcp_metadata.__name__
-        own = own and getattr(getattr(dcp_metadata, name, None), "__module__", "") == module
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if own or dtype or (module, name) in known:
+        value = getattr({"torch": torch, dcp_metadata.__name__: dcp_metadata}.get(module), name, None)
+        of_dcp = getattr(value, "__module__", "") == dcp_metadata.__name__
+        if of_dcp or isinstance(value, torch.dtype) or (module, name) in known:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a part of a checkpoint")
 
@@ -157,9 +160,7 @@ def check_metadata(path: Path, about: dict[str, Any]) -> None:
 
 
 def _damaged(name: str, path: Path) -> DamagedError:
-    return DamagedError(
-        f"{name} in the checkpoint {path} is missing, or not as it was written; load an older checkpoint"
-    )
+    return DamagedError(f"{name} in the checkpoint {path} is not as it was written; load an older checkpoint")
 
 
 def _checked(contents: bytes) -> io.BytesIO:
@@ -183,7 +184,7 @@ def clear(path: Path) -> None:
     """Remove the directories of tensors of interrupted saves, and one that is empty then; of what is damaged nothing is removed."""
     try:
         kept = read_about(path)["data"] if is_whole(path) else None
-    except CheckpointError:
+    except DamagedError:
         return
     for each in path.glob("data-" + 16 * "[0-9a-f]"):
         if each.name != kept:
@@ -192,42 +193,27 @@ def clear(path: Path) -> None:
         path.rmdir()
 
 
-def _sync(*directories: Path) -> None:
-    """Let the names in directories outlive a power failure."""
-    for each in directories:
-        with suppress(OSError):  # not every file system can
-            descriptor = os.open(each, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
 def read_about(path: Path) -> dict[str, Any]:
     """Return what a checkpoint says about itself."""
     if not is_whole(path):
-        raise CheckpointError(
-            f"there is no finished checkpoint at {path}; name the path that it was saved to"
-        )
+        raise CheckpointError(f"there is no finished checkpoint at {path}; name one that was saved")
     try:
         about: dict[str, Any] = torch.load(_checked((path / ABOUT).read_bytes()), weights_only=True)
     except Exception as error:
-        raise DamagedError(
-            f"{path / ABOUT} is damaged, not readable, or of another version; load an older checkpoint"
-        ) from error
+        raise _damaged(ABOUT, path) from error
     return about
 
 
 def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
-    found: list[tuple[Path, dict[str, Any]]] = []
+    found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
         if is_whole(path) and path.suffix != ".removed":
             try:
-                found.append((path, read_about(path)))
-            except CheckpointError as error:
-                found.append((path, {"order": float("inf"), "error": error}))
-    return sorted(found, key=lambda each: each[1]["order"])
+                found[path] = read_about(path)
+            except DamagedError as error:
+                found[path] = {"order": float("inf"), "error": error}
+    return sorted(found.items(), key=lambda each: each[1]["order"])
 
 
 def remove(path: Path) -> None:

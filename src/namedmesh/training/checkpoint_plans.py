@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from namedmesh.training.checkpoint_state import State
 
 
+_ABSENT = {  # what is said of an entry that a checkpoint does not have, by its kind
+    "model": "not in {}",
+    "optimizer": "kept by the optimizer for the part of a rank, which no rank has now; load {} in its own layout, or without the optimizer",
+    "data": "no place in the data for this rank in {}; load it without data=, and skip the samples that were seen",
+}
+
+
 class SavePlanner(dcp.DefaultSavePlanner):
     """DCP's, with a comparison of what several ranks have under one name.
 
@@ -42,14 +49,9 @@ class SavePlanner(dcp.DefaultSavePlanner):
         if isinstance(state, Exception):
             raise in_words(state)
         plan = super().create_local_plan()
-        told = {
-            "extra": state.extra,
-            "digest": digest(state.extra),
-            "options": state.options,
-            "aliases": (state.aliases, state.ties),
-            "marks": [_mark(state, item.index.fqn) for item in plan.items],
-        }
-        return replace(plan, planner_data=told)
+        marks = [_mark(state, item.index.fqn) for item in plan.items]
+        told = {"extra": state.extra, "digest": digest(state.extra), "options": state.options}
+        return replace(plan, planner_data=told | {"aliases": (state.aliases, state.ties), "marks": marks})
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         """Compare, on the first rank, and let each rank save what only it has."""
@@ -68,12 +70,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
         own = [_own(plan, rank, copies, aliases) for rank, plan in enumerate(all_plans)]
         plans, metadata = super().create_global_plan(own)
         options = {name: each for one in told for name, each in one["options"].items()}
-        self._writer.about |= {
-            "extra": told[0]["extra"],
-            "options": options,
-            "aliases": aliases,
-            "copies": copies,
-        }
+        self._writer.about |= {"extra": told[0]["extra"], "options": options}
+        self._writer.about |= {"aliases": aliases, "copies": copies}
         return plans, metadata
 
     def lookup_object(self, index: Any) -> Any:
@@ -82,17 +80,14 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 def _mark(state: State, name: str) -> tuple[Any, ...]:
-    """Return what ranks compare of a value: shape and type of the whole, whether they have to agree, and a hash or two numbers."""
+    """Return what ranks compare of a value: whether they have to agree, and two numbers or a hash."""
     value = state.values[name]
-    if not isinstance(value, Tensor):
-        return None, False, digest(value)
-    whole = tuple(value.shape), value.dtype
     parameter = state.values.get(f"model.{owner(name)}") if name.startswith("optimizer.") else None
-    if parameter is not None and parameter.shape == value.shape:
-        return whole, True, []  # as the parameters are
+    if isinstance(value, Tensor) and parameter is not None and parameter.shape == value.shape:
+        return True, []  # as the parameters are
     if isinstance(value, DTensor) or name in state.parameters:
-        return whole, True, numbers_of(value)
-    return whole, False, digest(value)
+        return True, numbers_of(value)
+    return False, digest(value)
 
 
 def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[str, tuple[str, str]]]]) -> dict[str, str]:
@@ -114,24 +109,19 @@ def _compared(
 ) -> tuple[dict[str, dict[int, int]], list[str]]:
     """Return of what each rank has its own, and what contradicts itself."""
     held: dict[Any, list[tuple[int, Any]]] = {}
-    shapes: dict[str, Any] = {}
     wrong: dict[str, dict[str, None]] = {}
     for rank, plan in enumerate(plans):
         for item, mark in zip(plan.items, plan.planner_data["marks"], strict=True):
             name = of_owner(item.index.fqn, aliases)
             held.setdefault(replace(item.index, fqn=name), []).append((rank, mark))
-            first = shapes.setdefault(name, (rank, mark[0]))
-            if mark[1] and first[1] != mark[0]:
-                how = f"shape {first[1][0]} on rank {first[0]} and {mark[0][0]} on rank {rank}"
-                wrong.setdefault(how, {})[name] = None
     copies: dict[str, dict[int, int]] = {}
     for index, marks in held.items():
         first, mark = marks[0]
         differ = [rank for rank, each in marks if not _same(each, mark)]
-        if differ and mark[1]:
+        if differ and mark[0]:
             wrong.setdefault(f"other values on rank {differ[0]} than on rank {first}", {})[index.fqn] = None
         elif differ:
-            copies[index.fqn] = {rank: each[2] for rank, each in marks}
+            copies[index.fqn] = {rank: each[1] for rank, each in marks}
     tail = (
         "and a checkpoint holds one tensor of a name; replicas have to be equal, a layer has its number in the whole model in its "
         "name (training.stage_layers), and plain shards are marked with tensor_model_parallel and partition_dim"
@@ -141,7 +131,7 @@ def _compared(
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return alike(one[2], other[2]) if one[1] and other[1] else one == other
+    return alike(one[1], other[1]) if one[0] and other[0] else one == other
 
 
 def _own(
@@ -199,46 +189,29 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Return the name of an entry in the checkpoint, of which there may be a copy for each rank that had one."""
         if name not in self._saved and name not in self._about["copies"]:
             name = of_owner(name, self._aliases)
-        if name in self._about["copies"]:
-            return self._copy(name)
-        if name in self._saved:
-            return name
-        if name.startswith("model.") and not (self._pretrained and name.endswith("_extra_state")):
-            self._note(name, f"not in {self._where}")
-        elif name.startswith("data."):
-            self._note(
-                name,
-                f"a place in the data, which {self._where} has not; load it without data=, and skip the samples that were seen",
-            )
+        source = self._copy(name) if name in self._about["copies"] else name
+        if source in self._saved:
+            return source
+        kind = name.partition(".")[0]
+        if kind in _ABSENT and not (self._pretrained and name.endswith("_extra_state")):
+            self._note(name, _ABSENT[kind].format(self._where))
         return None
 
     def _note(self, name: str, wrong: str) -> None:
         self._wrong.setdefault(wrong, []).append(shown(name))
 
-    def _copy(self, name: str) -> str | None:
+    def _copy(self, name: str) -> str:
         """Return the copy of the ranks that this one stands for: with its coordinates on the axes that have the same size now."""
         by_rank: dict[int, int] = self._about["copies"][name]
-        stood_for, before, mesh = set(by_rank), layout_of(self._about), self.state.mesh
-        if mesh is not None and before is not None:
-            now = dict(mesh.layout.items())
+        stood_for, mesh = set(by_rank), self.state.mesh
+        if mesh is not None and self._about["layout"] is not None:
+            sizes, offset = self._about["layout"]
+            before, now = Layout(rank_offset=offset, **sizes), dict(mesh.layout.items())
             same = {axis: mesh.coords[axis] for axis, size in before.items() if now.get(axis) == size}
-            stood_for &= {rank - before.rank_offset for rank in before.where(**same)}
+            stood_for &= {rank - offset for rank in before.where(**same)}
         copies = list(dict.fromkeys(by_rank[rank] for rank in sorted(stood_for)))
-        if len(copies) == 1 or (name.startswith("model.") and copies):
-            return f"copy.{copies[0]:x}.{name}"
-        if name.startswith("optimizer."):
-            self._note(
-                name,
-                "what the optimizer keeps for the part that a rank had, and no rank has this part now; load it on the layout that it "
-                "was saved from, or without the optimizer",
-            )
-        elif name.startswith("data."):
-            self._note(
-                name,
-                f"the place in the data, of which {self._where} has another one for each rank that this one stands for; load it "
-                "without data=, and skip the samples that were seen",
-            )
-        return None
+        known = len(copies) == 1 or (name.startswith("model.") and copies)
+        return f"copy.{copies[0]:x}.{name}" if known else ""
 
     def _room(self, name: str, saved: Any) -> Any:
         """Return new memory for an entry, of the same shard as the parameter's; or say what does not fit."""
@@ -253,11 +226,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             if not fits:
                 self._note(name, f"of shape {tuple(here.shape)} here, and {shape} in {self._where}")
             elif here.dtype != dtype and not self._cast:
-                self._note(
-                    name,
-                    f"{here.dtype} here, and {dtype} in {self._where}; make the model in that type, or pass cast=True to load(), "
-                    "which rounds",
-                )
+                how = "make the model so, or pass cast=True, which rounds"
+                self._note(name, f"{here.dtype} here, and {dtype} in {self._where}; {how}")
         return torch.empty_like(here, dtype=dtype).detach() if fits else torch.empty(shape, dtype=dtype)
 
     def _of_optimizers(self) -> list[str]:
@@ -273,16 +243,11 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             if before is None:
                 self._note(f"model.{name}", f"not optimized in {self._where}; load it without the optimizer")
             elif kinds[0] not in before[0] and before[0][0] not in kinds:
-                self._note(
-                    f"model.{name}",
-                    f"optimized by {before[0][0]} in {self._where}, and by {kinds[0]} here; make the one that was saved, or load "
-                    "without the optimizer",
-                )
+                how = f"optimized by {before[0][0]} in {self._where}, and by {kinds[0]} here"
+                self._note(f"model.{name}", f"{how}; make that one, or load without the optimizer")
             elif groups.setdefault(group, before[1]) != before[1]:
-                self._note(
-                    f"model.{name}",
-                    f"in a group of the optimizer with others, that had other options in {self._where}; group them as they were",
-                )
+                how = f"in a group of the optimizer with others, that had other options in {self._where}"
+                self._note(f"model.{name}", f"{how}; group them as they were")
             source = name if name in keys else self._aliases.get(name, name)
             found += [f"optimizer.{name}:{key}" for key in keys.get(source, ())]
         return found
@@ -356,8 +321,3 @@ def refuse_untied(by_rank: Iterable[tuple[object, str, list[float]]], where: Pat
             )
     if problems:
         raise CheckpointError(*dict.fromkeys(problems))
-
-
-def layout_of(about: dict[str, Any]) -> Layout | None:
-    """Return the layout that a checkpoint was saved from; None for that of one process."""
-    return Layout(rank_offset=about["layout"][1], **about["layout"][0]) if about["layout"] else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -13,13 +15,11 @@ from namedmesh._torch import dcp_ranks, default_timeout
 from namedmesh.errors import CheckpointError, NamedMeshError, ranks_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
     from pathlib import Path
 
     from namedmesh.mesh import NamedMesh
-
-T = TypeVar("T")
 
 
 class DamagedError(CheckpointError):
@@ -61,27 +61,40 @@ class Ranks:
         if saving is not None:
             saving.result()
 
-    def from_first(self, function: Callable[[], T]) -> T:
+    def from_first(self, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
-        result: T = self._together(self._dcp.broadcast, function)
-        return result
+        return self._together(self._dcp.broadcast, function)
 
-    def from_all(self, function: Callable[[], T]) -> list[T]:
+    def from_all(self, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
-        results: list[T] = self._together(self._dcp.all_gather, function)
-        return results
+        return self._together(self._dcp.all_gather, function)
 
-    def _together(self, collective: Any, function: Callable[[], T]) -> Any:
-        def call() -> T:
+    def _together(self, collective: Any, function: Callable[[], Any]) -> Any:
+        def call() -> Any:
             try:
                 return function()
             except Exception as error:
                 raise in_words(error) from error
 
-        try:
+        with self.told(""):
             return collective("checkpoint", call)
-        except dcp.api.CheckpointException as error:
-            raise error_of_dcp(error, "", self.rank) from None
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Raise what DCP raises in the block as an error of ours, and leave out what it says of one process alone."""
+        try:
+            with quiet():
+                yield
+        except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
+            raise error_of_dcp(error, what, self.rank) from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out what DCP says where one process saves or loads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:
@@ -93,12 +106,10 @@ def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:
     return [each if 0 in ranks else f"{ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items()]
 
 
-def in_words(error: Exception) -> CheckpointError:
+def in_words(error: Exception) -> NamedMeshError:
     """Return an error that can be sent to another rank."""
-    if isinstance(error, CheckpointError):
-        return error
     if isinstance(error, NamedMeshError):
-        return CheckpointError(*error.problems)
+        return error
     return CheckpointError(f"{type(error).__name__}: {error}".partition("\n")[0])
 
 

@@ -27,16 +27,7 @@ Options = dict[str, tuple[list[str], dict[str, Any], int]]
 
 
 class State:
-    """A model, its optimizers, the random generators and the place in the data of this rank.
-
-    Attributes:
-        values: tensors (shards as DTensors), and copies of what is none.
-        parameters: the names of the model's parameters: replicas of them have to be equal.
-        aliases: further names of parameters, which have no values, and whose they are.
-        ties: parameters that :func:`namedmesh.training.tie_stages` has tied: which tie, and which end of it.
-        options: those of the optimizers.
-        extra: values of the caller.
-    """
+    """A model, its optimizers, the random generators and the place in the data of this rank."""
 
     def __init__(
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
@@ -49,11 +40,15 @@ class State:
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
         loaders: Any = data if isinstance(data, list | tuple) else [data]
         self.loaders = [each for each in loaders if each is not None]
-        self.extra: dict[str, Any] = {}
-        self.values: dict[str, Any] = {}
-        self.parameters: set[str] = set()
-        self.aliases: dict[str, str] = {}
-        self.ties: dict[str, tuple[str, str]] = {}
+        self.extra: dict[str, Any] = {}  # values of the caller
+        self.values: dict[str, Any] = {}  # tensors (shards as DTensors), and copies of what is none
+        self.parameters: set[str] = set()  # of the model: replicas of them have to be equal
+        self.aliases: dict[
+            str, str
+        ] = {}  # further names of parameters, which have no values, and whose they are
+        self.ties: dict[
+            str, tuple[str, str]
+        ] = {}  # what tie_stages() has tied: which tie, and which end of it
         self.options: Options = {}
         self._names: dict[int, str] = {}  # of parameters, by identity
         self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part
@@ -90,24 +85,16 @@ class State:
             self._sources.setdefault(name, source)
             value = self._as_shard(value, source)
         if name in self.values:
-            raise CheckpointError(
-                f"{shown(name)} is the name of two values; name a layer by its number in the whole model, as "
-                "training.stage_layers does, and give a parameter to one optimizer"
-            )
+            remedy = "number layers with training.stage_layers, and give a parameter to one optimizer"
+            raise CheckpointError(f"{shown(name)} is the name of two values; {remedy}")
         self.values[name] = value
 
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
         named = self._named(optimizer)
         if unknown := [tuple(each.shape) for name, each in named if not name]:
-            raise CheckpointError(
-                f"the optimizer has parameters of shape {listing(unknown)} that the model has not; make it from the "
-                "parameters that the model has now"
-            )
+            what = f"the optimizer has parameters of shape {listing(unknown)} that the model has not"
+            raise CheckpointError(f"{what}; make it from the parameters that the model has now")
         for index, kept in optimizer.state_dict()["state"].items():
-            if not isinstance(index, int):
-                raise CheckpointError(
-                    f"the optimizer keeps {index!r} for itself; a checkpoint has what it keeps for each parameter"
-                )
             name, parameter = named[index]
             for key, value in kept.items():
                 self._add(f"optimizer.{name}:{key}", value, parameter)
@@ -133,10 +120,7 @@ class State:
             return tensor
         axis, dim, blocks = cut
         if blocks > 1:
-            raise CheckpointError(
-                f"a shard of shape {tuple(tensor.shape)} is of {blocks} blocks (partition_stride); a checkpoint takes one block a "
-                "tensor: make several parameters of it, or use FusedColwiseParallel"
-            )
+            raise CheckpointError(f"a shard of {blocks} blocks (partition_stride); make a parameter of each")
         return DTensor.from_local(tensor, self.mesh[axis], [Shard(dim)], run_check=False)
 
     @torch.no_grad()
@@ -211,6 +195,5 @@ def plain(value: object, what: str) -> Any:
         return torch.load(written, weights_only=True, map_location="cpu")
     except Exception as error:  # noqa: BLE001  of many kinds, by what torch finds
         cause = str(error).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"{what} is not plain data ({cause}); give numbers, texts, tensors, and lists, tuples and dicts of them"
-        ) from None
+        remedy = "give numbers, texts, tensors, and lists, tuples and dicts of them"
+        raise CheckpointError(f"{what} is not plain data ({cause}); {remedy}") from None

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
+_SHORT = {torch.float16, torch.bfloat16}
+
 
 class _Clipped(NamedTuple):
     """What torch scales: something with a gradient."""
@@ -45,19 +47,11 @@ def clip_grad_norm_(
     ``allreduce = False`` (experts, over ep and etp); every stage of ``pp``, but for copies of what another stage has, marked ``shared``
     (by :func:`tie_stages`) or ``ds_pipe_replicated``. There is one small reduction for each axis that gradients are spread over.
 
-    Args:
-        parameters: those of this rank's part of the model; ones without a gradient count nothing.
-        max_norm: the largest norm that is left as it is.
-        mesh: the mesh.
-        norm_type: the p of the norm, greater than 0; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: raise for a norm that is infinite or not a number.
-        foreach: as for torch's function.
-
     Returns:
         The norm that the gradients had, the same on every rank: of no dims, in float32, or float64 where a gradient is.
 
     Raises:
-        TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or ``norm_type``.
+        TrainingError: on every rank, with ``error_if_nonfinite``, and nothing is scaled; or ``norm_type`` is not greater than 0.
     """
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
@@ -87,10 +81,8 @@ def clip_grad_norm_(
     largest = power[0].masked_fill(power[1] > 0, math.nan)
     total = largest if math.isinf(norm_type) else power[0] ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise TrainingError(
-            f"the norm of order {norm_type} over the gradients of the whole model is {total.item()}, so they cannot be "
-            "clipped, and were left as they are; skip this step, or pass error_if_nonfinite=False"
-        )
+        remedy = "skip this step, or pass error_if_nonfinite=False"
+        raise TrainingError(f"the norm of order {norm_type} of all gradients is {total.item()}; {remedy}")
     clip_grads_with_norm_(clipped, max_norm, total, foreach)
     return total if any(each.grad.dtype == torch.float64 for each in clipped) else total.float()
 
@@ -108,16 +100,15 @@ def _summed(grad: Tensor) -> Tensor:
 def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[ProcessGroup, ...]:
     """Return the groups over which a gradient is cut: by its placements, and by the marks of Megatron and DeepSpeed."""
     groups: list[ProcessGroup] = []
-    known: list[int] = []  # ranks: its own mesh may tell of an axis already
     if isinstance(grad, DTensor):
         cut = [dim for dim, each in enumerate(grad.placements) if not isinstance(each, Replicate | Partial)]
         groups = [grad.device_mesh.get_group(dim) for dim in cut]
-        known = grad.device_mesh.mesh.flatten().tolist()
     expert = not getattr(parameter, "allreduce", True)
     marks = ["ep"] if expert else []
     if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
         marks.append("etp" if expert else "tp")
-    for axis in marks:
+    for axis in marks:  # of which its own mesh may tell already
+        known = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else []
         if axis in mesh.coords and len(set(known) & set(mesh.ranks(axis))) <= 1:
             groups.append(mesh.group(axis))
     return tuple(groups)
@@ -128,9 +119,12 @@ def _power(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tens
 
     Not every backend's maximum keeps what is not a number. A norm in a short type soon is infinite.
     """
-    short = [each for each in shards if each.dtype in {torch.float16, torch.bfloat16}]
-    norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float32) for each in short]
-    others = [each for each in shards if each.dtype not in {torch.float16, torch.bfloat16}]
+    norms = [
+        torch.linalg.vector_norm(each, norm_type, dtype=torch.float32)
+        for each in shards
+        if each.dtype in _SHORT
+    ]
+    others = [each for each in shards if each.dtype not in _SHORT]
     norms += [get_total_norm(others, norm_type, foreach=foreach)] if others else []
     together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
     norm = torch.linalg.vector_norm(together, norm_type)

@@ -28,20 +28,11 @@ def shard_sequence(*tensors: Tensor, mesh: DeviceMesh, dim: int = 1) -> tuple[Te
         *tensors: whole sequences of one length, the same on every rank of ``mesh``: tokens, targets (shifted before), masks.
         mesh: ``mesh["cp"]``.
         dim: the dim of the sequence.
-
-    Returns:
-        The parts, in the order of the tensors, and the positions in the whole sequence: ``(length / cp,)``.
-
-    Raises:
-        ShapeError: lengths differ, or cannot be divided evenly.
     """
     parts = 2 * mesh.size()
     lengths = sorted({each.shape[dim] for each in tensors})
     if len(lengths) != 1 or lengths[0] % parts:
-        raise ShapeError(
-            f"the lengths along dim {dim} are {lengths}; give tensors of one length, a multiple of {parts}, two chunks for each of "
-            f"{mesh.size()} ranks"
-        )
+        raise ShapeError(f"lengths along dim {dim}: {lengths}; give one length, a multiple of {parts}")
     size, here = lengths[0] // parts, _chunks_of(mesh.get_local_rank(), mesh.size())
     positions = torch.cat([torch.arange(size, device=tensors[0].device) + part * size for part in here])
     shards = [torch.cat([each.narrow(dim, part * size, size) for part in here], dim) for each in tensors]
@@ -71,7 +62,7 @@ def context_attention(
     without masks on flash, efficient or cuDNN kernels; take this for all else.
 
     Args:
-        query: ``(batch, heads, length / cp, head_dim)``.
+        query: ``(batch, heads, length / cp, head_dim)``, as what is returned.
         key: ``(batch, kv_heads, length / cp, head_dim)``; ``kv_heads`` divides ``heads``.
         value: the same.
         mesh: ``mesh["cp"]``.
@@ -82,12 +73,8 @@ def context_attention(
             or more dims in front, and the same for all heads.
         dropout_p: as for torch's function, with ``ulysses``: each rank has other heads, and draws from its default generator.
 
-    Returns:
-        ``(batch, heads, length / cp, head_dim)``, this rank's part of what one process computes.
-
     Raises:
-        ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or there is dropout
-            without ``ulysses``, or a mask beside ``is_causal``; all problems at once.
+        ShapeError: with all problems at once.
     """
     ranks, heads = mesh.size(), (query.shape[1], key.shape[1])
     problems = []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh._torch import frees_after_forward, remove_backwards, tree_leaves, tree_map
 from namedmesh.errors import LayoutError, ShapeError, TrainingError
 from namedmesh.sizes import stage_range
+from namedmesh.training.data import sum_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,18 +38,11 @@ def stage_layers(
 ) -> Any:
     """Return the layers of one pipeline stage: as even as can be, the longer stages last.
 
-    Args:
-        layers: the number of layers of the whole model, or the layers.
-        mesh: the mesh; may be None where ``stage`` and ``stages`` are given.
-        stage: which stage; by default this rank's, with one stage on each rank of ``pp``.
-        stages: the number of stages; by default the size of ``pp``.
+    By default this rank's, with one stage on each rank of ``pp``; the mesh may be None where ``stage`` and ``stages`` are given.
 
     Returns:
-        The numbers of the stage's layers; or the layers, in an ``nn.ModuleDict`` under their numbers in the whole model (of an
-        ``nn.ModuleDict``, their names): the same in every layout.
-
-    Raises:
-        LayoutError: there are more stages than layers, or no mesh.
+        The layers, in an ``nn.ModuleDict`` under their numbers in the whole model, or the names that they have in one: the same in
+        every layout. Of a number the numbers of the layers.
 
     Example:
         >>> [list(stage_layers(5, None, stage=stage, stages=2)) for stage in (0, 1)]
@@ -66,27 +59,21 @@ def stage_layers(
     numbers = stage_range(total, stage, stages)
     if isinstance(layers, int):
         return numbers
-    named = list(layers.items()) if isinstance(layers, nn.ModuleDict) else list(enumerate(layers))
-    return nn.ModuleDict(
-        OrderedDict((str(name), layer) for name, layer in named[numbers.start : numbers.stop])
-    )
+    named = layers.items() if isinstance(layers, nn.ModuleDict) else enumerate(layers)
+    own = list(named)[numbers.start : numbers.stop]
+    return nn.ModuleDict({str(name): layer for name, layer in own})
 
 
 def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> tuple[int, ...]:
     """Return which stages of the pipeline a rank has, when each has ``stages`` of them.
 
     Rank 0 of two has stages 0 and 2 where stages go round (interleaved), and 0 and 3 where they go there and back (ZBV, DualPipeV).
-
-    Raises:
-        LayoutError: the schedule has no such name, or takes another number of stages.
     """
     kind, size, rank = _schedule_class(schedule), mesh.size("pp"), mesh.rank("pp")
     returns = kind.__name__ in _RETURNING
     if (issubclass(kind, PipelineScheduleSingle) and stages != 1) or (returns and stages != 2):  # noqa: PLR2004
-        raise LayoutError(
-            f"{schedule} takes {2 if returns else 1} of the stages on each rank, not {stages}; give as many, or "
-            "another schedule"
-        )
+        takes = 2 if returns else 1
+        raise LayoutError(f"{schedule} takes {takes} of the stages on each rank, not {stages}; give as many")
     return (rank, 2 * size - 1 - rank) if returns else tuple(rank + size * turn for turn in range(stages))
 
 
@@ -109,10 +96,8 @@ def pipeline(
 ) -> Pipeline:
     """Return a pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
 
-    The gradients are those of the loss of the whole batch, also where torch's parts of it are of several sizes, and are added to
-    those that are there. FSDP2 modules whose ``reshard_after_forward`` was left to FSDP2 keep their weights until the last
-    backward of a step, as there are many forwards in it; one that was given as True counts, but schedules that compute the
-    gradients of weights later (zero bubble, ZBV, DualPipeV) would leave out weights that were put away.
+    FSDP2 modules whose ``reshard_after_forward`` was left to FSDP2 keep their weights until the last backward of a step. One
+    that was given as True counts, but is refused where weights are needed later (zero bubble, ZBV, DualPipeV).
 
     Args:
         model: this rank's stage, or its stages in the order of :func:`stage_indices`.
@@ -122,48 +107,45 @@ def pipeline(
         loss: from the output of the last stage and the target (a tensor, or tuples, lists and dicts of tensors), for some rows
             of the batch, their loss.
         reduction: whether ``loss`` is a mean over its rows, or a part of a sum, as of :func:`token_mean`.
-        whole: the names of keyword arguments that every micro-batch gets as they are, such as positions: all others that are
-            tensors have a row for each row of the batch.
-
-    Raises:
-        LayoutError: the schedule has no such name, or takes another number of stages.
-        TrainingError: the schedule needs weights that FSDP2 was told to put away.
+        whole: the names of keyword arguments that every micro-batch gets as they are; other tensors have the rows of the batch.
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    kind, indices = _schedule_class(schedule), stage_indices(mesh, schedule, len(modules))
-    sharded = [each for module in modules for each in module.modules() if isinstance(each, FSDPModule)]
-    if mesh.size("pp") > 1 or not issubclass(kind, PipelineScheduleSingle):
-        for each in sharded:
-            frees = frees_after_forward(each)
-            if frees and kind.__name__ in _SPLIT:
-                raise TrainingError(
-                    f"{schedule} computes the gradients of weights after the backward of the others, and "
-                    "fully_shard(..., reshard_after_forward=True) puts weights away before; pass False, or leave it out"
-                )
-            if frees is None:
-                each.set_reshard_after_forward(False, recurse=False)
-    for module in modules:
-        module.register_forward_pre_hook(_unpacked, with_kwargs=True)
-    return Pipeline(mesh, modules, indices, kind, microbatches, loss, reduction, frozenset(whole), sharded)
+    how: dict[str, Any] = {"microbatches": microbatches, "loss": loss, "reduction": reduction, "whole": whole}
+    return Pipeline(modules, mesh, schedule, **how)
 
 
-@dataclass(eq=False, repr=False)
 class Pipeline:
     """What :func:`pipeline` returns."""
 
-    _mesh: NamedMesh
-    _modules: list[nn.Module]
-    _indices: tuple[int, ...]
-    _kind: Any
-    _microbatches: int
-    _loss: Loss
-    _reduction: str
-    _whole: frozenset[str]
-    _sharded: Sequence[FSDPModule]
-    # By what runs: the shape of a batch, the rows of a part of it, and torch's schedule, with buffers for these.
-    _built: dict[str, tuple[object, int, Any]] = field(default_factory=dict)
-    _target: Any = None
-    _count: int = 0
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        mesh: NamedMesh,
+        schedule: str,
+        *,
+        microbatches: int,
+        loss: Loss,
+        reduction: str,
+        whole: Sequence[str],
+    ) -> None:
+        self._modules, self._mesh, self._kind = modules, mesh, _schedule_class(schedule)
+        self._indices = stage_indices(mesh, schedule, len(modules))
+        self._microbatches, self._loss, self._reduction, self._whole = microbatches, loss, reduction, whole
+        self._built: dict[str, tuple[object, int, Any]] = {}  # by what runs: shape, rows, schedule
+        self._target: Any = None
+        self._count = 0
+        inside = [each for module in modules for each in module.modules()]
+        self._sharded = [each for each in inside if isinstance(each, FSDPModule)]
+        several = mesh.size("pp") > 1 or not issubclass(self._kind, PipelineScheduleSingle)
+        for each in self._sharded if several else ():
+            frees = frees_after_forward(each)
+            if frees and self._kind.__name__ in _SPLIT:
+                wrong = f"{schedule} needs weights that reshard_after_forward=True frees"
+                raise TrainingError(f"{wrong}; pass False")
+            if frees is None:
+                each.set_reshard_after_forward(False, recurse=False)
+        for module in modules:
+            module.register_forward_pre_hook(_unpacked, with_kwargs=True)
 
     def step(self, *args: Tensor, target: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward over a batch, of any size, which every rank of ``pp`` is given.
@@ -173,13 +155,10 @@ class Pipeline:
 
         Returns:
             The loss of this rank's batch on the rank of the last stage, and 0 on the others, for :func:`mean_loss`; without a graph.
-
-        Raises:
-            ShapeError: the tensors have not the same number of rows, or none.
         """
         losses: list[Tensor] = []
         self._run("step", args, kwargs, target, losses)
-        return self._sum(losses)
+        return sum_of(losses, self._mesh)
 
     @torch.no_grad()
     def eval(self, *args: Tensor, target: Any = None, **kwargs: Any) -> Tensor | None:
@@ -193,14 +172,7 @@ class Pipeline:
         output = self._run("output" if target is None else "loss", args, kwargs, target, losses)
         for each in self._sharded:
             each.reshard()
-        return output if target is None else self._sum(losses)
-
-    def _sum(self, losses: list[Tensor]) -> Tensor:
-        total = torch.zeros((), device=self._mesh.device)
-        for each in losses:
-            local = each.full_tensor() if isinstance(each, DTensor) else each
-            total = total + local.detach()
-        return total
+        return output if target is None else sum_of(losses, self._mesh)
 
     def _run(
         self, what: str, args: tuple[Tensor, ...], kwargs: dict[str, Any], target: Any, losses: list[Tensor]
@@ -210,10 +182,8 @@ class Pipeline:
         with_rows = cut if target is None else [*cut, *tree_leaves(target)]
         counts = {each.shape[0] if each.ndim else 0 for each in with_rows}
         if len(counts) != 1 or not args or 0 in counts:
-            raise ShapeError(
-                f"the batch has {sorted(counts)} rows; give inputs and target with the same number of rows, one at "
-                "least, on every rank of pp; name keyword arguments without them in pipeline(..., whole=(...))"
-            )
+            remedy = "give all as many, one at least; name keyword arguments without rows in pipeline(..., whole=...)"
+            raise ShapeError(f"the batch has {sorted(counts)} rows; {remedy}")
         (self._count,) = counts
         shape = [(each.shape[1:], each.dtype, each.requires_grad) for each in cut]
         known, rows, schedule = self._built.get(what, (None, 0, None))
@@ -222,19 +192,18 @@ class Pipeline:
         if new:
             rows, schedule = needed, self._schedule(what)
             self._built[what] = shape, rows, schedule
-        # Parts of one size: the last row again, which the loss leaves out.
         index = torch.arange(rows * self._microbatches)
-        filled = index.clamp(max=self._count - 1)
+        filled = index.clamp(
+            max=self._count - 1
+        )  # parts of one size: the last row again, which the loss leaves out
 
         def fill(value: Any) -> Any:
-            full = not isinstance(value, Tensor) or len(index) == self._count
-            return value if full else value[filled.to(value.device)]
+            short = isinstance(value, Tensor) and len(index) > self._count
+            return value[filled.to(value.device)] if short else value
 
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
         named = {key: _Whole(value) if key in self._whole else fill(value) for key, value in kwargs.items()}
-        if (
-            what != "output"
-        ):  # torch splits the numbers of rows in place of the target, which may be of any form
+        if what != "output":  # torch splits numbers of rows in place of the target, which may be of any form
             named |= {"target": index, "losses": losses, "return_outputs": False}
         self._target = target
         with _gradients_kept(self._modules if new else []):
@@ -261,9 +230,7 @@ class Pipeline:
         """Return what the rows of one micro-batch add to the loss of the batch."""
         first = int(index[0])
         rows = min(len(index), self._count - first)
-        if (
-            rows < 1
-        ):  # without a row of the batch: a loss times zero, so that the backward is the same on every rank
+        if rows < 1:  # times zero, so that the backward is the same on every rank
             return 0 * self._loss(output[:1], _rows_of(self._target, slice(self._count - 1, self._count)))
         real = output if rows == len(index) else output[:rows]  # whose backward has memory of its size
         loss = self._loss(real, _rows_of(self._target, slice(first, first + rows)))
@@ -312,19 +279,15 @@ def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Ca
     """Tie a parameter of the first pipeline stage to one of the last, such as an embedding to the output; communicates.
 
     The last stage's copy takes the first one's values, :func:`clip_grad_norm_` counts them once, and a checkpoint has one weight
-    for both. Call it after ``fully_shard``, on every rank. A rank with both ends (``pp=1``, ZBV) gives both: one parameter, or
-    two that are tied.
+    for both. Call it after ``fully_shard``, on every rank.
 
     Args:
         mesh: a mesh with an axis ``pp``.
         first: the first stage's parameter where this rank has that stage, and otherwise None.
-        last: the same for the last stage; sharded as the first.
+        last: the same for the last stage; sharded as the first. With ``pp=1`` or ZBV a rank gives both.
 
     Returns:
         A function that sums the two gradients: every rank calls it once a step, before clipping.
-
-    Raises:
-        ShapeError: on every rank of ``pp``: no rank or several have one of the two, or they have other shapes or types.
     """
     ends, group = (first, last), mesh.group("pp")
     described = [None if each is None else (tuple(_local(each).shape), str(each.dtype)) for each in ends]
@@ -334,10 +297,8 @@ def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Ca
     ranks = [[rank for rank, (each, _) in enumerate(found) if each[end] is not None] for end in range(2)]
     shown = [each[end] for end in range(2) for each, _ in found if each[end] is not None]
     if [len(each) for each in ranks] != [1, 1] or shown[0] != shown[1]:
-        raise ShapeError(
-            f"the ranks {ranks[0]} and {ranks[1]} of pp tie {shown}; give one parameter of the first stage on the rank that has it, and "
-            "one of the last, of one shape and type, sharded alike; None on all others"
-        )
+        remedy = "give one of the first stage and one of the last, of one shape and type; None elsewhere"
+        raise ShapeError(f"the ranks {ranks[0]} and {ranks[1]} of pp tie {shown}; {remedy}")
     here = [each for each in ends if each is not None]
     if not here or first is last:
         return lambda: None

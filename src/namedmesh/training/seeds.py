@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import get_worker_info
 
-from namedmesh.errors import TrainingError, did_you_mean, listing
+from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import current_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -34,17 +34,12 @@ def _derived(seed: int, name: str, place: object = "") -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = None) -> None:
+def seed_all(seed: int, mesh: NamedMesh) -> None:
     """Seed Python's and torch's random numbers, and NumPy's where it is imported, and prepare :func:`streams`.
 
-    Args:
-        seed: any int, the same on every rank.
-        mesh: the mesh.
-        differ_over: axes of the mesh and of its views along which default numbers differ; by default all axes of the mesh
-            but tp. With ``("pp",)`` they are what Megatron's tracker makes: the same on all ranks of a stage.
+    Default numbers differ along all axes of the mesh but tp.
     """
-    axes = [axis for axis in mesh.layout if axis != "tp"] if differ_over is None else differ_over
-    own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in axes})
+    own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in mesh.layout if axis != "tp"})
     inside_experts: list[str] = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         _places[name] = f"{name} { {axis: mesh.rank(axis) for axis in more if axis in mesh.coords} }"
@@ -74,9 +69,6 @@ def streams(name: str) -> Iterator[None]:
     such as ``torch.utils.checkpoint``, puts blocks back, too. Every rank of a tp group has to enter **equally many blocks**: one
     that enters more has other default numbers from then on. ``"data"`` has a generator of its own instead (in a loader's worker the
     worker's), as loaders draw at other moments on each rank. The compiler does not follow a block: enter one around what is compiled.
-
-    Raises:
-        TrainingError: there is no such name, or :func:`seed_all` was not called.
     """
     if name == "data":
         if get_worker_info() is not None:
@@ -90,10 +82,7 @@ def streams(name: str) -> Iterator[None]:
                 _data.set_state(torch.get_rng_state())
         return
     if name not in _places:
-        known = ("tensor", "expert", "data")
-        raise TrainingError(
-            f"there is no stream {name!r}{did_you_mean(name, known)}; seed_all() makes {', '.join(known)}"
-        )
+        raise TrainingError(f"there is no stream {name!r}; seed_all() makes tensor, expert and data")
     seed = _derived(int(torch.randint(2**62, ())), "stream", _places[name])
     with torch.random.fork_rng(devices=_devices, device_type=_devices[0].type if _devices else "cuda"):
         # torch.manual_seed() writes down the stack where CUDA was not used yet, which takes a millisecond.
@@ -103,36 +92,27 @@ def streams(name: str) -> Iterator[None]:
         yield
 
 
-def random_state() -> dict[str, Tensor]:
+def random_state() -> dict[str, Any]:
     """Return the states of the default generators of Python, NumPy (where it is imported) and torch, and that of the data."""
-    found = {"cpu": torch.get_rng_state(), "data": _data.get_state(), "python": _as_bytes(random.getstate())}
+    found: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": _data.get_state()}
+    found["python"] = random.getstate()
     for device in _devices:
         found[device.type] = torch.get_device_module(device).get_rng_state(device)
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy"] = _as_bytes((name, keys.tolist(), *rest))
+        found["numpy"] = (name, keys.tolist(), *rest)
     return found
 
 
-def set_random_state(state: Mapping[str, Tensor]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
     """Let the generators go on from a state; those that are not here are left out."""
-    devices = {each.type: each for each in _devices}
-    for key, each in state.items():
-        if key == "cpu":
-            torch.set_rng_state(each)
-        elif key == "data":
-            _data.set_state(each)
-        elif key == "python":
-            version, numbers, gauss = json.loads(bytes(each.tolist()))
-            random.setstate((version, tuple(numbers), gauss))
-        elif key == "numpy" and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(tuple(json.loads(bytes(each.tolist()))))
-        elif key in devices:
-            torch.get_device_module(devices[key]).set_rng_state(each, devices[key])
-
-
-def _as_bytes(state: object) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    setters: dict[str, Any] = {"cpu": torch.set_rng_state, "data": _data.set_state, "python": random.setstate}
+    for device in _devices:
+        setters[device.type] = partial(torch.get_device_module(device).set_rng_state, device=device)
+    if "numpy" in sys.modules:
+        setters["numpy"] = sys.modules["numpy"].random.set_state
+    for name in setters.keys() & state.keys():
+        setters[name](state[name])
 
 
 def normal(name: str, parameter: Tensor) -> tuple[float, float]:
@@ -166,22 +146,13 @@ def init_parameters(
 
     Call it where the model is parallelized and sharded: each rank draws one whole parameter after the other, on the CPU in float32,
     and keeps its shard, as torch's ``distribute_tensor`` cuts it; marked shards of Megatron's over the tp (experts: etp) of the
-    current mesh. A pipeline stage has the names of the whole model. Buffers are left alone.
-
-    Args:
-        model: the model, or a stage.
-        seed: any int, the same on every rank.
-        distribution: gets the name and the parameter (of a DTensor, with the whole shape), and returns the mean and
-            the deviation of a normal distribution.
-
-    Raises:
-        TrainingError: parameters are on the meta device.
+    current mesh. A pipeline stage has the names of the whole model. Buffers are left alone. ``distribution`` gets the name and the
+    parameter (of a DTensor, with the whole shape), and returns the mean and the deviation of a normal distribution.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise TrainingError(
-            f"{listing(on_meta, 4)}: on the meta device, where there is nothing to fill; call "
-            "model.to_empty(device=mesh.device) first"
+            f"{listing(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
         )
     for wrapped, parameter in model.named_parameters():
         name = plain_name(wrapped)
@@ -195,9 +166,8 @@ def init_parameters(
         shape = list(parameter.shape)
         if mesh is not None and cut is not None:
             shape[cut[1]] *= mesh.size(cut[0])
-        whole = torch.empty(shape).normal_(
-            mean, deviation, generator=torch.Generator().manual_seed(_derived(seed, name))
-        )
+        generator = torch.Generator().manual_seed(_derived(seed, name))
+        whole = torch.empty(shape).normal_(mean, deviation, generator=generator)
         if isinstance(parameter, DTensor):  # nothing is sent
             places = parameter.device_mesh, parameter.placements
             whole = distribute_tensor(whole, *places, src_data_rank=None).to_local()
