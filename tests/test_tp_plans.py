@@ -63,16 +63,16 @@ def test_sizes_that_do_not_divide() -> None:
     model = Mlp(dim=8, hidden=15)
     assert problem_of(model, UP_DOWN) == (
         "2 problems:\n"
-        "  - up: dim 0 of weight, 15, is not divisible by the tp size 2; pad it to 16\n"
-        "  - down: dim 1 of weight, 15, is not divisible by the tp size 2; pad it to 16"
+        "  - up: dim 0 of weight 15 is not divisible by the tp size 2; pad it to 16\n"
+        "  - down: dim 1 of weight 15 is not divisible by the tp size 2; pad it to 16"
     )
     layers = nn.ModuleList(nn.Embedding(65, 6) for _ in range(5))
     for style, text in (
         (
             RowwiseParallel(input_layouts=Replicate()),
-            "dim 0 of weight, 65, ... 4; pad it to 68",
+            "dim 0 of weight 65 ... 4; pad it to 68",
         ),
-        (ColwiseParallel(), "dim 1 of weight, 6, ... 4; pad it to 8"),
+        (ColwiseParallel(), "dim 1 of weight 6 ... 4; pad it to 8"),
     ):
         with pytest.raises(PlanError, match=says(f"0, 1, 2 and 2 more: {text}")):
             plan_report(layers, 4, {"*": style})
@@ -115,7 +115,7 @@ def test_three_mistakes_are_reported_at_once() -> None:
     plan = {"upp": ColwiseParallel(), "down": RowwiseParallel()}
     upp = f"\n  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}"
     with pytest.raises(
-        PlanError, match=says(f"3 problems:{upp}\n  - down: dim 1 of weight, 15, ...\n  - heads: 5 ...")
+        PlanError, match=says(f"3 problems:{upp}\n  - down: dim 1 of weight 15 ...\n  - heads: 5 ...")
     ):
         plan_report(Mlp(hidden=15), 2, plan, must_divide={"heads": 5})
 

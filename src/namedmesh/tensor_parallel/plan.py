@@ -183,7 +183,7 @@ def _misfits(entry: Entry, tp_size: int) -> list[str]:
         if size % unit:
             times = f"{parts} times " if parts > 1 else ""
             reasons.append(
-                f"dim {placement.dim} of {name}, {size}, is not divisible by {times}the tp size {tp_size}; pad it to "
+                f"dim {placement.dim} of {name} {size} is not divisible by {times}the tp size {tp_size}; pad it to "
                 f"{-(-size // unit) * unit}"
             )
     return reasons
