@@ -266,15 +266,10 @@ def _second_life() -> list[str]:
     told = []
     for wrong in (False, True, False):  # the requests of one life are not those of the next
         dist.barrier()
-        if (
-            wrong and rank == WRONG
-        ):  # in the life before it was killed after it had counted its place in the queue
-            dist.PrefixStore("namedmesh", store).add("queued", 1)
-        dist.barrier()
         meetings = Meetings(store, rank, 4)
 
         def call(meetings: Meetings = meetings, wrong: bool = wrong) -> None:
-            with meetings.agreed("start", MINUTE) as compare:
+            with agreed("start", MINUTE, meetings) as compare:
                 compare({"seed": 2 if wrong and rank == WRONG else 1})
 
         told.append(error_of(call))

@@ -208,19 +208,14 @@ def test_first_hosts(hosts: str, first: str) -> None:
 REFUSED: list[tuple[dict[str, str], str]] = [
     (
         {"PMI_SIZE": "4"},
-        "PMI_SIZE is 4, but PMI_RANK is not set; start the script with mpiexec, or unset PMI_SIZE for a world of one",
+        "MPICH gives this process rank None of 4 (PMI_RANK, PMI_SIZE); start the script with mpiexec, or unset these "
+        "variables for a world of one",
     ),
-    (
-        {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"},
-        "SLURM_NTASKS is 4, but SLURM_PROCID is not set; ... srun, or unset SLURM_NTASKS ...",
-    ),
-    (
-        {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "0"},
-        "PALS_RANKID is 3, but PMI_SIZE is not set; set WORLD_SIZE to the number of ranks",
-    ),
+    ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, "SLURM gives this process rank None of 4 ..."),
+    ({"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "0"}, "PALS gives this process rank 3 of None ..."),
     (
         {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"},
-        "Open MPI gives this process rank 4 of 4; a rank is at least 0 and below the number of ranks",
+        "Open MPI gives this process rank 4 of 4 ...",
     ),
     (
         open_mpi(1, 4) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
@@ -235,10 +230,6 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     (
         slurm(1) | {"SLURM_STEP_NODELIST": "node[1-"},
         "'node[1-' is not a list of hosts such as 'node[003-005,7],gpu1'; set MASTER_ADDR to the host of rank 0",
-    ),
-    (
-        mpich(1) | {"MPI_LOCALNRANKS": "1", "PBS_NODEFILE": "/nowhere/hosts"},
-        "PBS_NODEFILE is '/nowhere/hosts', which cannot be read: No such file or directory; set MASTER_ADDR ...",
     ),
 ]
 

@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import namedmesh
-from namedmesh import GroupOptions, Layout, NamedMesh, groups, roots
+from namedmesh import GroupOptions, Layout, NamedMesh, groups, views
 
 # Who makes the groups.
 
 
 def _made_by_torch() -> list[object]:
     torchs = mock.Mock(wraps=init_device_mesh)
-    with mock.patch.object(roots, "init_device_mesh", torchs):
+    with mock.patch.object(views, "init_device_mesh", torchs):
         mesh = namedmesh.init_mesh(pp=1, dp=2, tp=2)
         told: list[object] = [call.kwargs["mesh_dim_names"] for call in torchs.call_args_list]
         same = namedmesh.init_mesh(stages=2, copies=2)

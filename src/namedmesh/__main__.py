@@ -11,8 +11,7 @@ import argparse
 import os
 import sys
 from importlib import import_module
-from io import TextIOWrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from namedmesh._version import __version__
 from namedmesh.errors import NamedMeshError, did_you_mean
@@ -31,18 +30,10 @@ COMMANDS: dict[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a mistake in its arguments or in the layout becomes a message on standard error.
+    """Run one command, and return its exit status: 1 for a mistake in the layout, which is printed on standard error.
 
     Args:
-        argv: the arguments; by default those of the process.
-
-    Returns:
-        The exit status of the command; 1 if the layout is wrong or standard output cannot be written, 2 if the
-        arguments are wrong.
-
-    Raises:
-        SystemExit: with status 2 for arguments that do not exist, after a message on standard error; with 0
-            after the help or the version.
+        argv: the arguments; by default those of the process. Those that do not exist end it with status 2.
 
     Example:
         >>> main(["migrate", __file__])
@@ -54,27 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        arguments.parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag, arguments.parser._option_string_actions)}"  # noqa: SLF001  argparse lists its flags nowhere else
-        )
+        flags = arguments.parser._option_string_actions  # noqa: SLF001  argparse lists its flags nowhere else
+        near = did_you_mean(unknown[0].partition("=")[0], flags)
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if not arguments.guarded:
         return int(arguments.run(arguments))
-    stdout: Any = sys.stdout
-    if stdout is None:
-        sys.stderr.write(f"namedmesh {argv[0]}: standard output is closed\n")
-        return 1
-    if isinstance(stdout, TextIOWrapper):  # a terminal may lack a letter of an axis
-        stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
-    except OSError as error:
-        if error.filename is not None:
-            raise
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # the reader, such as head, may close the pipe
-            sys.stderr.write(f"namedmesh {argv[0]}: standard output cannot be written: {error.strerror}\n")
         return 1
     except NamedMeshError as error:
         from namedmesh.plan.spec import UsageError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from namedmesh.groups import Communicator, Groups
     from namedmesh.layout import Layout
-    from namedmesh.roots import Roots
     from namedmesh.views import Views
 
 
@@ -42,7 +41,6 @@ class Accessors:
     global_rank: int
     closed: bool
     _views: Views
-    _roots: Roots
     _options: dict[tuple[str, ...], GroupOptions]
     _meshes: dict[tuple[str, ...], DeviceMesh]
     _places: dict[tuple[str, ...], Place]
@@ -53,9 +51,9 @@ class Accessors:
         """Return the sub-mesh over axes and flattened products, in the order of the layout; the same object each time.
 
         Raises:
-            AxisError: a name that is no axis, or axes of two views at once.
+            AxisError: a name that is no axis, or axes of two views at once; so for all accessors.
             LayoutError: axes out of order.
-            MeshError: the mesh is closed.
+            MeshError: the mesh is closed; so for all accessors.
         """
         return self._slice((names,) if isinstance(names, str) else tuple(names), self._version)
 
@@ -72,12 +70,7 @@ class Accessors:
         return len(self._axes)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the process group of this rank over one axis, or over several that were flattened.
-
-        Raises:
-            AxisError: a name that is no axis, or axes of two views at once.
-            MeshError: the mesh is closed, or there is no group over these axes yet.
-        """
+        """Return the process group of this rank over one axis, or over several that were flattened; else MeshError."""
         known = self._places.get(axes)
         group: dist.ProcessGroup = self._find_group(axes, self._version) if known is None else known.group
         return group
@@ -107,7 +100,7 @@ class Accessors:
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
         self._check_open()
-        return self._roots[ROOT_VIEW]
+        return self._views.roots[ROOT_VIEW]
 
     @property
     def views(self) -> dict[str, Layout]:
@@ -133,46 +126,20 @@ class Accessors:
         """Return whether this rank is the last on an axis, or on a flattened product."""
         return self.rank(axis) == self.size(axis) - 1
 
-    @overload
-    def next(self, axis: str) -> int: ...
-    @overload
-    def next(self, axis: str, *, wrap: bool) -> int | None: ...
-    def next(self, axis: str, *, wrap: bool = True) -> int | None:
-        """Return the global rank after this one on an axis or a flattened product.
-
-        After the last comes the first; with ``wrap=False`` nobody, and None is returned.
-        """
-        if not wrap and self.is_last(axis):
-            return None
+    def next(self, axis: str) -> int:
+        """Return the global rank after this one on an axis or a flattened product; after the last comes the first."""
         return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
 
-    @overload
-    def prev(self, axis: str) -> int: ...
-    @overload
-    def prev(self, axis: str, *, wrap: bool) -> int | None: ...
-    def prev(self, axis: str, *, wrap: bool = True) -> int | None:
-        """Return the global rank before this one on an axis or a flattened product.
-
-        Before the first comes the last; with ``wrap=False`` nobody, and None is returned.
-        """
-        if not wrap and self.is_first(axis):
-            return None
+    def prev(self, axis: str) -> int:
+        """Return the global rank before this one on an axis or a flattened product; before the first comes the last."""
         return self.ranks(axis)[self.rank(axis) - 1]
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the gloo group over the same ranks as :meth:`group`, for tensors on the CPU.
-
-        Raises:
-            MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
-        """
+        """Return the gloo group over the same ranks as :meth:`group`; MeshError where no option ``gloo_twin`` made one."""
         return self._find_gloo_group(axes, self._version)
 
     def options_of(self, axes: tuple[str, ...]) -> GroupOptions:
-        """Return the options of a group over axes of one view, in its order: what was set for all together, or for each.
-
-        Raises:
-            LayoutError: the axes set options that contradict each other.
-        """
+        """Return the options of a group over axes of one view, in its order: what was set for all together, or for each."""
         if axes in self._options:
             return self._options[axes]
         combined: GroupOptions | None = None
@@ -258,12 +225,8 @@ class Accessors:
         known = self._meshes.get(names)
         if known is None:
             self._check_open()
-            known = self._meshes[names] = self._roots.slice(names)
+            known = self._meshes[names] = self._views.slice(names)
         return known
-
-
-_NO_OPTIONS = GroupOptions()
-_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
 
 
 _NO_OPTIONS = GroupOptions()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
+from namedmesh._torch import is_registered
 from namedmesh.errors import LayoutError, listing
 from namedmesh.layout import Layout
 
@@ -14,19 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> Layout:
-    """Return the layout that a torch mesh has, its axes ordered by stride, the slowest first.
-
-    Raises:
-        LayoutError: the mesh has no names, or its ranks follow no row-major order of its axes.
-    """
-    given: object = mesh
-    if not isinstance(given, DeviceMesh):
-        raise LayoutError(
-            f"a mesh of torch's is adopted, and this is a {type(given).__name__}; give a DeviceMesh"
-        )
+    """Return the layout that a torch mesh has, its axes ordered by stride, the slowest first; LayoutError if it has none."""
     if mesh.get_coordinate() is None:
         raise LayoutError(
             f"rank {dist.get_rank()} is not in the DeviceMesh over ranks {listing(mesh.mesh.flatten().tolist())}; adopt it "
@@ -63,15 +55,11 @@ def _stride(ranks: torch.Tensor, dim: int) -> int:
 
 
 def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layout:
-    """Return the layout that process groups by axis have, slowest axis first.
-
-    Raises:
-        LayoutError: the groups are not those of any layout with these axes in this order.
-    """
+    """Return the layout that process groups by axis have, slowest axis first; LayoutError if they have none."""
     problems = [
-        f"the group of axis {axis!r} is {describe_absent(group, rank)}; give this rank's own ProcessGroup on each axis"
+        f"the group of axis {axis!r} is one that rank {rank} is not in; give this rank's own ProcessGroup on each axis"
         for axis, group in groups.items()
-        if not isinstance(group, dist.ProcessGroup)
+        if not isinstance(group, dist.ProcessGroup)  # torch gives a number to ranks that are not in a group
     ]
     if problems:
         raise LayoutError(*problems)
@@ -88,14 +76,13 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layo
         )
     layout = Layout.from_shape(list(groups), sizes, rank_offset=rank - distance)
     for axis, group in groups.items():
-        try:
-            got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
-        except KeyError:
+        if not is_registered(group):
             problems.append(
                 f"the group of axis {axis!r} is a {type(group).__name__} that torch.distributed does not know, so that its "
                 "ranks cannot be told; leave the axis out of the mesh"
             )
             continue
+        got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
         if got != expected:
             problems.append(
                 f"the group of axis {axis!r} has ranks {listing(got)}, but {layout} has {listing(expected)} for rank "
@@ -104,10 +91,3 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layo
     if problems:
         raise LayoutError(*problems)
     return layout
-
-
-def describe_absent(group: object, rank: int) -> str:
-    """Return what stands in the place of a group: torch gives a number to ranks that are not in one."""
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return f"one that rank {rank} is not in"
-    return f"a {type(group).__name__}, which is no process group"

@@ -29,94 +29,48 @@ _TELLING = timedelta(seconds=5)
 """How long a rank that has failed waits for the others before it tells them, so that it can name those that are absent."""
 _ANSWER = timedelta(seconds=15)
 """Within which the store answers a question that waits for no other rank."""
-_SLICE = timedelta(seconds=5)
-"""After which rank 0 looks whether the next place in the queue is one that stays empty."""
+_SLICE = timedelta(seconds=0.25)
+"""After which rank 0 looks for questions that came in place of those of an earlier life."""
 _READING = 10.0
 """The seconds for which the host of the store stays after a failure, so that the others can read the verdict."""
 
 
 class Meetings:
-    """The calls on which the ranks of a job agree, one after the other, over a store.
-
-    Args:
-        store: one that every rank reaches, on a connection that exists.
-        rank: this rank.
-        size: the number of ranks.
-    """
+    """The calls on which the ranks of a job agree, one after the other, over a store that every rank reaches."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.calls = 0  # the same on every rank, as all make the same calls in the same order
         self._whole = dist.PrefixStore("namedmesh", store)
         self._chosen = uuid4().hex if rank == 0 else ""
-        self._without = size - 1 if rank == 0 else 0  # how many ranks rank 0 has to tell
-        self._place = 0  # in the queue
-        self._empty: list[int] = []
+        self._told = False
 
     def part(self, call: str, timeout: timedelta) -> dist.Store:
         """Return a part of the store that no earlier life of the job has used, the same on every rank.
 
         torchrun starts the ranks of a job again on the same store, where what the ranks before have left looks like
-        what is left now. So rank 0 chooses a part, and answers whoever asks for it under a name that nobody had before,
-        until every rank has said that it has this answer. Questions and receipts stand in one queue, with those of
-        earlier lives, which do no harm.
+        what is left now. So rank 0 chooses a part, and answers each rank's question under a name that nobody had before.
         """
         if not self._chosen:
-            store, question = self._whole, uuid4().hex
-            store.set(f"queue/{store.add('queued', 1)}", question)
-            try:
-                store.wait([f"answers/{question}"], timeout)
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:
-                raise AgreementError(_absent([0], self.size, f"call {call}", timeout)) from None
-            self._chosen = store.get(f"answers/{question}").decode()
-            store.set(f"queue/{store.add('queued', 1)}", self._chosen)
+            question = uuid4().hex
+            self._whole.set(f"question/{self.rank}", question)
+            if not arrived(self._whole, [f"answer/{question}"], timeout):
+                raise AgreementError(_absent([0], self.size, f"call {call}", timeout))
+            self._chosen = self._whole.get(f"answer/{question}").decode()
+            self._whole.set(f"{self._chosen}/read/{self.rank}", "")
         return dist.PrefixStore(self._chosen, self._whole)
 
-    def tell_part(self, end: float) -> None:
-        """Answer on rank 0 those that ask for the part, until all have it, or the time is over.
-
-        A place in the queue stays empty where a rank was killed before it wrote what it had counted.
-        """
-        while self._without and time.monotonic() < end:
-            left = timedelta(seconds=max(end - time.monotonic(), 0.01))
-            try:
-                self._whole.wait([f"queue/{self._place + 1}"], min(left, _SLICE))
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:  # the time is over: nobody came, or this place stays empty
-                late = [place for place in self._empty if self._whole.check([f"queue/{place}"])]
-                if self._whole.add("queued", 0) > self._place + 1:
-                    self._place += 1
-                    self._empty.append(self._place)
-            else:
-                self._place += 1
-                late = [self._place]
-            for place in late:
-                self._answer(place)
-
-    def _answer(self, place: int) -> None:
-        entry = self._whole.get(f"queue/{place}").decode()
-        self._empty = [each for each in self._empty if each != place]
-        if entry == self._chosen:
-            self._without -= 1
-        else:
-            self._whole.set(f"answers/{entry}", self._chosen)
-
-    @contextmanager
-    def agreed(self, call: str, timeout: timedelta) -> Iterator[Callable[..., None]]:
-        """Do what every rank does; see :func:`agreed`."""
-        meeting = _Meeting(self, call, timeout)
-        try:
-            yield meeting.compare
-        except AgreementError:
-            raise
-        except Exception as error:
-            meeting.fail(error)
-            raise
-        else:
-            meeting.compare({})
+    def tell_part(self, store: dist.Store, verdict: str, end: float) -> None:
+        """Answer on rank 0 those that ask for the part, until all have read it, there is a verdict, or the time is over."""
+        others = range(1, self.size if self.rank == 0 else 1)
+        questions = [f"question/{rank}" for rank in others]
+        read = [f"{self._chosen}/read/{rank}" for rank in others]
+        while not self._told and time.monotonic() < end and not store.check([verdict]):
+            arrived(self._whole, questions, _SLICE)
+            for question in questions:
+                if self._whole.check([question]):
+                    self._whole.set(f"answer/{self._whole.get(question).decode()}", self._chosen)
+            self._told = arrived(self._whole, read, _SLICE)
 
 
 _known: list[tuple[dist.Store, Meetings]] = []
@@ -129,12 +83,15 @@ def meet_on(meetings: Meetings) -> None:
 
 
 @contextmanager
-def agreed(call: str, timeout: timedelta | None = None) -> Iterator[Callable[..., None]]:
+def agreed(
+    call: str, timeout: timedelta | None = None, meetings: Meetings | None = None
+) -> Iterator[Callable[..., None]]:
     """Do what every rank of the world does, in a context which they leave together: all in peace, or all with an error.
 
     Args:
         call: what is being called, for messages.
         timeout: how long to wait for the others; by default as long as a collective of the default group may take.
+        meetings: those of the job where there is no default group yet.
 
     Yields:
         A function that compares what was asked for with the other ranks, field by field. Call it once, before the work.
@@ -143,14 +100,24 @@ def agreed(call: str, timeout: timedelta | None = None) -> Iterator[Callable[...
         AgreementError: the ranks differ, some did not come in time, or one failed. A rank whose own mistake it is gets
             its own error instead.
     """
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        yield lambda request: None  # noqa: ARG005
-        return
-    store = default_store()
-    if not _known or _known[0][0] is not store:
-        meet_on(Meetings(store, dist.get_rank(), dist.get_world_size()))
-    with _known[0][1].agreed(call, timeout or default_timeout()) as compare:
-        yield compare
+    if meetings is None:
+        if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            yield lambda request: None  # noqa: ARG005
+            return
+        store = default_store()
+        if not _known or _known[0][0] is not store:
+            meet_on(Meetings(store, dist.get_rank(), dist.get_world_size()))
+        meetings = _known[0][1]
+    meeting = _Meeting(meetings, call, timeout or default_timeout())
+    try:
+        yield meeting.compare
+    except AgreementError:
+        raise
+    except Exception as error:
+        meeting.fail(error)
+        raise
+    else:
+        meeting.compare({})
 
 
 class _Meeting:
@@ -162,32 +129,25 @@ class _Meeting:
         meetings.calls += 1
         self.number = meetings.calls
         self.store: Any = None
-        self.stage = "asked"
-        self.end = time.monotonic() + self.timeout.total_seconds()
+        self._begin("asked")
+
+    def _begin(self, stage: str) -> None:
+        self.stage, self.end = stage, time.monotonic() + self.timeout.total_seconds()
 
     def compare(self, request: Mapping[str, object]) -> None:
         """Leave what this rank was asked for, and go on as soon as all have left the same."""
         texts = {"call": self.call} | {name: str(value) for name, value in request.items()}
         self._within(self.timeout, lambda: self._meet(texts))
-        self.stage = "made"
-        self.end = time.monotonic() + self.timeout.total_seconds()
+        self._begin("made")
 
     def fail(self, error: Exception) -> None:
-        """Tell the others why this rank gives up.
-
-        Raises:
-            AgreementError: what all hear, where the error of this rank may be the consequence of another's, as torch's
-                error after waiting in vain.
-        """
-        if isinstance(error, NamedMeshError):
-            reason = "; ".join(error.problems)
-        else:
-            reason = f"{type(error).__name__}: {error}"
-        reason = reason.partition("\n")[0]
+        """Tell the others why this rank gives up; raise what all hear where its error may come of another's, as torch's do."""
+        own = error.problems if isinstance(error, NamedMeshError) else None
+        reason = "; ".join(own or [f"{type(error).__name__}: {error}"])
         try:
-            self._within(2 * _TELLING, lambda: self._meet({}, failure=reason))
+            self._within(2 * _TELLING, lambda: self._meet({}, failure=reason.partition("\n")[0]))
         except AgreementError as verdict:
-            if not isinstance(error, NamedMeshError):
+            if own is None:
                 raise verdict from error
 
     def _meet(self, request: Mapping[str, str], failure: str = "") -> list[str]:
@@ -199,12 +159,8 @@ class _Meeting:
         if store.add(f"{stage}/come", 1) == self.size:
             self._decide(list(range(self.size)))
         end = min(self.end, time.monotonic() + wait.total_seconds())
-        self.meetings.tell_part(end)
-        try:
-            store.wait([f"{stage}/verdict"], timedelta(seconds=max(end - time.monotonic(), 0.01)))
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:  # the time is over
+        self.meetings.tell_part(store, f"{stage}/verdict", end)
+        if not arrived(store, [f"{stage}/verdict"], timedelta(seconds=max(end - time.monotonic(), 0.01))):
             # The first one looks: all at once would ask for every rank on every rank.
             if store.add(f"{stage}/over", 1) == 1:
                 self._decide([rank for rank in range(self.size) if store.check([f"{stage}/{rank}"])])
@@ -264,6 +220,17 @@ class _Meeting:
             raise found
         if found:
             raise AgreementError(*found)
+
+
+def arrived(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
+    """Wait for keys of a store, and return whether they came in time."""
+    try:
+        store.wait(keys, timeout)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def _absent(ranks: Sequence[int], size: int, did: str, timeout: timedelta) -> str:

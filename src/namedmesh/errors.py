@@ -12,36 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "AgreementError",
-    "AxisError",
-    "CheckpointError",
-    "GradientError",
-    "LaunchError",
-    "LayoutError",
-    "MeshError",
-    "NamedMeshError",
-    "PlanError",
-    "ShapeError",
-    "TrainingError",
-    "count_of",
-    "did_you_mean",
-    "listing",
-]
-
 
 class NamedMeshError(Exception):
-    """The root of every error that namedmesh raises.
-
-    Args:
-        *problems: one sentence for each thing that is wrong.
-
-    Attributes:
-        problems: the same sentences, for code that wants them one by one.
+    """The root of every error that namedmesh raises; ``problems`` has one sentence for each thing that is wrong.
 
     Example:
-        >>> str(NamedMeshError("size 3 does not divide 8"))
-        'size 3 does not divide 8'
         >>> print(NamedMeshError("no axis is named", "rank 9 is outside the world of 8"))
         2 problems:
           - no axis is named
@@ -103,25 +78,13 @@ class TrainingError(NamedMeshError, RuntimeError):
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    """Return the tail of a message about an unknown name: the nearest allowed one, or nothing.
-
-    Example:
-        >>> did_you_mean("tq", ("pp", "dp", "tp"))
-        "; did you mean 'tp'?"
-        >>> did_you_mean("pipeline_parallel", ("dp",))
-        ''
-    """
+    """Return the tail of a message about an unknown name: the nearest allowed one, or nothing."""
     near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def count_of(count: int, word: str) -> str:
-    """Return a number with its noun.
-
-    Example:
-        >>> count_of(1, "group"), count_of(2, "group")
-        ('1 group', '2 groups')
-    """
+    """Return a number with its noun."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
@@ -139,10 +102,5 @@ def listing(items: Iterable[object], limit: int = 8) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return some ranks as messages name them.
-
-    Example:
-        >>> ranks_in_words([3]), ranks_in_words([0, 1])
-        ('rank 3', 'ranks 0, 1')
-    """
+    """Return some ranks as messages name them."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing(ranks)}"

@@ -1,13 +1,12 @@
 """The process groups of this process: one communicator for each way to cut the world into groups, and each set of options.
 
-Every rank of the world makes every group, in the same order, as torch wants it. So the table of what exists is the same on
-every rank, and whether a group is made or shared is no question to the others.
+Every rank of the world makes every group, in the same order, so the table of what exists is the same on every rank.
 """
 
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
 
-__all__ = ["Communicator", "Groups", "kept_groups"]
-
 
 class Key(NamedTuple):
     """What two groups share exactly if they are one: how the world is cut, the options, and whose it is if not shared."""
@@ -34,21 +31,16 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Communicator:
-    """A process group that meshes use.
-
-    Attributes:
-        label: what it was made for: the names of its axes.
-        ranks: its members.
-        group: torch's group.
-        owned: whether it was made here: not the default group, and not one that was adopted.
-        users: how many open meshes use it.
-    """
+    """A process group that meshes use."""
 
     label: str
+    """What it was made for: the names of its axes."""
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
     owned: bool = True
+    """Whether it was made here: it is not the default group, and not one that was adopted."""
     users: int = 0
+    """How many open meshes use it."""
 
 
 _ALONE = Key("alone", None)
@@ -64,16 +56,14 @@ def kept_groups() -> str:
 
 
 class Groups:
-    """One mesh's share in the process groups.
-
-    Args:
-        defaults: options of every group, where an axis sets nothing else.
-    """
+    """One mesh's share in the process groups; ``defaults`` are their options, where an axis sets nothing else."""
 
     def __init__(self, defaults: GroupOptions) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.defaults = defaults
         self.world: Any = dist.group.WORLD
+        self.of_world = GroupOptions(timeout=default_timeout())
+        self._complete: dict[GroupOptions, GroupOptions] = {}
         self.held: dict[Key, Communicator] = {}
         if not all(is_registered(known.group) for known in _kept.values()):
             _kept.clear()  # they were another default group's
@@ -82,19 +72,30 @@ class Groups:
         """Return the key of the groups over some axes, the same on every rank."""
         if layout.size(*axes) == 1:
             return _ALONE
-        key = Key(layout.partition(*axes), options.with_defaults(self.defaults))
-        return key if options.share else self._own_key(key, "_".join(axes))
+        return self._key(layout.partition(*axes), "_".join(axes), options)
 
-    def _own_key(self, key: Key, label: str) -> Key:
-        """Return the key of a group that this mesh shares with no other: the first that no open mesh uses."""
+    def _key(self, partition: Hashable, label: str, options: GroupOptions) -> Key:
+        key = Key(partition, self._completed(options))
+        if options.share:
+            return key
+        # A group that this mesh shares with no other: the first that no open mesh uses.
         candidates = (key._replace(use=(label, number)) for number in count())
         return next(own for own in candidates if own in self.held or own not in _kept or not _kept[own].users)
 
-    def overrides(self, keys: Mapping[str, Key]) -> dict[int | str, Any] | None:
-        """Return what ``init_device_mesh`` takes as ``backend_override`` to make new groups for some axes.
+    def _completed(self, options: GroupOptions) -> GroupOptions:
+        """Return what tells groups apart: everything filled in, and in one spelling."""
+        if options not in self._complete:
+            backend = (options.backend or self.defaults.backend or "").lower()
+            self._complete[options] = replace(
+                options,
+                backend=None if backend in ("", dist.get_backend()) else backend,
+                timeout=options.timeout or self.defaults.timeout or self.of_world.timeout,
+                gloo_twin=False,
+            )
+        return self._complete[options]
 
-        None where some of them exist, and where it has no words for their options.
-        """
+    def overrides(self, keys: Mapping[str, Key]) -> dict[int | str, Any] | None:
+        """Return the ``backend_override`` of new groups for some axes; None where one exists, or torch has no words for it."""
         found: dict[int | str, Any] = {}
         for axis, key in keys.items():
             if key in self.held or key in _kept or key.options is None:
@@ -115,8 +116,7 @@ class Groups:
         return known.group if known else None
 
     def _is_world(self, layout: Layout, axes: Sequence[str], key: Key) -> bool:
-        plain = GroupOptions(timeout=default_timeout())
-        return layout.size(*axes) == self.world_size and key.options == plain
+        return layout.size(*axes) == self.world_size and key.options == self.of_world
 
     def over(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
         """Return this rank's group over some axes of a layout of the world; every rank makes all of them."""
@@ -135,7 +135,7 @@ class Groups:
             if self.world_size == 1:
                 return self.world
             each = [(rank,) for rank in range(self.world_size)]
-            return _new_groups(each, "self", GroupOptions(timeout=default_timeout()))
+            return _new_groups(each, "self", self.of_world)
 
         return self.take(_ALONE, "self", make, owned=self.world_size > 1)
 
@@ -152,11 +152,8 @@ class Groups:
         large = tuple(members for members in partition if len(members) > 1)
         if not large:
             return self.alone() if self.rank in inside else None
-        full = options.with_defaults(self.defaults)
-        key = Key(("sets", *large), full)
-        if not full.share:
-            key = self._own_key(key, label)
-        group = self.take(key, label, lambda: _new_groups(partition, label, full))
+        key = self._key(("sets", *large), label, options)
+        group = self.take(key, label, lambda: _new_groups(partition, label, key.options))
         return group if self.rank in inside else None
 
     def take(self, key: Key, label: str, make: Callable[[], Any], *, owned: bool = True) -> dist.ProcessGroup:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,16 +10,16 @@ import torch.distributed as dist
 from namedmesh import launch
 from namedmesh._version import __version__
 from namedmesh.agreement import agreed
-from namedmesh.errors import AxisError, LayoutError, did_you_mean
+from namedmesh.errors import LayoutError
 from namedmesh.groups import kept_groups
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh, close_all
 from namedmesh.options import GroupOptions
 from namedmesh.sizes import USUAL_AXES
-from namedmesh.views import product_axes
+from namedmesh.views import options_by_axes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from datetime import timedelta
 
 _NOT_LAUNCHED_HINT = (
@@ -56,9 +54,6 @@ def init_mesh(
         replace: close every open mesh of this process first, such as that of a notebook cell that is run again.
         **sizes: one keyword for each axis, slowest first; one size may be -1, for whatever is left.
 
-    Returns:
-        The mesh. Axes of one set of ranks and one set of options share a group, also with other meshes.
-
     Raises:
         LayoutError: names or sizes that do not fit; all problems at once.
         AxisError: options for an axis that is not there.
@@ -85,7 +80,7 @@ def init_mesh(
         if not launched:
             raise
         dist.destroy_process_group()
-        if isinstance(error, LayoutError) and not launch.was_launched(os.environ):
+        if isinstance(error, LayoutError) and not launch.was_launched():
             raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
         raise
 
@@ -109,56 +104,34 @@ def make_mesh(
         defaults: those of every group, where an axis sets nothing else.
         device: the device of the mesh; by default the one that goes with the default group.
     """
-    _check_options(options, layout)
+    by_axes = options_by_axes(options, layout.axes, USUAL_AXES)  # of which some may come with a view
     chosen = launch.default_group_device(device)
-    made_with = {
-        "layout": repr(layout),
-        "options": dict(sorted(options.items())),
-        "defaults": defaults,
-        "device": chosen.type,
-    }
-    versions = {"torch": torch.__version__, "namedmesh": __version__}
-    compare({**made_with, **request, **versions, "groups that exist": kept_groups()})
-    return NamedMesh(layout, chosen, options, defaults)
+    compare(
+        {
+            "layout": repr(layout),
+            "options": dict(sorted(options.items())),
+            "defaults": defaults,
+            "device": chosen.type,
+            **request,
+            "torch": torch.__version__,
+            "namedmesh": __version__,
+            "groups that exist": kept_groups(),
+        }
+    )
+    return NamedMesh(layout, chosen, by_axes, defaults)
 
 
 def _layout(layout: Layout | Mapping[str, int] | None, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout that was asked for, over the world.
-
-    Raises:
-        LayoutError: there is no such layout.
-    """
+    """Return the layout that was asked for, over the world."""
     world = dist.get_world_size()
     if layout is not None and sizes:
         given = ", ".join(f"{axis}={size!r}" for axis, size in sizes.items())
         raise LayoutError(f"both {layout!r} and {given} were given; give one of them")
-    if layout is None or isinstance(layout, Mapping):
-        return Layout(**(sizes if layout is None else layout), world_size=world)
     if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"{layout!r} is no layout; give a Layout, or sizes by name as in init_mesh(dp=2, tp=2) or init_mesh({{'dp': 2}})"
-        )
+        return Layout(**(sizes if layout is None else layout), world_size=world)
     if layout.ranks != range(world):
         raise LayoutError(
             f"{layout} on ranks {layout.ranks.start} to {layout.ranks.stop - 1} is not the world of {world} ranks; change a "
             "size, or give one axis -1 for whatever is left"
         )
     return layout
-
-
-def _check_options(options: object, layout: Layout) -> None:
-    if not isinstance(options, Mapping):
-        raise LayoutError(
-            f"options are a {type(options).__name__}; give a mapping of axes to GroupOptions, such as {{'tp': GroupOptions(...)}}"
-        )
-    problems = []
-    allowed = dict.fromkeys((*layout.axes, *USUAL_AXES))  # those of a view that is added later
-    for name, option in options.items():
-        if name not in allowed and not product_axes(str(name), layout.axes):
-            problems.append(
-                f"options are given for axis {name!r}, which is not one of {layout.axes}{did_you_mean(name, allowed)}"
-            )
-        if not isinstance(option, GroupOptions):
-            problems.append(f"options of {name!r} are a {type(option).__name__}; give GroupOptions(...)")
-    if problems:
-        raise AxisError(*problems)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import bound_device
-from namedmesh.agreement import Meetings, meet_on
+from namedmesh.agreement import Meetings, agreed, meet_on
 from namedmesh.errors import LaunchError, count_of, listing
 from namedmesh.launchers import int_variable, torchrun_variables
 from namedmesh.options import GroupOptions
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import timedelta
 
-__all__ = ["check_environment", "default_group_device", "init", "local_device"]
+__all__ = ["init"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -37,14 +37,13 @@ def init(
 ) -> torch.device:
     """Make the default process group from the environment, and select this process's device.
 
-    The variables of torchrun come first. Without them, those of srun, mpirun or mpiexec are understood, and the
-    variables that torchrun would have set are put into ``os.environ``, where other libraries look for them.
+    The variables of torchrun come first. Without them, those of srun, mpirun or mpiexec are understood, and what
+    torchrun would have set is put into ``os.environ``, where other libraries look for it.
 
     Args:
         device: ``"cpu"``, a kind such as ``"cuda"`` (the index is this process's local rank), or one device
             such as ``"cuda:1"``. By default the accelerator that torch finds, else the CPU.
-        backend: a backend as ``init_process_group`` takes it. By default torch's own for the device: NCCL on
-            CUDA, gloo on the CPU.
+        backend: a backend as ``init_process_group`` takes it; by default torch's own for the device.
         timeout: how long the ranks wait for each other here, and how long a collective of the default group may
             take. Groups of a mesh inherit it.
         bind_device: bind the default group to the device, which makes its communicator at once and lets torch
@@ -54,20 +53,16 @@ def init(
         The device of this process. It is made the current one.
 
     Raises:
-        LaunchError: the environment is incomplete, it points at a device that is not there, or the store of the job does
-            not answer.
+        LaunchError: the environment is incomplete, or the device is not there.
+        DistNetworkError: torch's, where rank 0 cannot host the store of the job, or does not answer.
         LayoutError: the timeout is not a positive ``timedelta``.
         AgreementError: the ranks were given different arguments, some did not call this within ``timeout``, or one of
             them gave up.
 
     Example:
-        >>> import os, torch.distributed as dist
-        >>> "RANK" in os.environ        # plain python, not torchrun
-        False
-        >>> init("cpu")
-        device(type='cpu')
-        >>> dist.get_world_size(), dist.get_backend()
-        (1, 'gloo')
+        >>> import torch.distributed as dist
+        >>> init("cpu"), dist.get_world_size(), dist.get_backend()        # plain python, not torchrun
+        (device(type='cpu'), 1, 'gloo')
         >>> dist.destroy_process_group()
     """
     if dist.is_initialized():
@@ -90,16 +85,16 @@ def init(
             device_id=chosen if bind_device and chosen.type != "cpu" else None,
         )
 
-    if not was_launched(os.environ):
+    if not was_launched():
         chosen = local_device(device)
         found = backend or dist.get_default_backend_for_device(chosen)
         make(dist.HashStore(), 0, 1)
         return chosen
-    check_environment(os.environ)
+    _check_environment(os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wait = timeout or default_pg_timeout
     meetings = Meetings(open_store(os.environ, rank, wait), rank, world_size)
-    with meetings.agreed("launch.init", wait) as compare:
+    with agreed("launch.init", wait, meetings) as compare:
         chosen = local_device(device)
         found = backend or dist.get_default_backend_for_device(chosen)
         compare({"backend": found, "device": chosen.type, "bind_device": bind_device})
@@ -108,60 +103,29 @@ def init(
     return chosen
 
 
+def was_launched() -> bool:
+    """Return whether torchrun or another launcher started this process."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
-    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``, as torch's ``env://`` does, without waiting for all ranks.
-
-    Raises:
-        LaunchError: rank 0 cannot host it there, or another rank does not reach it within ``timeout``.
-    """
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``, as torch's ``env://`` does, without waiting for all ranks."""
     of_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_host = rank == 0 and not of_agent
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=is_host,
-            timeout=timeout,
-            wait_for_workers=False,  # the agreement waits, and names the absent ones
-            multi_tenant=True,
-            use_libuv=environment.get("USE_LIBUV", "1") == "1",
-        )
-    except dist.DistError as error:
-        reason = str(error).partition("\n")[0]
-        if is_host:
-            raise LaunchError(
-                f"rank 0 cannot host the store of the job at {host}:{port} ({reason}); set MASTER_ADDR to its host and "
-                "MASTER_PORT to a port that is free there, the same on every rank"
-            ) from None
-        owner = "torchrun's agent" if of_agent else "rank 0"
-        raise LaunchError(
-            f"{owner}, which hosts the store of the job at {host}:{port}, did not answer within "
-            f"{timeout.total_seconds():g} s; see its output for why, and check MASTER_ADDR and MASTER_PORT ({reason})"
-        ) from None
-
-
-def was_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun or another launcher has set these variables."""
-    return "RANK" in environment or "WORLD_SIZE" in environment
+    return dist.TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        is_master=rank == 0 and not of_agent,
+        timeout=timeout,
+        wait_for_workers=False,  # the agreement waits, and names the absent ones
+        multi_tenant=True,
+        use_libuv=environment.get("USE_LIBUV", "1") == "1",
+    )
 
 
 def local_device(
     device: str | torch.device | None = None, environment: Mapping[str, str] | None = None
 ) -> torch.device:
-    """Return the device that this process should use.
-
-    Args:
-        device: as for :func:`init`.
-        environment: the variables to look at; by default those of this process.
-
-    Raises:
-        LaunchError: the device is not there.
-
-    Example:
-        >>> local_device("cpu", {"LOCAL_RANK": "3"})
-        device(type='cpu')
-    """
+    """Return the device that this process should use, as for :func:`init`; LaunchError if it is not there."""
     environment = os.environ if environment is None else environment
     wanted = _wanted(device)
     if wanted.type == "cpu":
@@ -185,12 +149,6 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
     """Return the device that goes with a default group which exists already.
 
     It is the one that was asked for, the one that the group is bound to, or the current one, in this order.
-
-    Args:
-        device: the device that was asked for, if any.
-
-    Raises:
-        LaunchError: the device that was asked for is not there.
     """
     backend = dist.get_backend()
     if backend == "fake":  # stands for any hardware, also for one that is not here
@@ -225,32 +183,23 @@ def _wanted(device: str | torch.device | None) -> torch.device:
     return torch.device(found.type if found is not None else "cpu")
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Check that a launcher's variables are all set, and fit each other.
-
-    Raises:
-        LaunchError: some are missing, or the rank is outside the world.
-
-    Example:
-        >>> check_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
-    """
-    problems = []
+def _check_environment(environment: Mapping[str, str]) -> None:
     missing = [name for name in _VARIABLES if name not in environment]
     if missing:
         present = [name for name in _VARIABLES if name in environment]
-        problems.append(
+        raise LaunchError(
             f"{listing(present)} {'is' if len(present) == 1 else 'are'} set, but not {listing(missing)}; start the "
             "script with torchrun, or unset all of them for a world of one"
         )
-    else:
-        rank, world, port = (
-            int_variable(environment, name) or 0 for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    rank, world, port = (
+        int_variable(environment, name) or 0 for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
+    problems = []
+    if not 0 <= rank < world:
+        problems.append(
+            f"RANK is {rank} and WORLD_SIZE is {world}; a rank is at least 0 and below the world size"
         )
-        if not 0 <= rank < world:
-            problems.append(
-                f"RANK is {rank} and WORLD_SIZE is {world}; a rank is at least 0 and below the world size"
-            )
-        if not 0 < port < 2**16:
-            problems.append(f"MASTER_PORT is {port}; a port is at least 1 and below 65536")
+    if not 0 < port < 2**16:
+        problems.append(f"MASTER_PORT is {port}; a port is at least 1 and below 65536")
     if problems:
         raise LaunchError(*problems)

@@ -1,8 +1,7 @@
 """Layouts: named axes, their sizes and their order, and the ranks that follow from them.
 
-A layout is arithmetic on ints: it needs no process group and no torch, answers for any rank of any world, and
-is the one place where namedmesh computes ranks. Ranks are row-major, as in torch's ``DeviceMesh``: the first
-axis is the slowest, the last one the fastest.
+A layout is arithmetic on ints, without torch, and the one place where namedmesh computes ranks. They are row-major, as
+in torch's ``DeviceMesh``: the first axis is the slowest, the last one the fastest.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from namedmesh.sizes import as_int, fitted_sizes, nearest_axis, product
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Layout"]
-
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Layout:
@@ -33,18 +30,15 @@ class Layout:
             stands for whatever is left of ``world_size``.
 
     Raises:
-        LayoutError: names or sizes that no layout can have; all problems at once.
+        LayoutError: names or sizes that no layout can have; all problems at once. The methods raise it for ranks and
+            coordinates outside the layout, and AxisError for a name that is no axis.
 
     Example:
-        >>> layout = Layout(pp=2, dp=2, tp=2)
-        >>> layout.groups("tp")
-        ((0, 1), (2, 3), (4, 5), (6, 7))
-        >>> layout.groups("pp")
-        ((0, 4), (1, 5), (2, 6), (3, 7))
+        >>> layout = Layout(pp=2, dp=-1, tp=2, world_size=8)
+        >>> layout, layout.groups("tp"), layout.groups("pp")
+        (Layout(pp=2, dp=2, tp=2), ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
         >>> layout.coords(5)
         {'pp': 1, 'dp': 0, 'tp': 1}
-        >>> Layout(dp=-1, tp=2, world_size=8)
-        Layout(dp=4, tp=2)
     """
 
     axes: tuple[str, ...]
@@ -70,16 +64,7 @@ class Layout:
         world_size: int | None = None,
         rank_offset: int = 0,
     ) -> Layout:
-        """Return a layout from two sequences, the way ``init_device_mesh`` takes them.
-
-        Args:
-            axes: the names, slowest axis first.
-            sizes: one size for each name.
-            world_size: as for :class:`Layout`.
-            rank_offset: as for :class:`Layout`.
-
-        Raises:
-            LayoutError: as for :class:`Layout`; also a name given twice, or too few or too many sizes.
+        """Return a layout from names and sizes, the way ``init_device_mesh`` takes them.
 
         Example:
             >>> Layout.from_shape(("dp", "tp"), (4, 2))
@@ -108,12 +93,7 @@ class Layout:
                 several have none, ``dp`` is inferred and the others are 1, as Megatron does. An axis of size
                 1 need not be in the order.
 
-        Raises:
-            LayoutError: an axis with a size but no place in the order, or as for :class:`Layout`.
-
         Example:
-            >>> Layout.from_order("tp-cp-dp-pp", tp=2, pp=2, world_size=8)
-            Layout(pp=2, dp=2, cp=1, tp=2)
             >>> Layout.from_order("tp-pp-dp", tp=2, pp=2, world_size=8).groups("pp")
             ((0, 2), (1, 3), (4, 6), (5, 7))
         """
@@ -181,63 +161,30 @@ class Layout:
         return self.sizes[self._index(axis)]
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Yield names and sizes, slowest axis first.
-
-        Example:
-            >>> dict(Layout(dp=4, tp=2).items())
-            {'dp': 4, 'tp': 2}
-        """
+        """Yield names and sizes, slowest axis first."""
         return zip(self.axes, self.sizes, strict=True)
 
     @property
     def order(self) -> str:
-        """Megatron's order string, fastest axis first.
-
-        Example:
-            >>> Layout(pp=2, dp=2, tp=2).order
-            'tp-dp-pp'
-        """
+        """Megatron's order string, fastest axis first."""
         return "-".join(reversed(self.axes))
 
     @property
     def ranks(self) -> range:
-        """Every rank that the layout covers.
-
-        Example:
-            >>> Layout(tp=2, rank_offset=6).ranks
-            range(6, 8)
-        """
+        """Every rank that the layout covers."""
         return range(self.rank_offset, self.rank_offset + self.world_size)
 
     def size(self, *axes: str) -> int:
-        """Return the number of ranks in a group over ``axes``: the product of their sizes.
-
-        Example:
-            >>> Layout(pp=2, dp=3, tp=4).size("pp", "tp")
-            8
-        """
+        """Return the number of ranks in a group over ``axes``: the product of their sizes."""
         # A list: a graph of torch.compile takes no generator.
         return prod([self.sizes[i] for i in self._chosen(axes)])
 
     def count(self, *axes: str) -> int:
-        """Return the number of groups over ``axes``.
-
-        Example:
-            >>> Layout(pp=2, dp=3, tp=4).count("pp", "tp")
-            3
-        """
+        """Return the number of groups over ``axes``."""
         return self.world_size // self.size(*axes)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return where a rank stands on each axis.
-
-        Raises:
-            LayoutError: the rank is not in the layout.
-
-        Example:
-            >>> Layout(pp=2, dp=2, tp=2).coords(6)
-            {'pp': 1, 'dp': 1, 'tp': 0}
-        """
+        """Return where a rank stands on each axis."""
         local = self._local(rank)
         return {
             axis: local // stride % size
@@ -245,14 +192,7 @@ class Layout:
         }
 
     def rank(self, /, **coords: int) -> int:
-        """Return the rank at the given coordinates.
-
-        Args:
-            **coords: one coordinate for each axis; an axis of size 1 may be left out.
-
-        Raises:
-            AxisError: a name that is no axis.
-            LayoutError: a coordinate that is missing or outside its axis; all problems at once.
+        """Return the rank at the given coordinates, one for each axis; an axis of size 1 may be left out.
 
         Example:
             >>> Layout(pp=2, dp=2, tp=2).rank(pp=1, dp=0, tp=1)
@@ -272,10 +212,6 @@ class Layout:
     def where(self, /, **coords: int) -> tuple[int, ...]:
         """Return every rank at the given coordinates, ascending.
 
-        Raises:
-            AxisError: a name that is no axis.
-            LayoutError: a coordinate outside its axis.
-
         Example:
             >>> Layout(pp=2, dp=2, tp=2).where(pp=1, tp=0)
             (4, 6)
@@ -288,15 +224,7 @@ class Layout:
     def group(self, rank: int, /, *axes: str) -> tuple[int, ...]:
         """Return the ranks that a rank shares a group over ``axes`` with, itself included, ascending.
 
-        The cost is that of the group's size, whatever the size of the world.
-
-        Args:
-            rank: the rank that asks.
-            *axes: the axes that vary inside the group, in any order.
-
-        Raises:
-            AxisError: a name that is no axis.
-            LayoutError: the rank is not in the layout.
+        The axes may be in any order. The cost is that of the group's size, whatever the size of the world.
 
         Example:
             >>> layout = Layout(pp=2, dp=2, tp=2)
@@ -310,12 +238,7 @@ class Layout:
         return _shifted(self._offsets(chosen), first)
 
     def group_rank(self, rank: int, /, *axes: str) -> int:
-        """Return the position of a rank inside its group over ``axes``.
-
-        Example:
-            >>> Layout(pp=2, dp=2, tp=2).group_rank(5, "pp", "tp")
-            3
-        """
+        """Return the position of a rank inside its group over ``axes``."""
         local = self._local(rank)
         position = 0
         for i in self._chosen(axes):
@@ -323,16 +246,7 @@ class Layout:
         return position
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return every group over ``axes``: groups by their first rank, ranks inside a group ascending.
-
-        Args:
-            *axes: the axes that vary inside a group, in any order.
-
-        Returns:
-            A partition of :attr:`ranks`; its order is part of the contract.
-
-        Raises:
-            AxisError: a name that is no axis.
+        """Return every group over ``axes``, a partition of :attr:`ranks`: by their first rank, ranks ascending.
 
         Example:
             >>> Layout(pp=2, dp=2, tp=2).groups("pp", "tp")

@@ -16,8 +16,7 @@ from namedmesh.groups import Groups, destroy_unused
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.roots import Roots
-from namedmesh.views import ROOT_VIEW, Views, join_names, product_axes
+from namedmesh.views import ROOT_VIEW, Views, options_by_axes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
-
-
-__all__ = ["NamedMesh", "close_all", "current_mesh"]
 
 
 class NamedMesh(Accessors):
@@ -44,21 +40,18 @@ class NamedMesh(Accessors):
     Example:
         >>> import namedmesh, torch.distributed as dist
         >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")      # plain python: a world of one
-        >>> mesh.size("dp"), mesh.rank("tp"), mesh.ranks("dp", "tp")
-        (1, 0, (0,))
+        >>> mesh.size("dp"), mesh.rank("tp"), mesh.ranks("dp", "tp"), list(mesh)
+        (1, 0, (0,), ['dp', 'tp'])
         >>> mesh["tp"].get_group() is mesh.group("tp")
         True
-        >>> "tp" in mesh, list(mesh)
-        (True, ['dp', 'tp'])
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        >>> mesh.close(); dist.destroy_process_group()
     """
 
     def __init__(
         self,
         layout: Layout,
         device: torch.device,
-        options: Mapping[str, GroupOptions],
+        options: Mapping[tuple[str, ...], GroupOptions],
         defaults: GroupOptions,
         *,
         root: DeviceMesh | None = None,
@@ -68,26 +61,27 @@ class NamedMesh(Accessors):
         self.layout, self.device, self.closed = layout, device, False
         self.groups = Groups(defaults)
         self.global_rank = self.groups.rank
-        # Options of the groups over one axis or several, by the axes in the order of their layout.
-        self._options = {product_axes(name, layout.axes) or (name,): each for name, each in options.items()}
-        self._views = Views(layout)
-        self._roots = Roots(self._views, self.groups, device.type, self.options_of)
+        self._options = dict(options)  # by the axes of a group, in the order of their layout
+        self._views = Views(layout, self.groups, device.type, self.options_of)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}  # slices, by the names that they are asked with
         self._places: dict[tuple[str, ...], Place] = {}
         self._axes: tuple[str, ...] = ()
         self._before_close: list[Callable[[], None]] = []
-        for axis, group in (groups or {}).items():
-            self.groups.borrow(self.groups.key(layout, (axis,), self.options_of((axis,))), axis, group)
         if groups is None:
-            self._roots[ROOT_VIEW] = self._roots.make(layout)
+            root = self._views.make(layout)
         else:
-            self._roots[ROOT_VIEW] = root or self._roots.over(layout, {axis: (axis,) for axis in layout})
+            self._borrow(layout, groups)
+        self._views.roots[ROOT_VIEW] = root or self._views.over(layout, {axis: (axis,) for axis in layout})
         self._prepare()
         try:
             current.opened(self, {axis: self.group(axis) for axis in self})
         except MeshError:
             self.groups.release()
             raise
+
+    def _borrow(self, layout: Layout, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        for axis, group in groups.items():
+            self.groups.borrow(self.groups.key(layout, (axis,), self.options_of((axis,))), axis, group)
 
     # Adopting what exists.
 
@@ -126,9 +120,7 @@ class NamedMesh(Accessors):
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
         """Add another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
 
-        Args:
-            name: the name of the view.
-            root: a mesh over the same ranks. Axes that this mesh has already must be the same ranks there.
+        Axes that this mesh has already must be the same ranks there.
 
         Raises:
             LayoutError: a name that is taken, an axis that is not the same ranks, or a mesh of other ranks.
@@ -140,11 +132,7 @@ class NamedMesh(Accessors):
                 f"{layout} is not over the ranks of {self.layout}; adopt a mesh over the same ranks"
             )
         self._views.check(name, layout, self.global_rank)
-        new = {axis: root.get_group(axis) for axis in layout if axis not in self}
-        current.refuse_ambiguous(self, new)
-        for axis, group in new.items():
-            self.groups.borrow(self.groups.key(layout, (axis,), self.options_of((axis,))), axis, group)
-        self._add_view(name, layout, root)
+        self._add_view(name, layout, root, borrowed=True)
 
     # What communicates: every rank calls these, in the same order.
 
@@ -168,7 +156,12 @@ class NamedMesh(Accessors):
         """
         known = self._named(axes)
         if known is not None:
-            return self._flattened_already(known, name, options)
+            of_known = self.options_of(self._views.expand((known,)))
+            if name not in (None, known) or options not in (None, of_known):
+                raise LayoutError(
+                    f"{known!r} exists, with {of_known!r}; leave name and options out, or give them where it is made first"
+                )
+            return self[known]
         with self.agreed("mesh.flatten") as compare:
             view, ordered = self._views.find(axes)
             name = name or "_".join(ordered)
@@ -176,7 +169,7 @@ class NamedMesh(Accessors):
             options = options or self.options_of(ordered)
             compare({"axes": "-".join(ordered), "name": name, "options": options})
             self._options[ordered] = options
-            group = self._roots.flatten(view, ordered, name)
+            group = self._views.flatten(view, ordered, name)
             current.refuse_ambiguous(self, {name: group})
             self._views.products[name] = ordered
             self._prepare()
@@ -203,17 +196,17 @@ class NamedMesh(Accessors):
         """
         with self.agreed(f"mesh.add_view({name!r})") as compare:
             layout = Layout(**sizes, world_size=self.layout.world_size)
-            self._views.check_options(name, layout, options or {})
+            by_axes = options_by_axes(options or {}, [axis for axis in layout if axis not in self])
             compare({"layout": repr(layout), "options": options or {}})
-            return self.take_view(name, layout, options or {})
+            return self.take_view(name, layout, by_axes)
 
-    def take_view(self, name: str, layout: Layout, options: Mapping[str, GroupOptions]) -> DeviceMesh:
+    def take_view(
+        self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
+    ) -> DeviceMesh:
         """Add a view that the ranks agree on; for the dialects too. Every rank calls it."""
         self._views.check(name, layout, self.global_rank)
-        self._options |= {product_axes(key, layout.axes) or (key,): each for key, each in options.items()}
-        root = self._roots.make(layout)
-        new = {axis: root.get_group(axis) for axis in layout if axis not in self}
-        current.refuse_ambiguous(self, new)
+        self._options |= options
+        root = self._views.make(layout)
         self._add_view(name, layout, root)
         return root
 
@@ -222,8 +215,6 @@ class NamedMesh(Accessors):
 
         Its groups stay until the default group is destroyed, and serve the next mesh over the same ranks under the names
         that they have, which DTensor and compiled code remember.
-
-        It waits for what uses the groups in the background, such as a checkpoint that is written, and raises its error.
 
         Args:
             destroy_groups: destroy every group that namedmesh made and no open mesh uses; every rank then does. It frees
@@ -236,7 +227,7 @@ class NamedMesh(Accessors):
                 finish()
         finally:
             self.closed, self._version = True, ""
-            for answers in (self._places, self._meshes, self._roots, self._before_close):
+            for answers in (self._places, self._meshes, self._views.roots, self._before_close):
                 answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
             self.groups.release()
             current.closed(self)
@@ -244,24 +235,12 @@ class NamedMesh(Accessors):
                 destroy_unused()
 
     def before_close(self, finish: Callable[[], None]) -> None:
-        """Let :meth:`close` call a function first, while the groups are there.
-
-        Example:
-            >>> import namedmesh, torch.distributed as dist
-            >>> mesh = namedmesh.init_mesh(dp=-1, device="cpu")
-            >>> mesh.before_close(lambda: print("the groups are there still"))
-            >>> mesh.close(); dist.destroy_process_group()
-            the groups are there still
-        """
+        """Let :meth:`close` call a function first, while the groups are there."""
         self._before_close.append(finish)
 
     @contextmanager
     def agreed(self, call: str) -> Iterator[Callable[..., None]]:
-        """Do what every rank does; see :func:`namedmesh.agreement.agreed`.
-
-        Raises:
-            MeshError: the mesh is closed, or it is over a part of the world.
-        """
+        """Do what every rank of the world does, as :func:`namedmesh.agreement.agreed` says."""
         self._check_open()
         if self.layout.world_size != self.groups.world_size:
             raise MeshError(
@@ -274,10 +253,7 @@ class NamedMesh(Accessors):
     # Selecting a mesh for code that names none.
 
     def __enter__(self) -> Self:
-        """Make this the current mesh, for :func:`namedmesh.current_mesh` and the dialects, until the block is left.
-
-        It is the process's: every thread sees it.
-        """
+        """Make this the current mesh of the process, for :func:`current_mesh` and the dialects, until the block is left."""
         self._check_open()
         current.select(self)
         return self
@@ -285,12 +261,11 @@ class NamedMesh(Accessors):
     def __exit__(self, *_error: object) -> None:
         current.deselect(self)
 
-    def __copy__(self) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return the same mesh: a copy of something that holds a mesh shares it."""
         return self
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Return the same mesh: a copy of something that holds a mesh shares it."""
+    def __copy__(self) -> Self:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -305,8 +280,12 @@ class NamedMesh(Accessors):
 
     # Behind what communicates.
 
-    def _add_view(self, name: str, layout: Layout, root: DeviceMesh) -> None:
-        self._views.layouts[name], self._roots[name] = layout, root
+    def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, borrowed: bool = False) -> None:
+        new = {axis: root.get_group(axis) for axis in layout if axis not in self}
+        current.refuse_ambiguous(self, new)
+        if borrowed:
+            self._borrow(layout, new)
+        self._views.layouts[name], self._views.roots[name] = layout, root
         self._prepare()
 
     def _named(self, names: tuple[str, ...]) -> str | None:
@@ -316,23 +295,6 @@ class NamedMesh(Accessors):
             if axes == set(self._views.expand((name,))):
                 return name
         return None
-
-    def _flattened_already(self, known: str, name: str | None, options: GroupOptions | None) -> DeviceMesh:
-        """Return the mesh of a second call of flatten, or of one for a single axis; nothing else may be asked."""
-        axes = self._views.expand((known,))
-        problems = []
-        if name is not None and name != known:
-            problems.append(
-                f"{join_names(axes)} already have the name {known!r}, and name is {name!r}; leave name out"
-            )
-        if options is not None and options != self.options_of(axes):
-            problems.append(
-                f"the group over {join_names(axes)} exists with {self.options_of(axes)!r}, and options is {options!r}; leave "
-                "options out, or give them where the group is made first"
-            )
-        if problems:
-            raise LayoutError(*problems)
-        return self[known]
 
 
 def current_mesh() -> NamedMesh:

@@ -11,8 +11,6 @@ from namedmesh.errors import LayoutError, MeshError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["GroupOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
@@ -21,20 +19,14 @@ class GroupOptions:
     Args:
         backend: the backend, as ``new_group`` takes it; by default that of the default group.
         timeout: how long a collective may take; by default that of the default group.
-        nccl: settings of the NCCL communicator by name, such as ``{"max_ctas": 32}``. Backends other than
-            NCCL have no use for them.
+        nccl: settings of the NCCL communicator by name, such as ``{"max_ctas": 32}``; for NCCL only.
         high_priority: run NCCL's kernels on a stream of high priority.
         gloo_twin: also make a gloo group over the same ranks, for tensors on the CPU.
         share: whether the group may be the same object as another one over the same ranks with the same
             options. Turn it off for code that overlaps two collectives over the same ranks.
 
     Raises:
-        LayoutError: settings that are no mapping, a timeout that is not positive, or a backend that is no
-            string; all problems at once.
-
-    Example:
-        >>> GroupOptions(nccl={"max_ctas": 32}, high_priority=True).nccl
-        (('max_ctas', 32),)
+        LayoutError: a timeout that is not positive, or a backend that is no string.
     """
 
     backend: str | None = None
@@ -45,12 +37,7 @@ class GroupOptions:
     share: bool = True
 
     def __post_init__(self) -> None:
-        settings: dict[str, int | str] = {}
         problems = []
-        try:
-            settings = dict(self.nccl)
-        except (TypeError, ValueError):
-            problems.append(f"nccl is {self.nccl!r}; it maps settings to values, as in {{'max_ctas': 32}}")
         backend: object = self.backend
         if backend is not None and not isinstance(backend, str):
             problems.append(f"backend is {backend!r}; it is a name such as 'gloo'")
@@ -59,23 +46,10 @@ class GroupOptions:
             problems.append(f"timeout is {timeout!r}; it is a datetime.timedelta longer than nothing")
         if problems:
             raise LayoutError(*problems)
-        object.__setattr__(self, "nccl", tuple(sorted(settings.items())))
+        object.__setattr__(self, "nccl", tuple(sorted(dict(self.nccl).items())))
 
     def combined(self, other: GroupOptions, axes: str) -> GroupOptions:
-        """Return the options of a group over two axes: what either sets, provided they do not contradict.
-
-        Args:
-            other: the options of the other axis.
-            axes: the names of both, for the message.
-
-        Raises:
-            LayoutError: both set something, and differently.
-
-        Example:
-            >>> slow = GroupOptions(timeout=timedelta(hours=1))
-            >>> GroupOptions(backend="gloo").combined(slow, "dp and cp")
-            GroupOptions(backend='gloo', timeout=datetime.timedelta(seconds=3600))
-        """
+        """Return what either sets, for a group over two ``axes``; LayoutError where they contradict."""
         problems = []
         changes: dict[str, Any] = {}
         for field in fields(self):
@@ -92,26 +66,14 @@ class GroupOptions:
             raise LayoutError(*problems)
         return replace(self, **changes)
 
-    def with_defaults(self, defaults: GroupOptions) -> GroupOptions:
-        """Return what tells groups apart: everything filled in, and in one spelling."""
-        import torch.distributed as dist  # options themselves need no torch
-
-        from namedmesh._torch import default_timeout
-
-        backend = (self.backend or defaults.backend or "").lower()
-        return replace(
-            self,
-            backend=None if backend in ("", dist.get_backend()) else backend,
-            timeout=self.timeout or defaults.timeout or default_timeout(),
-            gloo_twin=False,
-        )
-
     def arguments(self) -> dict[str, Any]:
         """Return the keywords with which torch makes groups of these options."""
+        import torch.distributed as dist
+
         arguments: dict[str, Any] = {"timeout": self.timeout}
         if self.backend is not None:
             arguments["backend"] = self.backend
-        if self._for_nccl():
+        if (self.nccl or self.high_priority) and "nccl" in (self.backend or dist.get_backend()):
             arguments["pg_options"] = nccl_options(self)
         return arguments
 
@@ -127,29 +89,19 @@ class GroupOptions:
             return backend, options(backend, self.timeout)
         return None
 
-    def _for_nccl(self) -> bool:
-        import torch.distributed as dist
-
-        wanted = bool(self.nccl) or self.high_priority
-        return wanted and "nccl" in (self.backend or dist.get_backend())
-
     def __repr__(self) -> str:
         """Return only what was set: the text is compared between ranks and shown in messages."""
-        options = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                options.append(f"{field.name}={value!r}")
-        return f"GroupOptions({', '.join(options)})"
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = [
+            f"{field.name}={values[field.name]!r}"
+            for field in fields(self)
+            if values[field.name] != field.default
+        ]
+        return f"GroupOptions({', '.join(given)})"
 
 
 def nccl_options(options: GroupOptions) -> object:
-    """Return what ``new_group`` takes as ``pg_options`` for NCCL.
-
-    Raises:
-        MeshError: this torch was built without NCCL.
-        LayoutError: NCCL has no such setting.
-    """
+    """Return what ``new_group`` takes as ``pg_options`` for NCCL; LayoutError for a setting that it does not have."""
     import torch.distributed as dist
 
     nccl = getattr(dist, "ProcessGroupNCCL", None)
@@ -161,10 +113,7 @@ def nccl_options(options: GroupOptions) -> object:
     if options.timeout is not None:
         made._timeout = options.timeout  # noqa: SLF001  torch's own spelling, also in its documentation
     for name, value in dict(options.nccl).items():
-        try:
-            setattr(made.config, name, value)
-        except AttributeError:  # noqa: PERF203  there are few
-            raise LayoutError(
-                f"NCCL has no setting {name!r}; see torch's ProcessGroupNCCL.NCCLConfig"
-            ) from None
+        if not hasattr(made.config, name):
+            raise LayoutError(f"NCCL has no setting {name!r}; see torch's ProcessGroupNCCL.NCCLConfig")
+        setattr(made.config, name, value)
     return made

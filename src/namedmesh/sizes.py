@@ -21,12 +21,7 @@ RESERVED = ("backend", "device", "layout", "options", "rank_offset", "replace", 
 
 
 def axis_name_problems(axes: Sequence[object]) -> list[str]:
-    """Return what is wrong with the names of some axes, a sentence each; nothing if they can name a layout.
-
-    Example:
-        >>> axis_name_problems(["dp", "tp", "dp"])
-        ["axis 'dp' is named 2 times; each axis needs a name of its own"]
-    """
+    """Return what is wrong with the names of some axes, a sentence each; nothing if they can name a layout."""
     problems = [] if axes else ["no axis is named; name at least one, such as dp=-1"]
     for name in dict.fromkeys(axes):
         if isinstance(name, str) and iskeyword(name):
@@ -65,12 +60,7 @@ def product(axes: Iterable[str], sizes: Iterable[int]) -> str:
 
 
 def as_int(value: object) -> int | None:
-    """Return the int that a value is, if it is one; True and False are none.
-
-    Example:
-        >>> as_int(2), as_int(2.0), as_int(True)
-        (2, None, None)
-    """
+    """Return the int that a value is, if it is one; True and False are none."""
     if type(value) is int:
         return value
     try:
@@ -82,12 +72,7 @@ def as_int(value: object) -> int | None:
 def fitted_sizes(
     axes: Sequence[str], sizes: Sequence[object], world_size: object, rank_offset: object
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the sizes of some axes with -1 replaced, and what is wrong with them, a sentence each.
-
-    Example:
-        >>> fitted_sizes(("dp", "tp"), (-1, 2), 8, 0)
-        ((4, 2), [])
-    """
+    """Return the sizes of some axes with -1 replaced, and what is wrong with them, a sentence each."""
     problems = axis_name_problems(axes)
     numbers: list[int] = []
     for axis, value in zip(axes, sizes, strict=True):
@@ -155,9 +140,8 @@ def stage_range(layers: int, stage: int, stages: int) -> range:
 class SharedHeads:
     """Which kv heads each rank computes where the ranks do not divide them.
 
-    Each rank has as many queries as any other, and needs the heads that those queries attend to. It hands out
-    one head for each ``repeats`` of its queries, in their order: the fewest with which every head serves
-    equally many of the rank's queries.
+    Each rank has as many queries as any other, and needs the heads that those attend to. It hands out one head for
+    each ``repeats`` of its queries, in their order: the fewest with which every head serves equally many of them.
 
     Args:
         queries: the number of query heads; ranks and kv heads divide it.
@@ -165,11 +149,8 @@ class SharedHeads:
         size: the number of ranks.
 
     Example:
-        Four queries of one head over two ranks, which both need it; and 12 queries of 6 heads over four
-        ranks, of which the second has three: the last one of head 1, and both of head 2:
+        12 queries of 6 heads over four ranks, of which the second has three: the last of head 1, and both of head 2.
 
-        >>> SharedHeads(4, 1, 2).of_rank(1), SharedHeads(4, 1, 2).repeats
-        ([0], 2)
         >>> SharedHeads(12, 6, 4).of_rank(1), SharedHeads(12, 6, 4).repeats
         ([1, 2, 2], 1)
     """

@@ -12,20 +12,14 @@ from namedmesh.errors import PlanError
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-__all__ = ["COMMANDS"]
-
 _DIFFERENT = 3  # beside 1, a plan that does not fit, and 2, arguments that are wrong
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the model, its plan and a tuple of inputs, or a dict by name",
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-5, help="the difference that is none (default: %(default)s)"
-    )
+    text = "a function without arguments that returns the model, its plan and a tuple of inputs, or a dict by name"
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help=text)
+    text = "the difference that is none (default: %(default)s)"
+    parser.add_argument("--tolerance", type=float, default=1e-5, help=text)
     parser.epilog = "Run it under torchrun: torchrun --nproc-per-node 2 -m namedmesh verify MODULE:FUNCTION"
 
 
@@ -38,32 +32,22 @@ def _run(arguments: Namespace) -> int:
     import namedmesh
     from namedmesh.tensor_parallel import verify
 
-    mesh = namedmesh.init_mesh(tp=-1)
-    try:
+    with namedmesh.init_mesh(tp=-1) as mesh:
         report = verify(model, mesh["tp"], plan, *args, tolerance=arguments.tolerance, **named)
-        if mesh.rank("tp") == 0:
-            sys.stdout.write(f"{report}\n")
-    finally:
-        mesh.close()
-        dist.destroy_process_group()
+    if mesh.rank("tp") == 0:
+        sys.stdout.write(f"{report}\n")
+    mesh.close()
+    dist.destroy_process_group()
     return 0 if report.right else _DIFFERENT
 
 
 def _call(arguments: Namespace) -> tuple[Any, Any, Any]:
-    """Return what the named function returns.
-
-    Raises:
-        PlanError: it returns something else than a model, a plan and inputs.
-    """
+    """Return the model, the plan and the inputs that the named function returns."""
     module, separator, name = arguments.function.partition(":")
-    if not (module and separator and name):
+    if not separator:
         arguments.parser.error(f"{arguments.function!r} is not of the form MODULE:FUNCTION")
     sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(import_module(module), name)
-    except (AttributeError, ModuleNotFoundError) as error:
-        arguments.parser.error(str(error))
-    found = function()
+    found = getattr(import_module(module), name)()
     if isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], tuple | dict):  # noqa: PLR2004
         return found
     raise PlanError(

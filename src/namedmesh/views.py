@@ -1,35 +1,60 @@
-"""The factorings of one mesh: which view has which axes, which products have a name, whether views agree."""
+"""The factorings of one mesh: which view has which axes, which products have a name, and torch's meshes over them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from namedmesh._torch import concatenate_meshes, flattened, without_modes
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
 from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import torch.distributed as dist
+
+    from namedmesh.groups import Groups
     from namedmesh.layout import Layout
+    from namedmesh.options import GroupOptions
 
 ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""
 
 
 class Views:
-    """The layouts of a mesh by name, in the order they were added, and its flattened products.
+    """The layouts of a mesh by name, in the order they were added, its flattened products, and torch's meshes of them.
 
     Args:
         layout: that of the mesh itself.
+        groups: this mesh's process groups.
+        device_type: the kind of device.
+        options_of: the options of the group over some axes.
 
     Attributes:
         layouts: those of the views, the mesh's own first.
         products: the axes of each flattened product, by its name.
+        roots: torch's mesh of each view by the view's name, and those with products in the place of their axes.
+        flat: the meshes of products, which torch's own meshes know by name.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        groups: Groups,
+        device_type: str,
+        options_of: Callable[[tuple[str, ...]], GroupOptions],
+    ) -> None:
+        self.groups, self.device_type, self.options_of = groups, device_type, options_of
         self.layouts = {ROOT_VIEW: layout}
         self.products: dict[str, tuple[str, ...]] = {}
+        self.roots: dict[object, DeviceMesh] = {}
+        self.flat: dict[str, DeviceMesh] = {}
+
+    # Names.
 
     def axes(self) -> dict[str, str]:
         """Return every axis, and the first view that has it."""
@@ -39,30 +64,24 @@ class Views:
                 homes.setdefault(axis, name)
         return homes
 
-    def expand(self, names: Sequence[str]) -> tuple[str, ...]:
+    def expand(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return axes as they are, and the axes of flattened products in place of the products' names."""
         return tuple(axis for name in names for axis in self.products.get(name, (name,)))
 
     def find(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-        """Return the first view that has axes and products together, and all their axes in its order.
-
-        Raises:
-            AxisError: no name, a name that is no axis, or axes that are not together in one view.
-        """
-        wanted = self.expand(names)
+        """Return the first view that has axes and products together, and all their axes in its order."""
+        wanted, homes = self.expand(names), self.axes()
         if not wanted:
-            raise AxisError(f"no axis is named; name one or more of {tuple(self.axes())}")
+            raise AxisError(f"no axis is named; name one or more of {tuple(homes)}")
         for view, layout in self.layouts.items():
             if all(axis in layout for axis in wanted):
                 return view, tuple(axis for axis in layout if axis in wanted)
-        homes = self.axes()
-        unknown = [
-            f"axis {axis!r} is not one of {tuple(homes)}{nearest_axis(axis, homes)}"
-            for axis in wanted
-            if axis not in homes
-        ]
+        unknown = [axis for axis in wanted if axis not in homes]
         if unknown:
-            raise AxisError(*unknown)
+            allowed = tuple(homes)
+            raise AxisError(
+                *(f"axis {axis!r} is not one of {allowed}{nearest_axis(axis, homes)}" for axis in unknown)
+            )
         places = []
         for axis in wanted:
             home = "the mesh" if homes[axis] == ROOT_VIEW else f"view {homes[axis]!r}"
@@ -71,28 +90,8 @@ class Views:
             f"axes {join_names(wanted)} are not together in one view ({' and '.join(places)}); combine axes of one view only"
         )
 
-    def check_order(self, names: tuple[str, ...], order: Sequence[str]) -> None:
-        """Refuse names of axes and products that are no selection in some order.
-
-        Raises:
-            AxisError: an axis that is named twice.
-            LayoutError: the names are out of order.
-        """
-        axes = self.expand(names)
-        if len(set(axes)) != len(axes):
-            raise AxisError(f"axes {names} are not a selection of {tuple(order)}; name each axis once")
-        ordered = tuple(sorted(names, key=lambda name: order.index(self.expand((name,))[0])))
-        if ordered != names:
-            raise LayoutError(
-                f"mesh[{quoted(names)}] is out of order; torch slices in the order of the mesh: mesh[{quoted(ordered)}]"
-            )
-
     def check(self, name: str, layout: Layout, rank: int) -> None:
-        """Refuse a new view that contradicts the others.
-
-        Raises:
-            LayoutError: a name that is taken, or a shared axis that is not the same ranks; all problems.
-        """
+        """Refuse a new view whose name is taken, or that contradicts the others."""
         problems = []
         for axis, home in self.axes().items():
             other = self.layouts[home]
@@ -112,38 +111,8 @@ class Views:
         if problems:
             raise LayoutError(*problems)
 
-    def check_options(self, name: str, layout: Layout, options: Iterable[str]) -> None:
-        """Refuse options of a new view that are for no new axis of it.
-
-        Raises:
-            AxisError: all problems at once.
-        """
-        known = self.axes()
-        new = [axis for axis in layout if axis not in known]
-        problems = []
-        for axis in options:
-            if axis in known:
-                problems.append(
-                    f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
-                )
-            elif axis not in layout and not product_axes(axis, layout.axes):
-                problems.append(
-                    f"options are given for {axis!r}, which is not one of the new axes {tuple(new)} of view {name!r}"
-                    f"{did_you_mean(axis, new)}"
-                )
-        if problems:
-            raise AxisError(*problems)
-
     def check_product(self, name: str, axes: tuple[str, ...]) -> None:
-        """Refuse a name for a product that means something else already.
-
-        Raises:
-            LayoutError: an axis or another product has the name.
-        """
-        if not isinstance(name, str) or not name.isidentifier():
-            raise LayoutError(
-                f"name is {name!r}; the name of a product is a Python identifier, such as 'dp_cp'"
-            )
+        """Refuse a name for a product that means something else already."""
         if name in self.axes():
             raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
         if self.products.get(name, axes) != axes:
@@ -151,6 +120,89 @@ class Views:
                 f"the name {name!r} is taken by the product of {join_names(self.products[name])}; give this one another "
                 "with name="
             )
+
+    # torch's meshes.
+
+    def make_group(self, layout: Layout, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """Return this rank's group over some axes, on which all ranks agree; and make the gloo group beside it."""
+        options = self.options_of(axes)
+        if options.gloo_twin:
+            self.groups.over(layout, axes, self.groups.gloo_options(options))
+        return self.groups.over(layout, axes, options)
+
+    @without_modes
+    def make(self, layout: Layout) -> DeviceMesh:
+        """Return the torch mesh over the axes of a layout, on groups that exist or are made now.
+
+        ``init_device_mesh`` makes those of several axes at once where all of them are new; it would make one more for each
+        axis of size 1, and for sets of ranks that have a group.
+        """
+        root: DeviceMesh | None = None
+        large = {axis: size for axis, size in layout.items() if size > 1}
+        keys = {axis: self.groups.key(layout, (axis,), self.options_of((axis,))) for axis in large}
+        overrides = self.groups.overrides(keys)
+        if len(large) > 1 and overrides is not None:
+            root = init_device_mesh(
+                self.device_type,
+                tuple(large.values()),
+                mesh_dim_names=tuple(large),
+                backend_override=overrides or None,
+            )
+            for axis, key in keys.items():
+                self.groups.take(key, axis, partial(root.get_group, axis))
+        for axis in layout:
+            self.make_group(layout, (axis,))
+        if root is not None and len(large) == len(layout):
+            return root
+        return self.over(layout, {axis: (axis,) for axis in layout})
+
+    @without_modes
+    def over(self, layout: Layout, axes: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
+        """Return a torch mesh of all ranks of a layout, with these names, over groups that exist."""
+        groups: Any = [self.groups.find(layout, each, self.options_of(each)) for each in axes.values()]
+        ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
+        return DeviceMesh.from_group(
+            groups,
+            self.device_type,
+            mesh=ranks.reshape([layout.size(*each) for each in axes.values()]),
+            mesh_dim_names=tuple(axes),
+        )
+
+    @without_modes
+    def flatten(self, view: str, axes: tuple[str, ...], name: str) -> dist.ProcessGroup:
+        """Make the group over some axes, which torch's mesh then has under a name: other libraries ask that one."""
+        group = self.make_group(self.layouts[view], axes)
+        self.flat[name] = flattened(self.roots[view], axes, name, group)
+        return group
+
+    @without_modes
+    def slice(self, names: tuple[str, ...]) -> DeviceMesh:
+        """Return the sub-mesh over some axes and flattened products.
+
+        Where the axes of each product adjoin it is a slice of a root that has the products in their place, which public
+        calls make.
+        """
+        view, axes = self.find(names)
+        root, layout = self.roots[view], self.layouts[view]
+        order = root.mesh_dim_names or ()
+        if len(axes) != len(self.expand(names)):
+            raise AxisError(f"axes {names} are not a selection of {order}; name each axis once")
+        ordered = tuple(sorted(names, key=lambda name: order.index(self.expand((name,))[0])))
+        if ordered != names:
+            raise LayoutError(
+                f"mesh[{quoted(names)}] is out of order; torch slices in the order of the mesh: mesh[{quoted(ordered)}]"
+            )
+        products = {name: self.products[name] for name in names if name in self.products}
+        if not products:
+            return root[names]
+        together = merged(layout, products)
+        if together is not None:
+            key = tuple(together.items())
+            if key not in self.roots:
+                self.roots[key] = self.over(layout, together)
+            return self.roots[key][names]
+        parts = [self.flat[name] if name in products else root[name] for name in names]
+        return parts[0] if len(parts) == 1 else concatenate_meshes(parts)
 
 
 def merged(layout: Layout, products: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]] | None:
@@ -177,24 +229,12 @@ def merged(layout: Layout, products: Mapping[str, tuple[str, ...]]) -> dict[str,
     return {name: axes for name, (_, axes) in sorted(places.items(), key=lambda item: item[1][0])}
 
 
-def join_names(axes: Sequence[str]) -> str:
-    """Return axes in a sentence.
-
-    Example:
-        >>> join_names(("dp", "tp"))
-        "'dp' and 'tp'"
-    """
-    return " and ".join(repr(axis) for axis in axes)
-
-
 def product_axes(name: str, axes: Sequence[str]) -> tuple[str, ...]:
     """Return those of some axes that a name joins by ``_`` in their order; none if it does not.
 
     Example:
-        >>> product_axes("dp_tp", ("dp", "cp", "tp")), product_axes("tp_dp", ("dp", "tp"))
-        (('dp', 'tp'), ())
-        >>> product_axes("dp_shard_cp", ("dp", "dp_shard", "cp"))
-        ('dp_shard', 'cp')
+        >>> product_axes("dp_tp", ("dp", "cp", "tp")), product_axes("dp_shard_cp", ("dp", "dp_shard", "cp"))
+        (('dp', 'tp'), ('dp_shard', 'cp'))
     """
     for first, axis in enumerate(axes):
         if name == axis:
@@ -206,11 +246,36 @@ def product_axes(name: str, axes: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def quoted(axes: Sequence[str]) -> str:
-    """Return axes as they stand in code.
+def options_by_axes(
+    options: Mapping[str, GroupOptions], axes: Sequence[str], later: Sequence[str] = ()
+) -> dict[tuple[str, ...], GroupOptions]:
+    """Return options by the axes that their names join.
 
-    Example:
-        >>> quoted(("dp", "tp"))
-        '"dp", "tp"'
+    Args:
+        options: by the name of an axis, or of several joined by ``_``.
+        axes: those that are made now.
+        later: names that may come with a view.
+
+    Raises:
+        AxisError: options for axes that are not there; all problems.
     """
+    found: dict[tuple[str, ...], GroupOptions] = {}
+    problems = []
+    for name, each in options.items():
+        found[product_axes(name, axes) or (name,)] = each
+        if not product_axes(name, axes) and name not in later:
+            near = did_you_mean(name, [*axes, *later])
+            problems.append(f"options are given for axis {name!r}, which is not one of {tuple(axes)}{near}")
+    if problems:
+        raise AxisError(*problems)
+    return found
+
+
+def join_names(axes: Sequence[str]) -> str:
+    """Return axes in a sentence."""
+    return " and ".join(repr(axis) for axis in axes)
+
+
+def quoted(axes: Sequence[str]) -> str:
+    """Return axes as they stand in code."""
     return ", ".join(f'"{axis}"' for axis in axes)
