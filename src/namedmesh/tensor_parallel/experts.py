@@ -146,7 +146,9 @@ class ExpertParallel(ParallelStyle):
         return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  for any number
-        """Return a sentence if the parameters are not stacked experts."""
+        """Return a sentence if the parameters are not stacked experts, or travel already."""
+        if isinstance(module.forward, ExpertForward):
+            return ["ExpertParallel finds experts that it was applied to before; apply it once"]
         shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
         if len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
             return []
