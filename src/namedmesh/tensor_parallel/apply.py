@@ -70,7 +70,8 @@ def parallelize(
     """
     entries, ties = resolve(model, mesh, plan, must_divide, missing)
     for entry in entries:
-        if mesh.size() > 1 and not _splits_by_itself(entry.style, entry.module):
+        short_way = getattr(entry.style, "short_way", None)
+        if mesh.size() > 1 and not (short_way and short_way(entry.module)):
             _refuse_uneven(entry.style, entry.module, mesh.size())
         # One style at a time: with a dict, torch drops src_data_rank at the name "".
         frozen = [name for name, each in entry.module.named_parameters() if not each.requires_grad]
@@ -94,11 +95,6 @@ def parallelize(
 
 Move: TypeAlias = "tuple[Placement | None, Placement | None]"
 """From one layout to another."""
-
-
-def _splits_by_itself(style: Any, module: nn.Module) -> bool:
-    """Return whether a style checks what it splits."""
-    return hasattr(style, "takes_short_way") and bool(style.takes_short_way(module))
 
 
 def _refuse_uneven(style: ParallelStyle, module: nn.Module, tp_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh._torch import concatenate_meshes
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
 from namedmesh.tensor_parallel.collectives import Group, all_gather, all_to_all, enter, exchange
-from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, Sum
+from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, sum_output
 from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 
 if TYPE_CHECKING:
@@ -64,37 +65,20 @@ class ShardedExperts(LocalParameters):
             replace_parameter(module, name, blocks)
             layout[name] = Shard(dim + 1)
         shard_parameters(module, device_mesh, layout, self.src_data_rank)
-        module.forward = FusedForward(module, tuple(layout), dims)
+        module.forward = LocalForward(module, layout, dims)
         group = Group.of(device_mesh)
-        module.register_forward_pre_hook(_EnterAll(group), with_kwargs=True)
-        module.register_forward_hook(Sum(group))
+        module.register_forward_pre_hook(partial(_enter_all, group), with_kwargs=True)
+        module.register_forward_hook(partial(sum_output, group))
         return module
 
 
-class FusedForward(LocalForward):
-    """A forward that sees the blocks of fused weights one after the other."""
+def _enter_all(group: Group, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let each rank make a part of the gradients of all inputs."""
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...], dims: Mapping[str, int]) -> None:
-        super().__init__(module, names)
-        self.dims = dims
+    def entered(value: Any) -> Any:
+        return enter(value, group) if isinstance(value, Tensor) and value.requires_grad else value
 
-    def plain(self, name: str) -> Tensor:
-        """Return this rank's part of every block."""
-        shard, dim = super().plain(name), self.dims.get(name)
-        return shard if dim is None else shard.flatten(dim, dim + 1)
-
-
-class _EnterAll:
-    """A hook: each rank makes a part of the gradients of all inputs."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tuple(map(self.entered, args)), {name: self.entered(each) for name, each in kwargs.items()}
-
-    def entered(self, value: Any) -> Any:
-        return enter(value, self.group) if isinstance(value, Tensor) and value.requires_grad else value
+    return tuple(map(entered, args)), {name: entered(each) for name, each in kwargs.items()}
 
 
 class ExpertParallel(ParallelStyle):
@@ -103,8 +87,7 @@ class ExpertParallel(ParallelStyle):
     For a module that owns the weights of all its experts as parameters ``(experts, ...)``, and is called with
     tokens ``(tokens, features)``, sorted by expert, and the number of each expert's tokens ``(experts,)``. Its
     forward then sees its own experts only: their weights as plain tensors, the tokens of all ranks for them,
-    sorted by expert, and their numbers, any of which may be 0. What it returns, one row for each token, travels
-    back to where the tokens came from; none is dropped or padded.
+    sorted by expert, and their numbers. What it returns, one row for each token, travels back; none is dropped or padded.
 
     Every rank along ``ep`` and ``edp`` has **tokens of its own**, or their gradients count several times. Where tp is inside ep,
     leave each rank its part of the sequence (``SequenceParallel``), or cut the experts over ``etp`` first, with
@@ -174,26 +157,19 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
 
 
 class ExpertForward(LocalForward):
-    """The forward of a module of experts, between the way of the tokens to their experts and the way back.
-
-    ``scale``: what the gradients of the weights are multiplied by; None if nobody has said it.
-    ``compared``: the groups whose ranks have tokens of their own, and have not compared them yet.
-    ``skipped``: in how many forwards, from now on, they do not.
-    """
+    """The forward of a module of experts, between the way of the tokens to their experts and the way back."""
 
     def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
-        super().__init__(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
+        super().__init__(module, [name for name, _ in module.named_parameters(recurse=False)])
         self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
         self.scale, self.skipped = style.gradient_scale, style.skipped
-        self.compared = [group, *style.copies]
+        self.to_compare = [group, *style.copies]
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for this rank's tokens, of which each expert has a number."""
         if counts.shape != (self.experts,):
-            raise ShapeError(
-                f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "
-                "experts"
-            )
+            got = f"the numbers of tokens have shape {tuple(counts.shape)}"
+            raise ShapeError(f"{got}; pass one number for each of the {self.experts} experts")
         if torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad:
             self.check(tokens)
         ranks = self.group.size
@@ -219,8 +195,8 @@ class ExpertForward(LocalForward):
             )
         if self.skipped:
             self.skipped -= 1
-        elif self.compared and not torch.compiler.is_compiling():
-            self.compared = [group for group in self.compared if not _have_their_own(tokens, group)]
+        elif self.to_compare and not torch.compiler.is_compiling():
+            self.to_compare = [group for group in self.to_compare if not _have_their_own(tokens, group)]
 
     def plain(self, name: str) -> Tensor:
         """Return this rank's experts of a weight."""

@@ -32,10 +32,10 @@ class RowwiseEmbedding(RowwiseParallel):
     def __init__(self) -> None:
         super().__init__(input_layouts=Replicate())
 
-    def kind_of(self, module: nn.Module) -> type | None:
+    def short_way(self, module: nn.Module) -> type | None:
         """Return the module's class again, with the short way's where its ``super().forward`` goes."""
         own: Any = type(module)
-        return super().kind_of(module) or _on_row_embedding(own)
+        return super().short_way(module) or _on_row_embedding(own)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from namedmesh.tensor_parallel.styles import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -68,7 +69,7 @@ class LocalParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout = self.layout(module, device_mesh.size())
         shard_parameters(module, device_mesh, layout, self.src_data_rank)
-        module.forward = LocalForward(module, tuple(layout))
+        module.forward = LocalForward(module, layout)
         return module
 
 
@@ -76,11 +77,15 @@ class LocalForward:
     """A module's own forward, with plain tensors where its parameters are.
 
     Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure, because a deep copy
-    of the module must not call the forward of the original.
+    of the module must not call the forward of the original. ``blocks``: the dim before which some parameters have another one,
+    for the blocks of which the forward sees one after the other.
     """
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        self.module, self.original, self.names = module, module.forward, names
+    def __init__(
+        self, module: nn.Module, names: Iterable[str], blocks: Mapping[str, int] | None = None
+    ) -> None:
+        self.module, self.original = module, module.forward
+        self.names, self.blocks = tuple(names), blocks or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward does."""
@@ -89,11 +94,12 @@ class LocalForward:
 
     def plain(self, name: str) -> Tensor:
         """Return this rank's shard of a parameter, or all of it, of whose gradient each rank then makes a part."""
-        parameter: Tensor = getattr(self.module, name)
-        if not isinstance(parameter, DTensor):
-            return parameter
-        layouts = tuple(Partial() if isinstance(each, Replicate) else each for each in parameter.placements)
-        return local_parameters([parameter], [layouts])[0]
+        shard: Tensor = getattr(self.module, name)
+        if isinstance(shard, DTensor):
+            layouts = tuple(Partial() if isinstance(each, Replicate) else each for each in shard.placements)
+            shard = local_parameters([shard], [layouts])[0]
+        dim = self.blocks.get(name)
+        return shard if dim is None else shard.flatten(dim, dim + 1)
 
 
 class KeepWhole(ParallelStyle):
@@ -107,19 +113,13 @@ class SumOutput(ParallelStyle):
     """Sum a module's output over the ranks, each of which computed a part of it."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(Sum(Group.of(device_mesh)))
+        module.register_forward_hook(partial(sum_output, Group.of(device_mesh)))
         return module
 
 
-class Sum:
-    """The hook: an object, so that the module can be pickled."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        """Return the sum of the ranks' outputs."""
-        return leave(output, self.group)
+def sum_output(group: Group, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    """Return the sum of the ranks' outputs: a hook that can be pickled, once the group is given."""
+    return leave(output, group)
 
 
 # --- heads, and layers that are several in one --------------------------------------------------------------
@@ -144,11 +144,6 @@ class KeyValueParallel(ColwiseParallel):
     two ranks, six for four), every rank keeps the whole weight, computes the heads that its queries need, and
     the gradients are summed over the ranks that share a head. The attention then finds one kv head for each
     group of its queries, and has to take the number of repetitions from the shapes.
-
-    Args:
-        query_heads: the number of query heads.
-        kv_heads: the number of key and value heads; by default as many.
-        input_layouts: as for :class:`ColwiseParallel`.
     """
 
     def __init__(
