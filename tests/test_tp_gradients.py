@@ -232,7 +232,7 @@ def sentence() -> str:
 def test_the_sentence() -> None:
     for text in run_ranks(2, sentence):
         assert re.match(ALL_WRONG.format("gain.weight", r"[\d.]+"), text)
-        assert "give it LocalParameters(), which sums the parts" in text
+        assert "LocalParameters(), which sums the parts" in text
 
 
 # --- sums -----------------------------------------------------------------------------------------------------

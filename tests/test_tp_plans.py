@@ -48,7 +48,6 @@ STAGE = " (missing='ignore' for a pipeline stage, which has some of them)"
             "name the linear inside (base_layer of an adapter)",
         ),
         ({"up": "colwise"}, "'up': 'colwise' is not a parallel style, such as ColwiseParallel()"),
-        ([], "a plan is a dict of module names to parallel styles, not a list"),
         (
             {"up": LocalParameters({"scale": Shard(0)})},
             "up: LocalParameters names 'scale', but Linear owns ('weight', 'bias')",
@@ -80,7 +79,7 @@ def test_sizes_that_do_not_divide() -> None:
 
 def test_sizes_that_only_the_caller_knows() -> None:
     assert problem_of(Mlp(), UP_DOWN, must_divide={"kv heads": 3, "experts": 4}) == (
-        "kv heads: 3 is not divisible by the tp size 2 (from must_divide); choose a tp size that divides it"
+        "kv heads: 3 is not divisible by the tp size 2 (from must_divide)"
     )
 
 
@@ -98,17 +97,13 @@ def test_ties_that_the_plan_would_break() -> None:
     model = Llama(tied=True)
     columns = llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=Replicate())}
     remedy = (
-        "give them the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output "
-        "head, or untie them first"
+        "give all the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or untie "
+        "them first"
     )
-    tied = "tok_embeddings.weight, output.weight are one parameter (tied), but the plan lays them out differently"
-    assert problem_of(model, columns) == (
-        f"{tied} (tok_embeddings.weight: Shard(1), output.weight: Shard(0)); {remedy}"
-    )
+    tied = "one parameter (tied) is laid out differently (tok_embeddings.weight:"
+    assert problem_of(model, columns) == f"{tied} Shard(1), output.weight: Shard(0)); {remedy}"
     no_head = {key: style for key, style in llama_plan().items() if key != "output"}
-    assert problem_of(model, no_head) == (
-        f"{tied} (tok_embeddings.weight: Shard(0), output.weight: not sharded); {remedy}"
-    )
+    assert problem_of(model, no_head) == f"{tied} Shard(0), output.weight: not sharded); {remedy}"
 
 
 def test_three_mistakes_are_reported_at_once() -> None:
@@ -132,7 +127,7 @@ def test_a_stage_without_some_modules_ignores_what_is_missing() -> None:
     assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan())
     report = plan_report(stage, 2, llama_plan(), missing="ignore")
     assert {line.partition(".")[0] for line in report.splitlines()[1:-2]} == {"layers"}
-    assert problem_of(stage, {}, missing="skip") == "missing is 'skip'; it can be 'raise' or 'ignore'"
+    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan(), missing="skip")
 
 
 # --- layers that are several in one ---------------------------------------------------------------------------
@@ -174,8 +169,7 @@ def test_a_row_layer_that_no_column_layer_fits_names_split_linear(
 ) -> None:
     assert problem_of(model, plan) == (
         f"{row} features, which no column layer of its block makes ({makes}): one of them is several layers in one (q|k|v, "
-        f"gate|up); take it apart with split_linear before, or say that its features lie head by head, or group by group, with "
-        f"ColwiseParallel(heads=...)"
+        f"gate|up); take it apart with split_linear, or say that it lies head by head with ColwiseParallel(heads=...)"
     )
     assert plan_report(model, 1, plan)
 

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """The ranks that share a module: their process group's name, which can be copied and compiled, how many, and this rank's place.
-
-    Example:
-        >>> Group("", 1, 0).size    # this process alone, whose collectives do nothing
-        1
-    """
+    """The ranks that share a module: their process group's name, which can be copied and compiled, how many, and this rank's place."""
 
     name: str
     size: int

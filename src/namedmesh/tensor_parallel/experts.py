@@ -32,13 +32,11 @@ class ShardedExperts(LocalParameters):
     For a module that owns the weights of all its experts as parameters of three dims. The inputs (hidden states, routing
     weights) are the same on every rank; the gradient of each, of which a rank computes a part, is summed.
 
-    Where gate and up are fused into one weight, the parameter becomes one with a dim for the blocks in front of the fused
-    one, ``(experts, 2, features, ...)`` for ``(experts, 2 * features, ...)``, so that a shard has its part of both. The
-    values lie as before: ``full_tensor().flatten(1, 2)`` is the weight of the whole model. The forward sees the fused one.
-
     Args:
         placements: the layout of each parameter, by name; one that every rank had whole would be added by each.
-        fused: how many equal blocks the sharded dim of a parameter is made of, by name: 2 for gate and up.
+        fused: how many equal blocks the sharded dim of a parameter is made of, by name: 2 for gate and up. Such a parameter
+            becomes ``(experts, 2, features, ...)``, so that a shard has its part of both; ``full_tensor().flatten(1, 2)`` is
+            the weight of the whole model, and the forward sees the like.
     """
 
     def __init__(
@@ -50,9 +48,9 @@ class ShardedExperts(LocalParameters):
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
         layout = self.layout(module, tp_size)
+        kind = type(module).__name__
         return super().problems(module, tp_size) + [
-            f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on every rank "
-            f"and would count once for each; name a layout that shards it"
+            f"{name!r} of {kind} is whole on every rank and would count once for each; name a layout that shards it"
             for name, _ in module.named_parameters(recurse=False)
             if isinstance(layout.get(name, Replicate()), Replicate)
         ]
@@ -96,16 +94,13 @@ class ExpertParallel(ParallelStyle):
 
     Afterwards ``fully_shard(experts, mesh=mesh["edp"])``. The experts have the tokens of all ranks along ep, but FSDP2 divides
     the sum of their gradients by the ranks along edp only, and everything else by those along dp and cp: the gradients are
-    multiplied by ``edp / (dp * cp)``, or the experts would learn faster, and nothing would fail.
-
-    ``torch.compile`` follows it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set, which has to be
-    before the first step.
+    multiplied by ``edp / (dp * cp)``, or the experts would learn faster, and nothing would fail. ``torch.compile`` follows it in
+    one graph where ``torch.compiler.config.capture_scalar_outputs`` is set before the first step.
 
     Args:
         mesh: the named mesh, with a view that has ``edp`` and ``ep``. Without it the style is good for reports only.
 
     Raises:
-        AxisError: the mesh has no axis ``edp``.
         ShapeError: in the forward: the numbers of tokens are not one for each expert.
         GradientError: in the forward, on every rank: ranks send the same tokens, or the style was made without a mesh.
     """
@@ -190,8 +185,7 @@ class ExpertForward(LocalForward):
         """Refuse to train experts whose gradients would count several times."""
         if self.scale is None and dist.get_world_size() > 1:
             raise GradientError(
-                "the gradients of the experts have no divisor, and would be too large by as many times as ranks share them; "
-                "give the style the mesh: ExpertParallel(mesh)"
+                "the gradients of the experts have no divisor; give the style the mesh: ExpertParallel(mesh)"
             )
         if self.skipped:
             self.skipped -= 1
@@ -219,8 +213,8 @@ class _ScaleGradient(torch.autograd.Function):
 
 _scaled: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply
 
+# How far sums of the same tokens may be apart, as a part of their size: two ranks may round otherwise, in 16 bits.
 _ALIKE = 5e-3
-"""How far sums of the same tokens may be apart, as a part of their size: two ranks may round otherwise, in 16 bits."""
 
 
 def _have_their_own(tokens: Tensor, group: Group) -> bool:
@@ -241,11 +235,9 @@ def _have_their_own(tokens: Tensor, group: Group) -> bool:
     for one in rows:
         alike = [rank for rank, other in enumerate(rows) if _same(one, other)]
         if len(alike) > 1:
-            raise GradientError(
-                f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens, whose gradients "
-                f"would count {len(alike)} times; leave each rank its part of the sequence (SequenceParallel), or cut the "
-                f"experts over etp instead: ShardedExperts on mesh['etp']"
-            )
+            got = f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens"
+            remedy = "leave each rank its part of the sequence (SequenceParallel), or cut the experts over etp (ShardedExperts)"
+            raise GradientError(f"{got}, whose gradients would count {len(alike)} times; {remedy}")
     return all(row[0] for row in rows)
 
 

@@ -29,28 +29,21 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+# The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
 LAST_STEP = 1024
-"""The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer."""
-
+# How far two gradients may be apart, as a part of their size. Of what every rank computes alike they are the same to the bit,
+# but where a kernel or a sum takes another order: 16 bits then round off some thousandths. Parts differ by much of their size.
 TOLERANCE = 1e-2
-"""How far two gradients may be apart, as a part of their size.
-
-Of what every rank computes alike they are the same to the bit, but where a kernel or a sum takes another order: a type of 16
-bits then rounds off some thousandths. The parts of ranks that work on other features differ by much of their size.
-"""
-
+# What part of the largest gradient is taken for zero: the rounding of terms that cancel out may be all of a gradient.
 NOTHING = 1e-6
-"""What part of the largest gradient is taken for zero: the rounding of terms that cancel out may be all of a gradient."""
 
 
 def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
     """Sum the gradients that are parts over their ranks: one collective for all that have the same ranks and type.
 
-    Every step of a ``torch.optim.Optimizer`` does this first, and so does :func:`namedmesh.training.clip_grad_norm_`;
-    torch's optimizers and clipping are right without it, and sum each gradient for itself, some of them several times.
-    Call it yourself, after the last micro-batch, before code that takes ``grad.to_local()`` for the gradient, such as an
-    optimizer of your own, or that writes into gradients what is no multiple of them, as
-    ``torch.nn.utils.clip_grad_value_`` does. ``grad.full_tensor()`` is the whole gradient before and afterwards.
+    Every step of a ``torch.optim.Optimizer`` does this first, and so does :func:`namedmesh.training.clip_grad_norm_`. Call it
+    yourself, after the last micro-batch, before code that takes ``grad.to_local()`` for the gradient, or that writes into
+    gradients what is no multiple of them, as ``clip_grad_value_`` does. ``grad.full_tensor()`` is the whole gradient at any time.
 
     Args:
         parameters: a model, or parameters; on all ranks the same ones, in the same order.
@@ -87,11 +80,10 @@ _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyD
 def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let the ranks of an axis compare the gradients of what is whole on each of them: at the first backward, and before steps.
 
-    For a model that was sharded along the axis by whatever means: by ``parallelize``, which calls this itself, by torch's
-    ``parallelize_module``, by hand. Compared is every parameter that the axis does not shard: a plain tensor, or a
-    DTensor that is replicated along it. (A gradient that is ``Partial`` is summed by whoever uses it, and a plain tensor
-    that is marked as a shard, with ``tensor_model_parallel``, is left out.) The ranks send two numbers for each, at the end
-    of the first backward, and before the steps 1, 2, 4 and so on up to 1024 of each optimizer of torch's: what was zero or
+    For a model that was sharded along the axis by whatever means; ``parallelize`` calls this itself. Compared is every parameter
+    that the axis does not shard: a plain tensor, or a DTensor that is replicated along it, but for gradients that are
+    ``Partial``, and plain tensors that are marked as shards (``tensor_model_parallel``). The ranks send two numbers for each at the
+    end of the first backward, and before the steps 1, 2, 4 and so on up to 1024 of each optimizer of torch's: what was zero or
     frozen at first, and what compiled code, zero-bubble schedules and FSDP2 compute, is compared there.
 
     Args:
@@ -99,8 +91,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: the one-dimensional mesh of the axis.
 
     Raises:
-        GradientError: in the backward, or before the optimizer's step, on every rank: the gradients of some parameters
-            differ, by name.
+        GradientError: in the backward, or before the optimizer's step, on every rank: gradients differ, by name.
     """
     sum_before_steps()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
@@ -183,21 +174,18 @@ class _Watch:
             GradientError: with the name of each parameter.
         """
         whole = {name: each for name, each in parameters.items() if self.is_whole(each)}
-        mixed = [
-            name
-            for name, each in whole.items()
-            if isinstance(each.grad, DTensor) and not isinstance(each, DTensor)
-        ]
-        if mixed:
-            raise GradientError(
-                f"{listing(mixed)}: a plain tensor, whose gradient is a DTensor, because it was used together with one, such as the "
-                f"input that SharedInput hands out; leave SharedInput out of the plan there, or call to_local() on that input"
-            )
-        mine = {}
+        mine, mixed = {}, []
         for name, each in whole.items():
             gradient = each.grad
             none = gradient is None or not self.is_whole(gradient)
             mine[name] = (0.0, 0.0) if none else _fingerprint(gradient)
+            if isinstance(gradient, DTensor) and not isinstance(each, DTensor):
+                mixed.append(name)
+        if mixed:
+            raise GradientError(
+                f"{listing(mixed)}: a plain tensor, whose gradient is a DTensor, as the input is that SharedInput hands out; leave "
+                f"SharedInput out of the plan there, or call to_local() on that input"
+            )
         wrong = _different(_from_all(group_named(self.group.name), mine))
         for group in across:
             for found in _from_all(group, wrong):
@@ -205,10 +193,9 @@ class _Watch:
         if wrong:
             raise GradientError(
                 f"{listing(wrong)}: whole on each of the {self.group.size} ranks of {self.axis}, but their gradients differ, by "
-                f"up to {max(wrong.values()):.2g} of the size: each has a part, and they would train apart; where the ranks "
-                f"use a module on their own features or tokens only, give it LocalParameters(), which sums the parts, and a "
-                f"linear whose features they use in part a style of its own: ColwiseParallel(), KeyValueParallel(...) for keys "
-                f"and values; what all use alike can differ because of what follows it only"
+                f"up to {max(wrong.values()):.2g} of the size: each has a part, and they would train apart; give a module that "
+                f"works on a rank's own features or tokens LocalParameters(), which sums the parts, and a linear whose "
+                f"features they use in part ColwiseParallel(), or KeyValueParallel(...) for keys and values"
             )
 
     def across(self, parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:

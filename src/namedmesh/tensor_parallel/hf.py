@@ -57,11 +57,7 @@ class AttentionGroups(LocalParameters):
 
 
 class TailGradient(ParallelStyle):
-    """Sum the gradient of the last features of a module's output over the ranks.
-
-    Of a projection that every rank computes whole, of which each rank's heads use the tail directly, while
-    the rest passes through a column style, which sums its gradient already (multi-head latent attention).
-    """
+    """Sum the gradient of the last features of a module's output, which each rank's heads use directly, over the ranks (latent attention)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -117,11 +113,7 @@ _WRONG_ATTENTION = {
 def plan_from_hf(model: nn.Module) -> dict[str, ParallelStyle]:
     """Read a Hugging Face model's own tensor-parallel plan, its ``_tp_plan``, into one for ``parallelize``.
 
-    Such a plan is written for all variants of an architecture, so what it says about modules that this model does not have
-    is left out.
-
-    Returns:
-        A dict of module names to styles. A module that every rank keeps whole (``"replicate"``) is not in it.
+    What it says of modules that this model does not have is left out, and what every rank keeps whole (``"replicate"``).
 
     Raises:
         PlanError: if the model has no plan, or if it is known not to work; or with every style that is not supported.

@@ -29,7 +29,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the cross entropy of logits of which each rank has its part of the vocabulary.
+    """Return the cross entropy of logits of which each rank has its part of the vocabulary; the same on every rank.
 
     What ``torch.nn.functional.cross_entropy`` makes of the whole logits, in float32 at least, with two small collectives.
     It keeps the logits themselves, and no probabilities: three times their memory at most, where torch's
@@ -42,9 +42,6 @@ def cross_entropy(
         ignore_index: a target that does not count.
         reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for a loss for each target.
         label_smoothing: from 0 to 1: what is taken off the target and spread over the whole vocabulary.
-
-    Returns:
-        The loss, the same on every rank.
 
     Raises:
         ShapeError: the target has another shape than the logits without their last dim, or an option is out of range.

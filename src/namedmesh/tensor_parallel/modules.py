@@ -36,9 +36,8 @@ class LocalParameters(ParallelStyle):
     """Run a module's forward on this rank's shards of its own parameters, as plain tensors.
 
     For a norm over each head's features or over a rank's tokens (the weight is whole), or for a bare parameter with
-    one number a head. The parameters become DTensors. A replicated one takes part on every rank with other
-    data, so each makes a part of its gradient: a DTensor that is ``Partial`` until :func:`reduce_gradients` or an
-    optimizer's step sums it. A sharded one's gradient is this rank's own.
+    one number a head. Of the gradient of a replicated one each rank makes a part: it is ``Partial`` until
+    :func:`reduce_gradients` or an optimizer's step sums it. A sharded one's gradient is this rank's own.
 
     Args:
         placements: the layout of each parameter by name; by default all of the module's own are replicated.
@@ -200,15 +199,10 @@ class Joined(nn.ModuleList):
 def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
     """Replace a linear that is several in one (q|k|v, gate|up, one after the other) by those, their outputs joined.
 
-    ``ColwiseParallel`` would cut such a layer rank after rank, through the blocks. Afterwards the parts are modules
-    ``{name}.0``, ``{name}.1`` and so on, for a plan to name; the model's own ``chunk`` or ``split`` of the output finds this
-    rank's part of each block where it takes the sizes from the shapes. Names in the state dict change with them: load a
-    checkpoint of the one linear before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
-
-    Args:
-        model: changed in place.
-        name: the fully qualified name of the linear.
-        sizes: the output features of each part.
+    ``ColwiseParallel`` would cut such a layer through the blocks. Afterwards the parts are modules ``{name}.0``, ``{name}.1`` and so
+    on, for a plan to name; the model's own ``chunk`` or ``split`` of the output finds this rank's part of each where it takes
+    the sizes from the shapes. Names in the state dict change with them: load a checkpoint of the one linear before, and join
+    ``{name}.0.weight`` and the others along dim 0 to write one.
 
     Raises:
         PlanError: the module is no ``nn.Linear``, or the sizes do not add up to its output features.

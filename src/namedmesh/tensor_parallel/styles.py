@@ -251,12 +251,9 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
     Args:
         input_layouts: ``Shard(-1)`` (the default, also for the ids of an embedding: say ``Replicate()`` there), or
             ``Replicate()`` to let each rank take its features.
-        output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
-            its shard of the sum (sequence parallelism).
+        output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank its shard of the
+            sum (sequence parallelism), in equal parts, or the forward raises a ShapeError.
         use_local_output: as for :class:`ColwiseParallel`.
-
-    Raises:
-        ShapeError: in the forward, on every rank, when the output cannot be split into equal shards.
     """
 
     kinds = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}  # noqa: RUF012  a table

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 class VerifyReport:
     """What a comparison found: a line for each thing that differs when printed.
 
-    Attributes:
-        tp_size: the number of ranks.
-        compared: the names of everything that was compared: ``"output 0"``, ``"gradient of input 0"``,
-            ``"gradient of layers.0.weight"``.
-        different: of those that differ, what each rank says, the same on every rank.
+    ``compared``: the names of all: ``"output 0"``, ``"gradient of input 0"``, ``"gradient of layers.0.weight"``. ``different``: of
+    those that differ, what each rank says, the same on every rank.
     """
 
     tp_size: int
@@ -64,8 +61,7 @@ def verify(
         model: the model, not parallelized; it is left as it is.
         mesh: the one-dimensional mesh, of which all ranks call this.
         plan: what ``parallelize`` would get.
-        *inputs: what the model is called with. Tensors of numbers with a fraction, in containers too, become
-            ``float64``, and their gradients are compared.
+        *inputs: what the model is called with; the gradients of tensors, in containers too, are compared.
         tolerance: the largest difference, as a part of the largest number of a tensor, that is none: more than double
             precision needs, for models that compute a norm or a softmax in single precision.
         **named: what the model is called with by name.
