@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
 LAST_STEP = 1024
@@ -176,9 +178,9 @@ class _Watch:
         whole = {name: each for name, each in parameters.items() if self.is_whole(each)}
         mine, mixed = {}, []
         for name, each in whole.items():
-            gradient = each.grad
+            gradient: Any = each.grad
             none = gradient is None or not self.is_whole(gradient)
-            mine[name] = (0.0, 0.0) if none else _fingerprint(gradient)
+            mine[name] = [0.0, 0.0] if none else fingerprint(gradient)
             if isinstance(gradient, DTensor) and not isinstance(each, DTensor):
                 mixed.append(name)
         if mixed:
@@ -186,9 +188,9 @@ class _Watch:
                 f"{listing(mixed)}: a plain tensor, whose gradient is a DTensor, as the input is that SharedInput hands out; leave "
                 f"SharedInput out of the plan there, or call to_local() on that input"
             )
-        wrong = _different(_from_all(group_named(self.group.name), mine))
+        wrong = _different(from_all(group_named(self.group.name), mine))
         for group in across:
-            for found in _from_all(group, wrong):
+            for found in from_all(group, wrong):
                 wrong.update(found)
         if wrong:
             raise GradientError(
@@ -218,13 +220,14 @@ def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
     return {*mesh.mesh[tuple(place)].flatten().tolist()}
 
 
-def _from_all(group: dist.ProcessGroup, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def from_all(group: dist.ProcessGroup, mine: T) -> list[T]:
+    """Return every rank's object."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine, group)
     return found
 
 
-def _different(found: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+def _different(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Return how far gradients are apart that are not the same, as a part of their size, of those that all ranks have."""
     apart, sizes = {}, {}
     for name in found[0]:
@@ -240,14 +243,16 @@ def _different(found: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, 
     }
 
 
-def _fingerprint(gradient: Any) -> tuple[float, float]:
-    """Return the size of a gradient, and its sum with weights, in double precision, a chunk at a time."""
-    flat = synchronous(gradient.to_local()) if isinstance(gradient, DTensor) else gradient
+def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
+    """Return the size of a tensor, and sums of it with weights, in double precision, a chunk at a time."""
+    flat = synchronous(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
     flat = flat.detach().coalesce().values() if flat.is_sparse else flat.detach()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).flatten()
-    squares = weighted = 0.0
-    for part in flat.split(1 << 20):
-        weights = torch.arange(len(part), dtype=torch.float64, device=part.device).mul_(0.7).cos_()
-        squares += float(part.double() @ part.double())
-        weighted += float(part.double() @ weights)
-    return math.sqrt(squares), weighted
+    squares, sums = 0.0, [0.0] * len(rates)
+    for chunk in flat.split(1 << 20):
+        part = chunk.double()
+        place = torch.arange(len(part), dtype=torch.float64, device=part.device)
+        squares += float(part @ part)
+        for index, rate in enumerate(rates):
+            sums[index] += float(part @ (rate * place).cos())
+    return [math.sqrt(squares), *sums]
