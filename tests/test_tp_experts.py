@@ -19,13 +19,11 @@ from tp_compare import apart, assert_right, numbers, tp_mesh, whole
 from tp_models import Net
 
 import namedmesh
-from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ExpertParallel,
     ShardedExperts,
     parallelize,
     plan_report,
-    reduce_gradients,
 )
 
 if TYPE_CHECKING:
@@ -164,26 +162,18 @@ def test_so_they_do_where_each_tp_rank_has_its_part_of_the_tokens() -> None:
     assert_right(run_ranks(4, partial(trained, 2, own_tokens=True)), 1e-10)
 
 
-def refused(**options: Any) -> str:
-    try:
-        trained(**options)
-    except GradientError as error:
-        return str(error)
-    return ""
-
-
 def test_the_same_tokens_on_several_ranks_are_refused() -> None:
-    for text in run_ranks(4, partial(refused, tp=2)):
+    for text in run_ranks(4, partial(error_of, partial(trained, 2))):
         assert text.startswith(
-            "ranks 0, 1 of the 2 ranks that share experts send the same tokens, whose gradients would"
+            "GradientError: ranks 0, 1 of the 2 ranks that share experts send the same tokens, whose gradients would"
         )
         assert "SequenceParallel" in text
         assert "etp" in text
 
 
 def test_a_forgotten_divisor_is_named() -> None:
-    for text in run_ranks(4, partial(refused, tp=1, divided=False)):
-        assert text.startswith("the gradients of the experts have no divisor")
+    for text in run_ranks(4, partial(error_of, partial(trained, 1, divided=False))):
+        assert text.startswith("GradientError: the gradients of the experts have no divisor")
         assert "ExpertParallel(mesh)" in text
 
 
@@ -240,19 +230,3 @@ def no_false_alarm() -> int:
 
 def test_what_says_nothing_is_no_error() -> None:
     assert run_ranks(2, no_false_alarm) == [1, 1]
-
-
-def rows_and_reduced() -> float:
-    """The inputs of sharded experts, of which each rank makes a part of the gradient."""
-    reference, model = packed(), sharded()
-    found = []
-    for each in (model, reference):
-        x = numbers(3, WIDTH, seed=0).requires_grad_()
-        each(x).square().sum().backward()
-        found.append(x.grad)
-    reduce_gradients(model)
-    return apart(*found) / 100
-
-
-def test_the_gradient_of_the_input_is_summed() -> None:
-    assert_right(run_ranks(2, rows_and_reduced))
