@@ -136,12 +136,12 @@ def batch(index: int) -> Tensor:
     return numbers(16, WIDTH, seed=index)
 
 
-def trained(tp: int, *, divided: bool = True, own_tokens: bool = False) -> float:
+def trained(tp: int, *, own_tokens: bool = False) -> float:
     """How far the experts' gradients are from those of one process on all tokens, as the book's page trains them."""
     mesh = namedmesh.init_mesh(dp=-1, tp=tp)
     mesh.add_view("expert", edp=-1, ep=2)
     model: Any = mixture()
-    parallelize(model.experts, mesh["ep"], ExpertParallel(mesh if divided else None))
+    parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
     fully_shard(model.experts, mesh=mesh["edp"])
     fully_shard(model, mesh=mesh["dp"])
     ranks, reference = mesh.size("dp"), mixture()
@@ -169,12 +169,6 @@ def test_the_same_tokens_on_several_ranks_are_refused() -> None:
         )
         assert "SequenceParallel" in text
         assert "etp" in text
-
-
-def test_a_forgotten_divisor_is_named() -> None:
-    for text in run_ranks(4, partial(error_of, partial(trained, 1, divided=False))):
-        assert text.startswith("GradientError: the gradients of the experts have no divisor")
-        assert "ExpertParallel(mesh)" in text
 
 
 def copies_with_the_same_tokens() -> str:

@@ -147,12 +147,13 @@ def without_modes(function: F) -> F:
 
 
 def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return the new tensor that a collective makes of a contiguous one; compiled code and selective checkpointing know these.
+    """Return the new tensor that a collective makes of another; compiled code and selective checkpointing know these.
 
     ``name`` is that of the operator, such as ``"all_reduce"``, whose last argument is the name of the group.
     """
     operators = torch.ops._c10d_functional
-    started: torch.Tensor = getattr(operators, name).default(tensor, *arguments)
+    sent = tensor.contiguous().resolve_conj()
+    started: torch.Tensor = getattr(operators, name).default(sent, *arguments)
     result: torch.Tensor = operators.wait_tensor.default(started)
     return result
 

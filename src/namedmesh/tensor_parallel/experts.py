@@ -99,26 +99,22 @@ class ExpertParallel(ParallelStyle):
     one graph where ``torch.compiler.config.capture_scalar_outputs`` is set before the first step.
 
     Args:
-        mesh: the named mesh, with a view that has ``edp`` and ``ep``. Without it the style is good for reports only.
+        mesh: the named mesh, with a view that has ``edp`` and ``ep``.
 
     Raises:
         ShapeError: in the forward: the numbers of tokens are not one for each expert.
-        GradientError: in the forward, on every rank: ranks send the same tokens, or the style was made without a mesh.
+        GradientError: in the forward, on every rank: ranks send the same tokens.
     """
 
     takes_distributed = True  # what ShardedExperts cut over etp
     ranks_have_own_data = True
 
-    def __init__(self, mesh: NamedMesh | None = None) -> None:
+    def __init__(self, mesh: NamedMesh) -> None:
         super().__init__()
-        self.gradient_scale: float | None = None
-        self.copies: list[Group] = []
-        self.skipped = 0
-        if mesh is not None:
-            averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
-            self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
-            self.copies = [Group.of(mesh.group("edp"))]
-            self.skipped = int("pp" in mesh and mesh.size("pp") > 1)
+        averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
+        self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
+        self.copies = [Group.of(mesh.group("edp"))]
+        self.skipped = int("pp" in mesh and mesh.size("pp") > 1)
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
         """Return how the parameters are laid out."""
@@ -167,7 +163,10 @@ class ExpertForward(LocalForward):
             got = f"the numbers of tokens have shape {tuple(counts.shape)}"
             raise ShapeError(f"{got}; pass one number for each of the {self.experts} experts")
         if torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad:
-            self.check(tokens)
+            if self.skipped:
+                self.skipped -= 1
+            elif self.to_compare and not torch.compiler.is_compiling():
+                self.to_compare = [group for group in self.to_compare if not _have_their_own(tokens, group)]
         ranks = self.group.size
         if ranks == 1:
             return super().__call__(tokens, counts)
@@ -182,21 +181,10 @@ class ExpertForward(LocalForward):
         output = super().__call__(arrived[order], arriving.sum(0))
         return exchange(output[order.argsort()], self.group, (receive, send))
 
-    def check(self, tokens: Tensor) -> None:
-        """Refuse to train experts whose gradients would count several times."""
-        if self.scale is None and dist.get_world_size() > 1:
-            raise GradientError(
-                "the gradients of the experts have no divisor; give the style the mesh: ExpertParallel(mesh)"
-            )
-        if self.skipped:
-            self.skipped -= 1
-        elif self.to_compare and not torch.compiler.is_compiling():
-            self.to_compare = [group for group in self.to_compare if not _have_their_own(tokens, group)]
-
     def plain(self, name: str) -> Tensor:
         """Return this rank's experts of a weight."""
         weight = super().plain(name)
-        return weight if self.scale in {None, 1.0} else _scaled(weight, self.scale)
+        return weight if self.scale == 1 else _scaled(weight, self.scale)
 
 
 class _ScaleGradient(torch.autograd.Function):

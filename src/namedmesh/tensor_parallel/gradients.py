@@ -162,10 +162,12 @@ class _Watch:
                 getattr(tensor, mark, False) for mark in ("tensor_model_parallel", "model_parallel")
             )
         # Of its own mesh, which may cut the ranks otherwise, as those of experts do.
-        dims = [
-            dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)
-        ]
-        return len(_ranks_along(tensor.device_mesh, dims) & self.ranks) <= 1
+        mesh = tensor.device_mesh
+        place: list[Any] = [*(mesh.get_coordinate() or ())]
+        for dim, placement in enumerate(tensor.placements):
+            if not isinstance(placement, Replicate):
+                place[dim] = slice(None)
+        return len(self.ranks.intersection(mesh.mesh[tuple(place)].flatten().tolist())) <= 1
 
     def compare(
         self, parameters: Mapping[str, nn.Parameter], across: Iterable[dist.ProcessGroup] = ()
@@ -203,21 +205,12 @@ class _Watch:
     def across(self, parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
         """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
         found: dict[frozenset[int], dist.ProcessGroup] = {}
-        meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-        for mesh in dict.fromkeys(meshes):
-            for dim in range(mesh.ndim):
-                ranks = frozenset(_ranks_along(mesh, [dim]))
+        for mesh in dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor)):
+            for group in mesh.get_all_groups():
+                ranks = frozenset(dist.get_process_group_ranks(group))
                 if len(ranks) > 1 and ranks != self.ranks:
-                    found.setdefault(ranks, mesh.get_group(dim))
+                    found.setdefault(ranks, group)
         return list(found.values())
-
-
-def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
-    """Return the ranks along some dims of a mesh, among them this one."""
-    place: list[Any] = [*(mesh.get_coordinate() or ())]
-    for dim in dims:
-        place[dim] = slice(None)
-    return {*mesh.mesh[tuple(place)].flatten().tolist()}
 
 
 def from_all(group: dist.ProcessGroup, mine: T) -> list[T]:
