@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import has_forward_hooks, local_parameters
+from namedmesh._torch import has_hooks, local_parameters
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave, split
 from namedmesh.tensor_parallel.loss import refuse_strangers
 
@@ -189,7 +189,7 @@ class _Short:
 
     def short_way(self: Any, module: nn.Module) -> type | None:
         """Return the class whose forward has its arithmetic on plain tensors; None for torch's way."""
-        changed = "forward" in vars(module) or has_forward_hooks(module)
+        changed = "forward" in vars(module) or has_hooks(module)
         return None if changed or not self.knows(module) else self.kinds.get(type(module))
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
