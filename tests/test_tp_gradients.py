@@ -27,7 +27,6 @@ from tp_wirings import Gain, OfHeads
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     LocalParameters,
-    SharedInput,
     compare_gradients,
     parallelize,
     reduce_gradients,
@@ -133,12 +132,6 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         linears = {"up": nn.Linear(8, 16), "k": nn.Linear(8, 4), "down": nn.Linear(16, 8)}
         step(parallelize(Net(compute, **linears).double(), tp_mesh(), UP_DOWN))
 
-    def shared_with_a_plain_layer() -> None:
-        compute = lambda m, x: m.down(torch.tanh(m.up(m.gain(x))))  # noqa: E731
-        torch.manual_seed(0)
-        model = Net(compute, gain=Gain(), up=nn.Linear(8, 16), down=nn.Linear(16, 8)).double()
-        step(parallelize(model, tp_mesh(), {"": SharedInput()} | UP_DOWN))
-
     def only_some_have_a_bias() -> None:
         """What one rank has alone is left out."""
         model: Any = parallelize(gained(), tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
@@ -156,7 +149,6 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         }
         trained(parallelize(Net(compute, **parts).double(), tp_mesh(), UP_DOWN), 2)
 
-    mixed = "gain.weight"
     return {
         "at once": stops(lambda: step(wrong_model())),
         "frozen at first": stops(frozen_first),
@@ -171,7 +163,6 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "torch's styles": stops(by_torch),
         "half precision": stops(lambda: step(wrong_model().bfloat16(), X.bfloat16())),
         "keys": stops(keys, "k.weight", "k.bias"),
-        "a plain layer and a shared input": stops(shared_with_a_plain_layer, mixed),
         "not: what only some have": not stops(only_some_have_a_bias),
         "not: rounding": not stops(rounding),
         "not: check=False": not stops(lambda: trained(wrong_model(check=False), 3)),

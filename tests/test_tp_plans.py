@@ -178,7 +178,7 @@ def test_what_the_remedies_say_is_taken() -> None:
     told = STYLES | {"qkv": ColwiseParallel(heads=4)}
     assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, told)
     assert problem_of(flat(qkv=(16, 48), **BLOCK), told, 8) == (
-        "qkv: 4 heads are not divisible by the tp size 8; choose a tp size that divides 4"
+        "qkv: 4 heads are not divisible by the tp size 8; choose one that divides them"
     )
     model = flat(qkv=(16, 48), **BLOCK)
     split_linear(model, "qkv", [16, 16, 16])

@@ -153,7 +153,7 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
         def refused(module: nn.Module) -> str:
             return error_of(lambda: parallelize(module, mesh["ep"], ExpertParallel(mesh)))
 
-        takes = "ExpertParallel takes a module that owns the weights of all its experts as parameters (experts, ...), but"
+        takes = "ExpertParallel takes a module that owns parameters (experts, ...), but"
         for module, owns in (
             (Mixed(), "Mixed owns {'up': (8, 2, 3), 'bias': (3,)}"),
             (nn.ReLU(), "ReLU owns none"),

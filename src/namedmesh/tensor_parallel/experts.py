@@ -125,10 +125,12 @@ class ExpertParallel(ParallelStyle):
         if isinstance(module.forward, ExpertForward):
             return ["ExpertParallel finds experts that it was applied to before; apply it once"]
         shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
-        if len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
+        if len({shape[:1] for shape in shapes.values()} - {()}) == 1:
             return []
-        wanted = "a module that owns the weights of all its experts as parameters (experts, ...)"
-        return [f"ExpertParallel takes {wanted}, but {type(module).__name__} owns {shapes or 'none'}"]
+        kind = type(module).__name__
+        return [
+            f"ExpertParallel takes a module that owns parameters (experts, ...), but {kind} owns {shapes or 'none'}"
+        ]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):

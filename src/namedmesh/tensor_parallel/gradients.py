@@ -177,19 +177,12 @@ class _Watch:
         Raises:
             GradientError: with the name of each parameter.
         """
-        whole = {name: each for name, each in parameters.items() if self.is_whole(each)}
-        mine, mixed = {}, []
-        for name, each in whole.items():
+        mine = {}
+        for name, each in parameters.items():
             gradient: Any = each.grad
-            none = gradient is None or not self.is_whole(gradient)
-            mine[name] = [0.0, 0.0] if none else fingerprint(gradient)
-            if isinstance(gradient, DTensor) and not isinstance(each, DTensor):
-                mixed.append(name)
-        if mixed:
-            raise GradientError(
-                f"{listing(mixed)}: a plain tensor, whose gradient is a DTensor, as the input is that SharedInput hands out; leave "
-                f"SharedInput out of the plan there, or call to_local() on that input"
-            )
+            if self.is_whole(each):
+                some = gradient is not None and self.is_whole(gradient)
+                mine[name] = fingerprint(gradient) if some else [0.0, 0.0]
         wrong = _different(from_all(group_named(self.group.name), mine))
         for group in across:
             for found in from_all(group, wrong):

@@ -131,11 +131,6 @@ def delivered(module: Any, y: Tensor) -> Tensor:
     return DTensor.from_local(y, module.weight.device_mesh, (layout,), run_check=False)
 
 
-def sharded_dim(layout: Placement) -> int | None:
-    """Return the dim that a layout shards; None where it is whole."""
-    return layout.dim if isinstance(layout, Shard) else None
-
-
 def shard_parameters(
     module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], src_data_rank: int | None
 ) -> None:
@@ -176,7 +171,7 @@ class _Short:
         ]
         if self.heads and self.heads % tp_size:
             found.append(
-                f"{self.heads} heads are not divisible by the tp size {tp_size}; choose a tp size that divides {self.heads}"
+                f"{self.heads} heads are not divisible by the tp size {tp_size}; choose one that divides them"
             )
         return found
 
@@ -206,7 +201,8 @@ class _Short:
 def rewire(module: Any, kind: Any, style: Any, mesh: DeviceMesh) -> None:
     """Give a layer with sharded parameters the forward for them."""
     module.__class__ = kind
-    dims = sharded_dim(style.input_layouts[0]), sharded_dim(style.output_layouts[0])
+    (given,), (made,) = style.input_layouts, style.output_layouts
+    dims = getattr(given, "dim", None), getattr(made, "dim", None)
     module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output)
 
 
@@ -295,7 +291,7 @@ class SharedInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # A partial: a model with it can be pickled.
-        hook = partial(_share, Group.of(device_mesh), sharded_dim(self.input_layouts), device_mesh)
+        hook = partial(_share, Group.of(device_mesh), getattr(self.input_layouts, "dim", None), device_mesh)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh._torch import tree_leaves, tree_map
 from namedmesh.errors import PlanError, count_of
 from namedmesh.tensor_parallel.apply import parallelize
+from namedmesh.tensor_parallel.gradients import from_all
 from namedmesh.tensor_parallel.plan import resolve
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ def verify(
     rounding = 1e-13 * max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)
     names = [*(wanted | got)]
     mine = {name: _difference(got.get(name), wanted.get(name), tolerance, rounding) for name in names}
-    of_all: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(of_all, (dist.get_rank(), mine), mesh.get_group())
+    of_all = from_all(mesh.get_group(), (dist.get_rank(), mine))
     different = {}
     for name in names:
         texts = [f"on rank {rank}, {found[name]}" for rank, found in of_all if found.get(name)]
@@ -118,18 +118,17 @@ def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
         output = model(*args, **named)
     outputs = [_whole(each) for each in _tensors(output)]
     if not outputs:
-        kind = type(output).__name__
-        raise PlanError(f"the output, of type {kind}, has no tensor; return tensors in plain containers")
+        raise PlanError(
+            f"the output, a {type(output).__name__}, has no tensor; return some in plain containers"
+        )
     trained = [each for each in outputs if each.requires_grad]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each) for each in trained]
     if trained:
         torch.autograd.backward(trained, weights)
     found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}
-    for name, each in [
-        *((f"input {i}", leaf) for i, leaf in enumerate(_tensors(leaves))),
-        *model.named_parameters(),
-    ]:
+    differentiated = {f"input {i}": each for i, each in enumerate(_tensors(leaves))}
+    for name, each in (differentiated | dict(model.named_parameters())).items():
         if each.grad is not None:
             found[f"gradient of {name}"] = _whole(each.grad.detach())
     return found
