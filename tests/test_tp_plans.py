@@ -218,8 +218,8 @@ def test_the_mesh_must_be_one_axis() -> None:
             parallelize(Mlp(), mesh, {"upp": ColwiseParallel()})
         assert str(caught.value) == (
             "2 problems:\n"
-            "  - a plan is applied along one axis, but the mesh has ('pp', 'dp', 'tp'); pass one of "
-            "them, such as mesh['tp']\n"
+            "  - a plan is applied along one axis, but the mesh has ('pp', 'dp', 'tp'); pass one, "
+            "such as mesh['tp']\n"
             f"  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}"
         )
 

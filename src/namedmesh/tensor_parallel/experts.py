@@ -127,10 +127,8 @@ class ExpertParallel(ParallelStyle):
         shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
         if len({shape[:1] for shape in shapes.values()} - {()}) == 1:
             return []
-        kind = type(module).__name__
-        return [
-            f"ExpertParallel takes a module that owns parameters (experts, ...), but {kind} owns {shapes or 'none'}"
-        ]
+        got = f"{type(module).__name__} owns {shapes or 'none'}"
+        return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -139,10 +139,8 @@ class _Watch:
         if self not in watches:
             watches.append(self)
         parameters = {name: each for name, each in model.named_parameters() if self.is_whole(each)}
-        if any(
-            isinstance(each, DTensor) and set(each.placements) != {Replicate()}
-            for each in parameters.values()
-        ):
+        layouts = [each.placements for each in parameters.values() if isinstance(each, DTensor)]
+        if any(set(layout) != {Replicate()} for layout in layouts):
             return  # under FSDP2, whose gradients are there after the backward
         handles: list[Any] = []
 
@@ -158,9 +156,8 @@ class _Watch:
     def is_whole(self, tensor: Tensor) -> bool:
         """Return whether every rank of the axis has the same of a parameter or a gradient."""
         if not isinstance(tensor, DTensor):
-            return not any(
-                getattr(tensor, mark, False) for mark in ("tensor_model_parallel", "model_parallel")
-            )
+            marks = ("tensor_model_parallel", "model_parallel")
+            return not any(getattr(tensor, mark, False) for mark in marks)
         # Of its own mesh, which may cut the ranks otherwise, as those of experts do.
         mesh = tensor.device_mesh
         place: list[Any] = [*(mesh.get_coordinate() or ())]

@@ -49,9 +49,7 @@ def cross_entropy(
     """
     group, problems = Group.of(mesh), target_problems(logits.shape, target)
     if isinstance(logits, DTensor):
-        problems.append(
-            f"the logits are a DTensor, laid out as {logits.placements}; pass each rank's to_local()"
-        )
+        problems.append(f"the logits are a DTensor, {logits.placements}; pass each rank's to_local()")
     if reduction not in _REDUCTIONS:
         problems.append(f"reduction is {reduction!r}; it can be one of {_REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
@@ -78,17 +76,12 @@ def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
 
 def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
     """Refuse an id outside the vocabulary, on a CPU: it belongs to no rank, and would silently count as zeros."""
-    if (
-        torch.compiler.is_compiling()
-        or type(ids) is not Tensor
-        or ids.device.type != "cpu"
-        or not ids.numel()
-    ):
+    if torch.compiler.is_compiling() or type(ids) is not Tensor or not ids.is_cpu or not ids.numel():
         return
-    low, high = torch.aminmax(ids)
+    low, high = map(int, torch.aminmax(ids))
     if low < 0 or high >= vocabulary:
         raise IndexError(
-            f"{what}: the ids run from {int(low)} to {int(high)}, the vocabulary from 0 to {vocabulary - 1}"
+            f"{what}: the ids run from {low} to {high}, the vocabulary from 0 to {vocabulary - 1}"
         )
 
 

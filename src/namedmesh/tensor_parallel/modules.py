@@ -80,11 +80,9 @@ class LocalForward:
     for the blocks of which the forward sees one after the other.
     """
 
-    def __init__(
-        self, module: nn.Module, names: Iterable[str], blocks: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, names: Iterable[str], blocks: Any = ()) -> None:
         self.module, self.original = module, module.forward
-        self.names, self.blocks = tuple(names), blocks or {}
+        self.names, self.blocks = tuple(names), dict(blocks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward does."""
@@ -165,10 +163,7 @@ class KeyValueParallel(ColwiseParallel):
             counts = f"{queries} query heads and {heads} kv heads"
             return [f"{counts} cannot be shared by {tp_size} ranks; choose a tp size that divides {queries}"]
         if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
-            kind = type(module).__name__
-            return [
-                f"KeyValueParallel needs the forward of nn.Linear where ranks share kv heads, not {kind}'s"
-            ]
+            return [f"ranks share kv heads with the forward of nn.Linear only, not {type(module).__name__}'s"]
         return []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

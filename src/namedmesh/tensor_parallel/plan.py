@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
+_MISSING = "missing='ignore' for a pipeline stage, which has some of them"
 _FEATURES = (ColwiseParallel, RowwiseParallel)
 
 
@@ -82,9 +83,7 @@ def ranks_of(mesh_or_tp_size: DeviceMesh | int) -> tuple[int, list[str]]:
     if mesh_or_tp_size.ndim == 1:
         return mesh_or_tp_size.size(), []
     axes = mesh_or_tp_size.mesh_dim_names
-    return 1, [
-        f"a plan is applied along one axis, but the mesh has {axes}; pass one of them, such as mesh['tp']"
-    ]
+    return 1, [f"a plan is applied along one axis, but the mesh has {axes}; pass one, such as mesh['tp']"]
 
 
 def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> list[Entry]:
@@ -99,10 +98,8 @@ def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> li
         matched = [fqn for fqn in names if matches(key, fqn)]
         if not matched and missing != "ignore":
             near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
-            hint = (
-                f"{did_you_mean(key, near)} (missing='ignore' for a pipeline stage, which has some of them)"
-            )
-            problems.append(f"{key!r} matches no module of the model{hint}")
+            near_key = did_you_mean(key, near)
+            problems.append(f"{key!r} matches no module of the model{near_key} ({_MISSING})")
         for fqn in matched:
             owner = owners.setdefault(names[fqn], Entry(fqn, names[fqn], style, key))
             if owner.key != key:

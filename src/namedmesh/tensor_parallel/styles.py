@@ -170,9 +170,8 @@ class _Short:
             if vars(module).get(option)
         ]
         if self.heads and self.heads % tp_size:
-            found.append(
-                f"{self.heads} heads are not divisible by the tp size {tp_size}; choose one that divides them"
-            )
+            got = f"{self.heads} heads are not divisible by the tp size {tp_size}"
+            found.append(f"{got}; choose one that divides them")
         return found
 
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:

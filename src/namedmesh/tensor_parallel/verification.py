@@ -119,7 +119,7 @@ def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
     outputs = [_whole(each) for each in _tensors(output)]
     if not outputs:
         raise PlanError(
-            f"the output, a {type(output).__name__}, has no tensor; return some in plain containers"
+            f"no tensor is in the output, a {type(output).__name__}; return some in plain containers"
         )
     trained = [each for each in outputs if each.requires_grad]
     generator = torch.Generator().manual_seed(0)
