@@ -1,107 +1,121 @@
-"""What an accessor costs: ours, Megatron's, and torch's own, in one run.
+"""What an accessor costs: ours, Megatron's, and torch's own, in one run; and each of Megatron's dialect beside megatron-core's.
 
     python benchmarks/accessors.py [--rounds N]
 
-Nanoseconds of one call, written as a training loop would write it, in a world of the fake backend. Needs
-megatron-core (extra "oracles"); the ratios are to its ``get_tensor_model_parallel_world_size()``.
+Nanoseconds of one call, as a training loop writes it, in a world of the fake backend with the same groups on all sides. Needs
+megatron-core (extra "oracles").
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 import timeit
 import warnings
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import paired
 from ranks import fake_world
 
 import namedmesh
+from namedmesh.compat.megatron import parallel_state as dialect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
 
 RANKS = 16
 REFERENCE = "parallel_state.get_tensor_model_parallel_world_size()"
-# Megatron answers from a variable after set_tensor_model_parallel_world_size(), as tools without groups use it.
-PINNED = f"{REFERENCE}  # pinned"
-OURS = ('mesh.size("tp")', 'mesh.rank("tp")', 'mesh.group("tp")', 'mesh["tp"]')
-OTHERS = (
-    REFERENCE,
-    PINNED,
-    "get_tensor_model_parallel_world_size()",
-    'device_mesh.get_group("tp")',
-    'device_mesh.get_local_rank("tp")',
-    'device_mesh["tp"]',
-)
-# About as long a turn for each: torch slices in a tenth of a millisecond.
+# How many calls are a turn: about as long a turn for each.
 CALLS = {
-    'device_mesh["tp"]': 300,
+    REFERENCE: 100_000,
+    'mesh.size("tp")': 100_000,
+    'mesh.rank("tp")': 100_000,
+    'mesh.group("tp")': 100_000,
+    'mesh["tp"]': 100_000,
     'device_mesh.get_group("tp")': 20_000,
     'device_mesh.get_local_rank("tp")': 10_000,
+    'device_mesh["tp"]': 300,
 }
-USUAL_CALLS = 100_000
+SIZES = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "num_distributed_optimizer_instances": 2,
+    "hierarchical_context_parallel_sizes": [2],
+    "create_gloo_process_groups": False,
+}
+# Deprecated ones warn at each call; these need arguments, or something that a CPU does not have.
+LEFT_OUT = {
+    "get_data_modulo_expert_parallel_group",
+    "get_nccl_options",
+    "get_data_parallel_group_gloo",
+    "get_expert_data_parallel_group_gloo",
+    "get_global_symmetric_memory_buffer",
+    "get_hybrid_data_context_parallel_groups",
+    "is_unitialized",
+}
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
-    """Return seconds of one call, by what is called, round by round."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of optional packages that are not here
-        from megatron.core import parallel_state
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, create_gloo_process_groups=False
-    )
-    mesh = namedmesh.init_mesh(pp=2, dp=-1, tp=2, device="cpu")
-    names = {
-        "parallel_state": parallel_state,
-        "get_tensor_model_parallel_world_size": parallel_state.get_tensor_model_parallel_world_size,
-        "mesh": mesh,
-        "device_mesh": mesh.device_mesh,
-    }
+def timer(statement: str, calls: int, **names: object) -> Callable[[], float]:
+    """Return what measures the seconds of a call, of the processor's time."""
+    made = timeit.Timer(statement, globals=names, timer=time.process_time)
+    return lambda: made.timeit(calls) / calls
+
+
+def of_the_mesh(parallel_state: ModuleType, rounds: int) -> dict[str, list[float]]:
+    mesh = namedmesh.init_mesh(pp=2, dp=-1, cp=2, tp=2, device="cpu")
+    names = {"parallel_state": parallel_state, "mesh": mesh, "device_mesh": mesh.device_mesh}
     assert mesh.size("tp") == parallel_state.get_tensor_model_parallel_world_size()
-    assert mesh.rank("tp") == parallel_state.get_tensor_model_parallel_rank()
-    contestants = {
-        call: partial(
-            _seconds, timeit.Timer(call, globals=names, timer=time.process_time), CALLS.get(call, USUAL_CALLS)
-        )
-        for call in (*OTHERS, *OURS)
-    }
-    contestants[PINNED] = partial(_seconds_pinned, parallel_state, contestants[PINNED].args[0], USUAL_CALLS)
+    contestants = {call: timer(call, calls, **names) for call, calls in CALLS.items()}
     seconds = paired.interleaved(contestants, rounds)
     mesh.close()
-    parallel_state.destroy_model_parallel()
     return seconds
 
 
-def _seconds_pinned(parallel_state: Any, timer: timeit.Timer, calls: int) -> float:
-    parallel_state.set_tensor_model_parallel_world_size(2)
-    try:
-        return _seconds(timer, calls)
-    finally:
-        parallel_state.set_tensor_model_parallel_world_size(None)
+def of_the_dialect(parallel_state: ModuleType, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of each accessor that answers something, in the release that is installed."""
+    prefixes = ("get_", "is_", "model_parallel_is_", "has_")
+    found = [name for name in vars(dialect) if name.startswith(prefixes) and hasattr(parallel_state, name)]
+    measured = {}
+    for name in sorted(set(found) - LEFT_OUT):
+        pair = {"ours": getattr(dialect, name), "theirs": getattr(parallel_state, name)}
+        for call in pair.values():
+            call()  # what is made when it is first asked for is made
+        contestants = {whose: timer("call()", 20_000, call=call) for whose, call in pair.items()}
+        measured[name] = paired.interleaved(contestants, rounds)
+    return measured
 
 
-def _seconds(timer: timeit.Timer, calls: int) -> float:
-    return timer.timeit(calls) / calls
+def line(name: str, seconds: list[float], ratio: float) -> None:
+    print(f"{name:54} {statistics.median(seconds) * 1e9:10,.0f} {ratio:9.2f}")
 
 
 def main() -> None:
-    """Print one line for each call."""
+    """Print one line for each call, and the ten accessors of the dialect that are dearest beside megatron-core's."""
     parser = argparse.ArgumentParser(description="The cost of asking a mesh.")
-    parser.add_argument("--rounds", type=int, default=51)
+    parser.add_argument("--rounds", type=int, default=21)
     rounds = parser.parse_args().rounds
-    try:
-        with fake_world(RANKS):
-            seconds = measure(rounds)
-    except ImportError:
-        sys.exit("the accessors are compared with megatron-core, which is not installed (extra 'oracles')")
-    widths = [54, 10, 9]
-    print(f"{paired.machine()}; medians of {rounds} rounds")
-    print(paired.row(["", "ns", "ratio"], widths))
-    for call, measured in seconds.items():
-        nanoseconds = f"{statistics.median(measured) * 1e9:,.0f}"
-        print(paired.row([call, nanoseconds, paired.ratio(measured, seconds[REFERENCE])], widths))
+    warnings.simplefilter("ignore")  # of optional packages that are not here
+    from megatron.core import parallel_state
+
+    print(f"{paired.machine()}; medians of {rounds} rounds, nanoseconds")
+    with fake_world(RANKS, 5):
+        for module in (dialect, parallel_state):
+            module.initialize_model_parallel(**SIZES)
+        seconds = of_the_mesh(parallel_state, rounds)
+        for call, measured in seconds.items():
+            line(call, measured, paired.ratio(measured, seconds[REFERENCE]))
+        accessors = of_the_dialect(parallel_state, rounds)
+        ratios = {name: paired.ratio(*pair.values()) for name, pair in accessors.items()}
+        print(
+            f"\nthe dialect's {len(ratios)} accessors, to megatron-core's: {statistics.median(ratios.values()):.2f}"
+        )
+        for name in sorted(ratios, key=lambda name: -ratios[name])[:10]:
+            line(name, accessors[name]["ours"], ratios[name])
+        for module in (dialect, parallel_state):
+            module.destroy_model_parallel()
 
 
 if __name__ == "__main__":

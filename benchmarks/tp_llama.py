@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,11 +19,10 @@ import paired
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from ranks import run_ranks
 from test_tp_collectives import TORCH, llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from tp_models import Llama, llama_plan
 
@@ -44,9 +42,6 @@ SIZES: dict[str, Any] = {
     "hidden": 768,
     "layers": 4,
 }
-
-
-# --- by hand ------------------------------------------------------------------------------------------------
 
 
 class _Copy(torch.autograd.Function):
@@ -83,17 +78,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, size = group, group.size()
-        out = x.new_empty(x.shape[0] * size, *x.shape[1:])
-        dist.all_gather_single(out, x.contiguous(), group=group)
-        return out
+        ctx.group = group
+        return joined(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        size = ctx.group.size()
-        out = gradient.new_empty(gradient.shape[0] // size, *gradient.shape[1:])
-        dist.reduce_scatter_single(out, gradient.contiguous(), group=ctx.group)
-        return out, None
+        return summed(gradient, ctx.group), None
 
 
 class _Scatter(torch.autograd.Function):
@@ -101,17 +91,24 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, size = group, group.size()
-        out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-        dist.reduce_scatter_single(out, x.contiguous(), group=group)
-        return out
+        ctx.group = group
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        size = ctx.group.size()
-        out = gradient.new_empty(gradient.shape[0] * size, *gradient.shape[1:])
-        dist.all_gather_single(out, gradient.contiguous(), group=ctx.group)
-        return out, None
+        return joined(gradient, ctx.group), None
+
+
+def joined(x: Tensor, group: Any) -> Tensor:
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_single(out, x.contiguous(), group=group)
+    return out
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    dist.reduce_scatter_single(out, x.contiguous(), group=group)
+    return out
 
 
 # torch leaves apply without types.
@@ -199,69 +196,28 @@ class ByHand(nn.Module):
         nn.utils.clip_grads_with_norm_(self.parameters(), largest, norm)
 
 
-# --- contestants --------------------------------------------------------------------------------------------
+KINDS = {
+    "a step": (1, 4),
+    "a step, sequence parallel": (1, 4),
+    "4 micro-batches, sequence parallel": (4, 4),
+    "FSDP2 2 x 2": (1, 2),
+}
 
 
-def contestants(kind: str, mesh: Any) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """Return each contestant's model, and a function that makes its loss of ids."""
-    torch.manual_seed(0)
-    whole = Llama(**SIZES)
-    sequence = "sequence" in kind
-    between: Any = Shard(1) if sequence else Replicate()
-    models: dict[str, Any] = {
-        "by hand": ByHand(whole, mesh.group("tp"), sequence=sequence),
-        "namedmesh": parallelize(
-            copy.deepcopy(whole), mesh["tp"], llama_plan(sequence_parallel=sequence, loss_parallel=True)
-        ),
-        "torch's styles": parallelize_module(
-            copy.deepcopy(whole), mesh["tp"], llama(*TORCH, between, prepared=True, loss=True)
-        ),
-    }
-    if "FSDP2" in kind:
-        for model in models.values():
-            inner = getattr(model, "whole", model)
-            for layer in inner.layers:
-                fully_shard(layer, mesh=mesh["dp"])
-            fully_shard(model, mesh=mesh["dp"])
-
-    def by_hand(ids: Tensor) -> Tensor:
-        model = models["by hand"]
-        found: Tensor = model.loss(model(ids), ids.roll(-1, 1))
-        return found
-
-    def ours(ids: Tensor) -> Tensor:
-        return cross_entropy(models["namedmesh"](ids).to_local(), ids.roll(-1, 1), mesh["tp"])
-
-    def torchs(ids: Tensor) -> Tensor:
-        logits = models["torch's styles"](ids)
-        return F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
-
-    losses = {"by hand": by_hand, "namedmesh": ours, "torch's styles": torchs}
-    return {name: (models[name], losses[name]) for name in models}
-
-
-def step(  # noqa: PLR0917  one call
-    name: str, model: Any, loss_of: Any, optimizer: Any, batches: list[Tensor], mesh: Any
-) -> float:
+def step(model: Any, loss_of: Any, optimizer: Any, batches: list[Tensor], mesh: Any) -> float:
     """Take a step; return its loss. Without FSDP2 it clips, under which by hand would need a function for that, too."""
     total = 0.0
     for ids in batches:
-        if name == "torch's styles":
-            with loss_parallel():
-                loss = loss_of(ids) / len(batches)
-                loss.backward()
-            loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-        else:
-            loss = loss_of(ids) / len(batches)
+        with loss_parallel():  # which changes what works on DTensors only
+            loss = loss_of(model(ids), ids.roll(-1, 1)) / len(batches)
             loss.backward()
-        total += loss.item()
-    if name == "by hand":
+        total += (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
+    by_hand = isinstance(model, ByHand)
+    if by_hand:
         model.finish()
     if mesh.size("dp") == 1:
-        if name == "by hand":
-            model.clip(1.0)
-        else:
-            clip_grad_norm_(model.parameters(), 1.0, mesh)
+        clip = model.clip if by_hand else partial(clip_grad_norm_, model.parameters(), mesh=mesh)
+        clip(1.0)
     optimizer.step()
     optimizer.zero_grad()
     return total
@@ -275,58 +231,46 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": some} for some in kinds.values()], lr=1e-3, fused=True)
 
 
-KINDS = {
-    "a step": (1, 4),
-    "a step, sequence parallel": (1, 4),
-    "4 micro-batches, sequence parallel": (4, 4),
-    "FSDP2 2 x 2": (1, 2),
-}
-
-
-def measure(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Return this rank's seconds of the processor of every step, by contestant."""
-    torch.set_num_threads(1)
+def contestants(kind: str) -> dict[str, Callable[[], float]]:
     micro_batches, tp = KINDS[kind]
     mesh = namedmesh.init_mesh(dp=-1, tp=tp, device="cpu")
-    found = contestants(kind, mesh)
-    optimizers = {name: optimizer_of(model) for name, (model, _) in found.items()}
+    torch.manual_seed(0)
+    whole = Llama(**SIZES)
+    sequence = "sequence" in kind
+    between: Any = Shard(1) if sequence else Replicate()
+    plan = llama_plan(sequence_parallel=sequence, loss_parallel=True)
+    models: dict[str, Any] = {
+        "namedmesh": parallelize(copy.deepcopy(whole), mesh["tp"], plan),
+        "by hand": ByHand(whole, mesh.group("tp"), sequence=sequence),
+        "torch's styles": parallelize_module(
+            copy.deepcopy(whole), mesh["tp"], llama(*TORCH, between, prepared=True, loss=True)
+        ),
+    }
+    if "FSDP2" in kind:
+        for model in models.values():
+            for layer in getattr(model, "whole", model).layers:
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+    losses = {
+        "namedmesh": lambda logits, ids: cross_entropy(logits.to_local(), ids, mesh["tp"]),
+        "by hand": models["by hand"].loss,
+        "torch's styles": lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten()),
+    }
     torch.manual_seed(1 + mesh.rank("dp"))
     batches = [torch.randint(0, VOCABULARY, (BATCH, SEQUENCE)) for _ in range(micro_batches)]
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    losses: dict[str, list[float]] = {name: [] for name in found}
-    for turn, order in enumerate(paired.turns(list(found), rounds + 3)):
-        for name in order:
-            dist.barrier()
-            start = time.process_time()
-            losses[name].append(step(name, *found[name], optimizers[name], batches, mesh))
-            if turn > 2:  # noqa: PLR2004  the first ones warm up
-                seconds[name].append(time.process_time() - start)
-    for name in found:  # the same work, or the figures mean nothing
-        torch.testing.assert_close(
-            torch.tensor(losses[name]), torch.tensor(losses["by hand"]), rtol=1e-3, atol=0
-        )
-    return seconds
+    return {
+        name: partial(step, model, losses[name], optimizer_of(model), batches, mesh)
+        for name, model in models.items()
+    }
 
 
 def main() -> None:
-    """Print one line for each kind of step."""
     parser = argparse.ArgumentParser(description="A Llama's training step under tensor parallelism, on gloo.")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kind", choices=list(KINDS), help="only this one")
-    arguments = parser.parse_args()
-    print(f"{'':36} {'by hand':>9} {'namedmesh':>9} {'torch':>9}  {'/by hand':>8} {'/torch':>8}")
-    for kind in [arguments.kind] if arguments.kind else KINDS:
-        ranks = run_ranks(RANKS, measure, kind, arguments.rounds, timeout=600)
-        seconds = {
-            name: [statistics.mean(rank[name][i] for rank in ranks) for i in range(arguments.rounds)]
-            for name in ranks[0]
-        }
-        cells = [f"{statistics.median(seconds[name]) * 1e3:9.1f}" for name in seconds]
-        ratios = [
-            f"{statistics.median(a / b for a, b in zip(seconds['namedmesh'], seconds[other], strict=True)):8.2f}"
-            for other in ("by hand", "torch's styles")
-        ]
-        print(f"{kind:36} {' '.join(cells)}  {' '.join(ratios)}")
+    rounds = parser.parse_args().rounds
+    print(f"{paired.machine()}; {RANKS} ranks, {rounds} rounds; ms of the processor's time")
+    for kind in KINDS:
+        paired.show(kind, paired.on_ranks(RANKS, rounds, contestants, kind, clock=time.process_time))
 
 
 if __name__ == "__main__":

@@ -6,4 +6,4 @@ set -euo pipefail
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-ib0} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-ib0}
 # One process for each task: srun says which rank it is, and namedmesh finds the first host and a port of the job's own.
 srun python -m namedmesh doctor "dp=-1,tp=8" --timeout 60
-srun --kill-on-bad-exit=1 python examples/train.py --tp 8 --checkpoint /shared/checkpoints --save-every 100 --resume auto --timeout 600
+srun --kill-on-bad-exit=1 python examples/train.py --tp 8 --checkpoint /shared/checkpoints --save-every 100

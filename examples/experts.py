@@ -36,7 +36,7 @@ class Mixture(nn.Module):
         """Transform ``(tokens, width)``."""
         best, chosen = self.router(x).softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
-        output: Tensor = self.experts(x[order], chosen.bincount(minlength=EXPERTS)) * best[order, None]
+        output = self.experts(x[order], chosen.bincount(minlength=EXPERTS)) * best[order, None]
         return x + output[order.argsort()]
 
 

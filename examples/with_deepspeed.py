@@ -20,9 +20,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform ``(rows, 16)``."""
-        hidden = nn.functional.gelu(self.up(x)[0])
-        output: Tensor = self.down(hidden)[0]
-        return output
+        return self.down(nn.functional.gelu(self.up(x)[0]))[0]
 
 
 mesh = namedmesh.init_mesh(dp=-1, tp=2)

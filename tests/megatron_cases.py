@@ -39,7 +39,7 @@ def last_only(pp_ranks: list[int]) -> list[int]:
 def random_case(random_: random.Random, *, newest: bool = False) -> tuple[int, int, dict[str, Any]]:
     """A world, the first rank of the mesh and arguments; Megatron refuses about one in four."""
     tp, pp, cp = (random_.choice((1, 2, 3, 4)) for _ in range(3))
-    gtp, egtp = (random_.choice((1, 1, 2, 3)) if newest else 1 for _ in range(2))
+    gtp, egtp = (random_.choice((1, 1, 1, 1, 2, 3)) if newest else 1 for _ in range(2))
     dp = random_.choice((1, 2, 3, 4, 6))
     world = tp * gtp * pp * cp * dp
     if world > LARGEST:

@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 import train
 from ranks import run_ranks
-from training_checks import PIPELINES
 
-from namedmesh import tensor_parallel, training
+from namedmesh import Layout, tensor_parallel, training
 from namedmesh.__main__ import main
 from namedmesh.training.pipelines import Pipeline
 
@@ -30,7 +29,6 @@ TEXT = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 # What other packages print about themselves.
 NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed )")
 MARKS = {
-    "pipeline.py": PIPELINES,
     "with_deepspeed.py": pytest.mark.oracle("deepspeed"),
     "huggingface.py": pytest.mark.oracle("transformers"),
     "fabric.py": pytest.mark.oracle("lightning_fabric"),
@@ -184,7 +182,7 @@ def test_commands_that_are_not_shown_with_their_output_are_right(
     monkeypatch.chdir(tmp_path)
     two_hosts, partitions = (block.split() for block in blocks("bash"))
     options = two_hosts[two_hosts.index("examples/train.py") + 1 :]
-    assert train.parse(options).problems(16) == []
+    assert Layout(dp=-1, tp=train.parse(options).tp, world_size=16)["dp"] == 2
     sizes = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,

@@ -275,7 +275,7 @@ def _train_pipeline() -> tuple[list[float], list[str]]:
         losses.append(float(engine.train_batch(iter(zip(ids, targets, strict=True)))))
     engine.destroy()
     told = [type(grid).__module__, type(grid.topology()).__module__, repr(grid.mesh.layout)]
-    grid.close()
+    grid.mesh.close()
     return losses, told
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from namedmesh import doctor as doctors
 from namedmesh.__main__ import main
-from namedmesh.doctor import Group, check_groups, host_pairs, problems_of, report_text, summary
+from namedmesh.doctor import Group, Measured, check_groups, host_pairs, problems_of, report_text
 
 
 def doctor(*words: str) -> tuple[int, str, str]:
@@ -27,16 +27,21 @@ def doctor(*words: str) -> tuple[int, str, str]:
 
 
 def test_a_healthy_job_with_experts() -> None:
-    results = run_ranks(
-        4, lambda: doctor("--pp", "1", "--tp", "2", "--ep", "4", "--etp", "1", "--format", "json"), init=False
-    )
+    results = run_ranks(4, lambda: doctor("--pp", "1", "--tp", "2", "--ep", "4", "--etp", "1"), init=False)
     assert [(status, err) for status, _, err in results] == [(0, "")] * 4
     assert [out for _, out, _ in results[1:]] == [""] * 3
-    data = json.loads(results[0][1])
-    found = [(axis["axis"], axis["size"], axis["groups"]) for axis in data["axes"]]
-    assert found == [("dp", 2, 2), ("tp", 2, 2), ("ep", 4, 1), ("world", 4, 1)]
-    assert all(axis["latency us"] > 0 and axis["GB/s"] > 0 for axis in data["axes"])
-    assert (data["links"], data["hosts"], data["slowest_rank"] in range(4)) == ({}, 1, True)
+    head, table, right, slowest = results[0][1].split("\n\n")
+    assert head == "pp=1 x dp=2 x tp=2 (4 ranks), gloo on cpu, 1 host"
+    rows = [line.split() for line in table.splitlines()[1:]]
+    assert [tuple(row[:3]) for row in rows] == [
+        ("dp", "2", "2"),
+        ("tp", "2", "2"),
+        ("ep", "4", "1"),
+        ("world", "4", "1"),
+    ]
+    assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows)
+    assert right == "every group has the right ranks and gives the right sum"
+    assert re.match(r"slowest rank: [0-3], \d", slowest)
 
 
 def alone() -> tuple[int, str, str]:
@@ -107,38 +112,21 @@ def test_every_rank_says_why_a_layout_does_not_fit() -> None:
 
 
 def test_settings_that_cannot_be_are_named_before_the_ranks_meet() -> None:
-    status, _, err = doctor("--timeout", "nan", "--megabytes", "-1")
-    text = "it is a number above 0 and below 1e9"
-    assert (status, err) == (
-        2,
-        f"namedmesh doctor: 2 problems:\n  - timeout is nan; {text}\n  - megabytes is -1; {text}\n",
-    )
+    text = "namedmesh doctor: timeout is nan; it is a number above 0 and below 1e9\n"
+    assert doctor("--timeout", "nan") == (2, "", text)
     assert doctor("pp=x")[0] == 2
 
 
 def test_the_slowest_group_rank_and_hosts_are_named() -> None:
-    reports = []
+    each = []
     for rank in range(4):
         pair = (rank - rank % 2, rank - rank % 2 + 1)
         links = {"a - b": 1e9, "c - a": 5e8} if rank == 0 else {}
-        axes = {"tp": (pair, 0.001, (10.0 - pair[0]) * 1e9)}
-        reports.append({"axes": axes, "local": 2.0 if rank == 3 else 1.0, "links": links})
-    data = summary(reports, ["a", "a", "b", "c"])
-    assert data["axes"] == [
-        {
-            "axis": "tp",
-            "size": 2,
-            "groups": 2,
-            "latency us": 1000.0,
-            "GB/s": 9.0,
-            "slowest group": "2, 3",
-            "its GB/s": 8.0,
-        }
-    ]
-    assert (data["slowest_rank"], data["slowest_factor"], data["hosts"]) == (3, 2.0, 3)
-    assert "2 pairs of hosts, the slowest first:\n  c - a: 0.5 GB/s\n  a - b: 1.0 GB/s" in report_text(
-        "a job", data
-    )
+        each.append(Measured(2.0 if rank == 3 else 1.0, {"tp": (pair, 0.001, (10.0 - pair[0]) * 1e9)}, links))
+    table, _, links_shown, slowest = report_text(each).split("\n\n")
+    assert table.splitlines()[1].split() == ["tp", "2", "2", "1000.0", "9.0", "2,", "3", "8.0"]
+    assert links_shown == "2 pairs of hosts, the slowest first:\n  c - a: 0.5 GB/s\n  a - b: 1 GB/s"
+    assert slowest == "slowest rank: 3, 2.00 times the median for work of its own"
 
 
 @pytest.mark.parametrize("count", range(1, 9))

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from legacy import agrees, apart, difference, facts, numbers, original, results, shard
 from messages import refuses
 from ranks import fake_world, run_ranks
-from torch import Tensor, nn
+from torch import Tensor, nn, zeros
 
 from namedmesh.compat import fairscale
 from namedmesh.compat.ezpz import tp as ezpz
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 V, H, OUT = 16, 12, 24
 S, B = 8, 3  # sequence and batch
+COLUMN, ROW = our_layers.ColumnParallelLinear, our_layers.RowParallelLinear
+VOCABULARY, CHUNKS = our_layers.VocabParallelEmbedding, tensor_parallel.split_tensor_into_1d_equal_chunks
+GATHER = tensor_parallel.gather_from_sequence_parallel_region
+SUM = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+LOSS, FAIRSCALE_LOSS = tensor_parallel.vocab_parallel_cross_entropy, fairscale.vocab_parallel_cross_entropy
 
 
 @contextmanager
@@ -169,7 +174,7 @@ def drawn_weights(module: Any) -> list[Any]:
     for dim, stride, keep in ((0, 1, True), (1, 1, False), (0, 3, True), (1, 3, True)):
         shape = [OUT, H]
         shape[dim] //= dist.get_world_size()
-        weight = torch.zeros(shape)
+        weight = zeros(shape)
         torch.manual_seed(5)
         whole = module._initialize_affine_weight(
             weight, OUT, H, shape[dim], dim, nn.init.normal_, stride, keep
@@ -422,7 +427,7 @@ def compare_helpers(group: Any) -> dict[str, bool]:
     }
     marked = []
     for module in (original("megatron.core.tensor_parallel.layers"), our_layers):
-        one, other, plain = (torch.zeros(2) for _ in range(3))
+        one, other, plain = (zeros(2) for _ in range(3))
         module.set_tensor_model_parallel_attributes(one, True, 1, 2)
         module.copy_tensor_model_parallel_attributes(other, one)
         for tensor in (other, plain):
@@ -506,7 +511,7 @@ def default_groups() -> list[Any]:
     gradient: Any
     (gradient,) = (parameter.grad for parameter in layer.parameters() if parameter.requires_grad)
     total = tensor_parallel.reduce_from_tensor_model_parallel_region(torch.tensor([float(dist.get_rank())]))
-    loss = tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([4]))
+    loss = tensor_parallel.vocab_parallel_cross_entropy(zeros(1, 3), torch.tensor([4]))
     found = [
         layer.tp_group is group,
         expert.tp_group is parallel_state.get_expert_tensor_parallel_group(),
@@ -515,7 +520,7 @@ def default_groups() -> list[Any]:
         gradient.tolist() == [2.0] * 3,
         total.item(),
         round(loss.item(), 4),
-        tensor_parallel.param_is_not_tensor_parallel_duplicate(torch.zeros(1)),
+        tensor_parallel.param_is_not_tensor_parallel_duplicate(zeros(1)),
     ]
     parallel_state.destroy_model_parallel()
     return found
@@ -575,7 +580,7 @@ def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
     for rank in range(2):
         torch.manual_seed(11)
         peers: Any = SimpleNamespace(size=2, rank=rank)
-        both = torch.zeros(5), torch.zeros(5)
+        both = zeros(5), zeros(5)
         for one in both:
             fill_shard(one, nn.init.normal_, peers)
         drawn += [tuple(one.tolist()) for one in both]
@@ -586,119 +591,69 @@ def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
 
 # --- errors -------------------------------------------------------------------------------------------------
 
-PLAIN_MISTAKES: dict[str, Callable[[Any], Any]] = {
-    "out_features is 10, which cannot be split into 4 equal shards; use a multiple of 4": (
-        lambda one: one.layers.ColumnParallelLinear(4, 10)
+# What a call of fairscale's and of ezpz's says.
+PLAIN: dict[str, Callable[[Any], Any]] = {
+    "out_features is 10, which ... 4 equal shards; ...": lambda one: one.ColumnParallelLinear(4, 10),
+    "in_features is 12, ... of 2 blocks ...": lambda one: one.RowParallelLinear(12, 4, stride=2),
+    "the length of dim -1 ... (2, 6) is 6, ...": lambda one: one.RowParallelLinear(4, 4)(zeros(2, 6)),
+    "padding_idx is 8, and the ids ...": lambda one: one.ParallelEmbedding(8, 4, padding_idx=8),
+    "max_norm and ...": lambda one: one.VocabParallelEmbedding(8, 4, max_norm=1.0),
+    "max_norm ...": lambda one: one.ParallelEmbedding(8, 4, scale_grad_by_freq=True),
+    "4 is not divisible by 3; ...": lambda _: fairscale._initialize_affine_weight(
+        zeros(4, 4), 16, 4, 4, 0, nn.init.zeros_, stride=3
     ),
-    "in_features is 12, ... of 2 blocks (the stride); use a multiple of 8": (
-        lambda one: one.layers.RowParallelLinear(12, 4, stride=2)
-    ),
-    "the length of dim -1 of a tensor of shape (2, 6) is 6, ...": (
-        lambda one: one.layers.RowParallelLinear(4, 4)(torch.zeros(2, 6))
-    ),
-    "padding_idx is 8, and the ids run from 0 to 7; name one of them, or None": (
-        lambda one: one.layers.ParallelEmbedding(8, 4, padding_idx=8)
-    ),
-    "max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out": (
-        lambda one: one.layers.VocabParallelEmbedding(8, 4, max_norm=1.0)
-    ),
-    "max_norm and scale_grad_by_freq ...": lambda one: one.layers.ParallelEmbedding(
-        8, 4, scale_grad_by_freq=True
-    ),
-    "4 is not divisible by 3; ...": lambda _: fairscale.layers._initialize_affine_weight(
-        torch.zeros(4, 4), 16, 4, 4, 0, nn.init.zeros_, stride=3
-    ),
-    "the target has shape (3,) and the logits (2, 4); ...": (
-        lambda _: fairscale.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3))
-    ),
+    "the target has shape (3,) and ...": lambda _: FAIRSCALE_LOSS(zeros(2, 4), zeros(3)),
 }
 
 
-@pytest.mark.parametrize("text", PLAIN_MISTAKES)
+@pytest.mark.parametrize("text", PLAIN)
 def test_mistakes_with_plain_layers(text: str) -> None:
     with fake_world(4), started():
         for dialect in (fairscale, ezpz):
-            refuses(partial(PLAIN_MISTAKES[text], dialect), AssertionError, text)
-        assert fairscale.RowParallelLinear(4, 6).weight.shape == (6, 1)
-    with fake_world(1), started():
-        assert ezpz.layers.RowParallelLinear(4, 6, stride=3).weight.shape == (
-            6,
-            4,
-        )  # a whole weight has no blocks
+            refuses(partial(PLAIN[text], dialect), AssertionError, text)
+    with fake_world(1), started():  # a whole weight has no blocks
+        assert ezpz.layers.RowParallelLinear(4, 6, stride=3).weight.shape == (6, 4)
 
 
-COLUMN, ROW, VOCABULARY = (
-    our_layers.ColumnParallelLinear,
-    our_layers.RowParallelLinear,
-    our_layers.VocabParallelEmbedding,
-)
 FUSED, IN_SEQUENCE = SimpleNamespace(gradient_accumulation_fusion=True), SimpleNamespace(**SEQUENCE)
-LOSS, GATHER = (
-    tensor_parallel.vocab_parallel_cross_entropy,
-    tensor_parallel.gather_from_sequence_parallel_region,
-)
-SUM = tensor_parallel.reduce_scatter_to_sequence_parallel_region
-# What rank 0 of 4 says, and of which call with their group.
-ASSERTIONS: dict[str, Callable[[Any], Any]] = {
+# What rank 0 of 4 says of a call with their group; the last four are RuntimeErrors.
+MEGATRON: dict[str, Callable[[Any], Any]] = {
     "output_size is 10, which ... 4 equal shards; ...": lambda group: COLUMN(4, 10, tp_group=group),
-    "the stride is 0; it is a number of blocks, 1 or more": lambda group: ROW(4, 4, stride=0, tp_group=group),
-    "the bias of is_expert would count several times in a sum; pass skip_bias_add=True": (
-        lambda group: ROW(4, 4, is_expert=True, tp_group=group)
+    "the stride is 0; ...": lambda group: ROW(4, 4, stride=0, tp_group=group),
+    "the bias of is_expert would count ...": lambda group: ROW(4, 4, is_expert=True, tp_group=group),
+    "the length of dim 0 of the output is 6, ...": lambda group: ROW(
+        4, 4, config=IN_SEQUENCE, input_is_parallel=True, tp_group=group
+    )(zeros(6, 2, 1)),
+    "the length of dim 1 of the ids is 5, ...": lambda group: VOCABULARY(
+        8, 4, reduce_scatter_embeddings=True, tp_group=group
+    )(zeros(2, 5).long()),
+    "output_split_sizes are ...": lambda group: GATHER(zeros(2), True, group, [1, 2, 3, 4]),
+    "the lengths to send are ...": lambda group: SUM(zeros(9), group, [1, 2, 3, 4]),
+    "the length ... (6,) is 6, ...": lambda group: tensor_parallel.all_to_all(group, zeros(6)),
+    "all_to_all was called without a group; ...": lambda _: tensor_parallel.all_to_all(None, zeros(6)),
+    "2 problems:\n ...label_smoothing is 1.0, ...": lambda group: LOSS(zeros(2, 4), zeros(3), 1.0, group),
+    "the number of elements ... is 6, ...": lambda group: CHUNKS(zeros(2, 3), tp_group=group),
+    "the tensor of shape (2, 4) has ...": lambda group: our_layers.set_tensor_model_parallel_attributes(
+        COLUMN(4, 8, tp_group=group).weight, True, 0, 1
     ),
-    "the length of dim 0 of the output is 6, ...": (
-        lambda group: ROW(4, 4, config=IN_SEQUENCE, input_is_parallel=True, tp_group=group)(
-            torch.zeros(6, 2, 1)
-        )
+    "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda group: COLUMN(
+        4, 4, config=FUSED, tp_group=group
     ),
-    "the length of dim 1 of the ids is 5, ...": (
-        lambda group: VOCABULARY(8, 4, reduce_scatter_embeddings=True, tp_group=group)(
-            torch.zeros(2, 5).long()
-        )
-    ),
-    "output_split_sizes are [1, 2, 3, 4], and rank 0 of 4 has a shard of length 2; pass the length of every rank's shard, in "
-    "rank order": lambda group: GATHER(torch.zeros(2), True, group, [1, 2, 3, 4]),
-    "the lengths to send are [1, 2, 3, 4], for 4 ranks and dim 0 of shape (9,); pass one for each rank, which add up to it": (
-        lambda group: SUM(torch.zeros(9), group, [1, 2, 3, 4])
-    ),
-    "the length ... (6,) is 6, ...": lambda group: tensor_parallel.all_to_all(group, torch.zeros(6)),
-    "all_to_all was called without a group; pass the process group of its ranks": (
-        lambda _: tensor_parallel.all_to_all(None, torch.zeros(6))
-    ),
-    "2 problems:\n"
-    "  - the target has shape (3,) and the logits (2, 4); pass one id for each row of logits: shape (2,)\n"
-    "  - label_smoothing is 1.0, for a part of 4 entries; it can be 0, or between 0 and 1 where there are several entries": (
-        lambda group: LOSS(torch.zeros(2, 4), torch.zeros(3), 1.0, group)
-    ),
-    "the number of elements ... (2, 3) is 6, ...": (
-        lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)
-    ),
-    "the tensor of shape (2, 4) has tensor_model_parallel, partition_dim, partition_stride already; mark a tensor "
-    "once, or delete the attributes first": (
-        lambda group: our_layers.set_tensor_model_parallel_attributes(
-            COLUMN(4, 8, tp_group=group).weight, True, 0, 1
-        )
-    ),
-}
-RUNTIME_ERRORS: dict[str, Callable[[Any], Any]] = {
-    "ColumnParallelLinear: gradient_accumulation_fusion needs APEX's CUDA extension, which namedmesh's layers do not call; "
-    "set gradient_accumulation_fusion=False": lambda group: COLUMN(4, 4, config=FUSED, tp_group=group),
-    "sequence_parallel needs an input that is sharded already; pass input_is_parallel=True": (
-        lambda group: ROW(4, 4, config=IN_SEQUENCE, tp_group=group)
-    ),
-    "ColumnParallelLinear got no weight; pass this rank's shard, of shape (2, 4), to its forward": (
-        lambda group: COLUMN(4, 8, skip_weight_param_allocation=True, tp_group=group)(torch.zeros(1, 4))
-    ),
-    "ColumnParallelLinear got a weight of shape (4, 6); ...": (
-        lambda group: COLUMN(4, 8, tp_group=group)(torch.zeros(1, 4), weight=torch.zeros(4, 6))
+    "sequence_parallel needs ...": lambda group: ROW(4, 4, config=IN_SEQUENCE, tp_group=group),
+    "ColumnParallelLinear got no weight; ... (2, 4), ...": lambda group: COLUMN(
+        4, 8, skip_weight_param_allocation=True, tp_group=group
+    )(zeros(1, 4)),
+    "ColumnParallelLinear got a weight of ...": lambda group: COLUMN(4, 8, tp_group=group)(
+        zeros(1, 4), weight=zeros(4, 6)
     ),
 }
 
 
-@pytest.mark.parametrize("text", [*ASSERTIONS, *RUNTIME_ERRORS])
+@pytest.mark.parametrize("text", MEGATRON)
 def test_mistakes_with_megatron_s_layers(text: str) -> None:
+    kind = RuntimeError if text in [*MEGATRON][-4:] else AssertionError
     with fake_world(4):
-        call = (ASSERTIONS | RUNTIME_ERRORS)[text]
-        refuses(lambda: call(dist.group.WORLD), AssertionError if text in ASSERTIONS else RuntimeError, text)
+        refuses(lambda: MEGATRON[text](dist.group.WORLD), kind, text)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

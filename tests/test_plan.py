@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import runpy
 import shlex
 from math import prod
@@ -23,35 +20,21 @@ from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.dialects import DIALECTS
 from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, parse_spec, plan_text, rank_text
-from namedmesh.plan.spec import parse_amount
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def run(command: str) -> tuple[int, str, str]:
-    """The exit status of a command, its output and its errors."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(shlex.split(command))
-    return status, out.getvalue(), err.getvalue()
-
-
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    name = draw(st.sampled_from([*DIALECTS, None]))
-    axes = (
-        ("pp", "tp")
-        if name is None
-        else [axis for axis in DIALECTS[name].axes if axis not in {"dp", "dp_shard"}]
-    )
-    sizes = {axis: draw(st.sampled_from([1, 2, 3])) for axis in axes}
+    name = draw(st.sampled_from(["", *DIALECTS]))
+    axes = [axis for axis in DIALECTS[name].axes if axis not in {"dp", "dp_shard"}] if name else ["pp", "tp"]
+    sizes: dict[str, Any] = {axis: draw(st.sampled_from([1, 2, 3])) for axis in axes}
     world = prod(sizes.values()) * draw(st.sampled_from([2, 4]))
-    expert = {"ep": 2, "etp": 1} if name in {None, "megatron", "torchtitan"} and draw(st.booleans()) else {}
-    if (world // sizes["pp"] // sizes.get("dp_replicate", 1)) % 2:
-        expert = {}
-    given: dict[str, Any] = {**sizes, **expert}
-    return make_plan(world_size=world, like=name, gpus_per_node=draw(st.sampled_from([1, 3, 4, 8])), **given)
+    even = world // sizes["pp"] // sizes.get("dp_replicate", 1) % 2 == 0
+    if name in {"", "megatron", "torchtitan"} and even and draw(st.booleans()):
+        sizes |= {"ep": 2, "etp": 1}
+    return make_plan(name, world_size=world, gpus_per_node=draw(st.sampled_from([1, 3, 4, 8])), **sizes)
 
 
 @given(plans())
@@ -66,8 +49,6 @@ def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
             ]
         assert plan.groups(kind) == groups
         assert (kind.count, {kind.size}) == (len(groups), {len(group) for group in groups})
-        for rank in plan.layout.ranks:
-            assert plan.group_of(kind, rank) == next((group for group in groups if rank in group), ())
         asked, in_world = asked + 1 + row.gloo_groups, in_world + len(groups) * (1 + row.gloo_groups)
         own = next(group for group in groups if 0 in group)
         held |= {(own, backend) for backend in range(1 + row.gloo_groups) if len(own) > 1}
@@ -114,9 +95,6 @@ def test_the_worked_example() -> None:
     assert plan.communicators == (4, 4, 22)
     assert make_plan("megatron tp=2,pp=4", world_size=16).communicators == (20, 7, 137)
     assert "and 508 more" in plan_text(make_plan(world_size=4096, tp=8))
-    assert "(4088, 4089, 4090, 4091, 4092, 4093, 4094, 4095)" in plan_text(
-        make_plan(world_size=4096, tp=8), everything=True
-    )
 
 
 @pytest.mark.parametrize(
@@ -130,13 +108,13 @@ def test_the_worked_example() -> None:
             ["12 ranks do not fill nodes of 8: the last has 4"],
         ),
         (
-            {"world_size": 4, "tp": 8, "like": "ezpz"},
+            {"spec": "ezpz", "world_size": 4, "tp": 8},
             ["ezpz reduces tp=8 to the world of 4 ranks without an error"],
         ),
     ],
 )
 def test_warnings(arguments: dict[str, Any], warnings: list[str]) -> None:
-    found = make_plan(**arguments).warnings
+    found = make_plan(arguments.pop("spec", ""), **arguments).warnings
     assert len(found) == len(warnings)
     for warning, words in zip(found, warnings, strict=True):
         assert warning.startswith(words.removesuffix("..."))
@@ -145,24 +123,20 @@ def test_warnings(arguments: dict[str, Any], warnings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: make_plan(Layout(tp=2), order="tp-dp"), UsageError, "a layout has its sizes and its order; ..."),
-        (lambda: make_plan(Layout(dp=2), world_size=16), LayoutError, "dp=2 (2 ranks) is not the world of 16 ranks; ..."),
-        (lambda: make_plan(tp=2, like="megatrn"), UsageError, "'megatrn' is not one of ... did you mean 'megatron'?"),
+        (lambda: make_plan(Layout(tp=2), order="tp-dp"), UsageError, "tp=2 (2 ranks) has its sizes, its order and its world; ..."),
+        (lambda: make_plan(Layout(dp=2), world_size=16), UsageError, "dp=2 (2 ranks) has its sizes, its order and its world; ..."),
         (lambda: make_plan("tp=2", pp=2), UsageError, "both 'tp=2' and sizes for pp were given; give one of them"),
-        (lambda: make_plan("megatron tp=2", like="ezpz"), UsageError, "'megatron tp=2' is megatron's, and like ezpz ..."),
         (lambda: make_plan("tp=2", order="tp-pp"), UsageError, "'tp=2' has its order already; ..."),
         (make_plan, UsageError, "neither sizes nor the number of ranks were given; ..."),
-        (lambda: make_plan(tp=2, gpus_per_node=0), UsageError, "gpus_per_node is 0; it is an int of at least 1"),
         (
             lambda: parse_spec("megatrn tp=a,pp=2,pp=2,dp"),
             UsageError,
-            "4 problems:\n  - layout 'megatrn tp=a,pp=2,pp=2,dp': 'megatrn' is not one of ...; did you mean 'megatron'?\n  - ... "
-            "'tp=a' is no axis with a size; write it like tp=2, or dp=-1 for whatever is left\n  - ... axis 'pp' has a size "
-            "already; give each axis one\n  - ... 'dp' is no axis with a size; ...",
+            "4 problems:\n  - layout 'megatrn tp=a,pp=2,pp=2,dp': 'megatrn' is no axis with a size, such as tp=2 or dp=-1, and none of ...; "
+            "did you mean 'megatron'?\n  - ... 'tp=a' is no axis with a size, ...\n  - ... axis 'pp' has a size "
+            "already; give each axis one\n  - ... 'dp' is no axis with a size, ...",
         ),
         (lambda: draw_svg(make_plan("tp=2"), color_by="tpz"), NamedMeshError, "axis 'tpz' is not one of ('tp',); ..."),
         (lambda: compare("tp=2", "tp=4"), LayoutError, "tp=2 (2 ranks) and tp=4 (4 ranks) are not over the same ranks; ..."),
-        (lambda: parse_amount("80 apples", "memory"), UsageError, "'80 apples' is no amount of memory, such as 80GB or 80GiB"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> None:
@@ -222,7 +196,7 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
                 here = [axis for axis in made if axis.startswith("dp")]
             sides.append(made.groups(*here) if here else tuple((rank,) for rank in made.ranks))
         assert kind.same == (sides[0] == sides[1])
-        assert (kind.first, kind.second) == (sides[0][:4], sides[1][:4])
+        assert (kind.first, kind.second) == ([*sides[0][:4]], [*sides[1][:4]])
 
 
 def test_the_shown_commands_print_that() -> None:
@@ -232,36 +206,22 @@ def test_the_shown_commands_print_that() -> None:
         assert kept == text, f"{name}: run examples/plan/make.py, and read what changed"
 
 
-def test_json_holds_what_the_text_says() -> None:
-    status, out, _ = run("plan megatron tp=2,pp=4,ep=2 --world-size 16 --gpus-per-node 8 --format json")
-    data = json.loads(out)
-    assert (status, data["axes"], data["expert_axes"]["ep"]) == (0, {"pp": 4, "dp": 2, "cp": 1, "tp": 2}, 2)
-    assert data["communicators"] == {"asked": 20, "held": 7, "groups_in_world": 140}
-    assert next(kind["groups"] for kind in data["kinds"] if kind["name"] == "model_parallel")[1][:3] == [
-        2,
-        3,
-        6,
-    ]
-    one = json.loads(run("plan pp=2,tp=2 --rank 3 --format json")[1])
-    assert (one["coords"], one["groups"]["pp"]) == ({"pp": 1, "tp": 1}, [1, 3])
-
-
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
         ("plan tp=3 --world-size 8", 1, "namedmesh plan: tp=3 needs 3 ranks"),
         ("plan tp=a", 2, "namedmesh plan: layout 'tp=a': "),
         ("plan tp=2 --rank 9", 1, "namedmesh plan: rank 9 is outside"),
-        ("plan tp=2 --svg /nowhere/a.svg", 2, "namedmesh plan: '/nowhere/a.svg' cannot be written"),
+        ("plan tp=2 --gpus-per-node 0", 2, "argument --gpus-per-node: invalid positive value: '0'"),
         (
-            "partitions --world-size 8 --memory 80GB",
+            "partitions --world-size 8 --config /nowhere",
             2,
-            "namedmesh partitions: --memory needs the number of parameters",
+            "namedmesh partitions: /nowhere/config.json cannot be read: ",
         ),
         (
             "partitions --world-size 8 --explain dp=8",
             2,
-            "namedmesh partitions: --explain was given ['dp=8']; give two",
+            "namedmesh partitions: --explain was given ['dp=8']; give two layouts",
         ),
         ("diff --a tp=2 --b tp=2", 0, ""),
         ("plan --word-size 8", 2, "unrecognized arguments: --word-size; did you mean '--world-size'?\n"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from namedmesh import AxisError, Layout, LayoutError
-from namedmesh.dialects import DENSE, DIALECTS, EXPERT, PLAIN, groups_of, layouts_for
+from namedmesh.dialects import DENSE, DIALECTS, PLAIN, groups_of, layouts_for
 
 TENSOR = [(i, i + 1) for i in range(0, 16, 2)]
 DATA = [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
@@ -160,11 +160,6 @@ def test_mistakes_are_refused(
     """What they say stands in test_plan.py and in the dialects."""
     with pytest.raises(kind):
         layouts_for(DIALECTS.get(name, PLAIN), sizes, world_size=32, order=order)
-
-
-def test_a_view_that_is_not_there_is_named() -> None:
-    with pytest.raises(LayoutError, match="view 'expert' is not there; give a size for ep, edp or etp"):
-        layouts_for(PLAIN, {"tp": 2}, world_size=8).layout(EXPERT)
 
 
 def test_every_kind_names_axes_of_its_layout() -> None:

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from installing import run_python
+from installing import run_python, without
 from ranks import run_ranks
 
 from namedmesh.__main__ import main
@@ -32,7 +32,7 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
             main(["run", "--dialect", "ezpz", str(script), "--lr", "3"])
         return out.getvalue(), str(caught.value)
 
-    out = "namedmesh.compat.ezpz.tp __main__ beside ['--lr', '3']\n"
+    out = "namedmesh.compat.ezpz __main__ beside ['--lr', '3']\n"
     assert run_ranks(1, run, init=False) == [(out, "its own")]
     with pytest.raises(SystemExit) as caught:
         main(["run", "nowhere.py"])
@@ -61,7 +61,7 @@ def test_a_module_runs_unchanged(tmp_path: Path) -> None:
         errors = [line for line in err.getvalue().splitlines(keepends=True) if ": error: " in line]
         return out.getvalue(), "".join(errors)
 
-    out = "namedmesh.compat.ezpz.tp __main__ beside ['-m', '--lr'] True\n"
+    out = "namedmesh.compat.ezpz __main__ beside ['-m', '--lr'] True\n"
     err = "namedmesh run: error: there is no module 'package.jobs'\nnamedmesh run: error: there is no module 'packages.job'\n"
     assert run_ranks(1, run, init=False) == [(out, err)]
 
@@ -93,14 +93,5 @@ def test_a_dialect_is_installed_once_its_original_is_imported(dialect: str, tmp_
 def test_where_no_original_is_installed_ours_are_found_under_its_names(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from megatron.core import mpu\nprint(mpu.__name__)\n", encoding="utf-8")
-    code = f"""
-        import sys
-        class Absent:
-            def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] == "megatron":
-                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-        sys.meta_path.insert(0, Absent())
-        from namedmesh.__main__ import main
-        main(["run", {str(script)!r}])
-    """
+    code = without("megatron") + f"from namedmesh.__main__ import main\nmain(['run', {str(script)!r}])"
     assert run_python(code, action="ignore") == "namedmesh.compat.megatron.parallel_state\n"

@@ -31,12 +31,8 @@ def whole_tensors(length: int, kv_heads: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def spread(tensor: Tensor, mesh: DeviceMesh, *, balanced: bool) -> Tensor:
-    return training.shard_sequence(tensor, mesh=mesh, dim=2, balanced=balanced, pad=(0.5,))[0]
-
-
 def difference(
-    mesh: DeviceMesh, length: int, *, balanced: bool, attend: Any = training.context_attention, **how: Any
+    mesh: DeviceMesh, length: int, *, attend: Any = training.context_attention, **how: Any
 ) -> float:
     """How far output and gradients are from those of one process, on this rank's part."""
     kv_heads = HEADS if how.pop("same_heads") else HEADS // 2
@@ -47,45 +43,28 @@ def difference(
     q, k, v = whole
     expected = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=kv_heads != HEADS)
     (expected * weights).sum().backward()
-    parts = [spread(each.detach(), mesh, balanced=balanced).requires_grad_() for each in whole]
-    q, k, v = parts
-    got = attend(q, k, v, mesh, balanced=balanced, length=length, **how)
-    # What is beyond the end was made up, and counts nothing.
-    _, places = training.shard_sequence(weights, mesh=mesh, dim=2, balanced=balanced, pad=(0,))
-    real = places < length
-    (got[:, :, real] * weights[:, :, places[real]]).sum().backward()
+    *parts, places = training.shard_sequence(*(each.detach() for each in whole), mesh=mesh, dim=2)
+    q, k, v = (part.requires_grad_() for part in parts)
+    got = attend(q, k, v, mesh, **how)
+    (got * weights[:, :, places]).sum().backward()
     found: list[Any] = [(got, expected)]
     found += [(part.grad, each.grad) for part, each in zip(parts, whole, strict=True)]
-    worst: float = max((one[:, :, real] - all_[:, :, places[real]]).abs().max().item() for one, all_ in found)
+    worst: float = max((one - all_[:, :, places]).abs().max().item() for one, all_ in found)
     return worst
 
 
 def all_differences() -> dict[object, float]:
     told: dict[object, float] = {}
     layouts: list[dict[str, Any]] = [{"cp": 4}, {"cp": 2, "tp": 2}]
-    choices: list[Any] = [[True, False]] * 4
     for sizes in layouts:
         mesh = namedmesh.init_mesh(**sizes, device="cpu")
-        for balanced, causal, ulysses, same_heads, length in product(*choices, (16, 13)):
-            told[str(sizes), balanced, causal, ulysses, same_heads, length] = difference(
-                mesh["cp"],
-                length,
-                balanced=balanced,
-                is_causal=causal,
-                ulysses=ulysses,
-                same_heads=same_heads,
-            )
+        for causal, ulysses, same_heads, length in product(*[[True, False]] * 3, (16, 24)):
+            how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": same_heads}
+            told[str(sizes), causal, ulysses, same_heads, length] = difference(mesh["cp"], length, **how)
         if sizes == {"cp": 4}:
-            for balanced, ulysses, length in product([True, False], [True, False], (16, 13)):
-                told["documents", balanced, ulysses, length] = difference(
-                    mesh["cp"],
-                    length,
-                    balanced=balanced,
-                    is_causal=False,
-                    ulysses=ulysses,
-                    same_heads=False,
-                    attn_mask=within_documents(length),
-                )
+            for ulysses in (True, False):
+                how = {"is_causal": False, "ulysses": ulysses, "same_heads": False}
+                told["documents", ulysses] = difference(mesh["cp"], 16, attn_mask=within_documents(16), **how)
             check_dropout(mesh["cp"])
             assert left_of_gathered(mesh["cp"]) == [True, True]
         mesh.close()
@@ -100,7 +79,7 @@ def compiled() -> list[float]:
         # The compiler makes no causal bias: it leaves the graph for it.
         attend = torch.compile(training.context_attention, backend="aot_eager", fullgraph=ulysses)
         how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": False}
-        told.append(difference(mesh["cp"], 8, balanced=True, attend=attend, **how))
+        told.append(difference(mesh["cp"], 8, attend=attend, **how))
     torch.distributed.barrier()
     mesh.close()
     return told
@@ -128,7 +107,8 @@ def check_dropout(mesh: DeviceMesh) -> None:
 
 def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
     """Whether gathered keys and values are gone before the backward."""
-    q, k, v, _ = (spread(each, mesh, balanced=True).requires_grad_() for each in whole_tensors(64, HEADS))
+    *parts, _, _ = training.shard_sequence(*whole_tensors(64, HEADS), mesh=mesh, dim=2)
+    q, k, v = (each.requires_grad_() for each in parts)
     gathered: list[StorageWeakRef] = []
     real = context._in_order
 
@@ -146,59 +126,37 @@ def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
 
 def test_attention_is_that_of_one_process() -> None:
     by_rank = run_ranks(4, all_differences)
-    assert len(by_rank[0]) == 72
+    assert len(by_rank[0]) == 34
     assert max(max(told.values()) for told in by_rank) < 1e-13
 
 
 @pytest.mark.parametrize(
     ("rank", "parts"),
     [
-        (0, [[[0, 1, 6, 7], [1, 2, 7, 8], [0, 1, 6, 7]], [0, 1, 2, 3], [0, 1, -100, -100]]),
-        (1, [[[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]], [4, 5, 6, 7], [2, 3, 4, 5]]),
+        (0, [[0, 1, 6, 7], [1, 2, 7, 8], [0, 1, 6, 7]]),
+        (1, [[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]]),
     ],
 )
 def test_parts_of_a_sequence_and_what_is_refused(rank: int, parts: list[Any]) -> None:
     tokens = torch.arange(8)[None]
-    query, key = torch.zeros(1, 6, 3, 4), torch.zeros(1, 4, 2, 4)
+    query, key = torch.zeros(1, 3, 3, 4), torch.zeros(1, 1, 3, 4)
     with fake_world(2, rank):
         mesh = namedmesh.init_mesh(cp=2, device="cpu")
-        assert parts == [
-            [
-                each.flatten().tolist()
-                for each in training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])
-            ],
-            training.shard_sequence(tokens, mesh=mesh["cp"], balanced=False)[0].flatten().tolist(),
-            training.shard_sequence(tokens[:, :6], mesh=mesh["cp"], pad=(-100,))[0].flatten().tolist(),
-        ]
+        found = training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])
+        assert [each.flatten().tolist() for each in found] == parts
         calls = (
             lambda: training.shard_sequence(tokens[:, :6], mesh=mesh["cp"]),
-            lambda: training.shard_sequence(tokens, tokens[:, :6], mesh=mesh["cp"], pad=(0,)),
-            lambda: training.context_attention(query, key, key, mesh["cp"]),
-            lambda: training.context_attention(
-                query[:, :3], key[:, :1], key[:, :1], mesh["cp"], ulysses=True
-            ),
+            lambda: training.shard_sequence(tokens, tokens[:, :4], mesh=mesh["cp"]),
+            lambda: training.context_attention(query, key, key, mesh["cp"], ulysses=True),
         )
         told = list(map(problems_of, calls))
         mesh.close()
-    uneven = "a part of 3 tokens is not two chunks of a balanced order; cut with shard_sequence, and give both the same balanced="
-    shapes = "query, key and value have shapes [{}]; their parts of the sequence have one length"
+    lengths = "the lengths along dim 1 are {}; give tensors of one length, a multiple of 4, two chunks for each of 2 ranks"
     assert told == [
+        [lengths.format([6])],
+        [lengths.format([4, 8])],
         [
-            "a sequence of 6 cannot be split into 4 equal chunks for 2 ranks; give pad, a value for each tensor, or "
-            "sequences whose length is a multiple of 4"
-        ],
-        [
-            "the lengths along dim 1 are [6, 8]; give at least one tensor, all of one length",
-            "pad has 1 values for 2 tensors; give one for each",
-        ],
-        [
-            shapes.format("(1, 6, 3, 4), (1, 4, 2, 4), (1, 4, 2, 4)"),
-            uneven,
-            "6 heads cannot share 4 heads of keys and values evenly",
-        ],
-        [
-            shapes.format("(1, 3, 3, 4), (1, 1, 2, 4), (1, 1, 2, 4)"),
-            uneven,
-            "3 heads and 1 heads of keys and values cannot be divided among 2 ranks; leave ulysses out",
+            "a part of 3 tokens is not two chunks; cut with shard_sequence",
+            "3 heads and 1 of keys and values cannot be divided among 2 ranks; leave ulysses out",
         ],
     ]

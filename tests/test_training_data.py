@@ -22,28 +22,23 @@ from torch.utils.data import DataLoader, DistributedSampler
 import namedmesh
 from namedmesh import training
 
-PLACES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = {
-    "dp": ({"dp": 8}, ("dp",), tuple(range(8))),
-    "tp": ({"dp": 4, "tp": 2}, ("dp",), (0, 0, 1, 1, 2, 2, 3, 3)),
-    "hybrid": (
-        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-        ("dp_replicate", "dp_shard"),
-        (0, 0, 1, 1, 2, 2, 3, 3),
-    ),
-    "cp": ({"dp": 2, "cp": 2, "tp": 2}, ("dp",), (0, 0, 0, 0, 1, 1, 1, 1)),
-    "pp": ({"pp": 2, "dp": 2, "tp": 2}, ("dp",), (0, 0, 1, 1, 0, 0, 1, 1)),
-    "no data": ({"pp": 4, "tp": 2}, (), (0,) * 8),
+PLACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "dp": ({"dp": 8}, tuple(range(8))),
+    "tp": ({"dp": 4, "tp": 2}, (0, 0, 1, 1, 2, 2, 3, 3)),
+    "hybrid": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, (0, 0, 1, 1, 2, 2, 3, 3)),
+    "cp": ({"dp": 2, "cp": 2, "tp": 2}, (0, 0, 0, 0, 1, 1, 1, 1)),
+    "pp": ({"pp": 2, "dp": 2, "tp": 2}, (0, 0, 1, 1, 0, 0, 1, 1)),
+    "no data": ({"pp": 4, "tp": 2}, (0,) * 8),
 }
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_samplers_differ_along_data_axes_only(name: str) -> None:
-    sizes, axes, places = PLACES[name]
+    sizes, places = PLACES[name]
     dataset: Any = range(8)
     for rank in range(8):
         with fake_world(8, rank):
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
-            assert training.data_axes(mesh) == axes
             place = training.sampler_kwargs(mesh)
             assert place == {"num_replicas": max(places) + 1, "rank": places[rank]}
             sampler: Any = DistributedSampler(dataset, shuffle=False, **place)
@@ -60,7 +55,7 @@ def test_an_axis_that_nobody_knows_is_refused() -> None:
             "so it is not known whether samples differ along it; make the mesh with these names, and add what has "
             "others with mesh.add_view(...)"
         )
-        for call in (training.data_axes, training.sampler_kwargs, training.fsdp_mesh):
+        for call in (training.sampler_kwargs, training.fsdp_mesh):
             assert problems_of(partial(call, mesh)) == [
                 f"axis {axis!r} is none of {known}, {tail}" for axis in ("data", "model")
             ]

@@ -36,17 +36,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def differences(mesh: namedmesh.NamedMesh, expert: dict[str, Any]) -> dict[str, float]:
     """How far the loss, the gradients and their norm are from those of one process, on this rank, in float64."""
-    settings = train.Settings(
-        dim=16, layers=mesh.size("pp"), heads=4, kv_heads=2, moe=True, dtype="float64", **expert
-    )
-    models = alone, model = train.new_model(settings).double(), train.make_model(settings, mesh)
+    settings = train.Settings(dim=32, layers=mesh.size("pp"), moe=True, verify=True, **expert)
+    models = alone, model = train.new_model(settings), train.make_model(settings, mesh)
     for name, each in (item for one in models for item in one.named_parameters()):
         each.data *= 10 if "feed_forward" in name else 1  # so that gradients are not tiny
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(train.VOCABULARY, (8, 9), generator=generator)
     padding = torch.rand(8, 8, generator=generator) < torch.linspace(0, 0.9, 8)[:, None]
     inputs, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(padding, IGNORED)
-    expected = train.loss_sum(alone(inputs), targets) / (targets != IGNORED).sum()
+    logits = alone(inputs, torch.arange(8))
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     expected.backward()
     share = training.sampler_kwargs(mesh)
     mine = (each[share["rank"] :: share["num_replicas"]].contiguous() for each in (inputs, targets))

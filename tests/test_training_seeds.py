@@ -102,7 +102,7 @@ def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> N
         assert len(set(numbers)) == len(numbers)
         seeds.set_random_state(state)
         assert [random.random(), *map(draw, (None, "tensor", "expert", "data", "data"))] == numbers
-        said = error_of(lambda: training.streams("tenor"))
+        said = error_of(training.streams("tenor").__enter__)
         mesh.close()
     assert said == (
         "TrainingError: there is no stream 'tenor'; did you mean 'tensor'?; seed_all() makes tensor, expert, data"

@@ -221,7 +221,7 @@ def parallelized(model: Part, mesh: namedmesh.NamedMesh, *, ulysses: bool) -> Pa
 
 
 def sharded(model: Part, mesh: namedmesh.NamedMesh) -> Part:
-    if not training.data_axes(mesh):
+    if not {"dp", "dp_shard", "cp"} & {*mesh.layout}:
         return model
     over = training.fsdp_mesh(mesh)
     for layer in model.layers.values():

@@ -1,8 +1,8 @@
 """The command line: ``python -m namedmesh COMMAND``, or ``namedmesh COMMAND``.
 
-A new command is a row in the ``COMMANDS`` of a module ``cli``, with its summary, a function that declares its
-arguments and one that runs it and returns the exit status, and a row in :data:`COMMANDS` here. Such a module does not
-import torch until a command runs.
+A new command is a row in the ``COMMANDS`` of a module, with its summary, a function that declares its arguments and one
+that runs it and returns the exit status, and a row in :data:`COMMANDS` here. Such a module does not import torch until
+a command runs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from namedmesh._version import __version__
-from namedmesh.errors import NamedMeshError, did_you_mean
+from namedmesh.errors import NamedMeshError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 COMMANDS: dict[str, str] = {
-    **dict.fromkeys(("plan", "partitions", "diff"), "namedmesh.plan.cli"),
-    "doctor": "namedmesh.doctor_cli",
+    "plan": "namedmesh.plan.describe",
+    "partitions": "namedmesh.plan.partitions",
+    "diff": "namedmesh.plan.describe",
+    "doctor": "namedmesh.doctor",
     "migrate": "namedmesh.migrate.cli",
-    "run": "namedmesh.compat.cli",
+    "run": "namedmesh.compat.install",
     "verify": "namedmesh.verify_cli",
 }
 """The commands, and the module of each."""
@@ -57,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except NamedMeshError as error:
-        from namedmesh.plan.spec import UsageError
-
         sys.stderr.write(f"namedmesh {argv[0]}: {error}\n")
         return 2 if isinstance(error, UsageError) else 1
     return status

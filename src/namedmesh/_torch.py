@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414  for targets of any form
-from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414  the same
+from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414
+from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 c10d: Any = distributed_c10d
 
 F = TypeVar("F", bound="Callable[..., Any]")
-
-# torch 2.13 renamed both and warns at the old names.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # --- meshes and groups ---
 
@@ -263,21 +258,11 @@ def frees_after_forward(module: Any) -> bool | None:
     return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
 
 
-def all_reduced(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the ``"sum"`` or ``"max"`` over a group in a new tensor, also in compiled code; torch has no public function for it."""
-    started = torch.ops._c10d_functional.all_reduce(tensor, operation, group.group_name)
-    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
-    return result
+def dcp_ranks(group: dist.ProcessGroup | None) -> Any:
+    """Return what torch's checkpoints call functions on ranks with: what one of them raises is raised on all."""
+    from torch.distributed.checkpoint.utils import _DistWrapper
 
-
-def check_archive(contents: Any) -> None:
-    """Raise a RuntimeError where torch could not read an archive of ``torch.save``; ``torch.load`` takes several times as long."""
-    reader: Any = torch._C.PyTorchFileReader(contents)
-    for name in reader.get_all_records():
-        if not name.startswith("data/"):
-            reader.get_record(name)
-        else:
-            reader.get_record_offset(name)
+    return _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
 
 
 def remove_backwards(schedule: Any) -> None:
@@ -287,23 +272,15 @@ def remove_backwards(schedule: Any) -> None:
     stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).
     """
     kinds = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
-    if hasattr(schedule, "pipeline_order_with_comms"):
-        schedule.pipeline_order_with_comms = {
-            rank: [
-                each
-                for action in actions
-                for each in getattr(action, "sub_actions", None) or (action,)
-                if each.computation_type.name in kinds
-            ]
-            for rank, actions in schedule.pipeline_order_with_comms.items()
-        }
-    else:  # torch 2.8, for some of them
-        schedule.pipeline_order = {
-            rank: [
-                each if each is not None and each.computation_type.name in kinds else None for each in actions
-            ]
-            for rank, actions in schedule.pipeline_order.items()
-        }
+    schedule.pipeline_order_with_comms = {
+        rank: [
+            each
+            for action in actions
+            for each in getattr(action, "sub_actions", None) or (action,)
+            if each.computation_type.name in kinds
+        ]
+        for rank, actions in schedule.pipeline_order_with_comms.items()
+    }
 
 
 # --- dialects ---

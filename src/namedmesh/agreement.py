@@ -29,8 +29,8 @@ _TELLING = timedelta(seconds=5)
 """How long a rank that has failed waits for the others before it tells them, so that it can name those that are absent."""
 _ANSWER = timedelta(seconds=15)
 """Within which the store answers a question that waits for no other rank."""
-_SLICE = timedelta(seconds=0.25)
-"""After which rank 0 looks for questions that came in place of those of an earlier life."""
+_POLLS = (0.001, 0.1)
+"""The shortest and the longest seconds after which rank 0 looks for questions: torch logs each wait that ends in vain."""
 _READING = 10.0
 """The seconds for which the host of the store stays after a failure, so that the others can read the verdict."""
 
@@ -53,24 +53,28 @@ class Meetings:
         """
         if not self._chosen:
             question = uuid4().hex
-            self._whole.set(f"question/{self.rank}", question)
+            self._whole.set(f"question/{self._whole.add('asked', 1)}", question)
             if not arrived(self._whole, [f"answer/{question}"], timeout):
                 raise AgreementError(_absent([0], self.size, f"call {call}", timeout))
             self._chosen = self._whole.get(f"answer/{question}").decode()
-            self._whole.set(f"{self._chosen}/read/{self.rank}", "")
+            self._whole.add(f"{self._chosen}/read", 1)
         return dist.PrefixStore(self._chosen, self._whole)
 
     def tell_part(self, store: dist.Store, verdict: str, end: float) -> None:
         """Answer on rank 0 those that ask for the part, until all have read it, there is a verdict, or the time is over."""
-        others = range(1, self.size if self.rank == 0 else 1)
-        questions = [f"question/{rank}" for rank in others]
-        read = [f"{self._chosen}/read/{rank}" for rank in others]
-        while not self._told and time.monotonic() < end and not store.check([verdict]):
-            arrived(self._whole, questions, _SLICE)
-            for question in questions:
-                if self._whole.check([question]):
-                    self._whole.set(f"answer/{self._whole.get(question).decode()}", self._chosen)
-            self._told = arrived(self._whole, read, _SLICE)
+        asked, places = 0, set[int]()  # of questions, those of an earlier life too, to answer
+        pause, longest = _POLLS
+        while self.rank == 0 and not self._told and time.monotonic() < end and not store.check([verdict]):
+            before, asked = asked, self._whole.add("asked", 0)
+            places |= {*range(before + 1, asked + 1)}
+            for place in sorted(places):
+                if self._whole.check([f"question/{place}"]):
+                    question = self._whole.get(f"question/{place}").decode()
+                    self._whole.set(f"answer/{question}", self._chosen)
+                    places.remove(place)
+            self._told = self._whole.add(f"{self._chosen}/read", 0) == self.size - 1
+            pause = min(2 * pause, longest)
+            time.sleep(0.0 if self._told else pause)
 
 
 _known: list[tuple[dist.Store, Meetings]] = []

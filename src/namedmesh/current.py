@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     NamedMesh = Any  # its file is above this one
 
-
-class Watcher(Protocol):
-    """A dialect, whose variables follow the selection."""
-
-    def changed(self, closed: Any = None) -> None:
-        """Follow a mesh that was selected, deselected or closed."""
-
-
 _open: list[NamedMesh] = []  # the oldest first
-_selected: list[
-    NamedMesh
-] = []  # one stack for the process: autograd runs backward functions in threads of its own
-_watchers: list[Watcher] = []
+_selected: list[NamedMesh] = []  # of the process: autograd runs backward functions in threads of its own
+_watchers: list[Callable[..., None]] = []
 
 
 def selection() -> NamedMesh | None:
@@ -52,8 +42,7 @@ def opened(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
 def closed(mesh: NamedMesh) -> None:
     """Note that a mesh was closed."""
     _open.remove(mesh)
-    for watcher in _watchers:
-        watcher.changed(mesh)
+    _tell(mesh)
 
 
 def select(mesh: NamedMesh) -> None:
@@ -69,28 +58,21 @@ def deselect(mesh: NamedMesh) -> None:
     _tell()
 
 
-def watch(watcher: Watcher) -> None:
-    """Tell a dialect of every mesh that is selected, deselected or closed."""
+def watch(watcher: Callable[..., None]) -> None:
+    """Call a function whenever a mesh was selected or deselected, and with a mesh that was closed."""
     _watchers.append(watcher)
 
 
-def _tell() -> None:
+def _tell(*closed: NamedMesh) -> None:
     for watcher in _watchers:
-        watcher.changed()
+        watcher(*closed)
 
 
 def refuse_ambiguous(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Refuse names that torch would take for those of another open mesh, whose groups are others.
+    """Raise MeshError for names of groups that torch would take for those of another open mesh, whose groups are others.
 
     DTensor remembers operations by mesh, and takes meshes of the same names, ranks and device for one: results of one
     mesh would come back on the groups of the other.
-
-    Args:
-        mesh: the mesh that the names are for.
-        groups: the group of each name.
-
-    Raises:
-        MeshError: all problems at once.
     """
     problems = []
     for other in alive():

@@ -1,8 +1,6 @@
 """The rank tables of the dialects: which axes each API has, in which order, and which groups it makes of them.
 
-Pure data and arithmetic on :class:`namedmesh.Layout`. The planner, the migration page and the dialects read these
-tables: :data:`MEGATRON_GROUPS` has one row for each group of Megatron, and order strings are parsed by
-:func:`parse_order` only.
+Pure data and arithmetic on :class:`namedmesh.Layout`, for the dialects, the planner and the migration.
 """
 
 from __future__ import annotations
@@ -17,23 +15,6 @@ from namedmesh.sizes import nearest_axis
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "AXES",
-    "DENSE",
-    "DIALECTS",
-    "EXPERT",
-    "EXPERT_AXES",
-    "MEGATRON_GROUPS",
-    "PLAIN",
-    "Dialect",
-    "DialectLayout",
-    "GroupSpec",
-    "Order",
-    "groups_of",
-    "layouts_for",
-    "parse_order",
-]
-
 DENSE, EXPERT = "dense", "expert"
 AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp")
 """The usual axes of the dense layout, slowest first."""
@@ -42,21 +23,15 @@ EXPERT_AXES = ("edp", "ep", "etp")
 _DATA = ("dp_replicate", "dp_shard", "dp")
 
 Members = Literal["all", "ends", "first", "part"]
+"""All ranks over some axes, the two ends, the first, or a part of them that does not follow from whole axes."""
 
 
 @dataclass(frozen=True)
 class GroupSpec:
     """One kind of process group: a row of a dialect's table.
 
-    Args:
-        name: what the dialect calls it: the accessor without ``get_`` and ``_group``, and the flags that it takes.
-        axes: the axes that vary inside a group.
-        view: the layout that has these axes, ``"dense"`` or ``"expert"``.
-        members: all ranks over the axes, the two ends (one rank, if there is one only), the first, or a part of
-            them that does not follow from whole axes.
-        variable: the module-level variable of the original that holds the group.
-        ranks: the variable that holds its ranks.
-        gloo: the variable that holds the gloo group over the same ranks.
+    Its name is the accessor's without ``get_`` and ``_group``, with the flags that it takes. Its ``axes``, of a ``view``, vary
+    inside a group. The last three are the original's variables with the group, its ranks, and the gloo group over them.
     """
 
     name: str
@@ -75,52 +50,27 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one API lays out ranks.
-
-    Args:
-        name: its name.
-        axes: the axes of its dense layout, slowest first.
-        expert: the axes of its experts' layout, slowest first; none if it has no such layout.
-        words: its own name of an axis, where that is another.
-        inferred: the axis that is whatever is left when it has no size.
-        shards: the axes over which one copy of the parameters is sharded.
-        kinds: the groups that it makes; by default one kind for each axis.
-        orderable: whether the user may give another order of the axes.
-        etp_follows_tp: whether the experts are tensor-parallel as the rest unless an option says otherwise.
-        shrinks_tp: whether a tp larger than the world is cut down to it.
-    """
+    """How one API lays out ranks."""
 
     name: str
-    axes: tuple[str, ...]
-    expert: tuple[str, ...] = ()
-    words: Mapping[str, str] = field(default_factory=dict)
-    inferred: str = "dp"
-    shards: tuple[str, ...] = ("pp", "dp_shard", "tp")
-    kinds: tuple[GroupSpec, ...] = ()
-    orderable: bool = False
-    etp_follows_tp: bool = True
-    shrinks_tp: bool = False
-
-    @property
-    def order(self) -> str:
-        """The order string, fastest axis first.
-
-        Example:
-            >>> DIALECTS["megatron"].order, DIALECTS["deepspeed"].order
-            ('tp-cp-ep-dp-pp', 'tp-dp-pp')
-        """
-        tokens = list(reversed(self.axes))
-        if "ep" in self.expert:
-            tokens.insert(min(tokens.index(axis) for axis in _DATA if axis in tokens), "ep")
-        return "-".join(tokens)
+    axes: tuple[str, ...]  # of its dense layout, slowest first
+    kinds: tuple[GroupSpec, ...] = ()  # the groups that it makes; by default one kind for each axis
+    expert: tuple[str, ...] = ()  # the axes of its experts' layout, if it has such a layout
+    words: Mapping[str, str] = field(default_factory=dict)  # its own name of an axis, where that is another
+    inferred: str = "dp"  # the axis that is whatever is left when it has no size
+    shards: tuple[str, ...] = ("pp", "dp_shard", "tp")  # the axes that shard one copy of the parameters
+    orderable: bool = False  # by its user
+    etp_follows_tp: bool = True  # unless an option says otherwise
+    shrinks_tp: bool = False  # to the world, where it is larger
 
 
 def _row(
-    name: str, axes: str, variable: str, ranks: str = "", *, gloo: bool = False, members: Members = "all"
+    name: str, axes: str, variable: str = "", ranks: str = "", *, gloo: bool = False, members: Members = "all"
 ) -> GroupSpec:
     view = EXPERT if axes.rsplit(maxsplit=1)[-1] in {*EXPERT_AXES, "egtp_remat"} else DENSE
-    twin = f"{variable}_GLOO" if gloo else ""
-    return GroupSpec(name, tuple(axes.split()), view, members, variable, ranks, twin)
+    return GroupSpec(
+        name, tuple(axes.split()), view, members, variable, ranks, f"{variable}_GLOO" if gloo else ""
+    )
 
 
 # fmt: off
@@ -180,12 +130,12 @@ MEGATRON_GROUPS = (
 have size 1, a group that spans one is the group without it.
 """
 
-_DEEPSPEED_KINDS = (
-    GroupSpec("ds_model", ("pp", "tp")),
-    GroupSpec("data", ("dp",)),
-    GroupSpec("pipe", ("pp",)),
-    GroupSpec("slice", ("tp",)),
+_MEGATRON_KINDS = tuple(
+    replace(row, axes=tuple(axis for axis in row.axes if not axis.endswith("gtp_remat")))
+    for row in MEGATRON_GROUPS
+    if row.members != "part" and "gtp" not in row.name
 )
+_DEEPSPEED_KINDS = (_row("ds_model", "pp tp"), _row("data", "dp"), _row("pipe", "pp"), _row("slice", "tp"))
 _FAIRSCALE_KINDS = (
     _row("data", "dp", "_DATA_PARALLEL_GROUP"),
     _row("pipeline", "pp", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
@@ -198,68 +148,49 @@ _EZPZ_KINDS = (
     _row("context", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
     _row("tensor", "tp", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
 )
+_TORCHTITAN_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _TORCHTITAN_KINDS = (
-    *(GroupSpec(axis, (axis,)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
-    GroupSpec("batch", ("dp_replicate", "dp_shard")),
-    GroupSpec("fsdp", ("dp_shard", "cp")),
-    GroupSpec("loss", ("dp_replicate", "dp_shard", "cp")),
-    *(GroupSpec(axis, (axis,), EXPERT) for axis in EXPERT_AXES),
+    *(_row(axis, axis) for axis in _TORCHTITAN_AXES),
+    _row("batch", "dp_replicate dp_shard"),
+    _row("fsdp", "dp_shard cp"),
+    _row("loss", "dp_replicate dp_shard cp"),
+    *(_row(axis, axis) for axis in EXPERT_AXES),
 )
-_PROCESS_GROUPS_AXES = ("dp", "pp", "tp")
 
-PLAIN = Dialect("mesh", AXES, ("pp", *EXPERT_AXES), orderable=True)
+PLAIN = Dialect("mesh", AXES, expert=("pp", *EXPERT_AXES), orderable=True)
 """A mesh of namedmesh with the usual names: only the axes that are named exist."""
-
-DIALECTS: dict[str, Dialect] = {
-    dialect.name: dialect
-    for dialect in (
-        Dialect(
-            "megatron",
-            ("pp", "dp", "cp", "tp"),
-            ("pp", *EXPERT_AXES),
-            kinds=tuple(
-                replace(row, axes=tuple(axis for axis in row.axes if not axis.endswith("gtp_remat")))
-                for row in MEGATRON_GROUPS
-                if row.members != "part" and "gtp" not in row.name
-            ),
-            orderable=True,
-        ),
-        Dialect(
-            "deepspeed",
-            ("pp", "dp", "tp"),
-            words={"pp": "pipe", "dp": "data", "tp": "model"},
-            kinds=_DEEPSPEED_KINDS,
-        ),
-        Dialect("fairscale", ("dp", "pp", "cp", "tp"), kinds=_FAIRSCALE_KINDS, shrinks_tp=True),
-        Dialect("ezpz", ("dp", "pp", "cp", "tp"), kinds=_EZPZ_KINDS, shrinks_tp=True),
-        Dialect(
-            "torchtitan",
-            ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-            ("pp", "dp_replicate", *EXPERT_AXES),
-            inferred="dp_shard",
-            shards=("pp", "dp_shard", "cp", "tp"),
-            kinds=_TORCHTITAN_KINDS,
-            etp_follows_tp=False,
-        ),
-        Dialect(
-            "process_groups",
-            _PROCESS_GROUPS_AXES,
-            kinds=tuple(GroupSpec(axis, (axis,)) for axis in _PROCESS_GROUPS_AXES),
-        ),
-    )
-}
+_ALL = (
+    Dialect(
+        "megatron", ("pp", "dp", "cp", "tp"), _MEGATRON_KINDS, expert=("pp", *EXPERT_AXES), orderable=True
+    ),
+    Dialect(
+        "deepspeed",
+        ("pp", "dp", "tp"),
+        _DEEPSPEED_KINDS,
+        words={"pp": "pipe", "dp": "data", "tp": "model"},
+    ),
+    Dialect("fairscale", ("dp", "pp", "cp", "tp"), _FAIRSCALE_KINDS, shrinks_tp=True),
+    Dialect("ezpz", ("dp", "pp", "cp", "tp"), _EZPZ_KINDS, shrinks_tp=True),
+    Dialect(
+        "torchtitan",
+        _TORCHTITAN_AXES,
+        _TORCHTITAN_KINDS,
+        expert=("pp", "dp_replicate", *EXPERT_AXES),
+        inferred="dp_shard",
+        shards=("pp", "dp_shard", "cp", "tp"),
+        etp_follows_tp=False,
+    ),
+    Dialect("process_groups", ("dp", "pp", "tp"), tuple(_row(axis, axis) for axis in ("dp", "pp", "tp"))),
+)
+DIALECTS = {dialect.name: dialect for dialect in _ALL}
 """The dialects by name. Ranks are row-major in the axes of each, the last one fastest."""
 
 
 @dataclass(frozen=True)
 class DialectLayout:
-    """The ranks of a job: one layout, or two over the same ranks.
+    """The ranks of a job: the layout of everything but the experts, and theirs, if they have one of their own.
 
-    Args:
-        dialect: whose rank table it is.
-        dense: the layout of everything but the experts.
-        expert: the layout of the experts, if they have one of their own.
-        notes: what the dialect changed about the sizes that were asked for.
+    ``notes`` are what the dialect changed about the sizes that were asked for.
     """
 
     dialect: Dialect
@@ -268,49 +199,28 @@ class DialectLayout:
     notes: tuple[str, ...] = ()
 
     def layout(self, view: str) -> Layout:
-        """Return the layout of a view.
-
-        Raises:
-            LayoutError: there is no such view.
-        """
-        if view == EXPERT and self.expert is not None:
-            return self.expert
-        if view != DENSE:
-            raise LayoutError(f"view {view!r} is not there; give a size for ep, edp or etp")
-        return self.dense
+        """Return the layout of a view that is there."""
+        return self.expert if view == EXPERT and self.expert is not None else self.dense
 
 
 class Order(NamedTuple):
-    """An order string, read.
-
-    Args:
-        tokens: the axes, fastest first, with those that it omits at the end.
-        omitted: the allowed axes that it does not name.
-        unknown: what it names that is none of them.
-        repeated: the allowed axes that it names more than once.
-    """
+    """An order string: its axes, fastest first, those that it omits at the end; the allowed ones it omits; the others it names."""
 
     tokens: list[str]
     omitted: list[str]
     unknown: list[str]
-    repeated: list[str]
 
 
 def parse_order(order: str, allowed: Sequence[str]) -> Order:
-    """Read an order string; whether its mistakes matter, and which error they are, is up to the dialect.
-
-    Args:
-        order: names of axes joined by hyphens, fastest first; lower case.
-        allowed: the names that it may have.
+    """Read names of axes joined by hyphens, fastest first; whether mistakes matter, and which error they are, is up to the dialect.
 
     Example:
         >>> parse_order("tp-dpp", ("tp", "dp", "pp"))
-        Order(tokens=['tp', 'dpp', 'dp', 'pp'], omitted=['dp', 'pp'], unknown=['dpp'], repeated=[])
+        Order(tokens=['tp', 'dpp', 'dp', 'pp'], omitted=['dp', 'pp'], unknown=['dpp'])
     """
     tokens = order.split("-")
     omitted = [name for name in allowed if name not in tokens]
-    unknown = [token for token in tokens if token not in allowed]
-    return Order(tokens + omitted, omitted, unknown, [name for name in allowed if tokens.count(name) > 1])
+    return Order(tokens + omitted, omitted, [token for token in tokens if token not in allowed])
 
 
 def layouts_for(
@@ -320,14 +230,10 @@ def layouts_for(
     world_size: int | None = None,
     order: str | None = None,
 ) -> DialectLayout:
-    """Return the layouts of a dialect for some sizes.
+    """Return the layouts of a dialect for some sizes, and a world of ranks; by default as many as the sizes need.
 
-    Args:
-        dialect: one of :data:`DIALECTS`, or :data:`PLAIN`.
-        sizes: a size for each axis that matters; an axis without one is 1, the inferred one whatever is left.
-        world_size: how many ranks there are; by default as many as the sizes need.
-        order: another order, fastest axis first, with ``ep`` where the experts' axis goes; ``etp`` and ``edp``
-            take the places of ``tp`` and ``dp``.
+    An axis without a size is 1, the inferred one whatever is left. An order is fastest first, with ``ep`` where the experts'
+    axis goes; ``etp`` and ``edp`` take the places of ``tp`` and ``dp``.
 
     Raises:
         AxisError: an axis that the dialect does not have, or that the order does not name.
@@ -339,15 +245,19 @@ def layouts_for(
         (Layout(pp=4, dp=2, cp=1, tp=2), Layout(pp=4, edp=1, ep=2, etp=2))
     """
     _check_axes(dialect, sizes)
-    sizes, notes = _shrunk(dialect, sizes, world_size)
+    notes: tuple[str, ...] = ()
+    if dialect.shrinks_tp and world_size is not None and sizes.get("tp", 1) > world_size:
+        notes = (
+            f"{dialect.name} reduces tp={sizes['tp']} to the world of {world_size} ranks without an error",
+        )
+        sizes = {**sizes, "tp": world_size}
     tokens = _tokens(dialect, sizes, order)
-    dense_axes = [token for token in reversed(tokens) if token not in EXPERT_AXES]
-    inferred = _inferred(dialect, sizes, dense_axes, world_size)
-    requested = [
-        axis for axis in dense_axes if dialect is not PLAIN or sizes.get(axis) is not None or axis == inferred
-    ]
-    filled = [sizes.get(axis, -1 if axis == inferred else 1) for axis in requested]
-    dense = Layout.from_shape(requested, filled, world_size=world_size)
+    axes = [token for token in reversed(tokens) if token not in EXPERT_AXES]
+    inferred = _inferred(dialect, sizes, axes, world_size)
+    if dialect is PLAIN:
+        axes = [axis for axis in axes if axis in sizes or axis == inferred]
+    filled = [sizes.get(axis, -1 if axis == inferred else 1) for axis in axes]
+    dense = Layout.from_shape(axes, filled, world_size=world_size)
     expert = _expert(dialect, sizes, tokens, dense)
     if expert is not None and "pp" in dense and dense.partition("pp") != expert.partition("pp"):
         raise LayoutError(
@@ -364,53 +274,41 @@ def groups_of(of_dialect: DialectLayout) -> tuple[GroupSpec, ...]:
         >>> [kind.name for kind in groups_of(layouts_for(PLAIN, {"pp": 2, "tp": 2}, world_size=8))]
         ['pp', 'dp', 'tp', 'model']
     """
-    dense, expert = of_dialect.dense, of_dialect.expert
-    if of_dialect.dialect.kinds:
-        kinds = [kind for kind in of_dialect.dialect.kinds if kind.view == DENSE or expert is not None]
-        if of_dialect.dialect.name == "fairscale" and dense["cp"] == 1:  # only later sources have cp
-            kinds = [kind for kind in kinds if kind.axes != ("cp",)]
+    dialect, dense, expert = of_dialect.dialect, of_dialect.dense, of_dialect.expert
+    if dialect.kinds:
+        kinds = [kind for kind in dialect.kinds if kind.view == DENSE or expert is not None]
+        if dialect.name == "fairscale" and dense["cp"] == 1:  # only later sources have cp
+            kinds.pop()
         return tuple(kinds)
-    kinds = [GroupSpec(axis, (axis,)) for axis in dense]
-    if expert is not None:
-        kinds += [GroupSpec(axis, (axis,), EXPERT) for axis in expert if axis not in dense]
-    data = tuple(axis for axis in (*_DATA, "cp") if axis in dense)
+    kinds = [_row(axis, axis) for axis in dense]
+    kinds += [GroupSpec(axis, (axis,), EXPERT) for axis in expert or () if axis not in dense]
+    data = [axis for axis in (*_DATA, "cp") if axis in dense]
     if len(data) > 1:
-        kinds.append(GroupSpec("batch and context" if "cp" in data else "batch", data))
+        kinds.append(_row("batch and context" if "cp" in data else "batch", " ".join(data)))
     if "pp" in dense and "tp" in dense:
-        kinds.append(GroupSpec("model", ("pp", "tp")))
+        kinds.append(_row("model", "pp tp"))
     return tuple(kinds)
 
 
 def _check_axes(dialect: Dialect, sizes: Mapping[str, int]) -> None:
     allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert)))
-    unknown = [axis for axis in sizes if axis not in allowed]
-    if unknown:
-        raise AxisError(
-            *(
-                f"axis {axis!r} is not one of {dialect.name}'s {allowed}{nearest_axis(axis, allowed)}"
-                for axis in unknown
-            )
-        )
-    split = [axis for axis in ("dp_replicate", "dp_shard") if axis in sizes]
+    problems = [
+        f"axis {axis!r} is not one of {dialect.name}'s {allowed}{nearest_axis(axis, allowed)}"
+        for axis in sizes
+        if axis not in allowed
+    ]
+    split = [repr(axis) for axis in ("dp_replicate", "dp_shard") if axis in sizes]
     if "dp" in sizes and split:
-        raise AxisError(f"both 'dp' and {' and '.join(map(repr, split))} have a size; use one or the other")
-
-
-def _shrunk(
-    dialect: Dialect, sizes: Mapping[str, int], world_size: int | None
-) -> tuple[Mapping[str, int], tuple[str, ...]]:
-    tp = sizes.get("tp", 1)
-    if not dialect.shrinks_tp or world_size is None or tp <= world_size:
-        return sizes, ()
-    note = f"{dialect.name} reduces tp={tp} to the world of {world_size} ranks without an error"
-    return {**sizes, "tp": world_size}, (note,)
+        problems.append(f"both 'dp' and {' and '.join(split)} have a size; use one or the other")
+    if problems:
+        raise AxisError(*problems)
 
 
 def _inferred(
     dialect: Dialect, sizes: Mapping[str, int], axes: Sequence[str], world_size: int | None
 ) -> str | None:
     """Return the axis that takes what is left, unless a size says so itself or nothing is left to take."""
-    if world_size is None or any(size == -1 for axis, size in sizes.items() if axis in axes):
+    if world_size is None or any(sizes.get(axis) == -1 for axis in axes):
         return None
     candidate = dialect.inferred
     if dialect is PLAIN and "dp" not in sizes and ("dp_replicate" in sizes or "dp_shard" in sizes):
@@ -419,20 +317,24 @@ def _inferred(
 
 
 def _tokens(dialect: Dialect, sizes: Mapping[str, int], order: str | None) -> list[str]:
-    """Return the axes, fastest first; those that the order leaves out, of size 1, are the slowest."""
-    default = dialect.order.split("-")
+    """Return the axes, fastest first, with ep before the data axes; those that an order leaves out, of size 1, are the slowest."""
+    default = list(reversed(dialect.axes))
+    if dialect.expert:
+        default.insert(min(default.index(axis) for axis in _DATA if axis in default), "ep")
     if order is None:
         return default
     if not dialect.orderable:
         raise LayoutError(
-            f"{dialect.name} has one order, {dialect.order!r}, not {order!r}; leave the order out, or the dialect"
+            f"{dialect.name} has one order, {'-'.join(default)!r}, not {order!r}; leave the order out, or the dialect"
         )
     parsed = parse_order(order, default)
     problems = [
         f"{token!r} in the order {order!r} is not one of {listing(default)}{did_you_mean(token, default)}"
         for token in parsed.unknown
     ]
-    problems += [f"{token!r} is twice in the order {order!r}" for token in parsed.repeated]
+    problems += [
+        f"{token!r} is twice in the order {order!r}" for token in default if parsed.tokens.count(token) > 1
+    ]
     problems += [
         f"axis {axis!r} has size {size} but no place in the order {order!r}; add it"
         for axis, size in sizes.items()
@@ -449,12 +351,8 @@ def _expert(
     asked = any(axis in sizes for axis in EXPERT_AXES)
     if not dialect.expert or not (asked or dialect.name == "megatron"):
         return None
-    names = {"tp": "etp", "ep": "ep", "pp": "pp"}
-    kept = "dp_replicate" if "dp_replicate" in dialect.expert else None
-    if kept is not None:
-        names[kept] = kept
     data = [axis for axis in _DATA if axis in dense] or _DATA  # an order may name only some of them
-    names |= {axis: "edp" for axis in data if axis != kept}
+    names = {**dict.fromkeys(data, "edp"), "tp": "etp", **{axis: axis for axis in dialect.expert}}
     axes = list(dict.fromkeys(names[token] for token in reversed(tokens) if token in names))
     etp = dense["tp"] if dialect.etp_follows_tp and "tp" in dense else 1
     inferred = -1 in [sizes.get(axis) for axis in EXPERT_AXES]

@@ -1,11 +1,10 @@
 """``namedmesh doctor``: the ranks of a job check every group of a layout by a collective, and measure each axis and host.
 
-Rank 0 prints what all of them measured; what is wrong is an error on every rank.
+Rank 0 prints what all of them measured; what is wrong is an error on every rank. Torch is imported when the command runs.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import statistics
 import sys
@@ -14,22 +13,18 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from namedmesh import launch
-from namedmesh.errors import AgreementError, count_of, listing, ranks_in_words
-from namedmesh.init import init_mesh
-from namedmesh.plan.spec import UsageError, parse_spec, resolve
-from namedmesh.plan.tables import Table, as_text
+from namedmesh.errors import AgreementError, UsageError, count_of, listing, ranks_in_words
+from namedmesh.plan.describe import add_layout, as_text, layout_arguments, parse_spec, resolve
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable, Mapping, Sequence
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable, Sequence
 
-    from namedmesh.dialects import DialectLayout
+    import torch
+    import torch.distributed as dist
 
 _WARM, _ROUNDS = 3, 9
+_SLOWEST = 8  # pairs of hosts that are shown
 
 
 class Group(NamedTuple):
@@ -40,65 +35,63 @@ class Group(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-def run_doctor(spec: str, keywords: Mapping[str, Any], arguments: Namespace) -> int:
-    """Check a layout, a spec or the keywords of :func:`namedmesh.plan.make_plan`, on the ranks of this job; return the status."""
-    problems = []
+def _configure(parser: ArgumentParser) -> None:
+    add_layout(parser)
+    text = "seconds to wait for a rank, or for a collective (default: %(default)g)"
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=text)
+    parser.add_argument("--device", help="cpu, cuda, or one device (default: what torch finds)")
+    parser.add_argument("--backend", help="backend of the groups (default: torch's for the device)")
+    text = "size of the large all-reduce (default: 4, on a GPU 64)"
+    parser.add_argument("--megabytes", type=float, metavar="M", help=text)
+
+
+def _run(arguments: Namespace) -> int:
+    """Check a layout on the ranks of this job; the first one prints what all of them measured."""
+    import torch.distributed as dist
+
+    from namedmesh import launch
+    from namedmesh.init import init_mesh
+
     for name in ("timeout", "megabytes"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < 1e9:  # noqa: PLR2004  as torch can count seconds, and memory hold megabytes
-            problems.append(f"{name} is {value:g}; it is a number above 0 and below 1e9")
-    if problems:
-        raise UsageError(*problems)
-    if spec:
-        parse_spec(spec)  # what cannot be read is said before the ranks look for each other
+            raise UsageError(f"{name} is {value:g}; it is a number above 0 and below 1e9")
+    spec, sizes = layout_arguments(arguments)
+    parse_spec(spec)  # what cannot be read is said before the ranks look for each other
     timeout = timedelta(seconds=arguments.timeout)
     device = launch.init(arguments.device, backend=arguments.backend, timeout=timeout)
     try:
-        arrangement = resolve(spec, world_size=dist.get_world_size(), **keywords)
-        data = _check(
-            arrangement, device, timeout, arguments.megabytes or (4 if device.type == "cpu" else 64)
-        )
+        world = dist.get_world_size()
+        arrangement = resolve(spec, world_size=world, **sizes)
+        # A rank that waits for a stuck collective comes to the others after its own timeout.
+        reports = dist.new_group(backend="gloo", timeout=3 * timeout)
+
+        def gathered(own: Any) -> list[Any]:
+            each: list[Any] = [None] * world
+            dist.all_gather_object(each, own, group=reports)
+            return each
+
+        mesh = init_mesh(arrangement.dense, device=device.type)
+        axes = dict.fromkeys(arrangement.dense)
+        if arrangement.expert is not None:
+            views: dict[str, Any] = dict(arrangement.expert.items())
+            mesh.add_view("expert", **views)
+            axes |= dict.fromkeys(arrangement.expert)
+        groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes if mesh.size(axis) > 1]
+        groups.append(Group("world", tuple(range(world)), dist.group.WORLD))
+        found = gathered(check_groups(groups, dist.get_rank(), device, timeout))
+        if any(found):
+            raise AgreementError(*problems_of(found))
+        hosts = gathered(socket.gethostname())
+        megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
+        each = gathered(measure(groups, hosts, device, megabytes))
+        mesh.close()
         if dist.get_rank() == 0:
-            head = f"{arrangement.dense}, {dist.get_backend()} on {device.type}, {count_of(data['hosts'], 'host')}"
-            text = json.dumps(data) if arguments.format == "json" else report_text(head, data)
-            sys.stdout.write(f"{text}\n")
+            where = f"{dist.get_backend()} on {device.type}, {count_of(len(set(hosts)), 'host')}"
+            sys.stdout.write(f"{arrangement.dense}, {where}\n\n{report_text(each)}\n")
     finally:
         dist.destroy_process_group()
     return 0
-
-
-def _check(
-    arrangement: DialectLayout, device: torch.device, timeout: timedelta, megabytes: float
-) -> dict[str, Any]:
-    """Return what all ranks measured, once every group is right."""
-    # A rank that waits for a stuck collective comes to the others after its own timeout.
-    reports = dist.new_group(backend="gloo", timeout=3 * timeout)
-    mesh = init_mesh(arrangement.dense, device=device.type)
-    axes = dict.fromkeys(arrangement.dense)
-    if arrangement.expert is not None:
-        sizes: dict[str, Any] = dict(arrangement.expert.items())
-        mesh.add_view("expert", **sizes)
-        axes |= dict.fromkeys(arrangement.expert)
-    groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes if mesh.size(axis) > 1]
-    groups.append(Group("world", tuple(range(dist.get_world_size())), dist.group.WORLD))
-    found = _gathered(check_groups(groups, dist.get_rank(), device, timeout), reports)
-    if any(found):
-        raise AgreementError(*problems_of(found))
-    hosts = _gathered(socket.gethostname(), reports)
-    report = {
-        "local": _timed(_work_of(device), device),
-        "axes": {group.axis: measure_group(group, device, megabytes) for group in groups},
-        "links": _measure_links(hosts, device, megabytes),
-    }
-    each = _gathered(report, reports)
-    mesh.close()
-    return summary(each, hosts)
-
-
-def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    each: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(each, own, group=group)
-    return each
 
 
 def problems_of(found: Sequence[tuple[str, str] | None]) -> list[str]:
@@ -126,19 +119,18 @@ def check_groups(
 
 def _problem(group: Group, rank: int, device: torch.device, timeout: timedelta) -> str:
     """Return the problem of a group; empty if its ranks, and the sum over them, are right."""
+    import torch
+    import torch.distributed as dist
+
     own = torch.tensor([rank], device=device)
     members = [torch.empty_like(own) for _ in range(dist.get_world_size(group.group))]
     _wait(dist.all_gather(members, own, group=group.group, async_op=True), timeout)
     ranks = tuple(int(member.item()) for member in members)
     if ranks != group.ranks:
         return f"its group has ranks {listing(ranks)} instead of {listing(group.ranks)}"
-    total, expected = own + 1, sum(group.ranks) + len(group.ranks)
-    _wait(dist.all_reduce(total, group=group.group, async_op=True), timeout)
-    return (
-        ""
-        if int(total.item()) == expected
-        else f"an all-reduce gave {int(total.item())} instead of {expected}"
-    )
+    _wait(dist.all_reduce(own, group=group.group, async_op=True), timeout)
+    got, expected = int(own.item()), sum(group.ranks)
+    return "" if got == expected else f"an all-reduce gave {got} instead of {expected}"
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
@@ -151,36 +143,59 @@ def _wait(work: Any, timeout: timedelta) -> None:
     work.wait()
 
 
-def _work_of(device: torch.device) -> Callable[[], object]:
-    """Return a matrix product, which needs no other rank: a slow rank is no slow link."""
-    matrix = torch.ones((256, 256) if device.type == "cpu" else (4096, 4096), device=device)
-    return lambda: matrix @ matrix
+class Measured(NamedTuple):
+    """What a rank measured: seconds of work of its own; by axis its group, latency and bandwidth; bytes a second between hosts."""
+
+    local: float
+    axes: dict[str, tuple[tuple[int, ...], float, float]]
+    links: dict[str, float]
 
 
-def _timed(action: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that something takes on the device, the median of some rounds after the first ones."""
-    times = []
-    for _ in range(_WARM + _ROUNDS):
-        start = time.perf_counter()
-        action()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[_WARM:])
+def measure(
+    groups: Sequence[Group], hosts: Sequence[str], device: torch.device, megabytes: float
+) -> Measured:
+    """Return the seconds of a matrix product, of small and large all-reduces, and of messages to the host that this one is paired with.
 
-
-def measure_group(
-    group: Group, device: torch.device, megabytes: float
-) -> tuple[tuple[int, ...], float, float]:
-    """Return the ranks of a group, the seconds of a small all-reduce, and the bus bandwidth of a large one.
-
-    A ring sends 2 (n-1)/n of the bytes over each link; that is what counts, whatever the algorithm.
+    A ring sends 2 (n-1)/n of an all-reduce's bytes over each link; that is what counts, whatever the algorithm.
     """
+    import torch
+    import torch.distributed as dist
+
+    rank, matrix = dist.get_rank(), torch.ones(2 * [256 if device.type == "cpu" else 4096], device=device)
     small, large = torch.zeros(1, device=device), torch.zeros(max(1, int(megabytes * 2**18)), device=device)
-    latency = _timed(lambda: dist.all_reduce(small, group=group.group), device)
-    seconds = _timed(lambda: dist.all_reduce(large, group=group.group), device)
-    size = len(group.ranks)
-    return group.ranks, latency, 2 * (size - 1) / size * large.numel() * 4 / seconds
+    size, axes, links = large.numel() * large.itemsize, {}, {}
+
+    def timed(action: Callable[[], object]) -> float:
+        times = []
+        for _ in range(_WARM + _ROUNDS):
+            start = time.perf_counter()
+            action()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[_WARM:])
+
+    local = timed(lambda: matrix @ matrix)  # which needs no other rank: a slow rank is no slow link
+    for group in groups:
+        latency = timed(partial(dist.all_reduce, small, group=group.group))
+        seconds = timed(partial(dist.all_reduce, large, group=group.group))
+        sent = 2 * (len(group.ranks) - 1) / len(group.ranks) * size
+        axes[group.axis] = (group.ranks, latency, sent / seconds)
+
+    def exchange(first: int, second: int) -> None:
+        if rank == first:
+            dist.send(large, second)
+            dist.recv(small, second)
+        else:
+            dist.recv(large, first)
+            dist.send(small, first)
+
+    for first, second in host_pairs(hosts):
+        if rank in {first, second}:
+            seconds = timed(partial(exchange, first, second))
+            if rank == first:
+                links[f"{hosts[first]} - {hosts[second]}"] = size / seconds
+    return Measured(local, axes, links)
 
 
 def host_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
@@ -196,67 +211,28 @@ def host_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
     return list(zip(firsts[::2], [*firsts[1::2], firsts[0]], strict=False))
 
 
-def _measure_links(hosts: Sequence[str], device: torch.device, megabytes: float) -> dict[str, float]:
-    """Return the bytes a second to the host that this rank's host is paired with, if it sends; communicates."""
-    rank, speeds = dist.get_rank(), dict[str, float]()
-    message, answer = (
-        torch.zeros(max(1, int(megabytes * 2**18)), device=device),
-        torch.zeros(1, device=device),
-    )
-
-    def ask(other: int) -> None:
-        dist.send(message, other)
-        dist.recv(answer, other)
-
-    def reply(other: int) -> None:
-        dist.recv(message, other)
-        dist.send(answer, other)
-
-    for first, second in host_pairs(hosts):
-        if rank == first:
-            seconds = _timed(partial(ask, second), device)
-            speeds[f"{hosts[first]} - {hosts[second]}"] = message.numel() * 4 / seconds
-        elif rank == second:
-            _timed(partial(reply, first), device)
-    return speeds
-
-
-def summary(reports: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> dict[str, Any]:
-    """Return what the ranks measured: a row for each axis, the pairs of hosts, the slowest rank."""
-    axes = []
-    for axis in reports[0]["axes"]:
-        speeds = {tuple(report["axes"][axis][0]): report["axes"][axis][1:] for report in reports}
+def report_text(each: Sequence[Measured]) -> str:
+    """Write what the ranks measured: a row for each axis, the slowest pairs of hosts, the slowest rank."""
+    columns, rows = ("axis", "size", "groups", "latency us", "GB/s", "slowest group", "its GB/s"), []
+    for axis in each[0].axes:
+        speeds = {one.axes[axis][0]: one.axes[axis][1:] for one in each}
         slowest = min(speeds, key=lambda ranks: speeds[ranks][1])
-        latency, bandwidth = (statistics.median(each) for each in zip(*speeds.values(), strict=True))
-        row = {
-            "axis": axis,
-            "size": len(slowest),
-            "groups": len(speeds),
-            "latency us": round(latency * 1e6, 1),
-        }
-        row |= {"GB/s": round(bandwidth / 1e9, 3), "slowest group": listing(slowest)}
-        axes.append(row | {"its GB/s": round(speeds[slowest][1] / 1e9, 3)})
-    times = [report["local"] for report in reports]
-    links = {pair: round(speed / 1e9, 3) for report in reports for pair, speed in report["links"].items()}
-    slowest_rank, factor = times.index(max(times)), max(times) / statistics.median(times)
-    return {
-        "axes": axes,
-        "links": links,
-        "slowest_rank": slowest_rank,
-        "slowest_factor": factor,
-        "hosts": len(set(hosts)),
-    }
-
-
-def report_text(head: str, data: Mapping[str, Any]) -> str:
-    """Write the summary for people."""
-    columns = tuple(data["axes"][0])
-    parts = [head, as_text(Table(columns, tuple(tuple(row.values()) for row in data["axes"])))]
-    parts.append("every group has the right ranks and gives the right sum")
-    if data["links"]:
-        slowest = sorted(data["links"].items(), key=lambda each: each[1])[:8]
-        lines = [f"{len(data['links'])} pairs of hosts, the slowest first:"]
-        parts.append("\n".join([*lines, *(f"  {pair}: {speed} GB/s" for pair, speed in slowest)]))
-    rank, factor = data["slowest_rank"], data["slowest_factor"]
-    parts.append(f"slowest rank: {rank}, {factor:.2f} times the median for work of its own")
+        latency, bandwidth = (statistics.median(column) for column in zip(*speeds.values(), strict=True))
+        row = (axis, len(slowest), len(speeds), round(latency * 1e6, 1), round(bandwidth / 1e9, 3))
+        rows.append((*row, listing(slowest), round(speeds[slowest][1] / 1e9, 3)))
+    parts = [as_text(columns, rows), "every group has the right ranks and gives the right sum"]
+    links = sorted((speed, pair) for one in each for pair, speed in one.links.items())
+    if links:
+        lines = [f"  {pair}: {speed / 1e9:.3g} GB/s" for speed, pair in links[:_SLOWEST]]
+        parts.append("\n".join([f"{count_of(len(links), 'pair')} of hosts, the slowest first:", *lines]))
+    times = [one.local for one in each]
+    factor = max(times) / statistics.median(times)
+    parts.append(
+        f"slowest rank: {times.index(max(times))}, {factor:.2f} times the median for work of its own"
+    )
     return "\n\n".join(parts)
+
+
+_SUMMARY = "under torchrun: check every group of a layout with a collective, and measure each axis"
+COMMANDS = {"doctor": (_SUMMARY, _configure, _run)}
+"""The summary of the command, the function that declares its arguments, and the one that runs it."""

@@ -53,6 +53,10 @@ class LayoutError(NamedMeshError, ValueError):
     """Names, sizes, coordinates or ranks that no layout can have."""
 
 
+class UsageError(LayoutError):
+    """Arguments of a command that cannot be read, or that do not go together, whatever the layout."""
+
+
 class MeshError(NamedMeshError, RuntimeError):
     """A mesh was asked for something that its present state cannot give."""
 

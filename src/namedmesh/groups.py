@@ -75,14 +75,14 @@ class Groups:
         return self._key(layout.partition(*axes), "_".join(axes), options)
 
     def _key(self, partition: Hashable, label: str, options: GroupOptions) -> Key:
-        key = Key(partition, self._completed(options))
+        key = Key(partition, self.completed(options))
         if options.share:
             return key
         # A group that this mesh shares with no other: the first that no open mesh uses.
         candidates = (key._replace(use=(label, number)) for number in count())
         return next(own for own in candidates if own in self.held or own not in _kept or not _kept[own].users)
 
-    def _completed(self, options: GroupOptions) -> GroupOptions:
+    def completed(self, options: GroupOptions) -> GroupOptions:
         """Return what tells groups apart: everything filled in, and in one spelling."""
         if options not in self._complete:
             backend = (options.backend or self.defaults.backend or "").lower()

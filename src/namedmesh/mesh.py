@@ -89,12 +89,8 @@ class NamedMesh(Accessors):
     def from_device_mesh(cls, mesh: DeviceMesh) -> NamedMesh:
         """Return a named mesh over a torch mesh that exists; its groups are used as they are and never destroyed.
 
-        Args:
-            mesh: a mesh with names, over the world or a part of it, whose ranks are a range in row-major order of its
-                axes (in any order).
-
-        Raises:
-            LayoutError: the mesh has no names, or its ranks follow no such order.
+        It has names, is over the world or a part of it, and its ranks are a range in row-major order of its axes (in any
+        order); else it is a LayoutError.
         """
         layout = layout_of_mesh(mesh)
         groups = {axis: mesh.get_group(axis) for axis in layout}
@@ -108,11 +104,8 @@ class NamedMesh(Accessors):
         """Return a named mesh over process groups that exist; they are never destroyed.
 
         Args:
-            groups: this rank's group on each axis, by name, slowest axis first.
+            groups: this rank's group on each axis, by name, slowest axis first; a LayoutError if they fit no layout.
             device: the device of the mesh; by default the one that goes with the default group.
-
-        Raises:
-            LayoutError: the groups are not those of any layout with these axes in this order.
         """
         layout = layout_of_groups(groups, dist.get_rank())
         return cls(layout, default_group_device(device), {}, GroupOptions(), groups=groups)
@@ -120,10 +113,7 @@ class NamedMesh(Accessors):
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
         """Add another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
 
-        Axes that this mesh has already must be the same ranks there.
-
-        Raises:
-            LayoutError: a name that is taken, an axis that is not the same ranks, or a mesh of other ranks.
+        Axes that this mesh has already must be the same ranks there; else it is a LayoutError.
         """
         self._check_open()
         layout = layout_of_mesh(root)
@@ -145,9 +135,8 @@ class NamedMesh(Accessors):
             options: options of the group; by default those that the axes set.
 
         Returns:
-            A torch mesh that goes together with the slices of this mesh: FSDP2 takes it for parameters that
-            are tensor-parallel on ``mesh["tp"]``, and ``mesh["dp_cp", "tp"]`` has it beside an axis. The same object
-            each time.
+            A torch mesh that goes together with the slices of this one: FSDP2 takes it for parameters that are
+            tensor-parallel on ``mesh["tp"]``, and ``mesh["dp_cp", "tp"]`` has it. The same object each time.
 
         Raises:
             AxisError: a name that is no axis, or axes of two views at once.
@@ -298,18 +287,10 @@ class NamedMesh(Accessors):
 
 
 def current_mesh() -> NamedMesh:
-    """Return the mesh that code without a mesh argument works on.
-
-    Returns:
-        The innermost mesh entered with ``with mesh:``, in whatever thread; outside of any, the only mesh that is alive.
+    """Return the innermost mesh entered with ``with mesh:``, in whatever thread; outside of any, the only one that is open.
 
     Raises:
         MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
-
-    Example:
-        >>> current_mesh()
-        Traceback (most recent call last):
-        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
     """
     mesh: NamedMesh | None = current.selection()
     if mesh is not None:

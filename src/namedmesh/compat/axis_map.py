@@ -16,16 +16,10 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
-    from namedmesh.options import GroupOptions
-
-__all__ = ["USUAL_AXES", "agreed_groups", "check_axes", "group_over", "own_axes"]
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
-_SPLIT_DP = ("dp_replicate", "dp_shard")
-USUAL_AXES = ("pp", "dp", "cp", "tp", *_SPLIT_DP)
+USUAL_AXES = ("pp", "dp", "cp", "tp", "dp_replicate", "dp_shard")
 """The axes that every legacy API has groups over, with the two parts of dp."""
-_STAND_IN = {"dp": _SPLIT_DP, "cp": ("sp",)}
-"""What an axis may be in a mesh instead: dp in two parts, and cp under DeepSpeed's name, where a dialect takes it."""
 
 
 def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
@@ -36,44 +30,25 @@ def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
         >>> own_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
         ('dp_replicate', 'dp_shard', 'tp')
     """
-    named = {*axes}
-    for axis in axes:
-        named.update(_STAND_IN.get(axis, ()))
-    return tuple([axis for axis in layout.axes if axis in named])
+    stand_in = {"dp_replicate": "dp", "dp_shard": "dp", "sp": "cp"}
+    return tuple(axis for axis in layout.axes if axis in axes or stand_in.get(axis) in axes)
 
 
-def group_over(
-    mesh: NamedMesh,
-    axes: Collection[str],
-    *,
-    layout: Layout | None = None,
-    options: GroupOptions | None = None,
-) -> tuple[ProcessGroup, list[int]]:
-    """Return this rank's group over some of a legacy API's axes, made unless it is there, and its ranks; every rank calls.
-
-    The axes are those of the mesh, or of the layout of one of its views. Over axes that are not there it is the group of
-    this rank alone. Without options they are those that the mesh has for the axes.
-    """
-    layout = layout or mesh.layout
-    own = own_axes(layout, axes)
+def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, list[int]]:
+    """Return this rank's group over some of a legacy API's axes, made unless it is there, and its ranks; every rank calls."""
+    own = own_axes(mesh.layout, axes)
     if not own:
         return mesh.groups.alone(), [mesh.global_rank]
-    group = mesh.groups.over(layout, own, options or mesh.options_of(own))
-    return group, list(layout.group(mesh.global_rank, *own))
+    group = mesh.groups.over(mesh.layout, own, mesh.options_of(own))
+    return group, list(mesh.layout.group(mesh.global_rank, *own))
 
 
 @contextmanager
 def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] = _NOTHING) -> Iterator[None]:
     """Make groups of a mesh in a context, once every rank has come with the same mesh and request; communicates."""
     with mesh.agreed(call) as compare:
-        compare(
-            {
-                "layout": repr(mesh.layout),
-                "views": repr(mesh.views),
-                **request,
-                "groups that exist": kept_groups(),
-            }
-        )
+        layouts = {"layout": repr(mesh.layout), "views": repr(mesh.views)}
+        compare({**layouts, **request, "groups that exist": kept_groups()})
         yield
 
 
@@ -91,11 +66,9 @@ def check_axes(
         if axis in experts:
             problems.append(f"axis {axis!r} is one of the experts', and {instead}")
         elif axis not in allowed:
-            problems.append(
-                f"axis {axis!r} has no place in {dialect}'s groups, which are over {', '.join(allowed)}"
-                f"{did_you_mean(axis, allowed)}"
-            )
-    split = [repr(axis) for axis in _SPLIT_DP if axis in layout]
+            place = f"has no place in {dialect}'s groups, which are over {', '.join(allowed)}"
+            problems.append(f"axis {axis!r} {place}{did_you_mean(axis, allowed)}")
+    split = [repr(axis) for axis in ("dp_replicate", "dp_shard") if axis in layout]
     if split and "dp" in layout:
         problems.append(f"the mesh has both 'dp' and {' and '.join(split)}; use one or the other")
     if problems:

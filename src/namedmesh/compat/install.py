@@ -1,23 +1,36 @@
-"""``install()`` of a dialect: the original answers from our meshes, or where it is not installed, ours in its place."""
+"""``install()`` of a dialect, and ``namedmesh run``: unchanged code finds our meshes under the names of the originals.
+
+Where an original is installed it answers from our meshes; where it is not, our module is found in its place.
+"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
 
-__all__ = ["Original", "as_imported", "is_installed", "when_imported"]
-
+DIALECTS = {
+    "megatron": "megatron.core.parallel_state",
+    "deepspeed": "deepspeed.runtime.pipe.topology",
+    "fairscale": "fairscale.nn.model_parallel.initialize",
+    "ezpz": "",
+}
+"""The dialects that can be installed, and the module whose import they wait for; ours always stands in for ezpz."""
 _ABSENT = object()
 
 
+@dataclass
 class Original:
     """The original of a dialect, which is installed on this machine or not.
 
@@ -29,40 +42,32 @@ class Original:
         restore: what to call when everything is put back, before.
     """
 
-    def __init__(
-        self,
-        module: str,
-        replace: Callable[[ModuleType], Mapping[str, object]] | None,
-        stand_ins: Mapping[str, str],
-        restore: Callable[[], None] | None = None,
-    ) -> None:
-        self.module, self.replace, self.stand_ins, self.restore = module, replace, dict(stand_ins), restore
-        self.installed = False
-        self._before: list[tuple[ModuleType, str, object]] = []
-        self._modules: dict[str, ModuleType] | None = None
+    module: str
+    replace: Callable[[ModuleType], Mapping[str, object]] | None
+    stand_ins: Mapping[str, str]
+    restore: Callable[[], None] = lambda: None
+    installed: bool = field(default=False, init=False)
+    _before: list[tuple[ModuleType, str, object]] = field(default_factory=list, init=False)
+    _modules: dict[str, ModuleType] = field(default_factory=dict, init=False)
 
     def install(self) -> None:
-        """Let the original answer from our meshes; a second call does nothing.
+        """Let the original answer from our meshes; a second call does nothing. Call it first of all, and bind meshes afterwards.
 
-        Where it is installed it is imported, and its functions that make groups are ours, also in modules that imported
-        them before. Where it is not, our modules are found under its names.
+        Where it is installed it is imported, and ours take the place of what makes its groups, also in modules that
+        imported it before. Where it is not, our modules are found under its names.
         """
         if self.installed:
             return
+        if self.replace is not None and is_installed(self.module):
+            module = import_module(self.module)
+            self._take_over(module, self.replace(module))
+        else:
+            self._stand_in()
         self.installed = True
-        try:
-            if self.replace is not None and is_installed(self.module):
-                module = import_module(self.module)
-                self._take_over(module, self.replace(module))
-            else:
-                self._stand_in()
-        except BaseException:
-            self.uninstall()
-            raise
 
     def uninstall(self) -> None:
         """Put everything back."""
-        if self.installed and self.restore is not None:
+        if self.installed:
             self.restore()
         while self._before:
             holder, name, value = self._before.pop()
@@ -70,10 +75,12 @@ class Original:
                 vars(holder).pop(name, None)
             else:
                 vars(holder)[name] = value
-        if self._modules is not None:
-            _forget_since(self._modules, self.module.partition(".")[0])
-        self._modules = None
-        self.installed = False
+        if self._modules:
+            package = self.module.partition(".")[0]
+            for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+                del sys.modules[name]
+            sys.modules.update(self._modules)
+        self._modules, self.installed = {}, False
 
     def _take_over(self, module: ModuleType, replaced: Mapping[str, object]) -> None:
         ours = {id(getattr(module, name)): value for name, value in replaced.items()}
@@ -95,7 +102,7 @@ class Original:
 
     def _make_package(self, name: str) -> None:
         """Make an empty package, unless there is one."""
-        if name in sys.modules or is_installed(name):
+        if is_installed(name):
             import_module(name)
             return
         package = ModuleType(name, f"Stands in for {name}, which is not installed.")
@@ -110,39 +117,14 @@ class Original:
         vars(holder)[name] = value
 
 
-def when_imported(name: str, call: Callable[[], object]) -> None:
-    """Call a function once a module was imported; at once where it was, or where its package is not installed."""
-    if not name or name in sys.modules or not is_installed(name.partition(".")[0]):
-        call()
-    else:
-        sys.meta_path.insert(0, _Watch(name, call))
-
-
-class _Watch:
-    """A finder that finds one module as others do, and calls a function once that module was executed."""
-
-    def __init__(self, name: str, call: Callable[[], object]) -> None:
-        self.name, self.call = name, call
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return how the module is imported; None for every other one."""
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def execute_and_call(module: ModuleType) -> None:
-            execute(module)
-            self.call()
-
-        loader.exec_module = execute_and_call
-        return spec
+def is_installed(name: str) -> bool:
+    """Return whether a module can be imported; the packages around it are, to find out."""
+    try:
+        return name in sys.modules or find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # neither it nor a package around it is missing
+            raise
+        return False
 
 
 def as_imported(module: ModuleType) -> ModuleType:
@@ -156,22 +138,75 @@ def as_imported(module: ModuleType) -> ModuleType:
     return fresh
 
 
-def _forget_since(before: Mapping[str, ModuleType], top: str) -> None:
-    """Forget the modules of a package that were imported since, and find the former ones again."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == top]:
-        if name in before:
-            sys.modules[name] = before[name]
-        else:
-            del sys.modules[name]
+def when_imported(name: str, call: Callable[[], object]) -> None:
+    """Call a function once a module was imported; at once where it was, or where its package is not installed."""
+    if not name or name in sys.modules or not is_installed(name.partition(".")[0]):
+        call()
+        return
+
+    def find_spec(
+        found: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if found != name:
+            return None
+        sys.meta_path.remove(finder)
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                call()
+
+            loader.exec_module = execute_and_call
+        return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
 
 
-def is_installed(name: str) -> bool:
-    """Return whether a module can be imported; the packages around it are, to find out."""
-    try:
-        return name in sys.modules or find_spec(name) is not None
-    except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(
-            f"{error.name}."
-        ):  # it is not the module or a package around it that is missing
-            raise
-        return False
+# The command.
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    text = "install only this one, once its original is imported; may be repeated (default: all)"
+    parser.add_argument("--dialect", action="append", choices=DIALECTS, help=text)
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
+    text = "the script, and its arguments"
+    parser.add_argument("script", nargs="...", metavar="SCRIPT [ARGS]", help=text)
+    parser.set_defaults(guarded=False)  # what the script raises is its own
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Install the dialects and run the script, as ``python SCRIPT ARGS`` or ``python -m MODULE ARGS`` would."""
+    words = arguments.script[arguments.script[:1] == ["--"] :]
+    if not words or not (arguments.module or Path(words[0]).is_file()):
+        arguments.parser.error(f"there is no script {words[0]!r}" if words else "name a script to run")
+    for dialect in arguments.dialect or DIALECTS:
+        when_imported(DIALECTS[dialect], partial(_install, dialect))
+    import runpy
+
+    sys.path[0] = str(Path.cwd() if arguments.module else Path(words[0]).resolve().parent)
+    sys.argv[:] = words
+    if not arguments.module:
+        runpy.run_path(words[0], run_name="__main__")
+    elif is_installed(words[0]):
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        arguments.parser.error(f"there is no module {words[0]!r}")
+    return 0
+
+
+def _install(dialect: str) -> None:
+    import_module(f"namedmesh.compat.{dialect}").install()
+
+
+COMMANDS = {
+    "run": (
+        "run a script with the dialects in place of megatron.core, deepspeed, fairscale and ezpz",
+        _configure,
+        _run,
+    )
+}
+"""The summary of the command, the function that declares its arguments, and the one that runs it."""

@@ -1,15 +1,10 @@
-"""The parallel layers of the dialects, one family: plain parameters, of which each rank of a group has a shard.
+"""The parallel layers of the dialects, and their loss, one family: plain parameters, of which each rank of a group has a shard.
 
-Legacy code reads ``weight.shape`` as the shape of the shard, marks the shard with attributes and hands it to optimizers
-of its own, so parameters are plain tensors and no DTensors. A layer keeps the group that it was made with. The four layers
-here have the arguments of fairscale and of what follows it: they take features, and return a tensor. Megatron's take a
-configuration, and return a bias beside it.
-
-In the shapes below, t is the number of ranks. Arguments that are not explained at a layer mean the same for all of them:
-``init_method`` fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its shard, and with
-``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. A linear layer with ``stride`` above 1 is
-made of that many blocks of features, each sharded on its own. A ``bias`` is of zeros at first, and added once. The
-options of the embeddings are those of ``torch.nn.Embedding``.
+Legacy code reads ``weight.shape`` as the shape of the shard and marks it with attributes, so parameters are no DTensors. A
+layer keeps the group that it was made with, of t ranks. The four layers here are fairscale's and ezpz's: ``init_method``
+fills a weight; ranks must be seeded alike, since each draws the whole weight and keeps its shard, and with
+``keep_master_weight_for_test`` the whole one, too, in ``master_weight``. With ``stride`` a weight is made of that many
+blocks of features, each sharded on its own. A length that the ranks do not divide is a ContractError.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from torch import Tensor, nn
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave
+from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,26 +35,16 @@ Initializer: TypeAlias = "Callable[[Tensor], Any]"
 
 def draw_whole(  # noqa: PLR0917  what a weight is
     shard: Tensor, whole: Tensor, dim: int, group: Group, initialize: Initializer, stride: int
-) -> Tensor:
-    """Fill a whole weight, copy this rank's shard of ``dim`` of each of ``stride`` blocks, joined, and return the whole.
-
-    Ranks that are seeded alike draw the same numbers, so that the shards do not depend on the number of ranks. The
-    projections of queries, keys and values in one weight are three blocks: sharded as one, the first rank would get the
-    queries and the last the values.
-    """
+) -> None:
+    """Fill a whole weight, and copy this rank's shard of ``dim`` of each of ``stride`` blocks, joined."""
     initialize(whole)
     with torch.no_grad():
         blocks = whole.unflatten(dim, (stride, group.size, -1))
         shard.copy_(blocks.select(dim + 1, group.rank).flatten(dim, dim + 1))
-    return whole
 
 
 def fill_shard(shard: Tensor, initialize: Initializer, group: Group) -> None:
-    """Fill this rank's shard with numbers of its own, on its device.
-
-    Ranks that are seeded alike would draw the same numbers. So one number is drawn as the seed of the shard,
-    the same on all of them, and the rank is added to it; a rank's next layer starts from another one.
-    """
+    """Fill this rank's shard with numbers of its own, on its device, also where ranks are seeded alike."""
     device = shard.device
     seed = int(torch.randint(2**62, (), device=device)) + group.rank
     others = [device] if device.type not in {"cpu", "meta"} else []
@@ -88,11 +74,7 @@ class ParallelLayer(nn.Module):
     def make_weight(
         self, initialize: Initializer, stride: int = 1, *, keep: bool = False, allocate: bool = True
     ) -> None:
-        """Make this rank's shard of the weight, unless it is not to be allocated, and keep the whole one if drawn.
-
-        Raises:
-            ContractError: the ranks, times the stride, do not divide the length that is sharded.
-        """
+        """Make this rank's shard of the weight, unless it is not to be allocated."""
         shape = [getattr(self, name) for name in self.lengths]
         check_shards(shape[self.dim], self.group.size, stride, what=self.lengths[self.dim])
         self._shape = [*shape]
@@ -110,7 +92,7 @@ class ParallelLayer(nn.Module):
         self.weight = nn.Parameter(shard)
 
     def make_bias(self, wanted: bool) -> None:
-        """Make the bias of a linear layer, of zeros; it is sharded where the output features are."""
+        """Make the bias of a linear layer, of zeros, sharded where the output features are."""
         zeros = torch.zeros(self._shape[0], dtype=self.params_dtype, device=self.params_device)
         self.register_parameter("bias", nn.Parameter(zeros) if wanted else None)
 
@@ -140,10 +122,7 @@ class VocabEmbedding(ParallelLayer):
         self.vocab_end_index = self.vocab_start_index + rows
 
     def look_up(self, ids: Tensor, *, deterministic: bool = False) -> Tensor:
-        """Return the vectors of the ids that are in this rank's part of the vocabulary, zeros for the others.
-
-        The gradient of an embedding adds up in another order each time on some devices; a deterministic one does not.
-        """
+        """Return the vectors of the ids in this rank's part of the vocabulary, zeros for the others."""
         elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         mine = (ids - self.vocab_start_index).masked_fill(elsewhere, 0)
         padding = self.padding_idx
@@ -167,10 +146,7 @@ class _PlainLayer(ParallelLayer):
         return ALONE
 
     def get_master_weight(self) -> Tensor:
-        """Gather the shards of all ranks of a linear layer, ``(out_features, in_features)``, in rank order; communicates.
-
-        With a stride above 1 that is not the order in which the whole weight was drawn, as in the original.
-        """
+        """Gather the shards of all ranks of a linear layer, in rank order (as the original, whatever the stride); communicates."""
         return all_gather(self.weight.data, self.group, self.dim)
 
 
@@ -179,9 +155,6 @@ class ColumnParallelLinear(_PlainLayer):
 
     The weight is this rank's ``(out_features / t, in_features)``, the bias its ``(out_features / t,)``. With
     ``gather_output`` the output features are joined on every rank.
-
-    Raises:
-        ContractError: the ranks, times the stride, do not divide ``out_features``.
     """
 
     def __init__(  # noqa: PLR0917  the original's signature
@@ -203,10 +176,7 @@ class ColumnParallelLinear(_PlainLayer):
         self.output_size_per_partition = self.weight.shape[0]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., out_features)``, the same on every rank; without ``gather_output`` ``(..., out_features / t)``.
-
-        The input is ``(..., in_features)``, the same on every rank.
-        """
+        """Return ``(..., out_features)`` or, not gathered, ``(..., out_features / t)``."""
         output = F.linear(enter(input_, self.group), self.weight, self.bias)
         return gather(output, self.group, -1) if self.gather_output else output
 
@@ -216,9 +186,6 @@ class RowParallelLinear(_PlainLayer):
 
     The weight is this rank's ``(out_features, in_features / t)``; every rank has the whole bias. With ``input_is_parallel``
     the input is this rank's shard already; otherwise each rank takes its own.
-
-    Raises:
-        ContractError: the ranks, times the stride, do not divide ``in_features``.
     """
 
     dim = 1
@@ -234,11 +201,8 @@ class RowParallelLinear(_PlainLayer):
         keep_master_weight_for_test: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.input_is_parallel = (
-            in_features,
-            out_features,
-            input_is_parallel,
-        )
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
         self.group = self.current_group()
         whole = self.group.size == 1
         self.make_weight(init_method, 1 if whole else stride, keep=keep_master_weight_for_test)
@@ -246,7 +210,7 @@ class RowParallelLinear(_PlainLayer):
         self.input_size_per_partition = self.weight.shape[1]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., out_features)``, the same on every rank, of ``(..., in_features)`` or its shard."""
+        """Return ``(..., out_features)``, the same on every rank."""
         part = input_ if self.input_is_parallel else scatter(input_, self.group, -1)
         output = leave(F.linear(part, self.weight), self.group)
         return output if self.bias is None else output + self.bias
@@ -288,24 +252,15 @@ class VocabParallelEmbedding(_Embedding, VocabEmbedding):
 
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
     and without, ``vocab_end_index``.
-
-    Raises:
-        ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), ``padding_idx`` is outside of it, or
-            ``max_norm`` or ``scale_grad_by_freq`` is given.
     """
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., embedding_dim)`` of ids ``(...)``, the same on every rank; an id outside of the vocabulary gets zeros."""
+        """Return ``(..., embedding_dim)``, the same on every rank; an id outside of the vocabulary gets zeros."""
         return leave(self.look_up(input_), self.group)
 
 
 class ParallelEmbedding(_Embedding):
-    """An embedding whose features are sharded over the ranks: the weight is this rank's ``(num_embeddings, embedding_dim / t)``.
-
-    Raises:
-        ContractError: the ranks do not divide ``embedding_dim``, ``padding_idx`` is no id, or ``max_norm`` or
-            ``scale_grad_by_freq`` is given.
-    """
+    """An embedding whose features are sharded over the ranks: the weight is this rank's ``(num_embeddings, embedding_dim / t)``."""
 
     dim = 1
 
@@ -315,6 +270,28 @@ class ParallelEmbedding(_Embedding):
         self.embedding_dim_per_partition = self.weight.shape[1]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., embedding_dim)`` of ids ``(...)``, the same on every rank."""
+        """Return ``(..., embedding_dim)``, the same on every rank."""
         vectors = F.embedding(input_, self.weight, self.padding_idx, sparse=self.sparse)
         return gather(vectors, self.group, -1)
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, group: Group, dtype: torch.dtype, label_smoothing: float = 0.0
+) -> Tensor:
+    """Return the cross entropy of each token, in ``dtype``, from logits of which each rank has a part of the vocabulary.
+
+    What smoothing takes off the target is spread over the other entries of this rank's part: ranks get different losses.
+    """
+    part = logits.shape[-1]
+    problems = target_problems(logits.shape, target)
+    if not 0 <= label_smoothing < 1 or (label_smoothing and part == 1):
+        problems.append(
+            f"label_smoothing is {label_smoothing}, for a part of {part} entries; it can be 0, or between 0 and 1 where there "
+            "are several entries"
+        )
+    if problems:
+        raise ContractError(*problems)
+    spread = label_smoothing * part / (part - 1) if label_smoothing else 0.0
+    if torch.promote_types(logits.dtype, dtype) is not dtype:
+        logits = logits.to(dtype)
+    return rows_cross_entropy(logits, target, None, group, dtype, spread, True)

@@ -1,7 +1,7 @@
 """What the dialects with one group for each of tp, pp, cp and dp share: fairscale's and ezpz's.
 
-Their ranks are laid out as (dp, pp, cp, tp), tp fastest. Which variable is over which axes is a table,
-:data:`namedmesh.dialects.DIALECTS`; one :class:`ModelParallel` fills the variables, and its getters read them.
+Which variable is over which axes is a table, :data:`namedmesh.dialects.DIALECTS`; one :class:`ModelParallel` fills the
+variables, and its getters read them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["ModelParallel", "first_rank", "itself", "rank", "ranks", "world_size"]
-
 T = TypeVar("T")
-
-
-# What accessors say of a variable; a group may be a stand-in that somebody assigned.
 
 
 def itself(value: Any) -> Any:
@@ -69,22 +64,15 @@ def first_rank(group: Any) -> int:
 
 
 class ModelParallel:
-    """One dialect: the variables of its module, and the mesh behind them.
+    """One dialect: the variables of its module, which the function of a name initializes, and the mesh behind them."""
 
-    Args:
-        name: whose API it is.
-        function: the name of its initialize function.
-        module: its module with the variables.
-        sizes: the names of the arguments for the sizes of tp, pp and cp.
-    """
-
-    def __init__(self, name: str, function: str, module: ModuleType, sizes: Mapping[str, str]) -> None:
-        self.name, self.function, self.sizes = name, function, sizes
+    def __init__(self, name: str, function: str, module: ModuleType) -> None:
+        self.name, self.function = name, function
         self.rows = DIALECTS[name].kinds
-        names = [row.variable for row in self.rows] + [row.ranks for row in self.rows if row.ranks]
-        self.own = State(f"{name}'s model parallelism", function, module, names=names)
-        self.state = self.own
+        self.own = self.state = State(f"{name}'s model parallelism", function, module)
         self._states = {module: self.own}
+        (tensor_group,) = (row.variable for row in self.rows if row.axes == ("tp",))
+        self._tensor_group = self.getter(tensor_group, itself)
 
     def answer_from(self, original: ModuleType | None) -> None:
         """Let the variables of the original's module answer from now on, or those of namedmesh's own."""
@@ -93,34 +81,20 @@ class ModelParallel:
             vars(module).setdefault(name, None)  # what only later sources have
         if module not in self._states:
             at_import: Any = SimpleNamespace(**self.own.empty)
-            self._states[module] = State(self.own.dialect, self.function, module, at_import, self.own.names)
+            self._states[module] = State(self.own.dialect, self.function, module, at_import)
         self.state = self._states[module]
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.
 
-        Args:
-            mesh: a mesh of axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and ``pp``, in any
-                order; one that it lacks is of size 1.
-
-        Returns:
-            A handle: in ``with bind(mesh):`` the mesh is selected, and the binding ends with the block. Otherwise it
-            lasts until the next one, ``unbind()``, or the mesh's end.
+        Its axes are any of ``tp``, ``cp``, ``pp``, and ``dp`` or ``dp_replicate`` and ``dp_shard``, in any order. In
+        ``with bind(mesh):`` the mesh is selected, and the binding ends with the block. Otherwise it lasts until the next
+        one, ``unbind()``, or the mesh's end.
 
         Raises:
             LayoutError: the mesh has axes that the dialect has no group for.
             MeshError: what was given is no open mesh.
             AgreementError: the other ranks did not call this, or not with the same mesh.
-
-        Example:
-            >>> import namedmesh, torch.distributed as dist
-            >>> from namedmesh.compat import ezpz, fairscale
-            >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
-            >>> with fairscale.bind(mesh), ezpz.bind(mesh):
-            ...     fairscale.get_model_parallel_group() is ezpz.tp.get_tensor_parallel_group() is mesh.group("tp")
-            True
-            >>> mesh.close()
-            >>> dist.destroy_process_group()
         """
         call = f"{self.name}.bind"
         require_open(mesh, call)
@@ -139,13 +113,12 @@ class ModelParallel:
         world, axes = dist.get_world_size(), DIALECTS[self.name].axes
         fitted = {"dp": -1, **sizes, "tp": min(sizes["tp"], world)}
         options = {axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None}
-        arguments = {name: sizes[axis] for axis, name in self.sizes.items()}
         with agreed(f"{self.name}.{self.function}") as compare:
             self.state.refuse_second()
-            assigned = [name for name in self.state.names if getattr(self.state.module, name) is not None]
+            assigned = [name for name in self.state.names if self.are_there(name)]
             if assigned:
                 raise ContractError(
-                    f"{self.name} is already initialized: {', '.join(assigned)} were assigned; destroy it first, or set them to None"
+                    f"{', '.join(assigned)} were assigned; destroy {self.name}'s groups first"
                 )
             try:
                 layout = Layout.from_shape(axes, [fitted[axis] for axis in axes], world_size=world)
@@ -153,11 +126,10 @@ class ModelParallel:
                 raise ContractError(*error.problems) from None
             if fitted["tp"] < sizes["tp"]:
                 warnings.warn(
-                    f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s {self.function} goes "
-                    f"on with {world}",
+                    f"tp is {sizes['tp']}, but the world has {world} ranks; {self.function} goes on with {world}",
                     stacklevel=3,
                 )
-            mesh = make_mesh(compare, layout, arguments, options, GroupOptions(timeout=timeout))
+            mesh = make_mesh(compare, layout, {}, options, GroupOptions(timeout=timeout))
             values = self._values(mesh)
         self.state.take(mesh, values, owned=True)
 
@@ -175,8 +147,7 @@ class ModelParallel:
 
     def are_there(self, *variables: str) -> bool:
         """Return whether variables have values."""
-        absent = [name for name in variables if getattr(self.state.module, name) is None]
-        return not absent
+        return all(getattr(self.state.module, name) is not None for name in variables)
 
     def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
         """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""
@@ -185,22 +156,19 @@ class ModelParallel:
             value = getattr(self.state.module, variable)
             if value is not None:
                 return answer(value)
-            return self.missing(variable) if before is None else before
+            if before is not None:
+                return before
+            raise ContractError(
+                f"{variable} is None: {self.name}'s model parallelism is not initialized; call {self.function}(...), or "
+                f"namedmesh.compat.{self.name}.bind(mesh) with a mesh that exists"
+            )
 
         get.__doc__ = (answer.__doc__ or "").format(variable)
         return get
 
-    def missing(self, variable: str) -> Any:
-        """Raise the ContractError of an accessor whose variable has no value."""
-        raise ContractError(
-            f"{variable} is None: {self.name}'s model parallelism is not initialized; call {self.function}(...), or "
-            f"namedmesh.compat.{self.name}.bind(mesh) with a mesh that exists"
-        )
-
     def group(self) -> Group:
         """Return the tensor-parallel ranks of this moment."""
-        variable = next(row.variable for row in self.rows if row.axes == ("tp",))
-        return Group.of(getattr(self.state.module, variable) or self.missing(variable))
+        return Group.of(self._tensor_group())
 
     # The ways in and out of tensor-parallel regions, each with its partner as backward; results are new tensors.
 

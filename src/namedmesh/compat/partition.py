@@ -1,7 +1,4 @@
-"""The arithmetic of shards that the legacy APIs share: division without a remainder, and ranges of a vocabulary.
-
-It is the module ``utils`` of fairscale's and of ezpz's dialect, too.
-"""
+"""The arithmetic of shards that the legacy APIs share: division without a remainder, and ranges of a vocabulary."""
 
 from __future__ import annotations
 
@@ -24,14 +21,7 @@ __all__ = [
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Refuse a division that leaves a remainder, with a ContractError, which is an ``AssertionError`` too.
-
-    Example:
-        >>> ensure_divisibility(10, 4)
-        Traceback (most recent call last):
-        ...
-        namedmesh.compat.errors.ContractError: 10 is not divisible by 4; use a multiple of 4
-    """
+    """Refuse a division that leaves a remainder, with a ContractError, which is an ``AssertionError`` too."""
     if numerator % denominator:
         raise ContractError(f"{numerator} is not divisible by {denominator}; use a multiple of {denominator}")
 
@@ -43,7 +33,6 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 divide_and_check_no_remainder = divide
-"""The same, by the name that some APIs have for it."""
 
 
 def check_shards(length: int, ranks: int, stride: int = 1, *, what: str) -> None:
@@ -62,9 +51,8 @@ def check_shards(length: int, ranks: int, stride: int = 1, *, what: str) -> None
 
 def check_even(tensor: Tensor, dim: int, ranks: int) -> None:
     """Refuse a tensor of which a dim cannot be split into equal shards, with a ContractError."""
-    check_shards(
-        tensor.shape[dim], ranks, what=f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
-    )
+    length, shape = tensor.shape[dim], tuple(tensor.shape)
+    check_shards(length, ranks, what=f"the length of dim {dim} of a tensor of shape {shape}")
 
 
 def scatter(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -76,18 +64,7 @@ def scatter(whole: Tensor, group: Group, dim: int) -> Tensor:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Split a tensor ``(..., n)`` into equal parts, each ``(..., n / num_partitions)``.
-
-    Args:
-        tensor: the tensor.
-        num_partitions: how many parts; a ContractError where it does not divide n.
-        contiguous_split_chunks: hand out contiguous copies instead of views.
-
-    Example:
-        >>> import torch
-        >>> [part.tolist() for part in split_tensor_along_last_dim(torch.arange(4), 2)]
-        [[0, 1], [2, 3]]
-    """
+    """Split a tensor ``(..., n)`` into equal parts, each ``(..., n / num_partitions)``: views, or contiguous copies."""
     parts: tuple[Tensor, ...] = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 

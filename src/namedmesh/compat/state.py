@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import ModuleType
 
-__all__ = ["Bound", "State", "require_default_group", "require_open"]
-
 
 class State:
     """The variables of one module, and what they are for each mesh; make one for a module and process.
@@ -33,9 +31,9 @@ class State:
     Args:
         dialect: its name, for messages.
         initialize: its function that makes a mesh, for messages.
-        module: the module.
+        module: the module. Its variables are the private names that are None, a list or a dictionary at import.
         at_import: the module as it is when it is imported; by default as it is at this moment.
-        names: the variables; by default all private ones that are None, a list or a dictionary at import.
+        more: names of other variables.
     """
 
     def __init__(
@@ -44,19 +42,21 @@ class State:
         initialize: str,
         module: ModuleType,
         at_import: ModuleType | None = None,
-        names: Iterable[str] = (),
+        more: Iterable[str] = (),
     ) -> None:
         self.dialect, self.initialize, self.module = dialect, initialize, module
         values = vars(at_import or module)
-        self.names = tuple(names) or tuple(name for name in values if _is_variable(name, values[name]))
-        self.empty = {name: values[name] for name in self.names}
+        self.empty = {
+            name: values[name] for name in values if name in more or _is_variable(name, values[name])
+        }
+        self.names = tuple(self.empty)
         self.without = self._read()  # a mesh
         self.saved: WeakKeyDictionary[NamedMesh, dict[str, Any]] = WeakKeyDictionary()
         self.bound: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()  # what each was bound with
         self.shown: NamedMesh | None = None
         self.base: NamedMesh | None = None
         self.owned: NamedMesh | None = None
-        current.watch(self)
+        current.watch(self.changed)
 
     def _read(self) -> dict[str, Any]:
         return {name: vars(self.module)[name] for name in self.names}
@@ -74,10 +74,8 @@ class State:
         """
         before = self._read()
         made: dict[str, Any] = {}
-        if self.shown is not None:
-            self._write({})
-        else:  # what was assigned by hand stays, as in the original, which fills containers in place
-            self._write({name: _copied(value) for name, value in before.items()})
+        # Without a mesh, what was assigned by hand stays, as in the original, which fills containers in place.
+        self._write({} if self.shown else {name: _copied(value) for name, value in before.items()})
         try:
             yield made
             made |= self._read()
@@ -87,14 +85,7 @@ class State:
     def take(
         self, mesh: NamedMesh, values: Mapping[str, Any], request: object = None, *, owned: bool = False
     ) -> Bound:
-        """Answer from a mesh with the variables that were made for it.
-
-        Args:
-            mesh: the mesh.
-            values: the value of each variable that is not as at import.
-            request: what they were made with.
-            owned: whether the dialect made the mesh, and closes it when it is destroyed.
-        """
+        """Answer from a mesh with the variables that were made for it, with a request; ``destroy`` closes an owned one."""
         if self.shown is mesh:
             self._write(values)
         self.saved[mesh], self.bound[mesh] = dict(values), request

@@ -9,26 +9,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import LayoutError, count_of
-from namedmesh.plan.spec import UsageError
+from namedmesh.errors import LayoutError, UsageError, count_of
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from namedmesh.migrate.codemod import Changes
 
-_INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
-
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths", nargs="+", metavar="PATH", type=_existing, help="a module, or a folder of them"
-    )
+    text = "a module, or a folder of them"
+    parser.add_argument("paths", nargs="+", metavar="PATH", type=_existing, help=text)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--diff", action="store_true", help="show what --write would change, and report the rest"
-    )
+    text = "show what --write would change, and report the rest"
+    how.add_argument("--diff", action="store_true", help=text)
     text = "replace what is certain and drop imports that nothing uses any more, and report the rest; git is the backup"
     how.add_argument("--write", action="store_true", help=text)
     text = "write although git has uncommitted changes there, or no git is there"
@@ -41,37 +36,30 @@ def _existing(path: str) -> Path:
     return Path(path)
 
 
-def _sources(paths: Iterable[Path]) -> Iterator[Path]:
-    for path in paths:
-        if path.suffix != ".ipynb":
-            yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
-
-
 def _check_clean(paths: Sequence[Path]) -> None:
     """Raise unless git has everything that could be overwritten."""
     for path in paths:
         folder = path if path.is_dir() else path.parent
         words = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
         done = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603  our own words
-        if done.returncode:
-            raise UsageError(
-                f"{str(path)!r} is in no git repository, which would be the backup; give --force to write anyway"
-            )
-        if done.stdout:
-            raise UsageError(
-                f"{str(path)!r} has uncommitted changes; commit them, or give --force to write anyway"
-            )
+        if done.returncode or done.stdout:
+            found = "is in no git repository" if done.returncode else "has uncommitted changes"
+            raise UsageError(f"{str(path)!r} {found}; commit, or give --force to write anyway")
 
 
 def _migrate(arguments: argparse.Namespace) -> int:
     """Scan, report, and perhaps write; 1 if a file could not be read."""
     try:
+        from libcst import ParserSyntaxError
+
         from namedmesh.migrate import codemod
     except ImportError:
         raise LayoutError("namedmesh migrate needs LibCST: pip install 'namedmesh[migrate]'") from None
     if arguments.write and not arguments.force:
         _check_clean(arguments.paths)
-    sources = list(dict.fromkeys(_sources(arguments.paths)))
+    sources: dict[Path, None] = {}
+    for path in arguments.paths:
+        sources |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
     texts, problems = _texts(sources, codemod.MARKS)
     found: dict[Path, Changes] = {}
     for number, (path, text) in enumerate(texts.items(), 1):
@@ -79,17 +67,18 @@ def _migrate(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"\r{number} of {len(texts)} files" + ("\n" if number == len(texts) else ""))
         try:
             found[path] = codemod.change(text, rewrite=False)
-        except codemod.ParserSyntaxError as error:
+        except ParserSyntaxError as error:
             problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
-    bound = any(_readers(one) for one in found.values()) or any(_open(one) for one in found.values())
+    open_ones = [one for changes in found.values() for one in changes.findings if one.advice.doubt]
+    bound = bool(open_ones) or any(_readers(changes) for changes in found.values())
     kept = _handed_on(found.values())
+    asked = arguments.diff or arguments.write
     for path in [path for path, changes in found.items() if changes.findings]:  # now that all files are known
-        asked = arguments.diff or arguments.write
         found[path] = codemod.change(texts[path], bound=bound, kept=kept, rewrite=asked)
         if found[path].after != texts[path]:
             _changed(path, texts[path], found[path].after, write=arguments.write)
-    sys.stdout.write(_report(found, len(sources), certain=not (arguments.diff or arguments.write)))
-    notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths if path.is_dir())
+    sys.stdout.write(_report(found, len(sources), certain=not asked))
+    notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
     if notebooks:
         sys.stdout.write(f"\n{count_of(notebooks, 'notebook')}: not read\n")
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
@@ -118,54 +107,40 @@ def _changed(path: Path, before: str, after: str, *, write: bool) -> None:
         sys.stdout.write("".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}")))
 
 
-def _open(changes: Changes) -> bool:
-    return any(finding.advice.doubt for finding in changes.findings)
-
-
-def _readers(changes: Changes) -> set[str]:
+def _readers(changes: Changes) -> list[str]:
     """Return the modules of megatron-core beside parallel_state that a file imports."""
     ours = ("megatron.core.parallel_state", "megatron.core.mpu")
     names = {".".join(one.full.split(".")[:3]) for one in changes.imports}
-    return {name for name in names if name.startswith("megatron.core.") and not name.startswith(ours)}
+    return sorted(name for name in names if name.startswith("megatron.core.") and not name.startswith(ours))
 
 
 def _handed_on(each: Iterable[Changes]) -> set[str]:
     """Return the names that files import from modules of the code itself: there, their imports stay."""
+    others = ("megatron", "namedmesh", "fairscale")
     imports = [one for changes in each for one in changes.imports]
-    return {
-        one.name
-        for one in imports
-        if one.name and not one.module.startswith(("megatron", "namedmesh", "fairscale"))
-    }
+    return {one.name for one in imports if one.name and not one.module.startswith(others)}
 
 
 def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
     """Write what replaces each use, what runs once, and how many there are."""
-    lines, once, count = list[str](), dict[str, None](), 0
+    lines, once, count, sure = list[str](), dict[str, None](), 0, 0
     for path, changes in found.items():
-        for finding in sorted(changes.findings, key=lambda finding: finding.line):
-            advice = finding.advice
-            count += 1
+        for line, old, advice in sorted(changes.findings, key=lambda finding: finding.line):
+            count, sure = count + 1, sure + (not advice.doubt)
             once |= dict.fromkeys(advice.once)
             if certain or advice.doubt:
                 doubt = f" (not certain: {advice.doubt})" if advice.doubt else ""
-                lines.append(f"{path}:{finding.line}: {finding.old}{doubt} -> {advice.new or 'stays'}")
+                lines.append(f"{path}:{line}: {old}{doubt} -> {advice.new or 'stays'}")
     if once:
         lines += ["", "Once, on every rank, after init_mesh:", *(f"    {statement}" for statement in once)]
-    readers = {path: sorted(_readers(changes)) for path, changes in found.items() if _readers(changes)}
+    readers = [f"    {path}: {', '.join(_readers(one))}" for path, one in found.items() if _readers(one)]
     if not count and not readers:
         return f"No use of megatron.core.parallel_state in {count_of(files, 'file')}.\n"
     if count:
-        sure = count - sum(bool(finding.advice.doubt) for one in found.values() for finding in one.findings)
         lines += ["", f"{count_of(count, 'use')} in {count_of(files, 'file')}, {sure} of them certain."]
-    if any(".megatron.bind(" in finding.advice.new for one in found.values() for finding in one.findings):
-        lines.append(f"First of all, before megatron.core is imported: {_INSTALL}")
     if readers:
-        lines += [
-            "",
-            "These modules of megatron-core read parallel_state: keep the dialect installed, and bound to the mesh.",
-        ]
-        lines += [f"    {path}: {', '.join(modules)}" for path, modules in readers.items()]
+        text = "These modules of megatron-core read parallel_state: keep the mesh bound to Megatron."
+        lines += ["", text, *readers]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import libcst as cst
-from libcst import ParserSyntaxError
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 from libcst.metadata import (
@@ -14,7 +13,7 @@ from libcst.metadata import (
     ExpressionContextProvider,
     MetadataWrapper,
     PositionProvider,
-    QualifiedName,
+    QualifiedNameProvider,
     QualifiedNameSource,
     ScopeProvider,
 )
@@ -30,17 +29,16 @@ MARKS = re.compile(
     rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is|initialize)_\w*(?:parallel|pipeline)_\w+)\b"
 )
 """What stands in every file that can name something of the tables: others are not parsed."""
-__all__ = ["MARKS", "Changes", "Finding", "ParserSyntaxError", "change"]
 _INITIALIZE = "initialize_model_parallel"
 _EMPTY = cst.Module([])
+_SUBMODULES = {module.rpartition(".")[2] for module in APIS}
 
 
 class Finding(NamedTuple):
-    """One use of a legacy name: where, its source, the module it comes from, and what replaces it; nothing where it stays."""
+    """One use of a legacy name: where, its source, and what replaces it; nothing where it stays."""
 
     line: int
     old: str
-    module: str
     advice: Advice
 
 
@@ -56,6 +54,11 @@ class Imported(NamedTuple):
         """The dotted name of what is imported."""
         return self.module if self.name is None else f"{self.module}.{self.name}"
 
+    @property
+    def of_api(self) -> bool:
+        """Whether it is an API, or something of one."""
+        return self.module in APIS or self.full in APIS
+
 
 class Changes(NamedTuple):
     """What is found in one file: the uses, in their order, the source with the certain ones replaced, its other imports."""
@@ -66,125 +69,104 @@ class Changes(NamedTuple):
 
 
 class _Replacer(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (ScopeProvider, PositionProvider, ExpressionContextProvider)
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ExpressionContextProvider)
 
     def __init__(self, bound: bool, own: bool) -> None:
         super().__init__()
         self.found: list[Finding] = []
         self.imports: list[Imported] = []
         self.bound, self.own, self.quoted = bound, own, 0
-        self.seen: set[cst.CSTNode] = set()  # functions of calls
+        self.called: set[cst.CSTNode] = set()
 
-    def visit_Import(self, node: cst.Import) -> bool:
-        self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
-        return False
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Note imports, which are not replaced, functions that are called, and where f-strings begin."""
+        if isinstance(node, cst.ImportFrom):
+            module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
+            if not isinstance(node.names, cst.ImportStar):
+                self.imports += [
+                    Imported(module, one.evaluated_name, one.evaluated_alias) for one in node.names
+                ]
+        elif isinstance(node, cst.Import):
+            self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
+        elif isinstance(node, cst.FormattedString):
+            self.quoted += 1
+        elif isinstance(node, cst.Call):
+            self.called.add(node.func)
+        return not isinstance(node, (cst.Import, cst.ImportFrom))
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
-        if not isinstance(node.names, cst.ImportStar):
-            self.imports += [Imported(module, one.evaluated_name, one.evaluated_alias) for one in node.names]
-        return False
-
-    def visit_FormattedString(self, node: cst.FormattedString) -> None:
-        self.quoted += 1
-
-    def leave_FormattedString(
-        self, original_node: cst.FormattedString, updated_node: cst.FormattedString
-    ) -> cst.BaseExpression:
-        self.quoted -= 1
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Replace a call, or a name that is read."""
+        if isinstance(original_node, cst.FormattedString):
+            self.quoted -= 1
+        elif isinstance(original_node, cst.Call):
+            return self._call(original_node, updated_node, *self._name(original_node.func))
+        elif isinstance(original_node, (cst.Attribute, cst.Name)) and original_node not in self.called:
+            return self._read(original_node, updated_node, *self._name(original_node))
         return updated_node
 
-    def visit_Call(self, node: cst.Call) -> None:
-        if self._name(node.func)[1]:
-            self.seen.add(node.func)
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        module, leaf = self._name(original_node.func)
+    def _call(self, node: cst.Call, updated: cst.Call, module: str, leaf: str) -> cst.BaseExpression:
         if not leaf:
-            return updated_node
+            return updated
         arguments = []
-        for one in original_node.args:
+        for one in node.args:
             name = one.star or (one.keyword.value if one.keyword else "")
             arguments.append((name, _EMPTY.code_for_node(one.value)))
         row = _row(module, leaf)
+        advice = _UNKNOWN if row is None else row.advise(arguments)
         if leaf == _INITIALIZE:
             advice = initialize(module, arguments, bound=self.bound)
-        elif row is not None:
-            advice = row.advise(arguments)
-        else:
-            advice = Advice("", doubt="not in the table: it stays")
-        code = _EMPTY.code_for_node(original_node)
+        code = _EMPTY.code_for_node(node)
         if "#" in code and not advice.doubt:
             advice = advice._replace(doubt="a comment stands between its arguments")
         old = " ".join(code.split())
-        return self._replaced(original_node, updated_node, f"{leaf}{old[old.index('(') :]}", module, advice)
+        return self._replaced(node, updated, f"{leaf}{old[old.index('(') :]}", advice)
 
-    def leave_Attribute(
-        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    def _read(
+        self, node: cst.BaseExpression, updated: cst.BaseExpression, module: str, leaf: str
     ) -> cst.BaseExpression:
-        return self._read(original_node, updated_node)
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return self._read(original_node, updated_node)
-
-    def _read(self, node: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression:
         """Replace a variable that is read; what is assigned, and a function that is passed on, stays."""
-        module, leaf = self._name(node)
-        if not leaf or node in self.seen:
+        if not leaf:
             return updated
-        context = self.get_metadata(ExpressionContextProvider, node, ExpressionContext.LOAD)
         row = _row(module, leaf)
-        advice = Advice("", doubt="not in the table: it stays")
+        advice = _UNKNOWN if row is None else row.advise()
+        if row is not None and not leaf.startswith("_"):
+            advice = advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
+        context = self.get_metadata(ExpressionContextProvider, node, ExpressionContext.LOAD)
         if context is not ExpressionContext.LOAD:
             if isinstance(node, cst.Name):
                 return updated
             advice = Advice("", doubt="an assignment changes what legacy calls answer, and no mesh")
             leaf = f"{leaf} = ..."
-        elif row is not None:
-            advice = row.advise()
-            if not leaf.startswith("_"):
-                advice = advice._replace(doubt="passed on, not called: its arguments are given elsewhere")
-        return self._replaced(node, updated, leaf, module, advice)
+        return self._replaced(node, updated, leaf, advice)
 
     def _replaced(
-        self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, module: str, advice: Advice
+        self, node: cst.BaseExpression, updated: cst.BaseExpression, old: str, advice: Advice
     ) -> cst.BaseExpression:
-        if not advice.doubt:
-            names = self._qualified(node.func if isinstance(node, cst.Call) else node)
-            doubts = [
-                (len(names) > 1, "the name can be something else here"),
-                (module not in APIS, f"through {module}, which is not followed"),
-                (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
-                (self.own, "the file has a namedmesh of its own"),
-            ]
-            advice = advice._replace(doubt=next((text for holds, text in doubts if holds), ""))
-        self._note(node, old, module, advice)
+        """Note a use, and return what replaces it, or where that is not certain, what stands there."""
+        named = node.func if isinstance(node, cst.Call) else node
+        names = [one.name for one in self.get_metadata(QualifiedNameProvider, named)]
+        module = names[0].rpartition(".")[0]
+        doubts = [
+            (advice.doubt != "", advice.doubt),
+            (len(names) > 1, "the name can be something else here"),
+            (module not in APIS, f"through {module}, which is not followed"),
+            (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
+            (self.own, "the file has a namedmesh of its own"),
+        ]
+        advice = advice._replace(doubt=next((text for holds, text in doubts if holds), ""))
+        line = self.get_metadata(PositionProvider, node).start.line
+        self.found.append(Finding(line, old, advice))
         if advice.doubt:
             return updated
         new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", advice.new)
         expression = cst.parse_expression(new)
-        simple = isinstance(expression, (cst.Call, cst.Attribute, cst.Subscript))
-        return (
-            expression if simple else expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-        )
-
-    def _note(self, node: cst.CSTNode, old: str, module: str, advice: Advice) -> None:
-        line = self.get_metadata(PositionProvider, node).start.line
-        self.found.append(Finding(line, old, module, advice))
-
-    def _qualified(self, node: cst.CSTNode) -> set[QualifiedName]:
-        """Return what a name or an attribute may be: only of those that look like one of the tables, as it takes long."""
-        leaf = node.attr.value if isinstance(node, cst.Attribute) else getattr(node, "value", None)
-        base = getattr(getattr(node, "value", None), "value", leaf)  # of mpu.get_x the name mpu
-        aliases = {one.alias or one.name for one in self.imports if one.module in APIS or one.full in APIS}
-        if leaf not in _LEAVES and base not in aliases and leaf not in aliases:
-            return set()
-        scope = self.get_metadata(ScopeProvider, node, None)
-        return set() if scope is None else set(scope.get_qualified_names_for(node))
+        if isinstance(expression, (cst.Call, cst.Attribute, cst.Subscript)):
+            return expression
+        return expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
     def _name(self, node: cst.CSTNode) -> tuple[str, str]:
         """Return the module and the name of an imported thing that an API or a table has; empty if it is none."""
-        for one in self._qualified(node):
+        for one in self.get_metadata(QualifiedNameProvider, node, ()):
             module, _, leaf = one.name.rpartition(".")
             known = leaf == _INITIALIZE or _row(module, leaf) is not None
             known = known or (module in APIS and leaf not in _SUBMODULES)
@@ -193,8 +175,7 @@ class _Replacer(cst.CSTTransformer):
         return "", ""
 
 
-_LEAVES = {*MEGATRON, *FAIRSCALE, _INITIALIZE}
-_SUBMODULES = {module.rpartition(".")[2] for module in APIS}
+_UNKNOWN = Advice("", doubt="not in the table: it stays")
 
 
 def _row(module: str, leaf: str) -> Row | None:
@@ -207,22 +188,19 @@ def _row(module: str, leaf: str) -> Row | None:
 def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
     """Return whether a file binds the name namedmesh to something else than the package."""
     scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope is not None}
-    for scope in scopes:
-        for assignment in scope.assignments["namedmesh"]:
-            names = {one.name for one in assignment.get_qualified_names_for("namedmesh")}
-            if names != {"namedmesh"} or not isinstance(getattr(assignment, "node", None), cst.Import):
-                return True
-    return False
+    nodes = [getattr(one, "node", None) for scope in scopes for one in scope.assignments["namedmesh"]]
+    imported = [node for node in nodes if isinstance(node, cst.Import)]
+    names = {
+        one.evaluated_name for node in imported for one in node.names if one.evaluated_alias == "namedmesh"
+    }
+    return len(imported) < len(nodes) or bool(names)
 
 
 def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True) -> Changes:
     """Find the names of the tables in a source, and replace those that are certain.
 
-    Args:
-        source: the source of a module.
-        bound: whether ``initialize_model_parallel`` becomes a mesh that Megatron is bound to.
-        kept: names whose imports stay, as other modules import them from this one.
-        rewrite: whether imports are added and dropped; without, the source is returned as it was.
+    ``initialize_model_parallel`` becomes a mesh, ``bound`` to Megatron. Imports of names that are ``kept`` stay, as other modules
+    take them from this one. Without ``rewrite`` the source is returned as it was.
 
     Raises:
         libcst.ParserSyntaxError: the source is no Python.
@@ -239,18 +217,8 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewr
         AddImportsVisitor.add_needed_import(context, "namedmesh.compat.megatron")
     module = AddImportsVisitor(context).transform_module(module)
     for one in replacer.imports:
-        if (one.module in APIS or one.full in APIS) and (one.alias or one.name) not in kept:
+        if one.of_api and (one.alias or one.name) not in kept:
             RemoveImportsVisitor.remove_unused_import(context, *one)
-    code = RemoveImportsVisitor(context).transform_module(module).code
-    if "namedmesh.compat.megatron.install()" not in code:  # only a file that binds a mesh has this import
-        code = re.sub(
-            r"^(import namedmesh\.compat\.megatron)(\r?\n)",
-            r"\1\2\1.install()\2",
-            code,
-            count=1,
-            flags=re.MULTILINE,
-        )
-        code = code.replace(
-            "import namedmesh.compat.megatron.install()", "namedmesh.compat.megatron.install()", 1
-        )
-    return Changes(replacer.found, code, replacer.imports)
+    return Changes(
+        replacer.found, RemoveImportsVisitor(context).transform_module(module).code, replacer.imports
+    )

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from namedmesh.plan.comparison import Comparison, Difference, compare
-from namedmesh.plan.cost import Memory, Step, estimate_memory, estimate_step
-from namedmesh.plan.describe import Kind, Plan, make_plan, plan_text, rank_text
+from namedmesh.errors import UsageError
+from namedmesh.plan.cost import Axes, Job, Memory, Step, estimate_memory, estimate_step
+from namedmesh.plan.describe import (
+    Comparison,
+    Difference,
+    Kind,
+    Plan,
+    compare,
+    make_plan,
+    parse_spec,
+    plan_text,
+    rank_text,
+)
 from namedmesh.plan.hardware import Hardware, load_hardware
-from namedmesh.plan.job import Axes, Job
 from namedmesh.plan.model import Model, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
-from namedmesh.plan.spec import UsageError, parse_spec
 from namedmesh.plan.svg import draw_svg
 
 __all__ = [

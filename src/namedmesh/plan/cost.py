@@ -1,28 +1,27 @@
-"""The cost of a layout: the bytes that a rank needs, and the seconds of a training step; every formula with its source.
+"""What a job costs over some axes: the bytes that a rank needs, the seconds of a training step; every formula with its source.
 
 ``benchmarks/published.py`` compares it with published runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import NamedTuple
 
-from namedmesh.plan.job import WEIGHTS, Axes, Job, axes_of
-from namedmesh.sizes import SharedHeads, stage_range
+from namedmesh.plan.hardware import Hardware, load_hardware
+from namedmesh.plan.model import Model, knob
+from namedmesh.sizes import stage_range
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from namedmesh.plan.hardware import Hardware
-    from namedmesh.plan.model import Model
-
+_FSDP = 3  # the stage of ZeRO that shards the weights
+_NUMBER = 2  # bytes of an activation and of a weight that computes, in bf16
+_MASTER = 12  # of Adam's state: the weight and two moments in float32 (Rajbhandari et al., ZeRO, SC 2020, section 3.1)
 # Bytes of a gradient that is accumulated or on its way: torchtitan's reduce_dtype is float32, as Megatron's.
 _REDUCED = 4
-# Bytes that the loss needs for each logit, by those of a number. Eager, in float32: the logits, their log-softmax, its gradient
-# and that of the logits; in bf16 the last three are in float32. Under tensor parallelism torch's loss_parallel was measured: 5
-# times the logits in float32, 9 times in bf16; a vocabulary-parallel cross entropy, as Megatron's: 3 and 5 times.
-_EAGER, _EAGER_PARALLEL, _MEGATRON = {2: 14, 4: 16}, {2: 18, 4: 20}, {2: 10, 4: 12}
+# Bytes that the loss needs for each logit. Eager, in float32: the log-softmax, its gradient and that of the logits, and the logits
+# in bf16. Under tensor parallelism torch's loss_parallel was measured: 9 times the logits; a vocabulary-parallel cross entropy,
+# as Megatron's: 5 times. Compiled: the logits and their gradient.
+_EAGER, _EAGER_PARALLEL, _MEGATRON, _COMPILED = 14, 18, 10, 4
 # Each tensor that the backward pass reads is written and read forward; backward it is read, and its gradient is written and
 # read. What is computed again is written and read once more.
 _FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
@@ -44,72 +43,140 @@ _TAKEN = 0.15
 _HOP_INSIDE, _HOP_ACROSS = 3.4e-6, 9.6e-6
 
 
+class Axes(NamedTuple):
+    """The size of each axis, in Megatron's order of ranks: tp-cp-dp-pp, and etp-ep-edp-pp for experts."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    dp_replicate: int = 1  # a part of dp
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks ZeRO divides what is not of experts."""
+        return self.dp * self.cp // self.dp_replicate
+
+    @property
+    def edp(self) -> int:
+        """How many ranks have the same experts."""
+        return max(1, self.tp * self.dp * self.cp // (self.ep * self.etp))
+
+    @property
+    def expert_shards(self) -> int:
+        """Over how many ranks ZeRO divides experts."""
+        return max(1, self.edp // self.dp_replicate)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, on what and how it is trained.
+
+    Where ``micro_batch``, ``stage`` or ``checkpointing`` is None, ``list_partitions`` looks for the best, and an estimate takes
+    1, 3 (Megatron's: 1) and "selective".
+    """
+
+    model: Model = field(default_factory=Model)
+    hardware: Hardware = field(default_factory=lambda: load_hardware("h100"))
+    seq: int = knob("tokens of a sequence")
+    global_batch: int = knob("sequences of a step, over all ranks")
+    micro_batch: int | None = knob("sequences that a data-parallel rank works on at a time", None)
+    stage: int | None = knob(
+        "of ZeRO: 1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too",
+        None,
+        (0, 1, 2, 3),
+    )
+    precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
+    trainer: str = knob("whose layers, loss and optimizer are counted", "torch", ("torch", "megatron"))
+    checkpointing: str | None = knob(
+        "what is computed again for the backward pass: whole layers, or a part; with torch all but attention and every second "
+        """matrix product (torchtitan's "selective op"), with Megatron attention's scores""",
+        None,
+        ("none", "selective", "full"),
+    )
+    sequence_parallel: bool = knob("whether tp shares the norms and the residual stream too", default=True)
+    fused_loss: bool = knob("whether the loss is one compiled kernel, not eager operations", default=False)
+    stages_per_rank: int = knob("of a pipeline; 2 or more is the interleaved schedule", 1)
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the sizes that the seconds of a step follow from, and that are not known."""
+        model = {name: getattr(self.model, name) for name in ("layers", "hidden", "heads")}
+        sizes = model | {"seq": self.seq, "global_batch": self.global_batch}
+        return [name for name, size in sizes.items() if not size]
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether torch's layers are counted, with FSDP2."""
+        return self.trainer == "torch"
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each thing that does not go with another."""
+        problems = self.model.problems()
+        for one in fields(self)[2:]:
+            value, allowed = getattr(self, one.name), one.metadata["allowed"]
+            if allowed and value not in {*allowed, one.default}:
+                problems.append(f"{one.name} is {value!r}; it is one of {allowed}")
+            elif type(value) is int and value < 0:
+                problems.append(f"{one.name} is {value}; it is not below 0")
+        if self.precision == "fp8" and "fp8" not in self.hardware.peak:
+            problems.append(f"{self.hardware.name} has no fp8; it has {', '.join(self.hardware.peak)}")
+        return problems
+
+    def micro_batches(self, dp: int) -> int:
+        """Return how many micro-batches a data-parallel rank has in a step; 0 where they do not divide it."""
+        each = dp * (self.micro_batch or 1)
+        return 0 if self.global_batch % each else self.global_batch // each
+
+
 class Share(NamedTuple):
-    """What a pipeline rank has of a model: layers without and with experts, and perhaps the embedding and the head."""
+    """What a pipeline rank has of a model: layers without and with experts, and how many of the matrices at both ends."""
 
     rank: int
     dense: int
     expert: int
-    first: bool
+    ends: int
     last: bool
 
+    def parameters(self, model: Model, axes: Axes) -> tuple[float, float]:
+        """Return the parameters on a rank before ZeRO divides them: those shared over dp and cp, and the routed experts."""
+        dense, expert, routed = model.layer
+        shared = dense * self.dense + expert * self.expert + model.embedding * self.ends
+        if model.kv % axes.tp and not model.kv_rank:  # then a rank keeps the weights of all keys and values
+            keys_and_values = model.hidden * model.kv * sum(model.features)
+            shared += (self.dense + self.expert) * keys_and_values * (axes.tp - 1)
+        return shared / axes.tp, routed * self.expert / (axes.ep * axes.etp)
 
-def shares(job: Job, pp: int) -> list[Share]:
+
+@cache
+def shares(model: Model, pp: int, turns: int) -> tuple[Share, ...]:
     """Return the pipeline ranks that may need the most memory or time: the first, the first of the longest, the last."""
-    if ("shares", pp) in job.known:
-        found: list[Share] = job.known["shares", pp]
-        return found
-    layers, stages, each = job.model.layers or 0, pp * job.stages_per_rank, list[Share]()
-    for rank in range(min(pp, job.model.layers or 1)):
-        indices = range(rank, stages, pp)
-        own = [layer for index in indices for layer in stage_range(layers, index, stages)]
-        dense = sum(layer < layers - job.model.expert_layers for layer in own)
-        each.append(Share(rank, dense, len(own) - dense, rank == 0, stages - 1 in indices))
+    each = list[Share]()
+    for rank in range(min(pp, model.layers)):
+        stages = range(rank, pp * turns, pp)
+        own = [layer for stage in stages for layer in stage_range(model.layers, stage, pp * turns)]
+        dense = sum(layer < model.layers - model.expert_layers for layer in own)
+        ends = 1 if pp == 1 and model.tied else (rank == 0) + (rank == pp - 1)
+        each.append(Share(rank, dense, len(own) - dense, ends, rank == pp - 1))
     longest = max(each, key=lambda share: (share.dense + share.expert, share.expert))
-    job.known["shares", pp] = list(dict.fromkeys((each[0], longest, each[-1])))
-    return shares(job, pp)
+    return tuple(dict.fromkeys((each[0], longest, each[-1])))
 
 
-def in_flight(job: Job, pp: int, rank: int, micro_batches: int | None) -> float:
+def in_flight(job: Job, pp: int, rank: int) -> float:
     """Return how many micro-batches a pipeline rank keeps the activations of, of all its layers.
 
     1F1B keeps one for each rank from here to the end; interleaved with v stages a rank, (2 (p-r-1) + (v-1) p + 1) / v
     (Megatron-LM, ``schedules.py``; for the first rank that is Korthikanti et al., MLSys 2023, section 4.2.3).
     """
-    turns, most = job.stages_per_rank, float(pp - rank)
-    if turns > 1 and pp > 1:
-        most = (2 * (pp - rank - 1) + (turns - 1) * pp + 1) / turns
-    return most if micro_batches is None else min(most, micro_batches)
-
-
-class Parameters(NamedTuple):
-    """Parameters on a rank, before ZeRO: those shared over dp and cp, and the routed experts; of a layer, and of the ends."""
-
-    shared: float
-    experts: float
-    layer: float
-    ends: float
-
-
-def parameters_of(job: Job, axes: Axes, share: Share) -> Parameters:
-    """Return the parameters on a pipeline rank, before ZeRO divides them."""
-    model, over = job.model, axes.ep * axes.etp
-    dense, expert, routed = model.layer
-    if model.layers is None:  # spread evenly
-        shared = (expert if model.experts else dense) / axes.tp / axes.pp
-        return Parameters(shared, routed / over / axes.pp, 0.0, 0.0)
-    ends = model.embedding * (share.first + share.last)
-    if share.first and share.last and model.tied:
-        ends = model.embedding
-    whole_heads = 0.0  # where tp does not divide them, a rank keeps the weights of all keys and values
-    if model.kv % axes.tp and model.kv_rank is None and model.hidden:
-        whole_heads = model.hidden * model.kv * sum(model.features) * (1 - 1 / axes.tp)
-    shared = (dense * share.dense + expert * share.expert) / axes.tp
-    shared += whole_heads * (share.dense + share.expert) + ends / axes.tp
-    layer = dense / axes.tp + whole_heads
-    if share.expert:
-        layer = expert / axes.tp + whole_heads + routed / over
-    return Parameters(shared, routed * share.expert / over, layer, ends / axes.tp)
+    turns = job.stages_per_rank
+    return pp - rank if turns == 1 or pp == 1 else (2 * (pp - rank - 1) + (turns - 1) * pp + 1) / turns
 
 
 class Layer(NamedTuple):
@@ -132,24 +199,19 @@ def layer_of(job: Job, axes: Axes, *, experts: bool) -> Layer:
     (Megatron weights within, ``moe/experts.py``). What is outside of attention and network is divided by tp with sequence
     parallelism only. "Selective" with torch keeps queries, values, and every second product; sums over tp are kept.
     """
-    key = ("layer", axes.tp, axes.etp, experts)
-    if key in job.known:
-        known: Layer = job.known[key]
-        return known
-    model, tp = job.model, axes.tp
-    hidden, heads = model.hidden or 0, (model.heads or 1) / tp
-    stream = hidden / tp if job.sequence_parallel else float(hidden)
-    query, value = model.features
-    kv = heads if model.kv_rank is not None else kv_heads_on_rank(model, tp)
-    latent = (model.q_rank or 0) + model.kv_rank + (model.rope_dim or 0) if model.kv_rank is not None else 0
-    copies, gates = (4 if job.is_torch else 3, 2) if model.gated or experts else (2, 1)
+    model, tp, hidden = job.model, axes.tp, job.model.hidden
+    heads, (query, value) = model.heads / tp, model.features
+    stream = hidden / tp if job.sequence_parallel else hidden
+    kv = _key_value_heads(model, tp)
+    latent = model.q_rank + model.kv_rank + model.rope_dim if model.kv_rank else 0
+    copies, gates = (4 if job.is_torch else 3, 2) if model.ffn or experts else (2, 1)
     width, moved, router = model.inner / tp, 0.0, 0
     if experts:
         # A rank routes its part of the sequence, 1/tp of it, together with the other etp ranks of its experts.
-        width = (model.top_k + (model.shared_experts or 0)) * model.expert_inner / tp
+        width = (model.top_k + model.shared_experts) * model.expert_inner / tp
         moved = (2 if job.is_torch else 1) * model.top_k * hidden * axes.etp / tp
-        router = 2 * (model.experts or 0)
-    normed = 2.0 * hidden if job.is_torch else 2 * stream
+        router = 2 * model.experts
+    normed = 2 * hidden if job.is_torch else 2 * stream
     projected, out = heads * query + kv * (query + value), heads * value
     read = 2 * stream + normed + latent + projected + (2 if job.is_torch else 1) * out
     read += copies * width + moved + router
@@ -160,107 +222,87 @@ def layer_of(job: Job, axes: Axes, *, experts: bool) -> Layer:
         second = width + (moved if experts else hidden * (gates - 1))
         kept = stream + heads * query + kv * value + out + second + (2 * stream if tp > 1 else 0)
     outputs = 2 * hidden + projected + gates * width
-    found = Layer(read, kept, gates * width + hidden, 2 * hidden + out + width, outputs)
-    job.known[key] = found
-    return found
+    return Layer(read, kept, gates * width + hidden, 2 * hidden + out + width, outputs)
 
 
-def kv_heads_on_rank(model: Model, tp: int) -> float:
-    """Return how many kv heads a tensor-parallel rank computes, by ``KeyValueParallel`` where tp does not divide them."""
-    if model.kv % tp == 0:
-        return model.kv // tp
-    return len(SharedHeads(model.heads or model.kv, model.kv, tp).of_rank(0))
+def _key_value_heads(model: Model, tp: int) -> float:
+    return model.heads / tp if model.kv_rank else max(1.0, model.kv / tp)
 
 
-def loss_bytes(job: Job, tp: int) -> int:
-    """Return the bytes that the loss needs for each logit."""
+def _loss_bytes(job: Job, axes: Axes) -> float:
+    """Return the bytes that the loss needs for each token."""
+    each = _EAGER if axes.tp == 1 else _EAGER_PARALLEL
     if not job.is_torch:
-        return _MEGATRON[job.number_bytes]
-    if job.fused_loss:
-        return 2 * job.number_bytes
-    return (_EAGER if tp == 1 else _EAGER_PARALLEL)[job.number_bytes]
+        each = _MEGATRON
+    elif job.fused_loss:
+        each = _COMPILED
+    return job.model.vocab / axes.tp * each
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that one rank needs.
+class Memory(NamedTuple):
+    """Bytes that one rank needs."""
 
-    Args:
-        weights: the weights that it keeps.
-        gradients: their gradients.
-        optimizer: Adam's state, with the weights in float32.
-        gathered: what FSDP holds whole for the whole step: embedding and head; in a pipeline, its stages and their gradients.
-        activations: what it keeps of all micro-batches in flight for the backward pass.
-        loss: copies of the logits of one micro-batch.
-        backward: what one layer needs on top in its backward pass: what is computed again, gradients, and the gathered
-            weights of two layers.
-    """
-
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    gathered: float = 0.0
-    activations: float = 0.0
-    loss: float = 0.0
-    backward: float = 0.0
-
-    @property
-    def states(self) -> float:
-        """Weights, gradients and optimizer."""
-        return self.weights + self.gradients + self.optimizer
+    weights: float  # that it keeps
+    gradients: float
+    optimizer: float  # Adam's state, with the weights in float32
+    gathered: float  # what FSDP holds whole for the whole step: embedding and head; in a pipeline, its stages and their gradients
+    activations: float  # of all micro-batches in flight, for the backward pass
+    loss: float  # copies of the logits of one micro-batch
+    backward: float  # what one layer needs on top: what is computed again, gradients, and the gathered weights of two layers
 
     @property
     def total(self) -> float:
         """All together: what an allocator reserves, as blocks of one phase seldom serve another."""
-        return self.states + self.gathered + self.activations + self.loss + self.backward
+        return sum(self)
 
 
-def estimate_memory(job: Job, sizes: Mapping[str, int]) -> Memory:
-    """Estimate the memory of the pipeline rank that needs the most; parts whose sizes are not known are 0.
+def estimate_memory(job: Job, axes: Axes) -> Memory:
+    """Estimate the memory of the pipeline rank that needs the most; ``layers``, ``hidden`` and ``heads`` of the model are known.
 
     States as ZeRO divides them (Rajbhandari et al., SC 2020, section 5): weights at stage 3, gradients at 2, the optimizer at 1.
-    What FSDP2 gathers, accumulates and prefetches is read from torch's code.
+    Megatron keeps gradients in float32, with fp8 in bf16 (``grad_reduce_in_fp32`` of Megatron Bridge's recipes). What FSDP2
+    gathers, accumulates and prefetches is read from torch's code.
 
     Example:
-        The example of the ZeRO paper, 7.5 billion parameters over 64 ranks:
-
-        >>> from namedmesh.plan import Model
-        >>> estimate_memory(Job(Model(params=7_500_000_000), stage=1), {"dp": 64}).states / 1e9
-        31.40625
+        >>> job = Job(Model(layers=32, hidden=4096, heads=32, vocab=32000), stage=1)
+        >>> round(estimate_memory(job, Axes(dp=64)).optimizer / 1e9, 2)          # 12 bytes of a parameter, over 64 ranks
+        1.26
     """
-    job, axes = job.settled, axes_of(sizes)
-    return max((_memory(job, axes, share) for share in shares(job, axes.pp)), key=lambda memory: memory.total)
+    each = [_memory(job, axes, share) for share in shares(job.model, axes.pp, job.stages_per_rank)]
+    return max(each, key=lambda memory: memory.total)
 
 
 def _memory(job: Job, axes: Axes, share: Share) -> Memory:
-    held, states = parameters_of(job, axes, share), [0.0, 0.0, 0.0]  # of weights, gradients, optimizer
-    for count, ranks in ((held.shared, axes.shards), (held.experts, axes.expert_shards)):
-        for part, stage in enumerate((3, 2, 1)):
-            states[part] += job.state_bytes[part] * count / (ranks if (job.stage or 0) >= stage else 1)
-    if job.missing not in ([], ["global_batch"]):
-        return Memory(states[0], states[1], states[2])
-    number, model = job.number_bytes, job.model
-    tokens, micro_batches = (job.micro_batch or 1) * (job.seq or 0) / axes.cp, job.micro_batches(axes.dp)
+    shared, routed = share.parameters(job.model, axes)
+    states = []  # of weights, gradients, optimizer
+    gradient = 4 if job.trainer == "megatron" and job.precision == "bf16" else 2
+    for each, stage in ((_NUMBER, 3), (gradient, 2), (_MASTER, 1)):
+        divided = (job.stage or 0) >= stage
+        ranks, expert_ranks = (axes.shards, axes.expert_shards) if divided else (1, 1)
+        states.append(each * (shared / ranks + routed / expert_ranks))
+    tokens, micro_batches = (job.micro_batch or 1) * job.seq / axes.cp, job.micro_batches(axes.dp)
     dense = layer_of(job, axes, experts=False)
     worst = layer_of(job, axes, experts=True) if share.expert else dense
-    kept = in_flight(job, axes.pp, share.rank, micro_batches)
-    activations = kept * tokens * number * (dense.kept * share.dense + worst.kept * share.expert)
-    backward = tokens * number * (worst.read - worst.kept + worst.gradients)
+    most = in_flight(job, axes.pp, share.rank)
+    kept = min(most, micro_batches or most)
+    activations = kept * tokens * _NUMBER * (dense.kept * share.dense + worst.kept * share.expert)
+    backward = tokens * _NUMBER * (worst.read - worst.kept + worst.gradients)
     gathered = 0.0
-    if job.stage == WEIGHTS and axes.pp == 1:
-        gathered = number * held.ends
-        # Three layers, two of them fetched before they are needed.
-        backward += (3 * number + _REDUCED) * held.layer + gathered
-    elif job.stage == WEIGHTS:
-        # In a pipeline weights stay gathered, and gradients are reduced after the last micro-batch.
-        whole, accumulates = held.shared + held.experts, micro_batches is None or micro_batches > kept
-        gathered = (number + (_REDUCED if accumulates else 0)) * whole
-        backward += (number + _REDUCED) * held.layer
-    loss = 0.0
-    if share.last:
-        logits = (model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp)
-        loss = tokens * (logits + 2 * number * (model.hidden or 0))
-    return Memory(states[0], states[1], states[2], gathered, activations, loss, backward)
+    if job.stage == _FSDP:
+        one = share._replace(dense=int(not share.expert), expert=int(share.expert > 0), ends=0)
+        layer = sum(one.parameters(job.model, axes))
+        if axes.pp == 1:
+            gathered = _NUMBER * job.model.embedding * share.ends / axes.tp
+            # Three layers, two of them fetched before they are needed.
+            backward += (3 * _NUMBER + _REDUCED) * layer + gathered
+        else:
+            # In a pipeline weights stay gathered, and gradients are reduced after the last micro-batch.
+            accumulated = _REDUCED if not micro_batches or micro_batches > kept else 0
+            gathered = (_NUMBER + accumulated) * (shared + routed)
+            backward += (_NUMBER + _REDUCED) * layer
+    loss = tokens * (_loss_bytes(job, axes) + 2 * _NUMBER * job.model.hidden) if share.last else 0.0
+    weights, gradients, optimizer = states
+    return Memory(weights, gradients, optimizer, gathered, activations, loss, backward)
 
 
 def collective(hardware: Hardware, whole: float, size: int, stride: int) -> float:
@@ -276,9 +318,8 @@ def collective(hardware: Hardware, whole: float, size: int, stride: int) -> floa
 class Step:
     """The seconds of a step by what they go to, the most first.
 
-    Args:
-        seconds: by part: matrix products, attention, elementwise kernels, which the memory bounds, bubble, optimizer, and each
-            axis as far as it does not hide behind computation.
+    Matrix products, attention, elementwise kernels, which the memory bounds, bubble, optimizer, and each axis as far as it does
+    not hide behind computation.
     """
 
     seconds: dict[str, float]
@@ -289,8 +330,8 @@ class Step:
         return sum(self.seconds.values())
 
 
-def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
-    """Estimate the seconds of a step on the pipeline rank that takes longest.
+def estimate_step(job: Job, axes: Axes) -> Step:
+    """Estimate the seconds of a step on the pipeline rank that takes longest; nothing is missing, micro-batches divide the batch.
 
     - Products: 2 operations for each parameter that a token meets, twice that backward, at the fraction of the peak that large
       ones reach. Attention: 4 s q operations a token and layer, of which a causal mask leaves half. (Narayanan et al., SC 2021,
@@ -302,30 +343,26 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
       behind attention in Megatron's ring, and not at all where keys and values are gathered; weights are gathered behind a
       forward pass and gradients reduced behind a backward pass, but for those of one layer.
 
-    Args:
-        job: what is trained, and how; the sizes of the model, ``seq`` and ``global_batch`` are known.
-        sizes: the size of each axis; micro-batches divide the global batch.
-
     Example:
-        >>> from namedmesh.plan import Model
-        >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64)
-        >>> {part: round(seconds, 2) for part, seconds in estimate_step(job, {"tp": 2, "dp": 4}).seconds.items()}
+        >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64, stage=3, checkpointing="selective")
+        >>> {part: round(seconds, 2) for part, seconds in estimate_step(job, Axes(tp=2, dp=4)).seconds.items()}
         {'matmul': 2.19, 'elementwise': 0.56, 'attention': 0.36, 'tp': 0.2, 'dp': 0.15, 'optimizer': 0.01}
     """
-    job, axes = job.settled, axes_of(sizes)
-    if job.hardware.filled(axes.world) is not job.hardware:
-        job = replace(job, hardware=job.hardware.filled(axes.world))
-    return max((_step(job, axes, share) for share in shares(job, axes.pp)), key=lambda step: step.total)
+    hardware = job.hardware.filled(axes.world)
+    if hardware is not job.hardware:
+        job = replace(job, hardware=hardware)
+    each = [_step(job, axes, share) for share in shares(job.model, axes.pp, job.stages_per_rank)]
+    return max(each, key=lambda step: step.total)
 
 
 def _step(job: Job, axes: Axes, share: Share) -> Step:
-    count, tokens = job.micro_batches(axes.dp) or 1, (job.micro_batch or 1) * (job.seq or 0) / axes.cp
-    held = parameters_of(job, axes, share)
-    work = _computation(job, axes, share, tokens, held)
+    count, tokens = job.micro_batches(axes.dp) or 1, (job.micro_batch or 1) * job.seq / axes.cp
+    (shared, routed), rate = share.parameters(job.model, axes), job.hardware.memory_rate
+    work = _computation(job, axes, share, tokens)
     # FSDP2 gathers and reduces for each micro-batch, outside of pipelines.
-    reduces_each = job.stage == WEIGHTS and axes.pp == 1
+    reduces_each = job.stage == _FSDP and axes.pp == 1
     if count > 1 and not reduces_each:
-        work["elementwise"][1] += _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
+        work["elementwise"][1] += _ACCUMULATED * (shared + routed) / rate
     waits = _traffic(job, axes, share, tokens)
     seconds = {part: sum(both) for part, both in work.items()}
     if not job.is_torch:
@@ -336,9 +373,14 @@ def _step(job: Job, axes: Axes, share: Share) -> Step:
     idle = (axes.pp - 1) / job.stages_per_rank * sum(seconds.values())
     seconds = {part: one * count for part, one in seconds.items()}
     rounds, gathers = (count, 2) if reduces_each else (1, 1)
-    seconds["elementwise"] += rounds * _copies(job, axes, held, gathers)
-    seconds |= {"bubble": idle, "optimizer": _optimizer(job, axes, held)}
-    seconds["dp"] = rounds * _data_parallel(job, axes, share, held, work, gathers)
+    if job.is_torch and job.stage == _FSDP:
+        # Weights are copied out of the tensor that is gathered, and gradients into one to reduce, while nothing computes
+        # (torch's _fsdp_collectives.py: split_with_sizes_copy and chunk_cat).
+        sharded = shared * (axes.shards > 1) + routed * (axes.expert_shards > 1)
+        seconds["elementwise"] += rounds * ((2 * gathers + 1) * _NUMBER + _REDUCED) * sharded / rate
+    own = shared / axes.shards + routed / axes.expert_shards if job.stage else shared + routed
+    seconds |= {"bubble": idle, "optimizer": (_ADAM + _CLIPPED + _NUMBER) * own / rate}
+    seconds["dp"] = rounds * _data_parallel(job, axes, share, work, gathers)
     return Step(
         {part: seconds[part] for part in sorted(seconds, key=lambda part: -seconds[part]) if seconds[part]}
     )
@@ -350,89 +392,57 @@ def _exposed(seconds: float, behind: float, edge: float = 0.0) -> float:
     return alone + _TAKEN * (seconds - alone)
 
 
-def _computation(
-    job: Job, axes: Axes, share: Share, tokens: float, held: Parameters
-) -> dict[str, list[float]]:
+def _computation(job: Job, axes: Axes, share: Share, tokens: float) -> dict[str, list[float]]:
     """Return the seconds of one micro-batch through the layers of a rank and the head, forward and backward, by part.
 
     Products of few tokens take as long as their weights take to read, or gradients of weights to write.
     """
-    model, hardware, again = job.model, job.hardware, job.again
+    model, hardware = job.model, job.hardware
+    full, selective = job.checkpointing == "full", job.checkpointing == "selective"
     dense, expert, routed = model.layer
+    rate = {precision: hardware.peak[precision] * hardware.matmul[precision] for precision in hardware.peak}
     met = dense * share.dense + (expert + routed * model.top_k / (model.experts or 1)) * share.expert
-    products = 2 * tokens * met / axes.tp / hardware.matmul_rate(job.precision)
-    products = max(products, job.number_bytes * (held.shared + held.experts) / hardware.memory_rate)
-    head = 2 * tokens * model.embedding / axes.tp / hardware.matmul_rate("bf16") if share.last else 0.0
-    scores = (
-        tokens
-        * (job.seq or 0)
-        * (model.heads or 1)
-        * sum(model.features)
-        / axes.tp
-        * (share.dense + share.expert)
-    )
+    products = 2 * tokens * met / axes.tp / rate[job.precision]
+    products = max(products, _NUMBER * sum(share.parameters(model, axes)) / hardware.memory_rate)
+    again = (
+        1.0 if full else 0.5 * (selective and job.is_torch)
+    )  # the part of the products that is computed again
+    head = 2 * tokens * model.embedding / axes.tp / rate["bf16"] if share.last else 0.0
+    scores = tokens * job.seq * model.heads * sum(model.features) / axes.tp * (share.dense + share.expert)
     attended = scores / (hardware.peak["bf16"] * hardware.attention)
-    recomputed = job.checkpointing == "full" or (job.checkpointing == "selective" and not job.is_torch)
-    loss = (model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0
-    moved = [loss, loss]
+    attended_again = full or (selective and not job.is_torch)
+    loss = _loss_bytes(job, axes) if share.last else 0.0
+    forward = backward = loss
     for layers, experts in ((share.dense, False), (share.expert, True)):
-        if not layers:
-            continue
-        one, number = layer_of(job, axes, experts=experts), job.number_bytes
-        forward = _FORWARD * number * one.read
-        backward = number * (_BACKWARD * one.read + _AGAIN * (one.read - one.kept))
+        one = layer_of(job, axes, experts=experts)
+        forward += layers * _FORWARD * _NUMBER * one.read
+        backward += layers * _NUMBER * (_BACKWARD * one.read + _AGAIN * (one.read - one.kept))
         if job.precision == "fp8":
-            forward += _CAST[job.trainer] * one.inputs
-            backward += _CAST[job.trainer] * ((1 + again) * one.inputs + one.outputs)
-        moved = [moved[0] + forward * layers, moved[1] + backward * layers]
+            forward += layers * _CAST[job.trainer] * one.inputs
+            backward += layers * _CAST[job.trainer] * ((1 + again) * one.inputs + one.outputs)
     return {
         "matmul": [products + head, products * (2 + again) + 2 * head],
-        "attention": [attended, attended * (_ATTENTION_BACKWARD + recomputed)],
-        "elementwise": [tokens * each / hardware.memory_rate for each in moved],
+        "attention": [attended, attended * (_ATTENTION_BACKWARD + attended_again)],
+        "elementwise": [tokens * forward / hardware.memory_rate, tokens * backward / hardware.memory_rate],
     }
 
 
-def _keys_and_values(model: Model, tp: int) -> float:
-    """Return the numbers of keys and values of a token that a rank sends over cp; latent attention has as many heads as queries."""
-    heads = (model.heads or 1) / tp if model.kv_rank else kv_heads_on_rank(model, tp)
-    return heads * sum(model.features)
-
-
-def _optimizer(job: Job, axes: Axes, held: Parameters) -> float:
-    """Return the seconds of clipping and Adam on the parameters whose state a rank has."""
-    own = held.shared + held.experts
-    if job.stage:
-        own = held.shared / axes.shards + held.experts / axes.expert_shards
-    return (_ADAM + _CLIPPED + job.number_bytes) * own / job.hardware.memory_rate
-
-
-def _copies(job: Job, axes: Axes, held: Parameters, gathers: int) -> float:
-    """Return the seconds in which FSDP2 copies weights out of the tensor that it gathers, and gradients into one to reduce.
-
-    Nothing computes meanwhile (torch's ``_fsdp_collectives.py``: ``split_with_sizes_copy`` and ``chunk_cat``).
-    """
-    if not job.is_torch or job.stage != WEIGHTS:
-        return 0.0
-    sharded = (held.shared if axes.shards > 1 else 0.0) + (held.experts if axes.expert_shards > 1 else 0.0)
-    return ((2 * gathers + 1) * job.number_bytes + _REDUCED) * sharded / job.hardware.memory_rate
-
-
-def _data_parallel(  # noqa: PLR0917  what it is computed from
-    job: Job, axes: Axes, share: Share, held: Parameters, work: dict[str, list[float]], gathers: int
-) -> float:
+def _data_parallel(job: Job, axes: Axes, share: Share, work: dict[str, list[float]], gathers: int) -> float:
     """Return the seconds of gathers of weights and reductions of gradients that do not hide.
 
     At stage 0 gradients are all-reduced. From stage 1 on they are reduced and weights gathered (the ZeRO paper, section 7), over
     dp_shard with cp, and for routed experts edp; what each rank has of the gradients is all-reduced over dp_replicate.
     """
     gathered = reduced = 0.0
-    groups = ((held.shared, axes.shards, axes.tp), (held.experts, axes.expert_shards, axes.etp * axes.ep))
-    for count, size, stride in groups:
+    shared, routed = share.parameters(job.model, axes)
+    for count, size, stride in (
+        (shared, axes.shards, axes.tp),
+        (routed, axes.expert_shards, axes.etp * axes.ep),
+    ):
         once = collective(job.hardware, _REDUCED * count, size, stride)
-        gathered += collective(job.hardware, job.number_bytes * count, size, stride) if job.stage else once
-        reduced += once + 2 * collective(
-            job.hardware, _REDUCED * count / size, axes.dp_replicate, size * stride
-        )
+        gathered += collective(job.hardware, _NUMBER * count, size, stride) if job.stage else once
+        copies = collective(job.hardware, _REDUCED * count / size, axes.dp_replicate, size * stride)
+        reduced += once + 2 * copies
     forward, backward = (sum(each) for each in zip(*work.values(), strict=True))
     # The first layer's weights, and the last layer's gradients, have nothing to hide behind.
     edge = 1 / max(1, share.dense + share.expert)
@@ -451,14 +461,14 @@ def _traffic(job: Job, axes: Axes, share: Share, tokens: float) -> dict[str, flo
       whole where it is not sharded over the sequence (Narayanan et al., SC 2021, section 4.1).
     """
     model, hardware, passes = job.model, job.hardware, 3 if job.checkpointing == "full" else 2
-    stream = tokens * (model.hidden or 0) * job.number_bytes
+    stream, layers = tokens * model.hidden * _NUMBER, share.dense + share.expert
     halves = 2 * share.dense + (2 if model.shared_experts else 1) * share.expert
     routed = stream / axes.tp * model.top_k * axes.etp
-    whole = tokens * _keys_and_values(model, axes.tp) * job.number_bytes * axes.cp
+    whole = tokens * _key_value_heads(model, axes.tp) * sum(model.features) * _NUMBER * axes.cp
     found = {
         "tp": 2 * passes * halves * collective(hardware, stream, axes.tp, 1),
         "etp": 2 * passes * share.expert * collective(hardware, routed, axes.etp, 1),
-        "cp": (passes + 1) * (share.dense + share.expert) * collective(hardware, whole, axes.cp, axes.tp),
+        "cp": (passes + 1) * layers * collective(hardware, whole, axes.cp, axes.tp),
         "ep": 0.0,
         "pp": 0.0,
     }

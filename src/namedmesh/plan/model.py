@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, fields
+import json
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from namedmesh.plan.spec import UsageError, read_json, size_problems
+from namedmesh.errors import UsageError
 
 # By field of a model its keys in config.json, of which the first that is there counts.
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size",),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("qk_nope_head_dim", "head_dim"),
     "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
-    "vocab": ("vocab_size",),
     "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
     "top_k": ("num_experts_per_tok", "top_k_experts"),
     "expert_ffn": ("moe_intermediate_size",),
@@ -32,39 +33,25 @@ _KEYS = {
 _NEEDED = ("layers", "hidden", "heads", "vocab")
 # Types of models whose head is the embedding unless they say otherwise, and whose feed-forward network is not gated.
 _TIED = {"bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "opt", "starcoder2"}
-_UNGATED = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2"}  # fmt: skip
-# Words in the names of keys that may change the number of parameters, and names with them that do not.
-_SHAPE = re.compile(r"layer|expert|head|dim|rank|size|freq|step|period|interval")
-_HARMLESS = {
-    "attention_chunk_size", "chunk_size_feed_forward", "ep_size", "max_window_layers", "n_head_kv", "num_return_sequences",
-    "qk_head_dim", "router_aux_loss_coef", "type_vocab_size",
-}  # fmt: skip
+_UNGATED = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi"}
+_UNGATED |= {"starcoder2"}
+# What a configuration says that the sizes of a model cannot, unless it says 1.
+_UNREAD = {
+    "vision_config": "only the text model is counted",
+    "decoder_sparse_step": "all layers are taken to have experts",
+    "moe_layer_freq": "all layers are taken to have experts",
+    "layer_types": "all layers are taken to be alike",
+}
+
+
+def knob(words: str, default: Any = 0, allowed: tuple[Any, ...] = ()) -> Any:
+    """Return a field of a dataclass, with what the help of its flag says, and the values that it may have if they are few."""
+    return field(default=default, metadata={"words": words, "allowed": allowed})
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a transformer; None is unknown, and what needs it is then left out.
-
-    Args:
-        layers: how many layers.
-        hidden: width of the residual stream.
-        heads: attention heads.
-        kv_heads: heads of keys and values; by default as many as heads.
-        head_dim: features of a head; by default ``hidden / heads``. With ``kv_rank``, those without rotary positions.
-        ffn: inner width of the feed-forward network of a dense layer, gated then; by default 4 x hidden, not gated.
-        vocab: entries of the vocabulary.
-        tied: whether the head is the embedding, as in GPT-2.
-        params: parameters in all, those of the experts included; by default what the sizes amount to.
-        experts: routed experts of a layer.
-        top_k: routed experts that a token goes to.
-        expert_ffn: inner width of an expert, which is gated; by default ``ffn``.
-        shared_experts: experts that every token goes to.
-        dense_layers: the first layers that have no experts.
-        expert_groups: into how many groups of experts a token goes at most; by default any number.
-        q_rank: with latent attention (MLA), the rank of the queries, if they have one.
-        kv_rank: the rank of keys and values: latent attention.
-        rope_dim: with latent attention, the features of a head that hold positions.
-        value_dim: with latent attention, the features of a value head.
+    """The sizes of a transformer; 0 is unknown, or none.
 
     Example:
         >>> llama = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
@@ -72,63 +59,48 @@ class Model:
         8030261248
     """
 
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    ffn: int | None = None
-    vocab: int | None = None
-    tied: bool = False
-    params: int | None = None
-    experts: int | None = None
-    top_k: int = 1
-    expert_ffn: int | None = None
-    shared_experts: int | None = None
-    dense_layers: int | None = None
-    expert_groups: int | None = None
-    q_rank: int | None = None
-    kv_rank: int | None = None
-    rope_dim: int | None = None
-    value_dim: int | None = None
+    layers: int = knob("how many layers")
+    hidden: int = knob("width of the residual stream")
+    heads: int = knob("attention heads")
+    kv_heads: int = knob("heads of keys and values, if fewer")
+    head_dim: int = knob(
+        "features of a head, if not hidden / heads; with kv_rank, those without rotary positions"
+    )
+    ffn: int = knob(
+        "inner width of a dense layer's gated network; without it, it is 4 x hidden and not gated"
+    )
+    vocab: int = knob("entries of the vocabulary")
+    tied: bool = knob("whether the head is the embedding, as in GPT-2", default=False)
+    experts: int = knob("routed experts of a layer")
+    top_k: int = knob("routed experts that a token goes to", 1)
+    expert_ffn: int = knob("inner width of an expert, which is gated, if not ffn")
+    shared_experts: int = knob("experts that every token goes to")
+    dense_layers: int = knob("the first layers that have no experts")
+    expert_groups: int = knob("into how many groups of experts a token goes at most, if not any number")
+    q_rank: int = knob("with latent attention (MLA), the rank of the queries, if they have one")
+    kv_rank: int = knob("the rank of keys and values: latent attention")
+    rope_dim: int = knob("with latent attention, the features of a head that hold positions")
+    value_dim: int = knob("with latent attention, the features of a value head")
 
     def problems(self) -> list[str]:
         """Return a sentence for each size that does not go with another."""
-        sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "tied"}
-        for name in ("shared_experts", "dense_layers"):  # these may be 0
-            sizes[name] = sizes[name] or None
-        problems = size_problems(sizes)
-        if problems:
-            return problems
-        if self.experts is not None and self.top_k > self.experts:
-            problems.append(
-                f"a token goes to {self.top_k} of {self.experts} experts; top_k is {self.experts} at most"
-            )
-        if (self.dense_layers or 0) > (self.layers or self.dense_layers or 0):
-            problems.append(
-                f"{self.dense_layers} of {self.layers} layers are dense; give {self.layers} at most"
-            )
-        if self.kv_rank is not None and None in {self.rope_dim, self.value_dim, self.head_dim}:
+        problems = [f"{name} is {size}; it is not below 0" for name, size in asdict(self).items() if size < 0]
+        if self.experts and self.top_k > self.experts:
+            problems.append(f"a token goes to {self.top_k} of {self.experts} experts; give fewer as top_k")
+        if self.layers and self.dense_layers > self.layers:
+            problems.append(f"{self.dense_layers} of {self.layers} layers are dense; give fewer dense_layers")
+        if self.kv_rank and not (self.head_dim and self.rope_dim and self.value_dim):
             problems.append("kv_rank is given: latent attention; give head_dim, rope_dim and value_dim too")
-        if self.heads and self.hidden and self.head_dim is None and self.hidden % self.heads:
+        if self.heads and not self.head_dim and self.hidden % self.heads:
             problems.append(
                 f"{self.hidden} hidden features do not divide by {self.heads} heads; give head_dim"
             )
-        if self.params is not None and self.body < 0:
-            problems.append(
-                f"the sizes have more than {self.params} parameters; give other sizes, or another number"
-            )
         return problems
-
-    @property
-    def gated(self) -> bool:
-        """Whether the feed-forward network is gated."""
-        return self.ffn is not None
 
     @cached_property
     def inner(self) -> int:
         """The inner width of the feed-forward network of a dense layer."""
-        return self.ffn or 4 * (self.hidden or 0)
+        return self.ffn or 4 * self.hidden
 
     @cached_property
     def expert_inner(self) -> int:
@@ -138,141 +110,92 @@ class Model:
     @cached_property
     def kv(self) -> int:
         """The heads of keys and values."""
-        return self.kv_heads or self.heads or 1
+        return self.kv_heads or self.heads
 
     @cached_property
     def features(self) -> tuple[int, int]:
         """The features of a head of queries and keys, and of a head of values and of the output."""
-        own = self.head_dim or (self.hidden or 0) // (self.heads or 1)
-        return own + (self.rope_dim or 0), own if self.value_dim is None else self.value_dim
-
-    @cached_property
-    def attention(self) -> int:
-        """The parameters of one attention layer."""
-        hidden, heads = self.hidden or 0, self.heads or 1
-        query, value = self.features
-        if self.kv_rank is None:
-            return hidden * (heads * (query + value) + self.kv * (query + value))
-        into = hidden * (self.kv_rank + (self.rope_dim or 0))
-        queries = hidden * heads * query if self.q_rank is None else self.q_rank * (hidden + heads * query)
-        keys_values = self.kv_rank * heads * (query - (self.rope_dim or 0) + value)
-        return into + queries + keys_values + heads * value * hidden
+        own = self.head_dim or self.hidden // self.heads
+        return own + self.rope_dim, self.value_dim or own
 
     @cached_property
     def expert_layers(self) -> int:
-        """How many layers have experts; without a number of layers, one stands for all."""
-        if not self.experts:
-            return 0
-        return 1 if self.layers is None else self.layers - (self.dense_layers or 0)
-
-    @cached_property
-    def of_experts(self) -> int:
-        """The parameters of all routed experts, as far as the sizes tell."""
-        return 3 * (self.hidden or 0) * self.expert_inner * (self.experts or 0) * self.expert_layers
+        """How many layers have experts."""
+        return self.layers - self.dense_layers if self.experts else 0
 
     @cached_property
     def embedding(self) -> int:
         """The parameters of the embedding, and of the head where it is another matrix."""
-        return (self.hidden or 0) * (self.vocab or 0)
-
-    @property
-    def ends(self) -> int:
-        """The parameters of embedding and head."""
-        return self.embedding * (1 if self.tied else 2)
+        return self.hidden * self.vocab
 
     @cached_property
-    def _sizes(self) -> tuple[int, int]:
-        """The parameters of a dense layer and of one with experts, without the routed ones, as the sizes have them."""
-        hidden = self.hidden or 0
-        around = self.attention + 2 * hidden
-        dense = around + (3 if self.gated else 2) * hidden * self.inner
-        shared = 3 * hidden * self.expert_inner * (self.shared_experts or 0)
-        return dense, around + shared + hidden * (self.experts or 0)
+    def layer(self) -> tuple[int, int, int]:
+        """The parameters of a dense layer, of one with experts without the routed ones, and of its routed experts."""
+        hidden, heads, (query, value) = self.hidden, self.heads, self.features
+        attention = hidden * (heads + self.kv) * (query + value)
+        if self.kv_rank:
+            queries = self.q_rank * (hidden + heads * query) if self.q_rank else hidden * heads * query
+            keys_and_values = self.kv_rank * (hidden + heads * (query - self.rope_dim + value))
+            attention = queries + keys_and_values + hidden * self.rope_dim + heads * value * hidden
+        around, one = attention + 2 * hidden, 3 * hidden * self.expert_inner
+        dense = around + (3 if self.ffn else 2) * hidden * self.inner
+        return dense, around + one * self.shared_experts + hidden * self.experts, one * self.experts
 
     @cached_property
     def total(self) -> int:
-        """The parameters in all: as given, or as the sizes have them."""
-        if self.params is not None:
-            return self.params
-        dense, expert = self._sizes
-        in_layers = dense * ((self.layers or 0) - self.expert_layers) + expert * self.expert_layers
-        return in_layers + self.of_experts + self.ends + (self.hidden or 0)
+        """The parameters in all."""
+        dense, expert, routed = self.layer
+        ends = self.embedding * (1 if self.tied else 2) + self.hidden
+        return dense * (self.layers - self.expert_layers) + (expert + routed) * self.expert_layers + ends
 
-    @cached_property
-    def body(self) -> int:
-        """The parameters outside of routed experts, embedding and head."""
-        return self.total - self.of_experts - self.ends
 
-    @cached_property
-    def layer(self) -> tuple[float, float, float]:
-        """The parameters of a dense layer, of one with experts without the routed ones, and of its routed experts.
-
-        If a total was given, the layers share what is left of it in the proportion of their sizes.
-        """
-        dense, expert = self._sizes if self.hidden else (1, 1)
-        layers = self.layers or 1
-        scale = self.body / (dense * (layers - self.expert_layers) + expert * self.expert_layers)
-        return dense * scale, expert * scale, self.of_experts / (self.expert_layers or 1)
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object from a file; a UsageError if it cannot be read."""
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
 
 
 def read_config(path: str) -> tuple[Model, list[str]]:
-    """Read a model's sizes from the ``config.json`` that Hugging Face's models have.
+    """Read a model's sizes from the ``config.json`` that Hugging Face's models have, and say what they cannot express.
 
     Args:
         path: the file, or the directory that has it.
 
-    Returns:
-        The model, and a sentence for each thing in the file that the sizes cannot express.
-
     Raises:
-        UsageError: the file cannot be read, or lacks a size that nothing can be said without.
+        UsageError: the file cannot be read, lacks a size that all estimates need, or has one that is no int.
     """
-    data = read_json(path if path.endswith(".json") else f"{path.rstrip('/')}/config.json")
-    notes = [
-        f"{key} is not read: only the text model is counted" for key in data if key.endswith("vision_config")
-    ]
-    if isinstance(data.get("text_config"), dict):
-        data = data["text_config"]
-    kind = str(data.get("model_type", ""))
-    sizes, problems = _sizes(data)
-    if problems:
-        raise UsageError(*(f"{path}: {problem}" for problem in problems))
+    whole = read_json(path if path.endswith(".json") else Path(path, "config.json"))
+    data, notes = {**whole, **whole.get("text_config", {})}, []
+    for key, words in _UNREAD.items():
+        value = data.get(key)
+        kinds = len(set(value)) if isinstance(value, list) else value
+        if kinds is not None and kinds != 1:
+            notes.append(f"{key} is not read: {words}")
+    sizes = _sizes(path, data)
+    kind = data.get("model_type", "")
     if data.get("multi_query") and not data.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
         sizes["kv_heads"] = 1
-    if kind in _UNGATED:
-        inner = sizes.pop("ffn", None)
-        if inner not in {None, 4 * sizes["hidden"]}:
-            notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
-    elif "ffn" not in sizes and "expert_ffn" not in sizes:
+    inner = sizes.pop("ffn", 0) if kind in _UNGATED else 0
+    if inner not in {0, 4 * sizes["hidden"]}:
+        notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
+    if kind not in _UNGATED and "ffn" not in sizes and "expert_ffn" not in sizes:
         notes.append("no width of the feed-forward network: 4 x hidden, not gated, is taken")
-    unread = [key for key, value in data.items() if _may_matter(key, value)]
-    if unread:
-        notes.append(f"{', '.join(unread)} may change the sizes and cannot be read; give --params if they do")
     return Model(**sizes, tied=bool(data.get("tie_word_embeddings", kind in _TIED))), notes
 
 
-def _sizes(data: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes, and a sentence for each that is missing or no int."""
+def _sizes(path: str, data: dict[str, Any]) -> dict[str, int]:
     sizes, problems = dict[str, int](), []
     for name, keys in _KEYS.items():
-        key = next((key for key in keys if data.get(key) is not None), None)
-        if key is not None and type(data[key]) is int:
-            sizes[name] = data[key]
-        elif key is not None:
-            problems.append(f"{key} is {data[key]!r}; it is an int")
+        key = next((key for key in keys if data.get(key) is not None), keys[0])
+        value = data.get(key)
+        if type(value) is int:
+            sizes[name] = value
+        elif value is not None:
+            problems.append(f"{path}: {key} is {value!r}; it is an int")
         elif name in _NEEDED:
-            problems.append(
-                f"there is no {' or '.join(keys)}; add it, or give --{name} and the other sizes by flags"
-            )
-    return sizes, problems
-
-
-def _may_matter(key: str, value: object) -> bool:
-    """Return whether a key may say something about the sizes that a model cannot."""
-    if key == "layer_types" and isinstance(value, list):
-        return len(set(value)) > 1
-    if key in {"moe_layer_freq", "decoder_sparse_step"}:  # then experts are in some layers only
-        return value is not None and value != 1
-    if key in _HARMLESS or any(key in keys for keys in _KEYS.values()):
-        return False
-    return type(value) is int and value > 0 and _SHAPE.search(key) is not None
+            problems.append(f"{path}: there is no {' or '.join(keys)}; add it")
+    if problems:
+        raise UsageError(*problems)
+    return sizes

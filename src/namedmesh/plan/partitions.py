@@ -1,34 +1,52 @@
-"""Every layout of a world, with the policies under which it is fastest; which of them fit, why one is faster."""
+"""Every layout of a world, with the policies under which it is fastest; which fit, why one is faster; ``namedmesh partitions``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import sys
+from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from math import isqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from namedmesh.errors import LayoutError
-from namedmesh.plan.cost import Memory, Step, estimate_memory, estimate_step
-from namedmesh.plan.job import Axes, Job
-from namedmesh.plan.spec import size_problems
+from namedmesh.errors import LayoutError, UsageError, count_of
+from namedmesh.plan.cost import Axes, Job, Memory, Step, estimate_memory, estimate_step
+from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
+from namedmesh.plan.hardware import hardware_names, load_hardware
+from namedmesh.plan.model import Model, read_config
 from namedmesh.sizes import SharedHeads
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 MARGIN = 0.08
 """The part of a GPU's memory that stays free by default, for CUDA, NCCL and what the estimate does not know."""
-_MOST = 10**7  # beyond, there may be millions of them
+_MOST = 10**7  # ranks; beyond, there may be millions of layouts
 # What a user would try by hand; a later policy costs more time, and needs less memory.
 _MICRO_BATCHES, _STAGES, _CHECKPOINTING = (1, 2, 4), (1, 2, 3), ("none", "selective", "full")
 _REPLICAS = 2  # sizes of dp_replicate that are tried beside 1: those with most of the sharding in fast links
 _LEAST = 0.005  # the part of the whole from which on a difference is named
+_NEAREST = 3  # partitions that are shown where none fits
+_COLUMNS = (*Axes._fields, "mb", "stage", "again", "GB", "tokens/s", "time goes to", "ruled out")
+_WORDS = """\
+what is printed: a line for each layout, with the policies under which it is fastest.
+  mb, stage, again    micro-batch, ZeRO's stage and checkpointing: as given, else the best that was found
+  GB                  that the fullest rank needs: weights, gradients and optimizer as ZeRO divides them; gathered, what FSDP holds
+                      whole (embedding and head; in pipelines all weights and their gradients); activations; loss, copies of the
+                      logits; backward, what one layer needs on top
+  tokens/s            of the whole job
+  time goes to        parts of a step: matmul, attention; elementwise, kernels that the memory bounds (norms, gates, copies); bubble,
+                      where pipeline ranks wait for the first and the last micro-batch; optimizer; an axis, as far as its
+                      communication does not run beside computation
+  ruled out           why a layout cannot be trained, by its sizes, by its trainer, or by memory
+Estimates are sums of published formulas; benchmarks/published.py compares them with published runs."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One layout of a world, and the policies that go with it; what follows is computed when it is asked for.
+    """One layout of a world, and the policies that go with it; the size of an axis is an attribute too, such as ``tp``.
 
     Args:
         axes: the size of each axis.
@@ -38,15 +56,14 @@ class Partition:
     """
 
     axes: Axes
-    job: Job = field(default_factory=Job, repr=False)
-    limit: float = field(default=0.0, repr=False)
-    mismatches: tuple[str, ...] = field(default=(), repr=False)
+    job: Job
+    limit: float = 0.0
+    mismatches: tuple[str, ...] = ()
 
-    def __getattr__(self, name: str) -> int:
+    def __getattr__(self, name: str) -> Any:
         if name not in Axes._fields:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        size: int = getattr(self.axes, name)
-        return size
+        return getattr(self.axes, name)
 
     @property
     def fits(self) -> bool:
@@ -54,14 +71,9 @@ class Partition:
         return not self.reasons
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each axis; dp_replicate is a part of dp."""
-        return self.axes._asdict()
-
-    @property
     def words(self) -> str:
         """The sizes above 1, as a spec."""
-        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "dp=1"
+        return ",".join(f"{axis}={size}" for axis, size in self.axes._asdict().items() if size > 1) or "dp=1"
 
     @property
     def policies(self) -> str:
@@ -84,31 +96,26 @@ class Partition:
     @cached_property
     def reasons(self) -> tuple[str, ...]:
         """Why it is ruled out: sizes and trainers, or else the memory."""
-        if self.mismatches or self.memory is None or self.memory.total <= self.limit:
+        if self.memory is None or self.memory.total <= self.limit:
             return self.mismatches
-        needed = self.memory.total / 1e9
-        return (f"needs {needed:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",)
+        return (
+            f"needs {self.memory.total / 1e9:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",
+        )
 
     @cached_property
     def memory(self) -> Memory | None:
-        """The bytes of the fullest rank; None if the number of parameters is not known, or sizes rule it out."""
-        if self.mismatches or not self.job.model.total:
-            return None
-        return estimate_memory(self.job, self.sizes)
+        """The bytes of the fullest rank; None if a size is missing, or sizes rule it out."""
+        return None if self.mismatches or self.job.missing else estimate_memory(self.job, self.axes)
 
     @cached_property
     def step(self) -> Step | None:
-        """The seconds of a step, and what a rank sends in it; None if a size is missing, or sizes rule it out."""
-        if self.mismatches or self.job.missing:
-            return None
-        return estimate_step(self.job, self.sizes)
+        """The seconds of a step; None if a size is missing, or sizes rule it out."""
+        return None if self.mismatches or self.job.missing else estimate_step(self.job, self.axes)
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of the whole job in a second; 0 if sizes are not known."""
-        if self.step is None:
-            return 0.0
-        return (self.job.global_batch or 0) * (self.job.seq or 0) / self.step.total
+        return 0.0 if self.step is None else self.job.global_batch * self.job.seq / self.step.total
 
 
 def list_partitions(
@@ -134,9 +141,6 @@ def list_partitions(
     Returns:
         The partitions by tp, cp, pp, ep and etp, those that are ruled out included.
 
-    Raises:
-        LayoutError: a world of less than one rank, or a job that does not go together.
-
     Example:
         >>> [(p.tp, p.pp, p.dp) for p in list_partitions(4) if p.cp == 1]
         [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
@@ -145,9 +149,9 @@ def list_partitions(
         [('32 heads do not divide by tp=3',)]
     """
     job = job or Job()
-    problems = size_problems({"world_size": world_size, "dp_replicate": dp_replicate}) + job.problems()
-    if world_size > _MOST:
-        problems.append(f"world_size is {world_size}; partitions are listed for {_MOST} ranks at most")
+    problems = job.problems()
+    if not 1 <= world_size <= _MOST:
+        problems.append(f"world_size is {world_size}; partitions are listed for 1 to {_MOST} ranks")
     if not 0 <= margin < 1:
         problems.append(f"margin is {margin}; it is the part of the memory that stays free, such as 0.08")
     if problems:
@@ -158,60 +162,46 @@ def list_partitions(
     return tuple(_best_of(axes, jobs, limit, dp_replicate) for axes in _all_axes(world_size, job))
 
 
-def _jobs(job: Job) -> Iterator[Job]:
-    """Yield the job with every combination of what it leaves open."""
-    micro_batches = _MICRO_BATCHES if job.micro_batch is None else (job.micro_batch,)
-    stages = _STAGES if job.stage is None else (job.stage,)
-    policies = _CHECKPOINTING if job.checkpointing is None else (job.checkpointing,)
-    if not job.model.total or job.missing:  # nothing to compare by
-        yield job.settled
+def _jobs(job: Job) -> Iterator[list[Job]]:
+    """Yield for each micro-batch the job with every other policy that it leaves open; without sizes there is nothing to compare by."""
+    if job.missing:
+        yield [job]
         return
-    for micro_batch, policy, stage in product(micro_batches, policies, stages):
-        yield replace(job, micro_batch=micro_batch, stage=stage, checkpointing=policy)
+    stages = _STAGES if job.stage is None else (job.stage,)
+    checkpointing = _CHECKPOINTING if job.checkpointing is None else (job.checkpointing,)
+    for micro_batch in _MICRO_BATCHES if job.micro_batch is None else (job.micro_batch,):
+        yield [
+            replace(job, micro_batch=micro_batch, stage=stage, checkpointing=policy)
+            for policy, stage in product(checkpointing, stages)
+        ]
 
 
-def _best_of(axes: Axes, jobs: list[Job], limit: float, dp_replicate: int | None) -> Partition:
-    """Return a layout with the policies under which it is fastest, or else those that come nearest to fitting.
-
-    Jobs with more checkpointing, and of these such with a higher stage, follow those that are faster and need more memory.
-    """
+def _best_of(axes: Axes, jobs: list[list[Job]], limit: float, dp_replicate: int | None) -> Partition:
+    """Return a layout with the policies under which it is fastest, or else those that come nearest to fitting."""
     fitting, others = list[Partition](), list[Partition]()
-    for copies in _replicas(axes, jobs[0]) if dp_replicate is None else [dp_replicate]:
-        lowest = dict[int | None, int]()  # the lowest stage that fits, by micro-batch; -1 where none can
-        for job in jobs:
-            if (job.stage or 0) >= lowest.get(job.micro_batch, len(_STAGES) + 1):
-                continue
-            one = Partition(axes._replace(dp_replicate=copies), job, limit, _mismatches(axes, job, copies))
-            if one.fits or one.mismatches:  # which no stage and no checkpointing changes
-                lowest[job.micro_batch] = -1 if one.mismatches else job.stage or 0
-            (fitting if one.fits else others).append(one)
+    for copies in [dp_replicate] if dp_replicate else _replicas(axes, jobs[0][0]):
+        copied = axes._replace(dp_replicate=copies)
+        for policies in jobs:
+            mismatches = tuple(incompatibilities(policies[0], copied))
+            lowest = len(_STAGES) + 1  # stage that fits
+            for job in policies[:1] if mismatches else policies:
+                # With more checkpointing, this stage and higher ones are slower than what fits already.
+                if (job.stage or 0) < lowest:
+                    one = Partition(copied, job, limit, mismatches)
+                    lowest = (job.stage or 0) if one.fits else lowest
+                    (fitting if one.fits else others).append(one)
     if fitting:
         return max(fitting, key=lambda one: one.tokens_per_second)
     return min(others, key=lambda one: float("inf") if one.memory is None else one.memory.total)
-
-
-def _mismatches(axes: Axes, job: Job, copies: int) -> tuple[str, ...]:
-    if axes.dp % copies or axes.edp % copies:
-        return (f"dp={axes.dp} does not divide by dp_replicate={copies}",)
-    key = ("mismatches", axes)
-    if key not in job.known:
-        job.known[key] = tuple(incompatibilities(job, axes))
-    found: tuple[str, ...] = job.known[key]
-    return found
 
 
 def _replicas(axes: Axes, job: Job) -> list[int]:
     """Return 1, and the largest dp_replicate whose shards fill whole domains of fast links."""
     if job.missing or axes.world <= job.hardware.domain:
         return [1]
-    whole = [
-        copies
-        for copies in _divisors(axes.dp)
-        if copies > 1
-        and axes.world // axes.pp // copies % job.hardware.domain == 0
-        and axes.edp % copies == 0
-    ]
-    return [1, *whole[-_REPLICAS:]]
+    stage = axes.world // axes.pp
+    divide = (copies for copies in _divisors(axes.dp)[1:] if axes.edp % copies == 0)
+    return [1, *[copies for copies in divide if stage // copies % job.hardware.domain == 0][-_REPLICAS:]]
 
 
 def _divisors(number: int) -> list[int]:
@@ -224,52 +214,63 @@ def _all_axes(world_size: int, job: Job) -> Iterator[Axes]:
         for cp in _divisors(world_size // tp):
             left = world_size // tp // cp
             for pp in _divisors(left):
-                if not job.model.experts:
-                    yield Axes(tp, cp, pp, left // pp)
-                    continue
-                for ep in _divisors(world_size // pp):
-                    for etp in sorted({1, tp}):
+                for ep in _divisors(world_size // pp) if job.model.experts else [1]:
+                    for etp in sorted({1, tp}) if job.model.experts else [1]:
                         if world_size // pp % (ep * etp) == 0:
                             yield Axes(tp, cp, pp, left // pp, ep=ep, etp=etp)
 
 
 def incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
     """Yield a sentence for each size of a job that does not go with an axis, and for what a trainer refuses."""
-    model, tp, pp, cp, dp = job.model, axes.tp, axes.pp, axes.cp, axes.dp
-    # Each context-parallel rank takes a chunk from either end, so that causal attention is balanced.
+    model, (tp, cp, pp, dp, copies, ep, etp) = job.model, axes
     widths = [
-        ("heads", model.heads, "tp", tp), ("hidden features", model.hidden, "tp", tp),
-        ("vocabulary entries", model.vocab, "tp", tp), ("experts", model.experts, "ep", axes.ep),
-        ("features of an expert", model.expert_inner if model.experts else None, "etp", axes.etp),
-        ("tokens of a sequence", job.seq, "2 x cp", 2 * cp if cp > 1 else 1),
-    ]  # fmt: skip
-    if not model.experts or model.dense_layers:
-        widths.insert(2, ("features of the feed-forward network", model.ffn, "tp", tp))
+        ("heads", model.heads, "tp", tp),
+        ("hidden features", model.hidden, "tp", tp),
+        (
+            "features of the feed-forward network",
+            0 if model.experts and not model.dense_layers else model.ffn,
+            "tp",
+            tp,
+        ),
+        ("vocabulary entries", model.vocab, "tp", tp),
+        ("experts", model.experts, "ep", ep),
+        ("features of an expert", model.expert_inner if model.experts else 0, "etp", etp),
+    ]
     for what, count, axis, size in widths:
-        if count is not None and count % size:
-            yield f"{count} {what} do not divide by {axis}={size // 2 if axis == '2 x cp' else size}"
-    kv_heads = model.kv_heads if model.kv_rank is None else None
-    if kv_heads and kv_heads % tp and not SharedHeads(model.heads or kv_heads, kv_heads, tp).possible:
+        if count % size:
+            yield f"{count} {what} do not divide by {axis}={size}"
+    if cp > 1 and job.seq % (
+        2 * cp
+    ):  # each rank takes a chunk from either end, so that causal attention is balanced
+        yield f"{job.seq} tokens of a sequence do not divide by 2 x cp={cp}"
+    kv_heads = 0 if model.kv_rank else model.kv_heads
+    if kv_heads % tp and not SharedHeads(model.heads or kv_heads, kv_heads, tp).possible:
         yield f"{kv_heads} key and value heads can neither be divided nor shared by tp={tp}"
     stages = pp * job.stages_per_rank
-    if model.layers is not None and model.layers < stages:
+    if 0 < model.layers < stages:
         yield f"{model.layers} layers cannot fill {stages} stages"
-    if job.global_batch is None:
-        return
-    micro_batches = job.micro_batches(dp)
-    if micro_batches is None:
-        yield f"a global batch of {job.global_batch} does not divide by dp={dp} x micro-batches of {job.micro_batch}"
-    elif job.is_torch and micro_batches < pp:
-        yield f"{micro_batches} micro-batches are fewer than the {pp} stages, which torch's 1F1B refuses"
-    elif job.stages_per_rank > 1 and pp > 1 and micro_batches % pp and not job.is_torch:
-        yield f"{micro_batches} micro-batches do not divide by pp={pp}, as Megatron's interleaved schedule needs"
+    if dp % copies or axes.edp % copies:
+        yield f"dp={dp} does not divide by dp_replicate={copies}"
+    if job.global_batch:
+        yield from _refusals(job, axes)
+
+
+def _refusals(job: Job, axes: Axes) -> Iterator[str]:
+    """Yield why a trainer refuses the number of micro-batches."""
+    count, pp = job.micro_batches(axes.dp), axes.pp
+    if not count:
+        yield f"a global batch of {job.global_batch} does not divide by dp={axes.dp} x micro-batches of {job.micro_batch}"
+    elif job.is_torch and count < pp:
+        yield f"{count} micro-batches are fewer than the {pp} stages, which torch's 1F1B refuses"
+    elif job.stages_per_rank > 1 and count % pp and not job.is_torch:
+        yield f"{count} micro-batches do not divide by pp={pp}, as Megatron's interleaved schedule needs"
 
 
 def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partition, ...]:
     """Return the partitions that fit with the most tokens in a second, the best first.
 
     Raises:
-        LayoutError: a count below 1, or sizes that the estimate needs are not known.
+        LayoutError: sizes that the estimate needs are not known.
 
     Example:
         >>> from namedmesh.plan import Model
@@ -278,22 +279,18 @@ def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partit
         >>> best.words, best.policies
         ('cp=2,dp=8', 'micro-batch 1, stage 1, checkpointing none')
     """
-    listed = list(partitions)
-    problems = size_problems({"the number of partitions": count})
-    missing = listed[0].job.missing if listed else []
-    if missing:
-        problems.append(f"a ranking needs {', '.join(missing)}; give {'them' if missing[1:] else 'it'} too")
-    if problems:
-        raise LayoutError(*problems)
-    fitting = [partition for partition in listed if partition.fits]
-    return tuple(sorted(fitting, key=lambda partition: -partition.tokens_per_second)[:count])
+    fitting = [one for one in partitions if one.fits]
+    for one in fitting[:1]:
+        if one.job.missing:
+            raise LayoutError(f"a ranking needs {', '.join(one.job.missing)}; give them too")
+    return tuple(sorted(fitting, key=lambda one: -one.tokens_per_second)[:count])
 
 
 def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) -> Partition:
     """Return the partition with these sizes; other axes have size 1, dp is whatever is left. A LayoutError if there is none."""
+    wanted = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, **sizes}
     for one in partitions:
-        wanted = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, **sizes}
-        if all(one.sizes.get(axis) == size for axis, size in wanted.items() if size != -1):
+        if wanted.items() <= one.axes._asdict().items():
             return one
     given = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     raise LayoutError(
@@ -305,36 +302,144 @@ def explain(first: Partition, second: Partition) -> str:
     """Return which of two partitions is faster, and the seconds and the gigabytes that differ, the largest difference first.
 
     Raises:
-        LayoutError: sizes that the seconds need are not known, or a partition has no step to time.
+        LayoutError: sizes that the seconds need are not known, or rule out a partition.
     """
-    for one in (first, second):
-        if one.step is None:
-            missing = one.job.missing
-            why = f"the seconds of a step need {', '.join(missing)}" if missing else "; ".join(one.reasons)
-            raise LayoutError(f"{one.words} has no step to explain: {why}")
-    first, second = sorted((first, second), key=lambda one: one.step.total if one.step else 0.0)
-    ours, theirs = (one.step.seconds if one.step else {} for one in (first, second))
-    fast, slow = sum(ours.values()), sum(theirs.values())
-    words = f"{first.words} ({first.policies}) is faster than {second.words} ({second.policies})"
-    lines = [f"{words}: {fast:.3g} s a step against {slow:.3g} s, {1 - fast / slow:.1%} less"]
-    lines += _differences(ours, theirs, fast, "s")
-    if first.memory is not None and second.memory is not None:
-        needed, other = first.memory.total / 1e9, second.memory.total / 1e9
-        lines.append(f"it needs {needed:.3g} GB a GPU against {other:.3g} GB")
-        ours, theirs = (
-            {part: size / 1e9 for part, size in vars(one.memory).items()} for one in (first, second)
-        )
-        lines += _differences(ours, theirs, needed, "GB")
-    lines += [f"{one.words} is ruled out: {'; '.join(one.reasons)}" for one in (first, second) if one.reasons]
+    one, other = sorted((first, second), key=lambda each: -each.tokens_per_second)
+    seconds, gigabytes = zip(_costs(one), _costs(other), strict=True)
+    ours, theirs = (sum(each.values()) for each in seconds)
+    needed, needs = (sum(each.values()) for each in gigabytes)
+    words = f"{one.words} ({one.policies}) is faster than {other.words} ({other.policies})"
+    lines = [f"{words}: {ours:.3g} s a step against {theirs:.3g} s, {1 - ours / theirs:.1%} less"]
+    lines += _differences(*seconds, "s")
+    lines.append(f"it needs {needed:.3g} GB a GPU against {needs:.3g} GB")
+    lines += _differences(*gigabytes, "GB")
+    lines += [f"{each.words} is ruled out: {each.reasons[0]}" for each in (one, other) if each.reasons]
     return "\n".join(lines)
 
 
-def _differences(ours: dict[str, float], theirs: dict[str, float], whole: float, unit: str) -> list[str]:
-    pairs = {part: (ours.get(part, 0.0), theirs.get(part, 0.0)) for part in (*ours, *theirs)}
-    largest = sorted(pairs, key=lambda part: -abs(pairs[part][0] - pairs[part][1]))
+def _costs(one: Partition) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds and the gigabytes of a partition by part."""
+    if one.step is None or one.memory is None:
+        why = "; ".join(one.mismatches) or f"the seconds of a step need {', '.join(one.job.missing)}"
+        raise LayoutError(f"{one.words} has no step to explain: {why}")
+    return one.step.seconds, {part: size / 1e9 for part, size in one.memory._asdict().items()}
+
+
+def _differences(ours: dict[str, float], theirs: dict[str, float], unit: str) -> list[str]:
     lines = []
-    for part in largest:
-        own, other = pairs[part]
-        if abs(own - other) >= _LEAST * whole:
-            lines.append(f"  {part}: {own:.3g} {unit} against {other:.3g} {unit}")
-    return lines
+    for part in {**ours, **theirs}:
+        own, other = ours.get(part, 0.0), theirs.get(part, 0.0)
+        if abs(own - other) >= _LEAST * sum(ours.values()):
+            lines.append((-abs(own - other), f"  {part}: {own:.3g} {unit} against {other:.3g} {unit}"))
+    return [line for _, line in sorted(lines)]
+
+
+def _configure(parser: ArgumentParser) -> None:
+    """Declare the flags of ``namedmesh partitions``: a flag for each size of the model, and for each knob of the job."""
+    parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, _WORDS
+    parser.add_argument("--world-size", type=int, metavar="N", required=True, help="how many ranks there are")
+    text = "Hugging Face's config.json of the model, or its directory; flags override it"
+    parser.add_argument("--config", metavar="FILE", help=text)
+    for title, kind in (
+        ("the model", Model),
+        ("how it is trained; the best is searched where nothing is said", Job),
+    ):
+        group = parser.add_argument_group(title)
+        for one in fields(kind):
+            flag, words, allowed = (
+                f"--{one.name.replace('_', '-')}",
+                one.metadata.get("words"),
+                one.metadata.get("allowed"),
+            )
+            if words and isinstance(one.default, bool):
+                group.add_argument(flag, action=BooleanOptionalAction, help=words)
+            elif words and allowed:
+                group.add_argument(flag, type=type(allowed[0]), choices=allowed, help=words)
+            elif words:
+                group.add_argument(flag, type=int, metavar="N", help=words)
+    group = parser.add_argument_group("on what, and what is shown")
+    text = f"{', '.join(hardware_names())}, or a file.json with the fields of a card (default: %(default)s)"
+    group.add_argument("--hardware", default="h100", metavar="NAME", help=text)
+    text = "consecutive ranks on one node, if not the hardware's"
+    group.add_argument("--gpus-per-node", type=positive, metavar="N", help=text)
+    text = "copies of a sharded model: HSDP (default: the best of some)"
+    group.add_argument("--dp-replicate", type=positive, metavar="N", help=text)
+    group.add_argument("--memory", type=float, metavar="GB", help="of a GPU, if not the hardware's")
+    text = "the part of the memory that stays free (default: %(default)s)"
+    group.add_argument("--margin", type=float, default=MARGIN, help=text)
+    text = "only the N that fit and have the most tokens a second"
+    group.add_argument("--best", type=positive, metavar="N", help=text)
+    text = "why one of two layouts, such as tp=8,dp=4, is faster: the seconds and gigabytes that differ (default: the first two)"
+    group.add_argument("--explain", nargs="*", metavar="SIZES", help=text)
+
+
+def _run(arguments: Namespace) -> int:
+    """Print the partitions that the arguments ask for; the status is 3 if nothing fits."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    model, notes = read_config(given["config"]) if "config" in given else (Model(), [])
+    model = replace(model, **{one.name: given[one.name] for one in fields(Model) if one.name in given})
+    hardware = load_hardware(given.pop("hardware"))
+    if "gpus_per_node" in given:
+        hardware = hardware.with_node(given["gpus_per_node"])
+    job = Job(model, hardware, **{one.name: given[one.name] for one in fields(Job) if one.name in given})
+    memory = arguments.memory and arguments.memory * 1e9
+    more = {"memory": memory, "margin": arguments.margin, "dp_replicate": arguments.dp_replicate}
+    partitions = list_partitions(arguments.world_size, job, **more)
+    fitting = [one for one in partitions if one.fits]
+    head = (
+        f"{count_of(len(partitions), 'layout')} of {arguments.world_size} ranks, {len(fitting)} of them fit"
+    )
+    listed: Sequence[Partition] = partitions
+    if not job.missing:
+        limit = f"{partitions[0].limit / 1e9:.4g} GB of {job.hardware.name}"
+        head += f" {limit} ({arguments.margin:.0%} of it stay free)"
+    if arguments.best is not None:
+        listed = best_partitions(partitions, arguments.best)
+    parts = ["\n".join([head, *(f"{arguments.config}: {note}" for note in notes)])]
+    if not fitting:
+        parts.append("nothing fits; the nearest, with the policies that need the least memory:")
+        near = [(one.memory.total, one) for one in partitions if one.memory is not None]
+        listed = [one for _, one in sorted(near, key=lambda each: each[0])][: arguments.best or _NEAREST]
+    if listed:
+        parts.append(_table(listed))
+    if arguments.explain:
+        if len(arguments.explain) != 2:  # noqa: PLR2004  two are compared
+            raise UsageError(
+                f"--explain was given {arguments.explain}; give two layouts, or none for the first two"
+            )
+        parts.append(
+            explain(*(find_partition(partitions, parse_spec(text)[1]) for text in arguments.explain))
+        )
+    elif arguments.explain is not None and len(fitting) > 1:
+        parts.append(explain(*best_partitions(partitions, 2)))
+    if fitting and not job.missing:
+        best = best_partitions(partitions, 1)[0]
+        parts.append(f"The fastest, with {best.policies}:\n  {best.call}")
+    sys.stdout.write("\n\n".join(parts) + "\n")
+    return 0 if fitting else STATUS
+
+
+def _table(partitions: Sequence[Partition]) -> str:
+    """Write a row for each partition, without columns that have nothing in any of them."""
+    rows = []
+    for one in partitions:
+        row: dict[str, Any] = dict(zip(Axes._fields, one.axes, strict=True))
+        if one.dp_replicate == 1:
+            del row["dp_replicate"]
+        if not one.job.model.experts:
+            del row["ep"], row["etp"]
+        if one.step is not None and one.memory is not None:
+            row |= {"mb": one.job.micro_batch, "stage": one.job.stage, "again": one.job.checkpointing}
+            row |= {"GB": round(one.memory.total / 1e9, 1), "tokens/s": round(one.tokens_per_second)}
+            most = list(one.step.seconds.items())[:4]
+            row["time goes to"] = ", ".join(
+                f"{part} {seconds / one.step.total:.0%}" for part, seconds in most
+            )
+        rows.append(row | {"ruled out": "; ".join(one.reasons)})
+    columns = [name for name in _COLUMNS if any(row.get(name, "") != "" for row in rows)]
+    return as_text(columns, [[row.get(name, "") for name in columns] for row in rows])
+
+
+_SUMMARY = "every layout of a world, with the policies under which it is fastest; the exit status is 3 if nothing fits"
+COMMANDS = {"partitions": (_SUMMARY, _configure, _run)}
+"""The summary of the command, the function that declares its arguments, and the one that runs it."""

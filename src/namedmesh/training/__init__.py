@@ -1,32 +1,26 @@
 """What every training job needs beside a mesh: few functions over torch, each usable alone."""
 
 from namedmesh.training.checkpoint_files import latest
-from namedmesh.training.checkpoints import Checkpoints, checkpoint_info, load, save
+from namedmesh.training.checkpoints import Checkpoints, load, save, to_pretrained
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import (
     check_same_batch,
     count_tokens,
-    data_axes,
     fsdp_mesh,
     mean_loss,
     sampler_kwargs,
     token_mean,
 )
-from namedmesh.training.initialization import init_parameters
-from namedmesh.training.pipelines import pipeline
-from namedmesh.training.pretrained import to_pretrained
-from namedmesh.training.seeds import data_generator, seed_all, streams
-from namedmesh.training.stages import stage_indices, stage_layers, tie_stages
+from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers, tie_stages
+from namedmesh.training.seeds import data_generator, init_parameters, seed_all, streams
 
 __all__ = [
     "Checkpoints",
     "check_same_batch",
-    "checkpoint_info",
     "clip_grad_norm_",
     "context_attention",
     "count_tokens",
-    "data_axes",
     "data_generator",
     "fsdp_mesh",
     "init_parameters",

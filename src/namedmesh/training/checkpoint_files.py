@@ -19,24 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from namedmesh._torch import check_archive
 from namedmesh.errors import CheckpointError, listing
+from namedmesh.training.checkpoint_ranks import DamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.checkpoint.planner import LoadPlan
-
 ABOUT = "namedmesh.pt"  # names the directory of tensors beside it; put in its place last, and at once
-_SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 _APPEARS_WITHIN = 10.0  # some network file systems show a directory on other hosts after a while only
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint is not as it was written."""
 
 
 class Writer(dcp.FileSystemWriter):
@@ -46,23 +38,10 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(target)
         self.target, self.about, self._finished = target, about, finished
         self.made = False  # the directory, by this rank
-        self.failed: Exception | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return copies for the background; DCP's own copying takes a DTensor's gradient along, and fails at FSDP2's."""
-        try:
-            return self._copies(state_dict)
-        except Exception as error:  # noqa: BLE001  the planner tells it on every rank
-            self.failed = error
-            return {}
-
-    @staticmethod
-    @torch.no_grad()
-    def _copies(values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: each.to("cpu", copy=True) if isinstance(each, Tensor) else each
-            for name, each in values.items()
-        }
+        """Copy nothing: what is given has been copied; DCP would take a DTensor's gradient along, and fails at FSDP2's."""
+        return state_dict
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Make nothing: the first rank does."""
@@ -86,7 +65,10 @@ class Writer(dcp.FileSystemWriter):
         deadline = time.monotonic() + _APPEARS_WITHIN
         while not data.is_dir():
             if time.monotonic() > deadline:
-                raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
+                raise CheckpointError(
+                    f"{self.target} is another directory than on rank 0; give a path on a file system that all hosts share, such as "
+                    "NFS or Lustre"
+                )
             time.sleep(0.1)
         return super().write_data(plan, planner)
 
@@ -95,11 +77,6 @@ class Writer(dcp.FileSystemWriter):
         super().finish(metadata, results)
         data = self.target / self.about["data"]
         sizes = {each.name: each.stat().st_size for each in data.iterdir()}
-        for each in (item.storage_data for one in results for item in one):
-            if sizes.get(each.relative_path, 0) < each.offset + each.length:
-                raise CheckpointError(
-                    f"{each.relative_path} of {self.target} was written, and is not there on rank 0; {_SHARE}"
-                )
         orders = [about["order"] for _, about in in_order(self.target.parent) if "error" not in about]
         written = zlib.crc32((data / ".metadata").read_bytes())
         self.about |= {"files": sizes, "metadata": written, "order": max(orders, default=0) + 1}
@@ -134,11 +111,11 @@ class _Metadata(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's, but no code that a file names is run, and what is not as it was written is refused before anything is read."""
+    """DCP's, but it runs no code that a file names, and refuses what is not as it was written."""
 
-    def __init__(self, path: Path, about: dict[str, Any], rank: int = 0, size: int = 1) -> None:
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
         super().__init__(path / about["data"])
-        self._where, self._share = path, slice(rank, None, size)
+        self._where = path
 
     def read_metadata(self) -> dcp.Metadata:
         """Return what DCP says about the tensors."""
@@ -147,20 +124,29 @@ class Reader(dcp.FileSystemReader):
         metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
         return metadata
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check this rank's share of the checkpoint: torch writes a checksum beside each tensor, and does not read it itself."""
-        places = sorted((each.relative_path, each.offset, each.length) for each in self.storage_data.values())
-        name = ""
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+        """Read this rank's part; each byte once, as it is checked."""
+        for item in plan.items:
+            self._read(item, planner)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: Any, planner: dcp.LoadPlanner) -> None:
+        place = self.storage_data[item.storage_index]
         try:
-            for name, offset, length in places[self._share]:
-                with (Path(self.path) / name).open("rb") as file:
-                    file.seek(offset)
-                    contents = io.BytesIO(file.read(length))
-                _check_zip(contents)
-                check_archive(contents)
+            with (Path(self.path) / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                contents = _checked(file.read(place.length))
+            if item.type == dcp.planner.LoadItemType.BYTE_IO:
+                planner.load_bytes(item, contents)
+                return
+            tensor = torch.load(contents, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise _damaged(name, self._where) from error
-        return plan
+            raise _damaged(place.relative_path, self._where) from error
+        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, offset, length)
+        planner.resolve_tensor(item).detach().copy_(tensor)
 
 
 def check_metadata(path: Path, about: dict[str, Any]) -> None:
@@ -176,19 +162,19 @@ def _damaged(name: str, path: Path) -> DamagedError:
     )
 
 
-def _check_zip(contents: io.BytesIO) -> None:
-    with zipfile.ZipFile(contents) as archive:
-        if archive.testzip() is not None:
-            raise zipfile.BadZipFile
-    contents.seek(0)
+def _checked(contents: bytes) -> io.BytesIO:
+    """Return what torch.load reads, if it is as torch.save wrote it: with checksums, which torch does not compare."""
+    file = io.BytesIO(contents)
+    if zipfile.ZipFile(file).testzip() is not None:
+        raise zipfile.BadZipFile
+    file.seek(0)
+    return file
 
 
 def is_whole(path: Path) -> bool:
     """Return whether there is a finished checkpoint; any other error than its absence is raised."""
-    try:
-        return stat.S_ISREG(
-            (path / ABOUT).stat().st_mode
-        )  # is_file() of Python 3.14 returns False for all errors
+    try:  # is_file() of Python 3.14 returns False for all errors
+        return stat.S_ISREG((path / ABOUT).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -224,9 +210,7 @@ def read_about(path: Path) -> dict[str, Any]:
             f"there is no finished checkpoint at {path}; name the path that it was saved to"
         )
     try:
-        contents = io.BytesIO((path / ABOUT).read_bytes())
-        _check_zip(contents)
-        about: dict[str, Any] = torch.load(contents, weights_only=True, map_location="cpu")
+        about: dict[str, Any] = torch.load(_checked((path / ABOUT).read_bytes()), weights_only=True)
     except Exception as error:
         raise DamagedError(
             f"{path / ABOUT} is damaged, not readable, or of another version; load an older checkpoint"
@@ -254,10 +238,10 @@ def remove(path: Path) -> None:
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """Return the finished checkpoint at ``path``, or the one in that directory that was finished last and is whole by its sizes.
+    """Return the finished checkpoint at ``path``, or the one in that directory that was finished last.
 
     After a run went back to step 800, the first one that it saves is the last, and not an older one of step 1000. One of which files
-    are missing or cut off is left out, with a warning. The contents of files are read by :func:`load` only.
+    are missing or cut off is left out, with a warning; :func:`load` checks what is in them.
     """
     if is_whole(Path(path)):
         return Path(path)

@@ -1,8 +1,7 @@
-"""What DCP saves and loads: its planners with our checks, which run on the first rank and are told on every rank by DCP's own steps."""
+"""What DCP saves and loads: its planners with our checks in their steps, so that every rank hears of every problem."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,11 @@ from namedmesh.training.comparison import alike, digest, numbers_of
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
-
-    from torch.distributed.checkpoint.planner import LoadPlan
 
     from namedmesh.training.checkpoint_files import Writer
     from namedmesh.training.checkpoint_state import State
-
-_warned: set[str] = set()
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -37,39 +32,29 @@ class SavePlanner(dcp.DefaultSavePlanner):
     differs (buffers, generators, the place in the data) a checkpoint has every copy, and ``about`` says which rank has which.
     """
 
-    def __init__(self, state: State | None, extra: Any, writer: Writer, failed: Exception | None) -> None:
+    def __init__(self, state: State | Exception, writer: Writer) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._writer, self._failed, self._extra, self._state = writer, failed, extra, state
+        self._state, self._writer = state, writer
 
     def create_local_plan(self) -> dcp.SavePlan:
         """Say what this rank has, or that it has failed to collect it."""
-        if failed := self._failed or self._writer.failed:
-            raise in_words(failed)
         state = self._state
+        if isinstance(state, Exception):
+            raise in_words(state)
         plan = super().create_local_plan()
-        told = {"extra": self._extra, "digest": digest(self._extra)}
-        if state is not None:
-            told |= {"options": state.options, "aliases": state.aliases, "ties": state.ties}
-        return replace(plan, planner_data=told | {"marks": [self._mark(item) for item in plan.items]})
-
-    def _mark(self, item: Any) -> tuple[Any, ...]:
-        """Return what ranks compare of an item: shape and type of the whole, whether they have to agree, and a hash or two numbers."""
-        name, value = item.index.fqn, self.state_dict[item.index.fqn]
-        if not isinstance(value, Tensor):
-            return None, False, digest(value)
-        whole = tuple(value.shape), value.dtype
-        if name.startswith("optimizer."):
-            parameter = self.state_dict.get(f"model.{owner(name)}")
-            if parameter is not None and parameter.shape == value.shape:
-                return whole, True, []  # as the parameters are
-        if isinstance(value, DTensor) or (self._state is not None and name in self._state.parameters):
-            return whole, True, numbers_of(value)
-        return whole, False, digest(value)
+        told = {
+            "extra": state.extra,
+            "digest": digest(state.extra),
+            "options": state.options,
+            "aliases": (state.aliases, state.ties),
+            "marks": [_mark(state, item.index.fqn) for item in plan.items],
+        }
+        return replace(plan, planner_data=told)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         """Compare, on the first rank, and let each rank save what only it has."""
         told = [plan.planner_data for plan in all_plans]
-        aliases = joined_aliases([(each["aliases"], each["ties"]) for each in told])
+        aliases = joined_aliases(each["aliases"] for each in told)
         problems = []
         if others := [rank for rank, each in enumerate(told) if each["digest"] != told[0]["digest"]]:
             problems.append(
@@ -80,14 +65,6 @@ class SavePlanner(dcp.DefaultSavePlanner):
         problems += contradictions
         if problems:
             raise CheckpointError(*problems)
-        buffers = {name.partition(".")[2] for name in copies if name.startswith("model.")}
-        if new := sorted(buffers - _warned):
-            _warned.update(new)
-            warnings.warn(
-                f"{listing(new)}: not the same on all ranks, so a checkpoint has the value of each rank; another layout loads the "
-                "first",
-                stacklevel=2,
-            )
         own = [_own(plan, rank, copies, aliases) for rank, plan in enumerate(all_plans)]
         plans, metadata = super().create_global_plan(own)
         options = {name: each for one in told for name, each in one["options"].items()}
@@ -104,7 +81,21 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return super().lookup_object(replace(index, fqn=shared_name(index.fqn)))
 
 
-def joined_aliases(by_rank: Sequence[tuple[dict[str, str], dict[str, tuple[str, str]]]]) -> dict[str, str]:
+def _mark(state: State, name: str) -> tuple[Any, ...]:
+    """Return what ranks compare of a value: shape and type of the whole, whether they have to agree, and a hash or two numbers."""
+    value = state.values[name]
+    if not isinstance(value, Tensor):
+        return None, False, digest(value)
+    whole = tuple(value.shape), value.dtype
+    parameter = state.values.get(f"model.{owner(name)}") if name.startswith("optimizer.") else None
+    if parameter is not None and parameter.shape == value.shape:
+        return whole, True, []  # as the parameters are
+    if isinstance(value, DTensor) or name in state.parameters:
+        return whole, True, numbers_of(value)
+    return whole, False, digest(value)
+
+
+def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[str, tuple[str, str]]]]) -> dict[str, str]:
     """Return all further names of parameters, of one rank or tied over two, and whose they are."""
     aliases: dict[str, str] = {}
     ends: dict[str, dict[str, str]] = {}
@@ -138,17 +129,14 @@ def _compared(
         first, mark = marks[0]
         differ = [rank for rank, each in marks if not _same(each, mark)]
         if differ and mark[1]:
-            how = f"other values on rank {differ[0]} than on rank {first}"
-            wrong.setdefault(how, {})[index.fqn] = None
+            wrong.setdefault(f"other values on rank {differ[0]} than on rank {first}", {})[index.fqn] = None
         elif differ:
             copies[index.fqn] = {rank: each[2] for rank, each in marks}
-    found = []
-    for how, names in wrong.items():
-        found.append(
-            f"{listing(map(shown, names))}: {how}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
-            "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "
-            "tensor_model_parallel and partition_dim"
-        )
+    tail = (
+        "and a checkpoint holds one tensor of a name; replicas have to be equal, a layer has its number in the whole model in its "
+        "name (training.stage_layers), and plain shards are marked with tensor_model_parallel and partition_dim"
+    )
+    found = _in_words({f"{how}, {tail}": map(shown, names) for how, names in wrong.items()})
     return copies, found
 
 
@@ -159,10 +147,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def _own(
     plan: dcp.SavePlan, rank: int, copies: dict[str, dict[int, int]], aliases: Mapping[str, str]
 ) -> dcp.SavePlan:
-    """Give names of their own to what only some ranks have, and leave out what another name's entry has.
-
-    Equal copies have one name, and DCP saves them once.
-    """
+    """Give a name of its own to each different copy, and leave out what another name's entry has; equal ones DCP saves once."""
     items = []
     for item in plan.items:
         name = item.index.fqn
@@ -178,45 +163,37 @@ def shared_name(name: str) -> str:
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP's, which says all that does not fit before anything is read, and runs no code of a file."""
+    """DCP's, which says all that does not fit before anything is read, and reads into memory of its own."""
 
     def __init__(
-        self,
-        state: State,
-        aliases: Mapping[str, str],
-        about: dict[str, Any],
-        where: Path,
-        *,
-        cast: bool,
+        self, state: State, aliases: Mapping[str, str], about: dict[str, Any], where: Path, *, cast: bool
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state, self._about, self._where = state, about, f"the checkpoint {where}"
         self._aliases = {**aliases, **about["aliases"]}
         self._cast, self._pretrained = cast, about["data"] is None
-        self._problems: list[str] = []
-        self.changed: set[str] = set()
-        self._found: dict[str, str] = {}  # by the name of an entry, its name in the checkpoint
+        self._prefix = "model." if self._pretrained else ""  # which Hugging Face's names do not have
+        self._wrong: dict[str, list[str]] = {}  # what does not fit, and the names of which it is said
+        self._sources: dict[str, str] = {}  # by the name of an entry, its name in the checkpoint
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
         """Find, for all that this rank has, what the checkpoint has for it."""
-        prefix = "model." if self._pretrained else ""
-        self._saved = {prefix + name: each for name, each in metadata.state_dict_metadata.items()}
+        self._saved = {self._prefix + name: each for name, each in metadata.state_dict_metadata.items()}
         wanted: dict[str, Any] = {}
         names = [name for name in self.state.values if name.startswith(("model.", "data."))]
         # What was two parameters is read twice, to be compared.
         names += [f"model.{alias}" for alias in self.state.aliases if f"model.{alias}" in self._saved]
         names += dict.fromkeys(each for each in map(shared_name, self._saved) if each.startswith("random."))
         for name in names:
-            self._find(name, wanted, prefix)
+            self._find(name, wanted)
         for name in self._of_optimizers():  # the problems of the model come first
-            self._find(name, wanted, prefix)
+            self._find(name, wanted)
         super().set_up_planner(wanted, metadata, is_coordinator)
 
-    def _find(self, name: str, wanted: dict[str, Any], prefix: str) -> None:
+    def _find(self, name: str, wanted: dict[str, Any]) -> None:
         if source := self._source(name):
-            self._found[name] = source
-            room = self._room(name, self._saved[source])  # which says what does not fit
-            wanted.setdefault(source.removeprefix(prefix), room)
+            self._sources[name] = source
+            wanted.setdefault(source.removeprefix(self._prefix), self._room(name, self._saved[source]))
 
     def _source(self, name: str) -> str | None:
         """Return the name of an entry in the checkpoint, of which there may be a copy for each rank that had one."""
@@ -227,12 +204,16 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if name in self._saved:
             return name
         if name.startswith("model.") and not (self._pretrained and name.endswith("_extra_state")):
-            self._problems.append(f"{shown(name)} is not in {self._where}")
+            self._note(name, f"not in {self._where}")
         elif name.startswith("data."):
-            self._problems.append(
-                f"{self._where} has no place in the data; load it without data=, and skip the samples that were seen"
+            self._note(
+                name,
+                f"a place in the data, which {self._where} has not; load it without data=, and skip the samples that were seen",
             )
         return None
+
+    def _note(self, name: str, wrong: str) -> None:
+        self._wrong.setdefault(wrong, []).append(shown(name))
 
     def _copy(self, name: str) -> str | None:
         """Return the copy of the ranks that this one stands for: with its coordinates on the axes that have the same size now."""
@@ -246,137 +227,135 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if len(copies) == 1 or (name.startswith("model.") and copies):
             return f"copy.{copies[0]:x}.{name}"
         if name.startswith("optimizer."):
-            self._problems.append(
-                f"the optimizer keeps {shown(name)} for the part that a rank had, and no rank has this part now; load it on the "
-                "layout that it was saved from, or without the optimizer"
+            self._note(
+                name,
+                "what the optimizer keeps for the part that a rank had, and no rank has this part now; load it on the layout that it "
+                "was saved from, or without the optimizer",
             )
         elif name.startswith("data."):
-            self._problems.append(
-                f"{self._where} has another place in the data for each rank that this one stands for; load it without data=, and skip "
-                "the samples that were seen"
+            self._note(
+                name,
+                f"the place in the data, of which {self._where} has another one for each rank that this one stands for; load it "
+                "without data=, and skip the samples that were seen",
             )
         return None
 
     def _room(self, name: str, saved: Any) -> Any:
-        """Return where an entry is read to: the memory of the model, or new memory."""
+        """Return new memory for an entry, of the same shard as the parameter's; or say what does not fit."""
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return None
         shape, dtype = tuple(saved.size), saved.properties.dtype
-        values = self.state.values
-        if name.startswith("optimizer."):
-            parameter = values.get(f"model.{owner(name)}")
-            if parameter is not None and shape == tuple(parameter.shape):
-                return torch.empty_like(parameter, dtype=dtype).detach()
-            return torch.empty(shape, dtype=dtype)
-        if not name.startswith("model.") or name.endswith("_extra_state"):
-            return torch.empty(shape, dtype=dtype)
-        now = values.get(name)
-        if now is None:  # another name of a parameter
-            now = torch.empty_like(values[of_owner(name, self.state.aliases)])
-        if tuple(now.shape) != shape:
-            self._problems.append(
-                f"{shown(name)} has shape {tuple(now.shape)} here, and {shape} in {self._where}"
-            )
-        elif now.dtype != dtype and not self._cast:
-            self._problems.append(
-                f"{shown(name)} is {now.dtype} here, and {dtype} in {self._where}; make the model in that type, or "
-                "pass cast=True to load(), which rounds"
-            )
-        return now
+        of_optimizer = name.startswith("optimizer.")
+        key = f"model.{owner(name)}" if of_optimizer else of_owner(name, self.state.aliases)
+        here: Any = self.state.values.get(key)
+        fits = isinstance(here, Tensor) and tuple(here.shape) == shape
+        if name.startswith("model.") and not name.endswith("_extra_state"):
+            if not fits:
+                self._note(name, f"of shape {tuple(here.shape)} here, and {shape} in {self._where}")
+            elif here.dtype != dtype and not self._cast:
+                self._note(
+                    name,
+                    f"{here.dtype} here, and {dtype} in {self._where}; make the model in that type, or pass cast=True to load(), "
+                    "which rounds",
+                )
+        return torch.empty_like(here, dtype=dtype).detach() if fits else torch.empty(shape, dtype=dtype)
 
     def _of_optimizers(self) -> list[str]:
-        """Return what the checkpoint has for the optimizers' parameters, or say why they cannot go on from it."""
-        saved = self._about["options"]
-        if not self.state.optimizers:
-            return []
-        if not saved:
-            self._problems.append(f"{self._where} was saved without an optimizer; load it without one")
-            return []
+        """Return what the checkpoint has for the optimizers' parameters, and note why they cannot go on from it."""
         keys: dict[str, dict[str, None]] = {}  # by parameter, what an optimizer kept for it
         for each in map(shared_name, self._saved):
             if each.startswith("optimizer."):
                 keys.setdefault(owner(each), {})[each.partition(":")[2]] = None
         found = []
-        for name in self.state.options:
-            if self.options_of(name) is None:
-                self._problems.append(f"the optimizer of {self._where} did not have {name!r}")
+        groups: dict[int, Any] = {}
+        for name, (kinds, _, group) in self.state.options.items():
+            before = self.options_of(name)
+            if before is None:
+                self._note(f"model.{name}", f"not optimized in {self._where}; load it without the optimizer")
+            elif kinds[0] not in before[0] and before[0][0] not in kinds:
+                self._note(
+                    f"model.{name}",
+                    f"optimized by {before[0][0]} in {self._where}, and by {kinds[0]} here; make the one that was saved, or load "
+                    "without the optimizer",
+                )
+            elif groups.setdefault(group, before[1]) != before[1]:
+                self._note(
+                    f"model.{name}",
+                    f"in a group of the optimizer with others, that had other options in {self._where}; group them as they were",
+                )
             source = name if name in keys else self._aliases.get(name, name)
             found += [f"optimizer.{name}:{key}" for key in keys.get(source, ())]
-        self._compare_options()
         return found
-
-    def _compare_options(self) -> None:
-        """Say which optimizers are of another kind than before, and which groups were several."""
-        mixed: dict[int, dict[str, str]] = {}
-        other_kinds: dict[tuple[str, str], list[str]] = {}
-        for name, (kinds, _, group) in self.state.options.items():
-            if before := self.options_of(name):
-                mixed.setdefault(group, {}).setdefault(repr(before[1]), repr(name))
-                if kinds[0] not in before[0] and before[0][0] not in kinds:
-                    other_kinds.setdefault((before[0][0], kinds[0]), []).append(repr(name))
-        for (kind, now), names in other_kinds.items():
-            self._problems.append(
-                f"the optimizer of {listing(names, 4)} was {kind} in {self._where}, and is {now} "
-                "here; make the one that was saved, or load without the optimizer"
-            )
-        for some in mixed.values():
-            if len(some) > 1:
-                self._problems.append(
-                    f"{listing(some.values())} are in one group of the optimizer, and were in groups with other "
-                    "options; group them as they were"
-                )
 
     def options_of(self, name: str) -> Any:
         """Return the kinds and options that the optimizer of a parameter had; None where it had none."""
         saved = self._about["options"]
         return saved.get(name) or saved.get(self._aliases.get(name, name))
 
-    def create_local_plan(self) -> LoadPlan:
+    def create_local_plan(self) -> dcp.LoadPlan:
         """Say what is wanted, and what does not fit."""
-        wanted = {} if self._problems else self.state_dict
-        plan = dcp.planner.LoadPlan([]) if not wanted else super().create_local_plan()
+        plan = dcp.LoadPlan([]) if self._wrong else super().create_local_plan()
         here = [*self.state.values, *(f"model.{alias}" for alias in self.state.aliases)]
-        return replace(plan, planner_data=(self._problems, here))
+        return replace(plan, planner_data=(_in_words(self._wrong), here))
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+    def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """Raise the problems of all ranks, on the first, and name what is for none of them."""
         here = {name for plan in global_plan for name in plan.planner_data[1]}
-        problems = by_ranks(
-            {rank: plan.planner_data[0] for rank, plan in enumerate(global_plan)}, len(global_plan)
-        )
-        for name in sorted(dict.fromkeys(map(shared_name, self._saved))):
-            if name.startswith("model.") and name not in here:
-                problems.append(f"{shown(name)} is in {self._where}, and on no rank in the model")
+        problems = by_ranks({rank: plan.planner_data[0] for rank, plan in enumerate(global_plan)})
+        names = sorted(set(map(shared_name, self._saved)) - here)
+        unused = [shown(name) for name in names if name.startswith("model.")]
+        problems += _in_words({f"in {self._where}, and on no rank in the model": unused} if unused else {})
         if problems:
             raise CheckpointError(*problems)
         return [replace(plan, planner_data=None) for plan in global_plan]
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Read one value that is no tensor."""
+        """Read one value that is no tensor; no code that a file names is run."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
 
-    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:  # noqa: ARG002
-        """Note that a part of a tensor was read."""
-        self.changed.add(read_item.dest_index.fqn)
+    def _read(self, name: str) -> Any:
+        return self.state_dict[self._sources[name].removeprefix(self._prefix)]
 
-    def put(self) -> list[tuple[object, str, list[float]]]:
-        """Give what was read to the model and all others; of weights with several names, returns which they are, and their numbers."""
-        prefix = "model." if self._pretrained else ""
+    def tied(self) -> list[tuple[object, str, list[float]]]:
+        """Return of weights with several names, after reading, which they are, and their numbers."""
+        coords = {} if self.state.mesh is None else self.state.mesh.coords
+        place = {axis: at for axis, at in coords.items() if axis != "pp"}
+        found: list[tuple[object, str]] = [
+            (f"{tie} {place}", name) for name, (tie, _) in self.state.ties.items()
+        ]
+        for alias, whose in self.state.aliases.items():
+            if f"model.{alias}" in self._sources:
+                found += [(f"{whose} {coords}", whose), (f"{whose} {coords}", alias)]
+        return [(tie, name, numbers_of(self._read(f"model.{name}"))) for tie, name in found]
+
+    def put(self) -> None:
+        """Give what was read to the model and all others."""
         found: dict[str, Any] = {}
         taken: set[str] = set()
-        for name, source in self._found.items():
-            value = self.state_dict[source.removeprefix(prefix)]
+        for name, source in self._sources.items():
+            value = self._read(name)
             found[name] = value.clone() if source in taken and isinstance(value, Tensor) else value
             taken.add(source)
-        state, mesh = self.state, self.state.mesh
-        state.put(found, {name: self.options_of(name) for name in state.options})
-        coords = {} if mesh is None else mesh.coords
-        place = str({axis: at for axis, at in coords.items() if axis != "pp"})
-        tied: list[tuple[object, str]] = [((tie, place), name) for name, (tie, _) in state.ties.items()]
-        for alias, whose in state.aliases.items():
-            if f"model.{alias}" in found:
-                tied += [((whose, str(coords)), whose), ((whose, str(coords)), alias)]
-        return [(tie, name, numbers_of(found[f"model.{name}"])) for tie, name in tied]
+        self.state.put(found, {name: self.options_of(name) for name in self.state.options})
+
+
+def _in_words(wrong: Mapping[str, Iterable[str]]) -> list[str]:
+    return [f"{listing(names)}: {how}" for how, names in wrong.items()]
+
+
+def refuse_untied(by_rank: Iterable[tuple[object, str, list[float]]], where: Path) -> None:
+    """Refuse what is one weight now, and was two with other values."""
+    first: dict[object, tuple[str, list[float]]] = {}
+    problems = []
+    for tied, name, numbers in by_rank:
+        other, expected = first.setdefault(tied, (name, numbers))
+        if not alike(numbers, expected):
+            problems.append(
+                f"{other!r} and {name!r} are tied here, and are two weights with other values in the checkpoint {where}; untie them, or "
+                "load another checkpoint"
+            )
+    if problems:
+        raise CheckpointError(*dict.fromkeys(problems))
 
 
 def layout_of(about: dict[str, Any]) -> Layout | None:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training import seeds
-from namedmesh.training.initialization import plain_name, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,20 +35,21 @@ class State:
         aliases: further names of parameters, which have no values, and whose they are.
         ties: parameters that :func:`namedmesh.training.tie_stages` has tied: which tie, and which end of it.
         options: those of the optimizers.
+        extra: values of the caller.
     """
 
     def __init__(
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
     ) -> None:
         self.mesh = mesh
-        modules = [model] if isinstance(model, nn.Module) else list(model)
+        modules = [model] if isinstance(model, nn.Module) else model
         self.modules = [
             each.module if isinstance(each, DistributedDataParallel) else each for each in modules
         ]
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
-        self.loaders: list[Any] = (
-            [] if data is None else list(data) if isinstance(data, list | tuple) else [data]
-        )
+        loaders: Any = data if isinstance(data, list | tuple) else [data]
+        self.loaders = [each for each in loaders if each is not None]
+        self.extra: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self.parameters: set[str] = set()
         self.aliases: dict[str, str] = {}
@@ -60,7 +60,7 @@ class State:
         for module in self.modules:
             # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
             for raw, value in module.state_dict(keep_vars=True).items():
-                self._add_to_model(plain_name(raw), value)
+                self._add_to_model(seeds.plain_name(raw), value)
         for number, optimizer in enumerate(self.optimizers):
             self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
@@ -97,7 +97,7 @@ class State:
         self.values[name] = value
 
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
-        named = self.named(optimizer)
+        named = self._named(optimizer)
         if unknown := [tuple(each.shape) for name, each in named if not name]:
             raise CheckpointError(
                 f"the optimizer has parameters of shape {listing(unknown)} that the model has not; make it from the "
@@ -119,19 +119,16 @@ class State:
             for each in group["params"]:
                 self.options[self._names[id(each)]] = kinds, content, 1000 * number + place
 
-    def named(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    def _named(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return an optimizer's parameters with their names, in the order in which torch numbers them."""
-        return [
-            (self._names.get(id(each), ""), each)
-            for group in optimizer.param_groups
-            for each in group["params"]
-        ]
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        return [(self._names.get(id(each), ""), each) for each in parameters]
 
     def _as_shard(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         """Return a plain shard with Megatron's marks as a DTensor on the same memory, and any other tensor as it is."""
         if isinstance(tensor, DTensor):
             return tensor  # to detach one takes as long as to copy it
-        tensor, cut = tensor.detach(), shard_of(parameter, self.mesh)
+        tensor, cut = tensor.detach(), seeds.shard_of(parameter, self.mesh)
         if self.mesh is None or cut is None or tensor.shape != parameter.shape:
             return tensor
         axis, dim, blocks = cut
@@ -142,11 +139,17 @@ class State:
             )
         return DTensor.from_local(tensor, self.mesh[axis], [Shard(dim)], run_check=False)
 
-    def put(self, found: Mapping[str, Any], options: Options) -> None:
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Take copies of the tensors, for the background."""
+        for name, each in self.values.items():
+            self.values[name] = each.to("cpu", copy=True) if isinstance(each, Tensor) else each
+
+    def put(self, found: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Give the loaded values to the model, the optimizers, the loaders and the generators."""
         local = {name: self._as_here(name, value) for name, value in found.items()}
         for module in self.modules:
-            names = {raw: f"model.{plain_name(raw)}" for raw in module.state_dict(keep_vars=True)}
+            names = {raw: f"model.{seeds.plain_name(raw)}" for raw in module.state_dict(keep_vars=True)}
             own = {raw: local[name] for raw, name in names.items() if name in local and name in self.values}
             module.load_state_dict(own, strict=False)
         for optimizer in self.optimizers:
@@ -162,17 +165,17 @@ class State:
             return value.to_local()
         return value
 
-    def _put_optimizer(self, optimizer: Optimizer, found: Mapping[str, Any], options: Options) -> None:
-        named, packed = self.named(optimizer), optimizer.state_dict()
+    def _put_optimizer(
+        self, optimizer: Optimizer, found: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        named, packed = self._named(optimizer), optimizer.state_dict()
         kept: dict[str, dict[str, Any]] = {}
         for name, value in found.items():
             if name.startswith("optimizer."):
                 kept.setdefault(owner(name), {})[name.partition(":")[2]] = value
-        names = iter(name for name, _ in named)
         for group in packed["param_groups"]:
-            of_group = [next(names) for _ in group["params"]]
-            if of_group:
-                group.update(options[of_group[0]][1])
+            if group["params"]:
+                group.update(options[named[group["params"][0]][0]][1])
         packed["state"] = {number: kept[name] for number, (name, _) in enumerate(named) if name in kept}
         optimizer.load_state_dict(packed)
         for name, parameter in named:  # torch gives what is no step the type of the parameter

@@ -12,14 +12,14 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 
-from namedmesh.errors import CheckpointError, listing
+from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases, layout_of
-from namedmesh.training.checkpoint_ranks import Ranks, error_of_dcp
-from namedmesh.training.checkpoint_state import State, plain, shown
-from namedmesh.training.comparison import alike
+from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases, refuse_untied
+from namedmesh.training.checkpoint_ranks import DamagedError, Ranks, error_of_dcp
+from namedmesh.training.checkpoint_state import State, plain
 
 if TYPE_CHECKING:
     import os
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
     from namedmesh.training.checkpoint_state import Model, Optimizers
 
 _NAME = re.compile(r"step-\d+")
-_OPTIONS = {"keep", "async_", "resume", "cast"}
 
 
 def save(
@@ -44,7 +42,7 @@ def save(
     data: object = None,
     async_: bool = False,
     **extra: Any,
-) -> Future[Path] | None:
+) -> Future[Path]:
     """Write a model, its optimizers, the random states and any values of yours; every rank of the mesh calls this.
 
     DCP writes the tensors, every rank what it has, to a new directory in ``path``; the file ``namedmesh.pt``, which names it, is put
@@ -54,43 +52,28 @@ def save(
     what an optimizer keeps for a shard) is saved once where it is the same on all ranks, and else for each rank, with one warning for
     buffers. A parameter with two names, or tied by :func:`tie_stages`, is one weight.
 
-    Prevents: stages, or shards without marks, that overwrite each other under one name; an optimizer that never stepped and has
-    counted a step afterwards; replicas that have come apart; a directory that is half of this checkpoint and half of the last, or
-    that lies on several hosts.
-
     Args:
         path: a directory of the checkpoint's own, on a file system that all ranks see.
         mesh: the mesh; None in a process without process groups.
         model: what this rank has, or a list of it (several stages of a pipeline). Plain tensors that carry
             Megatron's marks are saved as the whole tensors that they are shards of, over ``tp`` (experts: ``etp``).
         optimizer: the optimizer of the model's parameters, stepped or not, or a list of them.
-        data: what knows the place in the data, such as torchdata's ``StatefulDataLoader``, or a list of such; anything with
-            ``state_dict()`` and ``load_state_dict()``.
+        data: what knows the place in the data, or a list of such; anything with ``state_dict()`` and ``load_state_dict()``.
         async_: return once the tensors are copied, and write in the background. The next save or load waits for it, and
             raises what went wrong on every rank; get the ``result()`` before ``destroy_process_group()``.
         **extra: values that are the same on every rank, such as the number of the step or ``scheduler.state_dict()``:
             numbers, texts, tensors, and lists, tuples and dicts of them.
 
     Returns:
-        With ``async_`` a future; its ``result()`` is the path, once the checkpoint is in its place.
+        A future, done already unless ``async_``; its ``result()`` is the path.
 
     Raises:
-        CheckpointError: a name stands for different tensors, ranks give different extra values, something is no plain
-            data, or ``path`` holds something else; all problems at once, on every rank, before anything is written. Or it cannot
-            be written, or not all ranks see the directory, or the one before could not be: what was there is kept.
-
-    Example:
-        >>> import tempfile, torch
-        >>> model = torch.nn.Linear(2, 2)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save(f"{directory}/last", None, model, optimizer, step=3)
-        ...     load(f"{directory}/last", None, model, optimizer)
-        {'step': 3}
+        CheckpointError: a name stands for different tensors, ranks give different extra values, something is no plain data, or
+            ``path`` holds something else: all problems at once, before anything is written; or it cannot be written. It is
+            raised on every rank, and what was there before is kept.
     """
     collect = partial(State, mesh, model, optimizer, data)
-    saved = _save(Path(path), mesh, collect, extra, None, async_=async_)
-    return saved if async_ else None
+    return _save(Path(path), mesh, collect, extra, async_=async_)
 
 
 def _save(
@@ -98,29 +81,26 @@ def _save(
     mesh: NamedMesh | None,
     collect: Callable[[], State],
     extra: dict[str, Any],
-    run: str | None,
     *,
     async_: bool,
+    run: str | None = None,
     finished: Callable[[], None] = lambda: None,
 ) -> Future[Path]:
     ranks = Ranks.of(mesh)
     ranks.finish()
-    layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
-    state, failed = None, None
-    try:  # what fails here is told on every rank by DCP's first step
-        if wrong := sorted(extra.keys() & _OPTIONS):
-            raise CheckpointError(  # noqa: TRY301
-                f"{listing(wrong)}: an option of another call, and no name for an extra value; give it to Checkpoints(), "
-                "resume_or_start() or load()"
-            )
+    async_ = async_ and mesh is not None
+    state: State | Exception
+    try:
         state = collect()
-        extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
-    except Exception as error:  # noqa: BLE001
-        failed = error
+        state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
+        if async_:
+            state.copy()
+        values = state.values
+    except Exception as error:  # noqa: BLE001  DCP's first step tells it on every rank
+        state, values = error, {}
+    layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     writer = files.Writer(path, {"layout": layout, "run": run}, finished)
-    planner = SavePlanner(state, extra, writer, failed)
-    arguments = {"storage_writer": writer, "planner": planner, **ranks.arguments}
-    values = {} if state is None else state.values
+    arguments = {"storage_writer": writer, "planner": SavePlanner(state, writer), **ranks.arguments}
     saved: Future[Path] = Future()
 
     def end(error: BaseException | None) -> None:
@@ -131,15 +111,14 @@ def _save(
             files.clear(path)
         saved.set_exception(error_of_dcp(error, f"the checkpoint {path} could not be written", ranks.rank))
 
-    if async_ and mesh is not None:
+    if async_:
         saved.set_running_or_notify_cancel()  # nobody can cancel it, which the other ranks would not hear of
         ranks.saving = saved
         started: Any = dcp.async_save(values, **arguments)
         started.add_done_callback(lambda future: end(future.exception()))
         return saved
     try:
-        with _without_warnings():
-            dcp.save(values, **arguments)
+        dcp.save(values, **arguments)
     except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
         end(error)
     else:
@@ -161,10 +140,8 @@ def load(
 
     What was saved for each rank goes to the rank that stands for it: the one with its coordinates on the axes that have the
     same size now. Where several ranks had other values, a buffer is the first one's; random generators stay as they are; what an
-    optimizer keeps for the shard of a rank, and the place in the data, are refused.
-
-    Prevents: a part of the model that keeps its first weights because the checkpoint has no such name; an optimizer that starts
-    again; half of a file, or one with a changed bit; tied weights that were saved as two.
+    optimizer keeps for the shard of a rank, and the place in the data, are refused. Until all is read, this rank's part is in
+    memory twice.
 
     Args:
         path: a checkpoint that :func:`save` wrote, or a directory in the format of Hugging Face's
@@ -180,8 +157,8 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing or not as it was written; a name is missing in it or in
-            the model, or has another shape or type; its optimizer does not fit. All problems at once, on every rank, before
-            anything is changed. Where reading fails on the way, it says which tensors of the model have changed on this rank.
+            the model, or has another shape or type; its optimizer does not fit; weights that are tied were saved as two. All
+            problems at once, on every rank, before anything is changed.
     """
     ranks = Ranks.of(mesh)
     ranks.finish()
@@ -210,50 +187,47 @@ def _load(path: Path, ranks: Ranks, collect: Callable[[], State], *, cast: bool)
 
     aliases = joined_aliases(ranks.from_all(names))
     planner = LoadPlanner(state[0], aliases, about, path, cast=cast)
+    own = files.Reader(path, about) if about["data"] else None
     try:
-        with _without_warnings():
-            own = files.Reader(path, about, ranks.rank, ranks.size) if about["data"] else None
-            reader = own or dcp.HuggingFaceStorageReader(str(path))
-            dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
+        reader = own or dcp.HuggingFaceStorageReader(str(path))
+        dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
     except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
-        found = error_of_dcp(error, f"the checkpoint {path} could not be read", ranks.rank)
-        changed = [shown(name) for name in sorted(planner.changed) if name.startswith("model.")]
-        if changed and isinstance(found, CheckpointError):
-            found = CheckpointError(
-                *found.problems,
-                f"{listing(changed)} of the model were read before, so it has some of the checkpoint {path} and some of what it had; load "
-                "again, or another checkpoint, before it is used",
-            )
-        raise found from None
-    first: dict[object, tuple[str, list[float]]] = {}
-    problems = []
-    for tied, name, numbers in chain.from_iterable(ranks.from_all(planner.put)):
-        other, expected = first.setdefault(tied, (name, numbers))
-        if not alike(numbers, expected):
-            problems.append(
-                f"{other!r} and {name!r} are tied here, and are two weights with other values in the checkpoint {path}; untie them, or "
-                "load another checkpoint before the model is used"
-            )
-    if problems:
-        raise CheckpointError(*dict.fromkeys(problems))
+        raise error_of_dcp(error, f"the checkpoint {path} could not be read", ranks.rank) from None
+    refuse_untied(chain.from_iterable(ranks.from_all(planner.tied)), path)
+    ranks.from_all(planner.put)
     return about
 
 
-def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[str, Any]]:
-    """Return the layout that a checkpoint was saved from, and its extra values; no mesh is needed.
+def to_pretrained(
+    path: str | os.PathLike[str], directory: str | os.PathLike[str], *, shard_bytes: int = 5 * 2**30
+) -> None:
+    """Write the model of a checkpoint as Hugging Face's ``save_pretrained`` does; one process, which holds all of it, calls this.
+
+    Needs ``safetensors``. The files are of at most ``shard_bytes``, or one tensor. ``config.json`` is the model's to write.
 
     Raises:
-        CheckpointError: there is no finished checkpoint, or what it says about itself is damaged.
+        CheckpointError: there is no checkpoint at ``path``, or it is damaged.
     """
-    about = files.read_about(Path(path))
-    return layout_of(about), about["extra"]
+    about = _about(Path(path))
+    reader = files.Reader(Path(path), about)
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, int] = {}
+    number = free = 0
+    for name, each in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith("model.") and isinstance(each, dcp.TensorStorageMetadata):
+            tensors[name] = torch.empty(each.size, dtype=each.properties.dtype)
+            if tensors[name].nbytes > free:
+                number, free = number + 1, shard_bytes
+            numbers[name.removeprefix("model.")] = number
+            free -= tensors[name].nbytes
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    named = {name.removeprefix("model."): each for name, each in tensors.items()}
+    dcp.save(named, storage_writer=dcp.HuggingFaceStorageWriter(str(directory), numbers), no_dist=True)
 
 
 class Checkpoints:
     """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
-
-    Prevents: a run that starts afresh where another one saved; one that went back to an older checkpoint, is started again, and goes
-    on from what it had abandoned; a disk that is full of what interrupted saves left.
 
     A run begins with the first save after a fresh start, and goes on with every checkpoint that is loaded here. Nothing of
     another run, or of another name (``best``), is ever removed; leftovers of interrupted saves are, at the next save. The end of a
@@ -267,17 +241,6 @@ class Checkpoints:
 
     Raises:
         CheckpointError: ``keep`` is below 1.
-
-    Example:
-        >>> import tempfile, torch
-        >>> model = torch.nn.Linear(2, 2)
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     with Checkpoints(directory, None, keep=2) as checkpoints:
-        ...         start = checkpoints.resume_or_start(model)["step"]
-        ...         for step in range(start, 4):
-        ...             _ = checkpoints.save(step + 1, model)
-        ...     start, checkpoints.latest().name, Checkpoints(directory, None).resume_or_start(model)
-        (0, 'step-000004', {'step': 4})
     """
 
     def __init__(
@@ -340,7 +303,7 @@ class Checkpoints:
         while about is None and (path := ranks.from_first(partial(self._candidate, resume, left))):
             try:
                 about = _load(path, ranks, collect, cast=cast)
-            except files.DamagedError as error:  # noqa: PERF203  one of a few
+            except DamagedError as error:  # noqa: PERF203  one of a few
                 if resume is not True:
                     raise
                 left.append(path.name)
@@ -371,9 +334,6 @@ class Checkpoints:
     ) -> Future[Path]:
         """Save after ``step`` steps, which is one of the extra values; every rank calls this, with the arguments of :func:`save`.
 
-        Returns:
-            A future; its ``result()`` is the path. Done already, unless ``async_``.
-
         Raises:
             CheckpointError: the directory holds another run; or as for :func:`namedmesh.training.save`.
         """
@@ -388,8 +348,8 @@ class Checkpoints:
             return State(self.mesh, model, optimizer, data)
 
         path, values = self.directory / f"step-{step:06}", {"step": step} | extra
-        how: dict[str, Any] = {"async_": self.async_, "finished": self._remove_older}
-        return _save(path, self.mesh, collect, values, self._run, **how)
+        how: dict[str, Any] = {"async_": self.async_, "run": self._run, "finished": self._remove_older}
+        return _save(path, self.mesh, collect, values, **how)
 
     def _of_runs(self) -> list[tuple[Path, dict[str, Any]]]:
         return [(path, about) for path, about in files.in_order(self.directory) if about.get("run")]
@@ -415,11 +375,3 @@ class Checkpoints:
         own = [path for path in own if _NAME.fullmatch(path.name)]
         for path in own[: -self.keep] if self.keep else ():
             files.remove(path)
-
-
-class _without_warnings(warnings.catch_warnings):  # noqa: N801
-    """Keep torch from telling that one process is one process; filters belong to all threads, so for the foreground only."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,4 +1,4 @@
-"""Clipping by one norm over everything that a model's gradients are spread over: DTensors of any mesh, marked shards, pipeline stages."""
+"""Clipping by one norm over all that a model's gradients are spread over: DTensors of any mesh, marked shards, pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from namedmesh._torch import all_reduced
+from namedmesh._torch import functional_collective
 from namedmesh.errors import TrainingError
 from namedmesh.tensor_parallel import reduce_gradients
 
@@ -40,14 +40,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does; every rank calls this.
 
-    Prevents: ranks that clip by the norm of what each has, or count replicas several times. torch's own function raises for DTensors
-    of two meshes, and leaves the other pipeline stages out.
-
     Every number of the model's gradient counts once: DTensors by their placements, on any slice or view of the mesh; plain tensors
     as replicas, but for those marked as shards by Megatron and DeepSpeed: ``tensor_model_parallel`` and ``model_parallel`` (over tp),
     ``allreduce = False`` (experts, over ep and etp); every stage of ``pp``, but for copies of what another stage has, marked ``shared``
-    (by :func:`tie_stages`) or ``ds_pipe_replicated``. ``Partial`` gradients are summed before. There is one small
-    reduction for each axis that gradients are spread over.
+    (by :func:`tie_stages`) or ``ds_pipe_replicated``. There is one small reduction for each axis that gradients are spread over.
 
     Args:
         parameters: those of this rank's part of the model; ones without a gradient count nothing.
@@ -62,15 +58,6 @@ def clip_grad_norm_(
 
     Raises:
         TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or ``norm_type``.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> clip_grad_norm_([weight], 1.0, mesh), weight.grad
-        (tensor(5.), tensor([0.6000, 0.8000]))
-        >>> mesh.close(); dist.destroy_process_group()
     """
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
@@ -89,12 +76,14 @@ def clip_grad_norm_(
     operation = "max" if math.isinf(norm_type) else "sum"
     for group in dict.fromkeys(group for groups in powers for group in groups):
         over = [groups for groups in powers if group in groups]
-        together = all_reduced(torch.stack([powers[groups] for groups in over]), operation, group)
+        together = functional_collective(
+            "all_reduce", torch.stack([powers[groups] for groups in over]), operation, group.group_name
+        )
         powers.update(zip(over, together, strict=True))
     here = torch.stack([*powers.values(), torch.zeros(2, dtype=torch.float64, device=mesh.device)])
     power = here.amax(0) if math.isinf(norm_type) else here.sum(0)
     if "pp" in mesh.layout:
-        power = all_reduced(power, operation, mesh.group("pp"))
+        power = functional_collective("all_reduce", power, operation, mesh.group("pp").group_name)
     largest = power[0].masked_fill(power[1] > 0, math.nan)
     total = largest if math.isinf(norm_type) else power[0] ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -119,16 +108,16 @@ def _summed(grad: Tensor) -> Tensor:
 def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[ProcessGroup, ...]:
     """Return the groups over which a gradient is cut: by its placements, and by the marks of Megatron and DeepSpeed."""
     groups: list[ProcessGroup] = []
+    known: list[int] = []  # ranks: its own mesh may tell of an axis already
     if isinstance(grad, DTensor):
         cut = [dim for dim, each in enumerate(grad.placements) if not isinstance(each, Replicate | Partial)]
         groups = [grad.device_mesh.get_group(dim) for dim in cut]
+        known = grad.device_mesh.mesh.flatten().tolist()
     expert = not getattr(parameter, "allreduce", True)
     marks = ["ep"] if expert else []
     if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
         marks.append("etp" if expert else "tp")
     for axis in marks:
-        # Its own mesh may tell of this axis already.
-        known = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else []
         if axis in mesh.coords and len(set(known) & set(mesh.ranks(axis))) <= 1:
             groups.append(mesh.group(axis))
     return tuple(groups)

@@ -15,66 +15,34 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from namedmesh.errors import ShapeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def shard_sequence(
-    *tensors: Tensor,
-    mesh: DeviceMesh,
-    dim: int = 1,
-    balanced: bool = True,
-    pad: Sequence[float] | None = None,
-) -> tuple[Tensor, ...]:
+def shard_sequence(*tensors: Tensor, mesh: DeviceMesh, dim: int = 1) -> tuple[Tensor, ...]:
     """Return this rank's part of sequences, and the positions of its tokens.
 
-    In balanced order a sequence is split into two chunks for each rank, of which rank r has the r-th and the r-th
-    from the end: causal attention is as much work on each. Otherwise rank r has the r-th of as many chunks as ranks.
-
-    Prevents: positions that start from 0 on every rank; and targets shifted after the cut instead of before it.
+    A sequence is split into two chunks for each rank, of which rank r has the r-th and the r-th from the end: causal attention is
+    as much work on each.
 
     Args:
-        *tensors: whole sequences of one length, the same on every rank of ``mesh``: tokens, targets, masks.
+        *tensors: whole sequences of one length, the same on every rank of ``mesh``: tokens, targets (shifted before), masks.
         mesh: ``mesh["cp"]``.
         dim: the dim of the sequence.
-        balanced: the order; pass the same to :func:`context_attention`.
-        pad: what to append to each tensor until its length divides, such as ``(0, -100)`` for tokens and targets.
 
     Returns:
         The parts, in the order of the tensors, and the positions in the whole sequence: ``(length / cp,)``.
 
     Raises:
-        ShapeError: lengths differ, or cannot be divided evenly and there is no ``pad``; all problems at once.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(cp=1, device="cpu")
-        >>> shard_sequence(torch.tensor([[5, 6, 7]]), mesh=mesh["cp"], pad=(0,))
-        (tensor([[5, 6, 7, 0]]), tensor([0, 1, 2, 3]))
-        >>> mesh.close(); dist.destroy_process_group()
+        ShapeError: lengths differ, or cannot be divided evenly.
     """
-    parts = mesh.size() * (2 if balanced else 1)
+    parts = 2 * mesh.size()
     lengths = sorted({each.shape[dim] for each in tensors})
-    over = [length for length in lengths if length % parts]
-    problems = []
-    if len(lengths) != 1:
-        problems.append(
-            f"the lengths along dim {dim} are {lengths}; give at least one tensor, all of one length"
+    if len(lengths) != 1 or lengths[0] % parts:
+        raise ShapeError(
+            f"the lengths along dim {dim} are {lengths}; give tensors of one length, a multiple of {parts}, two chunks for each of "
+            f"{mesh.size()} ranks"
         )
-    if pad is not None and len(pad) != len(tensors):
-        problems.append(f"pad has {len(pad)} values for {len(tensors)} tensors; give one for each")
-    if over and pad is None:
-        problems.append(
-            f"a sequence of {over[0]} cannot be split into {parts} equal chunks for {mesh.size()} ranks; give pad, a value "
-            f"for each tensor, or sequences whose length is a multiple of {parts}"
-        )
-    if problems:
-        raise ShapeError(*problems)
-    size = -(-lengths[0] // parts)
-    here = _chunks_of(mesh.get_local_rank(), mesh.size(), balanced=balanced)
-    if over:
-        tensors = tuple(map(partial(_padded, dim, size * parts), tensors, pad or ()))
+    size, here = lengths[0] // parts, _chunks_of(mesh.get_local_rank(), mesh.size())
     positions = torch.cat([torch.arange(size, device=tensors[0].device) + part * size for part in here])
     shards = [torch.cat([each.narrow(dim, part * size, size) for part in here], dim) for each in tensors]
     return *shards, positions
@@ -87,9 +55,7 @@ def context_attention(
     mesh: DeviceMesh,
     *,
     is_causal: bool = True,
-    balanced: bool = True,
     ulysses: bool = False,
-    length: int | None = None,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -104,18 +70,13 @@ def context_attention(
     buffer_seq_dims=...)``, with which no rank ever has all keys and values. Take it where those do not fit, for causal attention
     without masks on flash, efficient or cuDNN kernels; take this for all else.
 
-    Prevents: attention within each rank's part only, which trains without complaint; and keys and values whose gradients leave
-    out what the other ranks' queries add.
-
     Args:
         query: ``(batch, heads, length / cp, head_dim)``.
         key: ``(batch, kv_heads, length / cp, head_dim)``; ``kv_heads`` divides ``heads``.
         value: the same.
         mesh: ``mesh["cp"]``.
         is_causal: whether a token sees only what is before it, in the whole sequence.
-        balanced: the order of :func:`shard_sequence`.
         ulysses: exchange heads; the ranks divide the heads and the key and value heads.
-        length: the length before padding; needed where not ``is_causal``, since padding would be seen.
         scale: as for torch's function.
         attn_mask: which keys a query sees, in place of ``is_causal``: of the whole sequence in its own order, ``(length, length)``
             or more dims in front, and the same for all heads.
@@ -127,47 +88,34 @@ def context_attention(
     Raises:
         ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or there is dropout
             without ``ulysses``, or a mask beside ``is_causal``; all problems at once.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(cp=1, device="cpu")
-        >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
-        >>> whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        >>> torch.allclose(context_attention(q, k, v, mesh["cp"]), whole, atol=1e-6)
-        True
-        >>> mesh.close(); dist.destroy_process_group()
     """
-    ranks = mesh.size()
-    problems = _problems(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
+    ranks, heads = mesh.size(), (query.shape[1], key.shape[1])
+    problems = []
+    if query.shape[2] % 2:
+        problems.append(f"a part of {query.shape[2]} tokens is not two chunks; cut with shard_sequence")
+    if ulysses and (heads[0] % ranks or heads[1] % ranks):
+        problems.append(
+            f"{heads[0]} heads and {heads[1]} of keys and values cannot be divided among {ranks} ranks; leave ulysses out"
+        )
     if dropout_p and not ulysses:
         problems.append("dropout_p: give ulysses=True")
     if attn_mask is not None and is_causal:
         problems.append("attn_mask: give is_causal=False, and a mask that is causal where that is meant")
     if problems:
         raise ShapeError(*problems)
-    if attn_mask is not None:
-        padding = query.shape[2] * ranks - attn_mask.shape[-2]
-        attn_mask = F.pad(attn_mask, (0, 0, 0, padding), value=1)
     if ulysses:
-        gqa = query.shape[1] != key.shape[1]
-        query, key, value = (
-            _in_order(_exchanged(each, mesh, 2, 1), ranks, balanced=balanced) for each in (query, key, value)
-        )
-        if not is_causal:
-            key, value = key[:, :, :length], value[:, :, :length]
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
-        )
-        return _exchanged(_in_order(mixed, ranks, balanced=balanced, back=True), mesh, 1, 2)
-    seen: list[tuple[int | None, Any]] = [(length, None)]
+        query, key, value = (_in_order(_exchanged(each, mesh, 2, 1), ranks) for each in (query, key, value))
+        how: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": heads[0] != heads[1], "scale": scale}
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **how)
+        return _exchanged(_in_order(mixed, ranks, back=True), mesh, 1, 2)
+    seen: list[tuple[int | None, Any]] = [(None, None)]
     if is_causal:
-        parts = _chunks_of(mesh.get_local_rank(), ranks, balanced=balanced)
-        size = query.shape[2] // len(parts)
-        ends = [(part + 1) * size for part in parts]
+        size = query.shape[2] // 2
+        ends = [(part + 1) * size for part in _chunks_of(mesh.get_local_rank(), ranks)]
         seen = [(end, causal_lower_right(size, end)) for end in ends]  # which kernels take, and no matrix
     elif attn_mask is not None:
-        seen = [(length, shard_sequence(attn_mask, mesh=mesh, dim=-2, balanced=balanced)[0])]
-    attend = partial(_attend_to_gathered, mesh=mesh, balanced=balanced, scale=scale, seen=seen)
+        seen = [(None, shard_sequence(attn_mask, mesh=mesh, dim=-2)[0])]
+    attend = partial(_attend_to_gathered, mesh=mesh, scale=scale, seen=seen)
     if torch.compiler.is_compiling():  # whose partitioner decides what is kept
         return attend(query, key, value)
     result = checkpoint(
@@ -192,18 +140,16 @@ def _attend_to_gathered(
     value: Tensor,
     *,
     mesh: DeviceMesh,
-    balanced: bool,
     scale: float | None,
     seen: list[tuple[int | None, Any]],
 ) -> Tensor:
     """Return the attention of this rank's queries to all keys and values; ``seen``: of each chunk, how many keys, and the mask."""
     gathered = []
     for each in (key, value):
-        whole = DTensor.from_local(each, mesh, [Shard(2)], run_check=False).redistribute(
-            placements=[Replicate()]
-        )
+        part = DTensor.from_local(each, mesh, [Shard(2)], run_check=False)
+        whole = part.redistribute(placements=[Replicate()])
         local = whole.to_local(grad_placements=[Partial()])  # each rank's queries add to the gradient
-        gathered.append(_in_order(local, mesh.size(), balanced=balanced))
+        gathered.append(_in_order(local, mesh.size()))
     gqa = query.shape[1] != key.shape[1]
     results = []
     for chunk, (end, mask) in zip(query.chunk(len(seen), dim=2), seen, strict=True):
@@ -212,53 +158,20 @@ def _attend_to_gathered(
     return torch.cat(results, dim=2)
 
 
-def _problems(
-    query: Tensor, key: Tensor, value: Tensor, ranks: int, *, balanced: bool, ulysses: bool
-) -> list[str]:
-    problems = []
-    shapes = [tuple(each.shape) for each in (query, key, value)]
-    if key.shape != value.shape or query.shape[2] != key.shape[2]:
-        problems.append(
-            f"query, key and value have shapes {shapes}; their parts of the sequence have one length"
-        )
-    if balanced and query.shape[2] % 2:
-        problems.append(
-            f"a part of {query.shape[2]} tokens is not two chunks of a balanced order; cut with shard_sequence, and "
-            "give both the same balanced="
-        )
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if heads % kv_heads:
-        problems.append(f"{heads} heads cannot share {kv_heads} heads of keys and values evenly")
-    if ulysses and (heads % ranks or kv_heads % ranks):
-        problems.append(
-            f"{heads} heads and {kv_heads} heads of keys and values cannot be divided among {ranks} ranks; "
-            "leave ulysses out"
-        )
-    return problems
-
-
 def _exchanged(tensor: Tensor, mesh: DeviceMesh, joined: int, cut: int) -> Tensor:
     """Get all parts of one dim, and give each rank its part of another."""
     whole = DTensor.from_local(tensor, mesh, [Shard(joined)], run_check=False)
     return whole.redistribute(placements=[Shard(cut)]).to_local()
 
 
-def _padded(dim: int, length: int, tensor: Tensor, value: float) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = length - shape[dim]
-    return torch.cat([tensor, tensor.new_full(shape, value)], dim)
-
-
-def _chunks_of(rank: int, size: int, *, balanced: bool) -> tuple[int, ...]:
+def _chunks_of(rank: int, size: int) -> tuple[int, int]:
     """Return which chunks of the whole sequence a rank has."""
-    return (rank, 2 * size - 1 - rank) if balanced else (rank,)
+    return rank, 2 * size - 1 - rank
 
 
-def _in_order(tensor: Tensor, size: int, *, balanced: bool, back: bool = False) -> Tensor:
+def _in_order(tensor: Tensor, size: int, *, back: bool = False) -> Tensor:
     """Return the sequence in its own order, from the parts of all ranks one after the other; or the inverse, ``back``."""
-    if not balanced:
-        return tensor
-    order = [part for rank in range(size) for part in _chunks_of(rank, size, balanced=True)]
+    order = [part for rank in range(size) for part in _chunks_of(rank, size)]
     if not back:
         order = [order.index(part) for part in range(len(order))]
     chunks = tensor.chunk(len(order), dim=2)

@@ -25,12 +25,8 @@ _SAME_SAMPLES = ("pp", "cp", "tp")
 _UNREAD = -1  # in place of the hash of a batch
 
 
-def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
-    """Return the axes along which samples differ: ``dp``, or those of ``dp_replicate`` and ``dp_shard`` that exist.
-
-    Raises:
-        AxisError: an axis of another name has more than one rank: whether samples differ along it is not known.
-    """
+def _data_axes(mesh: NamedMesh) -> list[str]:
+    """Return the axes along which samples differ; refuse those of which it is not known."""
     known = (*_DATA, *_SAME_SAMPLES)
     problems = [
         f"axis {axis!r} is none of {known}, so it is not known whether samples differ along it; make the mesh with these "
@@ -40,7 +36,7 @@ def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
     ]
     if problems:
         raise AxisError(*problems)
-    return tuple(axis for axis in mesh.layout if axis in _DATA)
+    return [axis for axis in mesh.layout if axis in _DATA]
 
 
 class SamplerKwargs(TypedDict):
@@ -53,23 +49,13 @@ class SamplerKwargs(TypedDict):
 def sampler_kwargs(mesh: NamedMesh) -> SamplerKwargs:
     """Return the arguments ``num_replicas`` and ``rank`` of torch's samplers, on this rank.
 
-    Prevents: a sampler with its defaults, which are those of the default group: the ranks of one tensor-parallel group then work
-    on different samples, and sum what does not belong together.
+    On a mesh of ``dp=2, tp=2`` the ranks 0 and 1 get rank 0 of 2, the ranks 2 and 3 rank 1 of 2.
 
     Raises:
-        AxisError: as for :func:`data_axes`.
-
-    Example:
-        On a mesh of ``dp=2, tp=2`` the ranks 0 and 1 get rank 0 of 2, the ranks 2 and 3 rank 1 of 2:
-
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
-        >>> list(torch.utils.data.DistributedSampler(range(3), shuffle=False, **sampler_kwargs(mesh)))
-        [0, 1, 2]
-        >>> mesh.close(); dist.destroy_process_group()
+        AxisError: an axis of a name of yours has more than one rank: whether samples differ along it is not known.
     """
     place, ranks = 0, 1
-    for axis in data_axes(mesh):
+    for axis in _data_axes(mesh):
         place, ranks = place * mesh.size(axis) + mesh.rank(axis), ranks * mesh.size(axis)
     return {"num_replicas": ranks, "rank": place}
 
@@ -77,8 +63,7 @@ def sampler_kwargs(mesh: NamedMesh) -> SamplerKwargs:
 def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -> None:
     """Refuse a batch that differs between ranks that must have the same samples, or is another data rank's; communicates.
 
-    Prevents: loaders that shuffle with another seed on each rank, or drop samples on some: the loss goes down all the same. It
-    copies the batch, as it is loaded, to the CPU and hashes it: for the first steps, or every thousandth.
+    It copies the batch, as it is loaded, to the CPU and hashes it: for the first steps, or every thousandth.
 
     Args:
         batch: tensors, NumPy arrays and anything else, in dicts, lists, tuples, dataclasses and other objects. None on a rank
@@ -88,15 +73,9 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
 
     Raises:
         AgreementError: on every rank, naming the ranks whose batches differ, or cannot be read.
-        AxisError: as for :func:`data_axes`.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
-        >>> check_same_batch({"tokens": torch.arange(3), "id": "a"}, mesh)
-        >>> mesh.close(); dist.destroy_process_group()
+        AxisError: as for :func:`sampler_kwargs`.
     """
-    axes, unread = data_axes(mesh), None
+    axes, unread = _data_axes(mesh), None
     try:
         own = 0 if batch is None else digest(batch)
     except Exception as error:  # noqa: BLE001  the others wait
@@ -106,8 +85,7 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
         dist.all_gather(parts, found, group=mesh.group(axis))
         found = torch.stack(parts)
-    found = found.cpu()
-    by_rank = {rank: int(found[tuple(mesh.layout.coords(rank).values())]) for rank in mesh.layout.ranks}
+    by_rank = dict(zip(mesh.layout.ranks, found.flatten().tolist(), strict=True))
     if problems := _differences(by_rank, mesh, axes, distinct=distinct):
         raise AgreementError(*problems) from unread
 
@@ -148,26 +126,13 @@ def _groups_in_words(found: Iterable[Mapping[Any, Sequence[int]]], what: str) ->
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
     """Return the mesh that ``fully_shard(mesh=...)`` wants; communicates the first time, where cp is beside dp.
 
-    Prevents: parameters averaged over ``mesh["dp"]`` alone in a mesh that has ``cp`` too, whose ranks see other tokens of the same
-    samples: their weights drift apart. Without ``dp_replicate`` it is 1-D, over dp (or dp_shard) times cp; with it 2-D, for HSDP.
+    It is 1-D, over dp (or dp_shard) times cp, whose ranks see other tokens of the same samples; with ``dp_replicate`` 2-D, for HSDP.
     Axes of one rank are left out. Call ``fully_shard`` after tensor parallelism.
 
-    Where parameters are DTensors over the whole mesh already, torch 2.13 needs no product of axes:
-    ``fully_shard(model, mesh=mesh.device_mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))``.
-
     Raises:
-        AxisError: there is no axis to shard over; or as for :func:`data_axes`.
-
-    Example:
-        On a mesh of ``dp=2, cp=2, tp=2`` the ranks 0, 2, 4 and 6 share parameters:
-
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(dp=-1, cp=1, tp=1, device="cpu")
-        >>> fsdp_mesh(mesh) is mesh["dp"]
-        True
-        >>> mesh.close(); dist.destroy_process_group()
+        AxisError: there is no axis to shard over; or as for :func:`sampler_kwargs`.
     """
-    data_axes(mesh)
+    _data_axes(mesh)
     shard = [axis for axis in mesh.layout if axis in {"dp", "dp_shard", "cp"}]
     if not shard:
         raise AxisError(
@@ -187,7 +152,7 @@ def _token_axes(mesh: NamedMesh) -> list[str]:
 
 def _token_ranks(mesh: NamedMesh) -> int:
     ranks = 1
-    for axis in _token_axes(mesh):
+    for axis in _token_axes(mesh):  # which the compiler follows
         ranks *= mesh.size(axis)
     return ranks
 
@@ -200,24 +165,21 @@ def count_tokens(counted: Tensor | int, mesh: NamedMesh) -> Tensor:
         mesh: the mesh; every rank along its dp and cp axes calls this.
 
     Returns:
-        The number, a tensor of no dims, for :func:`token_mean`, which has an example.
+        The number, a tensor of no dims, for :func:`token_mean`.
 
     Raises:
-        AxisError: as for :func:`data_axes`.
+        AxisError: as for :func:`sampler_kwargs`.
     """
-    data_axes(mesh)
+    _data_axes(mesh)
     return _summed(torch.as_tensor(counted, device=mesh.device).sum(), mesh, _token_axes(mesh))
 
 
 def token_mean(total: Tensor, tokens: Tensor, mesh: NamedMesh) -> Tensor:
     """Return what a sum of losses adds to the mean over all tokens of a step, to call ``backward()`` on; nothing is sent.
 
-    Prevents the most common silent bug of the field: each rank takes the mean over its own tokens, and FSDP2 or DDP averages those
-    means. With padding the ranks have different numbers of tokens, so that a token counts more where there are few.
-
     The gradients, after FSDP2 or DDP averaged them over the ranks of :func:`fsdp_mesh`, are those of one process with all the
-    tokens. Micro-batches add up: pass the sum of each, with the same ``tokens``, also in the loss of a :func:`pipeline`
-    (``reduction="sum"``). The mean to print is :func:`mean_loss`.
+    tokens, however many of them each rank has: a mean of the ranks' means is not. Micro-batches add up: pass the sum of each, with
+    the same ``tokens``, also in the loss of a :func:`pipeline` (``reduction="sum"``). The mean to print is :func:`mean_loss`.
 
     Args:
         total: the sum of the losses of some of this rank's tokens, of no dims; from ``loss_parallel`` the DTensor that it is.
@@ -229,17 +191,6 @@ def token_mean(total: Tensor, tokens: Tensor, mesh: NamedMesh) -> Tensor:
 
     Raises:
         ShapeError: ``total`` has dims, so it is no sum.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist, torch.nn.functional as F
-        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
-        >>> logits, targets = torch.zeros(4, 10, requires_grad=True), torch.tensor([3, -100, 5, -100])
-        >>> tokens = count_tokens(targets != -100, mesh)
-        >>> loss = token_mean(F.cross_entropy(logits, targets, reduction="sum"), tokens, mesh)
-        >>> loss.backward()
-        >>> tokens.item(), bool(torch.isclose(mean_loss(loss, mesh).float(), F.cross_entropy(logits, targets)))
-        (2, True)
-        >>> mesh.close(); dist.destroy_process_group()
     """
     if total.ndim:
         raise ShapeError(

@@ -1,31 +1,100 @@
-"""Pipelines: torch.distributed.pipelining over ``pp``, for batches of any size, with nothing kept that was not asked for."""
+"""Pipelines over ``pp``: which layers a rank has, torch's schedules for batches of any size, and a weight of two stages."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import frees_after_forward, remove_backwards
-from namedmesh.errors import ShapeError, TrainingError
-from namedmesh.training.stages import RETURNING, schedule_class, stage_indices
+from namedmesh._torch import frees_after_forward, remove_backwards, tree_leaves, tree_map
+from namedmesh.errors import LayoutError, ShapeError, TrainingError
+from namedmesh.sizes import stage_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from namedmesh.mesh import NamedMesh
 
+    Layers = Sequence[nn.Module] | nn.ModuleList | nn.ModuleDict
     Loss = Callable[[Tensor, Any], Tensor]
 
-_SPLIT = {*RETURNING, "ScheduleInterleavedZeroBubble"}  # they compute the gradients of weights later
-_SHAPES = 4  # how many shapes of a batch are remembered: each holds the buffers of its stages
+_RETURNING = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}  # their stages go to the last rank and back
+_SPLIT = {*_RETURNING, "ScheduleInterleavedZeroBubble"}  # they compute the gradients of weights later
+_ties = count()  # the same on the ranks of a pipeline, which tie together
+
+
+def stage_layers(
+    layers: int | Layers, mesh: NamedMesh | None, *, stage: int | None = None, stages: int | None = None
+) -> Any:
+    """Return the layers of one pipeline stage: as even as can be, the longer stages last.
+
+    Args:
+        layers: the number of layers of the whole model, or the layers.
+        mesh: the mesh; may be None where ``stage`` and ``stages`` are given.
+        stage: which stage; by default this rank's, with one stage on each rank of ``pp``.
+        stages: the number of stages; by default the size of ``pp``.
+
+    Returns:
+        The numbers of the stage's layers; or the layers, in an ``nn.ModuleDict`` under their numbers in the whole model (of an
+        ``nn.ModuleDict``, their names): the same in every layout.
+
+    Raises:
+        LayoutError: there are more stages than layers, or no mesh.
+
+    Example:
+        >>> [list(stage_layers(5, None, stage=stage, stages=2)) for stage in (0, 1)]
+        [[0, 1], [2, 3, 4]]
+    """
+    if mesh is not None:
+        stages = mesh.size("pp") if stages is None else stages
+        stage = mesh.rank("pp") if stage is None else stage
+    if stage is None or stages is None:
+        raise LayoutError("there is no mesh to say which stage this is; give the mesh, or stage and stages")
+    total = layers if isinstance(layers, int) else len(layers)
+    if stages > total:
+        raise LayoutError(f"{total} layers cannot fill {stages} stages; give every stage one at least")
+    numbers = stage_range(total, stage, stages)
+    if isinstance(layers, int):
+        return numbers
+    named = list(layers.items()) if isinstance(layers, nn.ModuleDict) else list(enumerate(layers))
+    return nn.ModuleDict(
+        OrderedDict((str(name), layer) for name, layer in named[numbers.start : numbers.stop])
+    )
+
+
+def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> tuple[int, ...]:
+    """Return which stages of the pipeline a rank has, when each has ``stages`` of them.
+
+    Rank 0 of two has stages 0 and 2 where stages go round (interleaved), and 0 and 3 where they go there and back (ZBV, DualPipeV).
+
+    Raises:
+        LayoutError: the schedule has no such name, or takes another number of stages.
+    """
+    kind, size, rank = _schedule_class(schedule), mesh.size("pp"), mesh.rank("pp")
+    returns = kind.__name__ in _RETURNING
+    if (issubclass(kind, PipelineScheduleSingle) and stages != 1) or (returns and stages != 2):  # noqa: PLR2004
+        raise LayoutError(
+            f"{schedule} takes {2 if returns else 1} of the stages on each rank, not {stages}; give as many, or "
+            "another schedule"
+        )
+    return (rank, 2 * size - 1 - rank) if returns else tuple(rank + size * turn for turn in range(stages))
+
+
+def _schedule_class(name: str) -> Any:
+    try:
+        return get_schedule_class("ZBVZeroBubble" if name.lower() == "zbv" else name)
+    except ValueError as error:
+        raise LayoutError(f"{error}; name one of them") from None
 
 
 def pipeline(
@@ -40,46 +109,29 @@ def pipeline(
 ) -> Pipeline:
     """Return a pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
 
-    Prevents: torch takes the mean of the micro-batches' losses for that of the batch, also where the last one is smaller. Schedules
-    that compute the gradients of weights later (zero bubble, ZBV, DualPipeV) leave out weights that FSDP2 has put away. And the run
-    in which torch finds out the shapes of a batch drops gradients that are there already. No outputs are kept but those of ``eval``.
-
-    FSDP2 modules whose ``reshard_after_forward`` was left to FSDP2 keep their weights until the last backward of a step, as
-    there are many forwards in it; one that was given as True counts, and is refused by the schedules that it breaks.
+    The gradients are those of the loss of the whole batch, also where torch's parts of it are of several sizes, and are added to
+    those that are there. FSDP2 modules whose ``reshard_after_forward`` was left to FSDP2 keep their weights until the last
+    backward of a step, as there are many forwards in it; one that was given as True counts, but schedules that compute the
+    gradients of weights later (zero bubble, ZBV, DualPipeV) would leave out weights that were put away.
 
     Args:
         model: this rank's stage, or its stages in the order of :func:`stage_indices`.
         mesh: a mesh with an axis ``pp``, which may have size 1.
         schedule: a name that ``torch.distributed.pipelining.schedules.get_schedule_class`` knows, or ``"ZBV"``.
         microbatches: into how many parts a batch is cut.
-        loss: from the output of the last stage and the target, for some rows of the batch, their loss. The target is a
-            tensor, or tuples, lists and dicts of tensors.
+        loss: from the output of the last stage and the target (a tensor, or tuples, lists and dicts of tensors), for some rows
+            of the batch, their loss.
         reduction: whether ``loss`` is a mean over its rows, or a part of a sum, as of :func:`token_mean`.
         whole: the names of keyword arguments that every micro-batch gets as they are, such as positions: all others that are
             tensors have a row for each row of the batch.
 
-    Returns:
-        An object with ``step`` and ``eval``, which get the batch on every rank of ``pp``.
-
     Raises:
         LayoutError: the schedule has no such name, or takes another number of stages.
         TrainingError: the schedule needs weights that FSDP2 was told to put away.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(pp=1, device="cpu")
-        >>> pipe = pipeline(torch.nn.Linear(2, 1), mesh, microbatches=2, loss=torch.nn.functional.mse_loss)
-        >>> loss = pipe.step(torch.ones(3, 2), target=torch.ones(3, 1))   # 3 rows in 2 parts
-        >>> output = pipe.eval(torch.ones(3, 2))
-        >>> bool(torch.isclose(loss, torch.nn.functional.mse_loss(output, torch.ones(3, 1))))
-        True
-        >>> mesh.close(); dist.destroy_process_group()
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    kind, indices = schedule_class(schedule), stage_indices(mesh, schedule, len(modules))
-    sharded: list[FSDPModule] = [
-        each for module in modules for each in module.modules() if isinstance(each, FSDPModule)
-    ]
+    kind, indices = _schedule_class(schedule), stage_indices(mesh, schedule, len(modules))
+    sharded = [each for module in modules for each in module.modules() if isinstance(each, FSDPModule)]
     if mesh.size("pp") > 1 or not issubclass(kind, PipelineScheduleSingle):
         for each in sharded:
             frees = frees_after_forward(each)
@@ -107,22 +159,17 @@ class Pipeline:
     _loss: Loss
     _reduction: str
     _whole: frozenset[str]
-    _sharded: list[FSDPModule]
-    # By what runs, and the shape of a batch: the rows of a part of it, and torch's schedule.
-    _built: dict[object, tuple[int, Any]] = field(default_factory=dict)
+    _sharded: Sequence[FSDPModule]
+    # By what runs: the shape of a batch, the rows of a part of it, and torch's schedule, with buffers for these.
+    _built: dict[str, tuple[object, int, Any]] = field(default_factory=dict)
     _target: Any = None
     _count: int = 0
 
     def step(self, *args: Tensor, target: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward over a batch, of any size; the gradients are those of the loss of the batch.
+        """Run forward and backward over a batch, of any size, which every rank of ``pp`` is given.
 
-        For the first batch of a shape, and for a larger one, the stages run once more to find out the shapes between
+        For a first batch, one of another shape, and a larger one, the stages run once more to find out the shapes between
         them. In that, FSDP2's ranks take part together: give them batches of one size, or the largest first.
-
-        Args:
-            *args: the inputs of the first stage, on every rank.
-            target: what the loss compares with, on every rank.
-            **kwargs: what every stage's ``forward`` gets; tensors are split into micro-batches, but for those that are ``whole``.
 
         Returns:
             The loss of this rank's batch on the rank of the last stage, and 0 on the others, for :func:`mean_loss`; without a graph.
@@ -159,49 +206,47 @@ class Pipeline:
         self, what: str, args: tuple[Tensor, ...], kwargs: dict[str, Any], target: Any, losses: list[Tensor]
     ) -> Tensor | None:
         by_row = [each for key, each in kwargs.items() if key not in self._whole]
-        cut = [*args, *(each for each in by_row if isinstance(each, Tensor))]
-        counts = {each.shape[0] if each.ndim else 0 for each in cut}
-        _of_tensors(target, lambda each: counts.add(each.shape[0] if each.ndim else 0))
+        cut = [each for each in (*args, *by_row) if isinstance(each, Tensor)]
+        with_rows = cut if target is None else [*cut, *tree_leaves(target)]
+        counts = {each.shape[0] if each.ndim else 0 for each in with_rows}
         if len(counts) != 1 or not args or 0 in counts:
             raise ShapeError(
                 f"the batch has {sorted(counts)} rows; give inputs and target with the same number of rows, one at "
                 "least, on every rank of pp; name keyword arguments without them in pipeline(..., whole=(...))"
             )
         (self._count,) = counts
-        shape = what, tuple((each.shape[1:], each.dtype, each.requires_grad) for each in cut)
-        known = self._built.get(shape, (0, None))[0]
-        rows = max(-(-self._count // self._microbatches), known)
-        if rows != known:  # the buffers of a stage are made for one shape
-            self._built[shape] = rows, self._schedule(what)
-            if len(self._built) > _SHAPES:
-                del self._built[next(iter(self._built))]
-        schedule = self._built[shape][1]
+        shape = [(each.shape[1:], each.dtype, each.requires_grad) for each in cut]
+        known, rows, schedule = self._built.get(what, (None, 0, None))
+        needed = -(-self._count // self._microbatches)
+        new = known != shape or rows < needed
+        if new:
+            rows, schedule = needed, self._schedule(what)
+            self._built[what] = shape, rows, schedule
         # Parts of one size: the last row again, which the loss leaves out.
         index = torch.arange(rows * self._microbatches)
         filled = index.clamp(max=self._count - 1)
 
         def fill(value: Any) -> Any:
-            whole = not isinstance(value, Tensor) or len(index) == self._count
-            return value if whole else value[filled.to(value.device)]
+            full = not isinstance(value, Tensor) or len(index) == self._count
+            return value if full else value[filled.to(value.device)]
 
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
         named = {key: _Whole(value) if key in self._whole else fill(value) for key, value in kwargs.items()}
-        run = schedule.step if what == "step" else schedule.eval
         if (
             what != "output"
         ):  # torch splits the numbers of rows in place of the target, which may be of any form
             named |= {"target": index, "losses": losses, "return_outputs": False}
         self._target = target
-        with _gradients_kept(self._modules if rows != known else []):
-            output = run(*given, **named)
+        with _gradients_kept(self._modules if new else []):
+            output = (schedule.step if what == "step" else schedule.eval)(*given, **named)
         self._target = None
         return None if output is None else output[: self._count]
 
     def _schedule(self, what: str) -> Any:
         mesh = self._mesh
-        count = len(self._modules) * mesh.size("pp")
+        total = len(self._modules) * mesh.size("pp")
         stages = [
-            _Stage(module, index, count, mesh.device, group=mesh.group("pp"))
+            _Stage(module, index, total, mesh.device, group=mesh.group("pp"))
             for module, index in zip(self._modules, self._indices, strict=True)
         ]
         single = issubclass(self._kind, PipelineScheduleSingle)
@@ -216,12 +261,11 @@ class Pipeline:
         """Return what the rows of one micro-batch add to the loss of the batch."""
         first = int(index[0])
         rows = min(len(index), self._count - first)
-        if rows < 1:
-            # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.
+        if (
+            rows < 1
+        ):  # without a row of the batch: a loss times zero, so that the backward is the same on every rank
             return 0 * self._loss(output[:1], _rows_of(self._target, slice(self._count - 1, self._count)))
-        real = (
-            output if rows == len(index) else output[:rows]
-        )  # a slice costs memory of its size in the backward
+        real = output if rows == len(index) else output[:rows]  # whose backward has memory of its size
         loss = self._loss(real, _rows_of(self._target, slice(first, first + rows)))
         return loss * (rows / self._count) if self._reduction == "mean" else loss
 
@@ -236,31 +280,19 @@ class _Stage(PipelineStage):
         return output
 
 
+@dataclass
 class _Whole:
     """A keyword argument that torch is not to split; what is no tensor, every micro-batch gets."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 def _unpacked(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Give a stage its keyword arguments as they were given to the pipeline."""
     return args, {key: each.value if isinstance(each, _Whole) else each for key, each in kwargs.items()}
 
 
-def _of_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return tuples, lists and dicts with what a function makes of each tensor in them."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _of_tensors(each, function) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_of_tensors(each, function) for each in value])
-    return value
-
-
 def _rows_of(target: Any, rows: slice) -> Any:
-    return _of_tensors(target, lambda each: each[rows])
+    return tree_map(lambda each: each[rows], target)
 
 
 @contextmanager
@@ -273,3 +305,77 @@ def _gradients_kept(modules: list[nn.Module]) -> Iterator[None]:
     yield
     for parameter, gradient in kept:
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@torch.no_grad()
+def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Callable[[], None]:
+    """Tie a parameter of the first pipeline stage to one of the last, such as an embedding to the output; communicates.
+
+    The last stage's copy takes the first one's values, :func:`clip_grad_norm_` counts them once, and a checkpoint has one weight
+    for both. Call it after ``fully_shard``, on every rank. A rank with both ends (``pp=1``, ZBV) gives both: one parameter, or
+    two that are tied.
+
+    Args:
+        mesh: a mesh with an axis ``pp``.
+        first: the first stage's parameter where this rank has that stage, and otherwise None.
+        last: the same for the last stage; sharded as the first.
+
+    Returns:
+        A function that sums the two gradients: every rank calls it once a step, before clipping.
+
+    Raises:
+        ShapeError: on every rank of ``pp``: no rank or several have one of the two, or they have other shapes or types.
+    """
+    ends, group = (first, last), mesh.group("pp")
+    described = [None if each is None else (tuple(_local(each).shape), str(each.dtype)) for each in ends]
+    found: list[Any] = [(described, next(_ties))] * mesh.size("pp")
+    if mesh.size("pp") > 1:
+        dist.all_gather_object(found, found[0], group=group)
+    ranks = [[rank for rank, (each, _) in enumerate(found) if each[end] is not None] for end in range(2)]
+    shown = [each[end] for end in range(2) for each, _ in found if each[end] is not None]
+    if [len(each) for each in ranks] != [1, 1] or shown[0] != shown[1]:
+        raise ShapeError(
+            f"the ranks {ranks[0]} and {ranks[1]} of pp tie {shown}; give one parameter of the first stage on the rank that has it, and "
+            "one of the last, of one shape and type, sharded alike; None on all others"
+        )
+    here = [each for each in ends if each is not None]
+    if not here or first is last:
+        return lambda: None
+    peer = ranks[0 if first is None else 1][0]
+    for end, each in zip(("first", "last"), ends, strict=True):
+        if each is not None:
+            each.tied_stages = (str(found[ranks[0][0]][1]), end)  # type: ignore[attr-defined]  # for checkpoints
+            each.shared = end == "last"  # type: ignore[attr-defined]  # for clipping
+    values = _exchanged([_local(each) for each in here], group, peer)
+    if last is not None:
+        _local(last).copy_(values[-1] if first is None else values[0])
+
+    @torch.no_grad()
+    def sum_gradients() -> None:
+        for each in here:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        grads = [_local(each.grad) for each in here if each.grad is not None]
+        one, other = _exchanged(grads, group, peer)
+        total = one + other
+        for each in grads:
+            each.copy_(total)
+
+    return sum_gradients
+
+
+def _exchanged(here: list[Tensor], group: dist.ProcessGroup, peer: int) -> list[Tensor]:
+    """Return the tensors of both ends: this rank's, and the peer's where this rank has one of them."""
+    if len(here) > 1:
+        return here
+    received = torch.empty_like(here[0])
+    operations = [
+        dist.P2POp(dist.isend, here[0].contiguous(), group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return [here[0], received]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

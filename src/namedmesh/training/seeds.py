@@ -1,4 +1,4 @@
-"""Random numbers that differ between ranks where they should: torch's default generator, and blocks seeded from it and from a rank's place."""
+"""Random numbers that differ between ranks where they should, and first weights that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import get_worker_info
 
-from namedmesh.errors import TrainingError, did_you_mean
+from namedmesh.errors import TrainingError, did_you_mean, listing
+from namedmesh.mesh import current_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from namedmesh.mesh import NamedMesh
 
-_places: dict[
-    str, str
-] = {}  # of each name, the coordinates that its numbers depend on beside the default ones
+_places: dict[str, str] = {}  # of each stream, the coordinates that its numbers depend on
 _devices: list[torch.device] = []  # the accelerator, where there is one
 _data = torch.Generator()
 
 
-def derived_seed(seed: int, name: str, place: object = "") -> int:
+def _derived(seed: int, name: str, place: object = "") -> int:
     """Return a seed for something with a name; others for other names and places."""
     digest = hashlib.blake2b(f"{seed} {name} {place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -38,25 +37,19 @@ def derived_seed(seed: int, name: str, place: object = "") -> int:
 def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = None) -> None:
     """Seed Python's and torch's random numbers, and NumPy's where it is imported, and prepare :func:`streams`.
 
-    Prevents: one seed for all ranks, with which every data-parallel rank drops the same units; or a seed by global
-    rank, with which the ranks of a tensor-parallel group drop different units of the same activations.
-
     Args:
         seed: any int, the same on every rank.
         mesh: the mesh.
         differ_over: axes of the mesh and of its views along which default numbers differ; by default all axes of the mesh
             but tp. With ``("pp",)`` they are what Megatron's tracker makes: the same on all ranks of a stage.
-
-    Raises:
-        AxisError: a name that is no axis.
     """
-    axes = [axis for axis in mesh.layout if axis != "tp"] if differ_over is None else list(differ_over)
-    own = derived_seed(seed, "default", {axis: mesh.rank(axis) for axis in axes})
+    axes = [axis for axis in mesh.layout if axis != "tp"] if differ_over is None else differ_over
+    own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in axes})
     inside_experts: list[str] = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         _places[name] = f"{name} { {axis: mesh.rank(axis) for axis in more if axis in mesh.coords} }"
     samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in {"pp", "cp", "tp"}}
-    _data.manual_seed(derived_seed(seed, "data", samples))
+    _data.manual_seed(_derived(seed, "data", samples))
     _devices[:] = [mesh.device] if mesh.device.type not in {"cpu", "meta"} else []
     random.seed(own)
     torch.manual_seed(own)
@@ -65,21 +58,17 @@ def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = Non
 
 
 def data_generator() -> torch.Generator:
-    """Return the generator of ``streams("data")``, equal over pp, cp and tp: ``DataLoader(..., generator=data_generator())``.
-
-    For loaders that shuffle, and for workers, whose default numbers depend on it.
-    """
+    """Return the generator of ``streams("data")``, equal over pp, cp and tp: ``DataLoader(..., generator=data_generator())``."""
     return _data
 
 
-def streams(name: str) -> AbstractContextManager[None]:
+@contextmanager
+def streams(name: str) -> Iterator[None]:
     """Draw numbers inside the block that differ between ranks in another way than the default ones, after :func:`seed_all`.
 
     - ``"tensor"`` differs over tp as well: for what tp cuts, such as dropout on the heads of attention;
     - ``"expert"`` differs over ep and etp as well: for what is inside experts;
     - ``"data"`` is the same over pp, cp and tp: for what is drawn for samples, on the CPU.
-
-    Prevents: dropout with one mask on all ranks of a tensor-parallel group, each of which has other features.
 
     A block is seeded by a number from the default generator of the CPU, and by the rank's place: what puts that generator back,
     such as ``torch.utils.checkpoint``, puts blocks back, too. Every rank of a tp group has to enter **equally many blocks**: one
@@ -88,47 +77,30 @@ def streams(name: str) -> AbstractContextManager[None]:
 
     Raises:
         TrainingError: there is no such name, or :func:`seed_all` was not called.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(tp=1, device="cpu")
-        >>> seed_all(1, mesh)
-        >>> with streams("tensor"):
-        ...     mask = torch.rand(4) > 0.5   # another one on each rank of tp
-        >>> mesh.close(); dist.destroy_process_group()
     """
     if name == "data":
-        return _from_data()
+        if get_worker_info() is not None:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(_data.get_state())
+            try:
+                yield
+            finally:
+                _data.set_state(torch.get_rng_state())
+        return
     if name not in _places:
         known = ("tensor", "expert", "data")
         raise TrainingError(
             f"there is no stream {name!r}{did_you_mean(name, known)}; seed_all() makes {', '.join(known)}"
         )
-    return _from_default(_places[name])
-
-
-@contextmanager
-def _from_default(place: str) -> Iterator[None]:
-    seed = derived_seed(int(torch.randint(2**62, ())), "stream", place)
+    seed = _derived(int(torch.randint(2**62, ())), "stream", _places[name])
     with torch.random.fork_rng(devices=_devices, device_type=_devices[0].type if _devices else "cuda"):
         # torch.manual_seed() writes down the stack where CUDA was not used yet, which takes a millisecond.
         torch.default_generator.manual_seed(seed)
         for device in _devices:
             torch.get_device_module(device).manual_seed(seed)
         yield
-
-
-@contextmanager
-def _from_data() -> Iterator[None]:
-    if get_worker_info() is not None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(_data.get_state())
-        try:
-            yield
-        finally:
-            _data.set_state(torch.get_rng_state())
 
 
 def random_state() -> dict[str, Tensor]:
@@ -144,6 +116,7 @@ def random_state() -> dict[str, Tensor]:
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
     """Let the generators go on from a state; those that are not here are left out."""
+    devices = {each.type: each for each in _devices}
     for key, each in state.items():
         if key == "cpu":
             torch.set_rng_state(each)
@@ -154,10 +127,82 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
             random.setstate((version, tuple(numbers), gauss))
         elif key == "numpy" and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(tuple(json.loads(bytes(each.tolist()))))
-        for device in _devices:
-            if key == device.type:
-                torch.get_device_module(device).set_rng_state(each, device)
+        elif key in devices:
+            torch.get_device_module(devices[key]).set_rng_state(each, devices[key])
 
 
 def _as_bytes(state: object) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def normal(name: str, parameter: Tensor) -> tuple[float, float]:
+    """Return the mean and the deviation of a parameter's first weights: 0 and 0.02, but 1 for norms and 0 for biases."""
+    if parameter.ndim > 1:
+        return 0.0, 0.02
+    return (0.0 if name.endswith("bias") else 1.0), 0.0
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter in the model as it was written, without torch's wrappers."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def shard_of(parameter: Tensor | None, mesh: NamedMesh | None) -> tuple[str, int, int] | None:
+    """Return the axis over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
+    marked = getattr(parameter, "tensor_model_parallel", False) and not isinstance(parameter, DTensor)
+    if mesh is None or not marked:
+        return None
+    axis = "tp" if getattr(parameter, "allreduce", True) or "etp" not in mesh.coords else "etp"
+    if axis not in mesh.coords or mesh.size(axis) == 1:
+        return None
+    return axis, int(getattr(parameter, "partition_dim", 0)), int(getattr(parameter, "partition_stride", 1))
+
+
+@torch.no_grad()
+def init_parameters(
+    model: nn.Module, seed: int, *, distribution: Callable[[str, Tensor], tuple[float, float]] = normal
+) -> None:
+    """Fill a model's parameters with random numbers that depend on the seed and on each one's name only.
+
+    Call it where the model is parallelized and sharded: each rank draws one whole parameter after the other, on the CPU in float32,
+    and keeps its shard, as torch's ``distribute_tensor`` cuts it; marked shards of Megatron's over the tp (experts: etp) of the
+    current mesh. A pipeline stage has the names of the whole model. Buffers are left alone.
+
+    Args:
+        model: the model, or a stage.
+        seed: any int, the same on every rank.
+        distribution: gets the name and the parameter (of a DTensor, with the whole shape), and returns the mean and
+            the deviation of a normal distribution.
+
+    Raises:
+        TrainingError: parameters are on the meta device.
+    """
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise TrainingError(
+            f"{listing(on_meta, 4)}: on the meta device, where there is nothing to fill; call "
+            "model.to_empty(device=mesh.device) first"
+        )
+    for wrapped, parameter in model.named_parameters():
+        name = plain_name(wrapped)
+        mean, deviation = distribution(name, parameter)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if deviation == 0:
+            local.fill_(mean)
+            continue
+        mesh = current_mesh() if getattr(parameter, "tensor_model_parallel", False) else None
+        cut = shard_of(parameter, mesh)
+        shape = list(parameter.shape)
+        if mesh is not None and cut is not None:
+            shape[cut[1]] *= mesh.size(cut[0])
+        whole = torch.empty(shape).normal_(
+            mean, deviation, generator=torch.Generator().manual_seed(_derived(seed, name))
+        )
+        if isinstance(parameter, DTensor):  # nothing is sent
+            places = parameter.device_mesh, parameter.placements
+            whole = distribute_tensor(whole, *places, src_data_rank=None).to_local()
+        elif mesh is not None and cut is not None:
+            axis, dim, blocks = cut
+            by_rank = whole.unflatten(dim, (blocks, mesh.size(axis), -1))
+            whole = by_rank.select(dim + 1, mesh.rank(axis)).flatten(dim, dim + 1)
+        local.copy_(whole)

@@ -8,58 +8,107 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from namedmesh.compat.axis_map import agreed_groups
 from namedmesh.compat.deepspeed import topology
-from namedmesh.compat.deepspeed.groups import bind, mark_parameters, unbind
 from namedmesh.compat.deepspeed.model_parallel_unit import ModelParallelUnit, SequenceParallelUnit, mpu
-from namedmesh.compat.deepspeed.topology import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
-from namedmesh.compat.install import Original
+from namedmesh.compat.deepspeed.topology import *
+from namedmesh.compat.install import Original, as_imported
+from namedmesh.compat.state import Bound, State
+from namedmesh.errors import PlanError, listing
 
-__all__ = [
-    "ModelParallelUnit",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
-    "ProcessTopology",
-    "SequenceParallelUnit",
-    "bind",
-    "install",
-    "mark_parameters",
-    "mpu",
-    "unbind",
-    "uninstall",
-]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from namedmesh.mesh import NamedMesh
+
+__all__ = ["ModelParallelUnit", "SequenceParallelUnit", "bind", "install", "mark_parameters", "mpu"]
+__all__ += ["unbind", "uninstall"]
+__all__ += topology.__all__
 
 _PLACE = "deepspeed.runtime.pipe.topology"
+_ORIGINAL = Original(
+    _PLACE,
+    lambda _module: {name: getattr(topology, name) for name in topology.__all__},
+    {_PLACE: f"{__name__}.topology"},
+)
+install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
 
 
-def _replace(_module: Any) -> dict[str, object]:
-    """Return our topologies and grid, which take the place of the original's."""
-    return {name: getattr(topology, name) for name in topology.__all__}
+@cache
+def _state() -> State:
+    module = import_module("deepspeed.utils.groups")
+    more = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
+    return State("DeepSpeed", "deepspeed.initialize", module, as_imported(module), more)
 
 
-_ORIGINAL = Original(_PLACE, _replace, {_PLACE: f"{__name__}.topology"})
+def bind(mesh: NamedMesh) -> Bound:
+    """Let DeepSpeed's engine, MoE layers and ZeRO take their groups from a mesh.
 
-
-def install() -> None:
-    """Let DeepSpeed's pipelines work on our topologies and grids; a second call does nothing.
-
-    Where DeepSpeed is installed, the classes of ``deepspeed.runtime.pipe.topology`` are ours, also where they were
-    imported before. Where it is not, the module is this dialect's. Which mesh its engine works on is said by :func:`bind`.
-
-    Example, as the first lines of a program::
-
-        from namedmesh.compat import deepspeed as dialect
-        dialect.install()
-        from deepspeed.pipe import PipelineModule      # on our topologies and grids
+    Every rank calls it before ``deepspeed.initialize(...)``, with a mesh that :func:`mpu` takes. The variables of
+    ``deepspeed.utils.groups``, of a release of 0.19, are filled until the mesh is closed; its mpu is the mesh's.
+    A view with axes ``ep`` and ``edp``, and ``etp`` where the experts' layers are sharded, gives the groups of MoE layers
+    whose ``ep_size`` is the size of ``ep``. For anything else DeepSpeed makes groups of its own. In ``with bind(mesh):`` the
+    mesh is selected, and the binding ends with the block.
     """
-    _ORIGINAL.install()
+    state = _state()
+    return state.bind(mesh) if state.is_bound(mesh) else state.take(mesh, _values(mesh))
 
 
-uninstall = _ORIGINAL.uninstall
+def unbind() -> None:
+    """Forget the mesh that is bound; it stays as it is, with its groups."""
+    _state().unbind()
+
+
+def _values(mesh: NamedMesh) -> dict[str, Any]:
+    """Return the variables that a mesh determines."""
+    unit = mpu(mesh)
+    tensor = unit.get_tensor_model_parallel_group()
+    values: dict[str, Any] = {
+        "mpu": unit,
+        "_TENSOR_MODEL_PARALLEL_GROUP": tensor,
+        "_MODEL_PARALLEL_GROUP": tensor,
+        "_DATA_PARALLEL_GROUP": unit.get_data_parallel_group(),
+        "_WORLD_GROUP": dist.group.WORLD,
+    }
+    if "ep" in mesh:
+        name = f"ep_size_{mesh.size('ep')}"
+        with agreed_groups(mesh, "deepspeed.bind"):
+            replicas = mesh.group("edp") if "edp" in mesh else mesh.groups.alone()
+        for variable, group in (("_EXPERT_PARALLEL", mesh.group("ep")), ("_EXPERT_DATA_PARALLEL", replicas)):
+            values[f"{variable}_GROUP"] = {name: group}
+            values[f"{variable}_GROUP_RANKS"] = {name: dist.get_process_group_ranks(group)}
+        values["expert_tensor_parallel_world_size"] = mesh.size("etp") if "etp" in mesh else 1
+    return values
+
+
+def mark_parameters(model: nn.Module) -> list[str]:
+    """Mark the shards of tensor-parallel parameters as every version of DeepSpeed expects them; return their names.
+
+    DeepSpeed counts a parameter that is not marked on the first model-parallel rank only: the norm of the gradients, and
+    what is clipped by it, is silently too small. Call it before ``deepspeed.initialize``. The layers of namedmesh's Megatron
+    dialect mark their shards with ``tensor_model_parallel``, which DeepSpeed 0.19 reads; this adds ``model_parallel``,
+    which all versions do.
+
+    Raises:
+        PlanError: there are DTensors among the parameters, which DeepSpeed's optimizers cannot work with.
+    """
+    parameters = dict(model.named_parameters())
+    dtensors = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
+    if dtensors:
+        raise PlanError(
+            f"parameters {listing(dtensors)} are DTensors, which DeepSpeed's optimizers cannot work with; use layers whose "
+            "parameters are plain shards, such as those of namedmesh.compat.megatron.tensor_parallel"
+        )
+    shards = []
+    for name, parameter in parameters.items():
+        if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+            parameter.model_parallel = True  # type: ignore[attr-defined]
+            shards.append(name)
+    return shards

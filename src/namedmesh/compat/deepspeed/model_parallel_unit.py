@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
 from namedmesh.compat.state import require_open
-from namedmesh.errors import LayoutError, MeshError
+from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch.distributed as dist
 
-    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
-
-__all__ = ["ModelParallelUnit", "SequenceParallelUnit", "mpu"]
 
 _AXES = {
     "pipe": ("pp", "pipe"),
@@ -28,22 +25,6 @@ _AXES = {
     "model": ("tp", "model"),
     "sequence": ("sp", "cp"),
 }
-# Axes that are one kind of parallelism together; two others of the same kind are a mistake.
-_TOGETHER = ({"dp_replicate", "dp_shard"}, {"sp", "cp"})
-
-
-def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in its order; two of a kind are refused."""
-    axes, problems = {}, []
-    for kind, names in _AXES.items():
-        own = axes[kind] = tuple(axis for axis in layout if axis in names)
-        if len(own) > 1 and set(own) not in _TOGETHER:
-            problems.append(
-                f"axes {' and '.join(map(repr, own))} of {layout} both are what DeepSpeed calls {kind}; use one of them"
-            )
-    if problems:
-        raise LayoutError(*problems)
-    return axes
 
 
 class Answers(NamedTuple):
@@ -105,32 +86,28 @@ class Getters:
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; every rank calls it; communicates.
 
-    Args:
-        mesh: a mesh with any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. One that it lacks
-            is of size 1. The names data, model and pipe are as good. sp is DeepSpeed's Ulysses; cp, Megatron's
-            context parallelism, means the same to an optimizer: ranks with the same parameters, each with a part of
-            a sequence. A mesh that has both is sequence-parallel over their product.
+    The mesh has any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp; data, model and pipe are as good.
+    sp is DeepSpeed's Ulysses; cp, Megatron's context parallelism, means the same to an optimizer: ranks with the same
+    parameters, each with a part of a sequence. With both, sequences are sharded over their product.
 
     Returns:
         A :class:`ModelParallelUnit`; with sp or cp a :class:`SequenceParallelUnit`.
 
     Raises:
-        LayoutError: the mesh has an axis of no kind of parallelism of DeepSpeed's, or two of the same kind.
+        LayoutError: the mesh has an axis of no kind of parallelism of DeepSpeed's.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
         >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
         >>> unit = mpu(mesh)
-        >>> unit.get_model_parallel_world_size(), unit.get_data_parallel_group() is mesh.group("dp")
-        (1, True)
-        >>> hasattr(unit, "get_sequence_parallel_group"), hasattr(unit, "initialize_sequence_parallel")
-        (False, False)
+        >>> unit.get_data_parallel_group() is mesh.group("dp"), hasattr(unit, "get_sequence_parallel_group")
+        (True, False)
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
     require_open(mesh, "deepspeed.mpu")
     with agreed_groups(mesh, "deepspeed.mpu"):
-        axes = axis_map(mesh.layout)
+        axes = {kind: tuple(axis for axis in mesh.layout if axis in names) for kind, names in _AXES.items()}
         check_axes(
             mesh.layout,
             "DeepSpeed",

@@ -1,4 +1,4 @@
-"""DeepSpeed's topologies, named axes over ranks computed by a :class:`namedmesh.Layout`, and its pipeline grid.
+"""``deepspeed.runtime.pipe.topology``: named axes over ranks computed by a :class:`namedmesh.Layout`, and its pipeline grid.
 
 ``install()`` puts this module in place of the original's. Ranks are row-major, the last axis the fastest.
 """
@@ -16,12 +16,7 @@ import torch.distributed as dist
 from namedmesh.agreement import agreed
 from namedmesh.compat.axis_map import agreed_groups
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers
-from namedmesh.compat.errors import (
-    ContractAttributeError,
-    ContractError,
-    ContractIndexError,
-    ContractTypeError,
-)
+from namedmesh.compat.errors import ContractAttributeError, ContractError
 from namedmesh.compat.state import require_default_group, require_open
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
@@ -47,14 +42,11 @@ _CANONICAL = {"pipe": "pp", "data": "dp", "model": "tp"}
 
 
 class ProcessTopology:
-    """Named axes over the ranks 0, 1, 2 and so on; a million of them cost what eight do, until all are asked for.
+    """Named axes over the ranks 0, 1, 2 and so on, of ``axes``, slowest axis first, and ``dims``, the size of each.
 
-    Of ``axes``, slowest axis first, and ``dims``, the size of each. ``layout`` is the same as a :class:`namedmesh.Layout`, for
-    ``namedmesh.init_mesh(topology.layout)``; there the axes pipe, data and model have the names pp, dp and tp.
-
-    Raises:
-        LayoutError: no axis, a size below 1, or more sizes than names. What cannot be a name is Python's ValueError.
-        ContractIndexError, ContractTypeError: fewer sizes than names, or names in one string.
+    ``layout`` is the same as a :class:`namedmesh.Layout`, for ``namedmesh.init_mesh(topology.layout)``; there the axes pipe,
+    data and model have the names pp, dp and tp. What is wrong is the original's kind of error; a size below 1 or more
+    sizes than names, which it takes, a LayoutError.
 
     Example:
         >>> topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 2, 2])
@@ -62,21 +54,15 @@ class ProcessTopology:
         (ProcessCoord(pipe=1, data=1, model=0), 6)
         >>> topology.get_axis_comm_lists("pipe"), topology.filter_match(pipe=0, data=1)
         ([[0, 4], [1, 5], [2, 6], [3, 7]], [2, 3])
-        >>> topology.get_rank_repr(3, omit_axes=["data"], outer_sep=".")
-        'pipe_00.model_01'
         >>> topology.layout
         Layout(pp=2, dp=2, tp=2)
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        if isinstance(axes, str):
-            raise ContractTypeError(f"axes is the string {axes!r}; give a list with one name for each axis")
         self.axes, self.dims = axes, dims
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", tuple(axes))  # type: ignore[misc]  # noqa: PYI024  a name per axis
-        if len(dims) < len(axes):
-            raise ContractIndexError(
-                f"{len(axes)} axes {list(axes)} but {len(dims)} dims {list(dims)}; give one size for each axis"
-            )
+        coord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  a name per axis
+        coord(*[dims[place] for place in range(len(axes))])  # one size for each
+        self.ProcessCoord = coord
         self._places = [range(size) for size in dims]
         names = [_CANONICAL.get(axis, axis) for axis in axes]
         self.layout = Layout.from_shape(names if len({*names}) == len(names) else axes, dims)
@@ -92,9 +78,7 @@ class ProcessTopology:
         at = self.ProcessCoord(**coord_kwargs)
         ranks = self.filter_match(**coord_kwargs)
         if not ranks:
-            raise ContractError(
-                f"{at} is outside of {product(self.axes, self.dims)}; coordinates on an axis are 0 to its size - 1"
-            )
+            raise ContractError(f"{at} is outside of {product(self.axes, self.dims)}; places count from 0")
         return ranks[0]
 
     def get_axis_names(self) -> Sequence[str]:
@@ -108,7 +92,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Return the coordinates of a rank on all axes but some, as the names of checkpoint files have them."""
+        """Return the coordinates of a rank on all axes but some, such as ``a_01-b_01``: the names of checkpoint files."""
         omitted = frozenset(omit_axes)
         shown = [axis for axis in self.axes if axis not in omitted]
         at = self.get_coord(rank)._asdict() if shown else {}
@@ -121,10 +105,8 @@ class ProcessTopology:
     def get_coord(self, rank: int) -> Any:
         """Return the coordinates of a rank, as a named tuple; LayoutError for a rank that is not in the topology."""
         if rank not in self.layout.ranks:  # by equality, as the original
-            raise LayoutError(
-                f"rank {rank!r} is not in the topology of {product(self.axes, self.dims)}; its ranks are 0 to "
-                f"{self.layout.world_size - 1}"
-            )
+            ranks = f"its ranks are 0 to {self.layout.world_size - 1}"
+            raise LayoutError(f"rank {rank!r} is not in {product(self.axes, self.dims)}; {ranks}")
         return self.ProcessCoord(*self.layout.coords(int(rank)).values())
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
@@ -147,11 +129,7 @@ class ProcessTopology:
         """Return every rank at one coordinate of an axis, ascending; LayoutError for an axis that is not there."""
         if axis not in self._names:
             raise LayoutError(self._unknown(axis))
-        return (
-            list(self.layout.where(**{self._names[axis]: int(idx)}))
-            if idx in range(self.get_dim(axis))
-            else []
-        )
+        return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
         """Return the number of ranks."""
@@ -187,12 +165,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
-    """Return the prime factors of a number, ascending; LayoutError for one that is not positive.
-
-    Example:
-        >>> _prime_factors(60), _prime_factors(1)
-        ([2, 2, 3, 5], [])
-    """
+    """Return the prime factors of a number, ascending; LayoutError for one that is not positive."""
     if N <= 0:
         raise LayoutError(f"{N} has no prime factors; give a number of at least 1")
     factors, rest, candidate = [], N, 2
@@ -204,33 +177,18 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
     return [*factors, rest] if rest > 1 else factors
 
 
-# The grid.
-
-
 class PipelineParallelGrid(Getters):
     """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models use them; communicates.
 
     Every rank of the world makes one, with the same topology: axes pipe and data, and possibly model and others. By default
-    the prime factors of the number of ranks go to pipe and data in turns. ``process_group`` is not used, as in the original.
-    Its attributes are the original's. The groups are those of a :class:`namedmesh.NamedMesh`, ``mesh``, whose axes are called
-    pp, dp and tp: no two of them have the same ranks.
+    the prime factors of the number of ranks go to pipe and data in turns. ``process_group`` is not used, as in the original,
+    whose attributes it has. The groups are those of a :class:`namedmesh.NamedMesh`, ``mesh``, of axes pp, dp and tp.
 
     Raises:
         ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
         ContractAttributeError: the topology has no axis pipe, or no axis data.
         AgreementError: the other ranks did not call this, or not with the same topology.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> _ = namedmesh.launch.init("cpu")     # plain python: a world of one
-        >>> grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=1, num_dp=1))
-        >>> grid.stage_id, grid.p2p_groups, grid.mesh.layout
-        (0, [[0, 0]], Layout(pp=1, dp=1))
-        >>> grid.close()
-        >>> dist.destroy_process_group()
     """
-
-    _owned = False
 
     def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  the original's signature
         require_default_group("deepspeed.init_distributed()")
@@ -241,14 +199,10 @@ class PipelineParallelGrid(Getters):
             layout = ProcessTopology(names, [topology.get_dim(axis) for axis in names]).layout
             _check_grid(topology, layout)
             self._fill(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
-        self._owned = True
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> Self:
-        """Make a grid over a mesh that exists, whose groups it uses; every rank calls it; communicates.
-
-        Its axes pp, dp and tp are DeepSpeed's pipe, data and model; the first two must be there. Others keep their names.
-        """
+        """Make a grid over a mesh that exists, with axes pp and dp, whose groups it uses; every rank calls it; communicates."""
         require_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
         words = {name: kind for kind, name in _CANONICAL.items()}
         topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
@@ -283,11 +237,6 @@ class PipelineParallelGrid(Getters):
         if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
             self.model_groups, self.mp_group = topology.get_axis_comm_lists("model"), list[int]()
 
-    def close(self) -> None:
-        """Close the mesh that the grid made; one that existed before stays."""
-        if self._owned:
-            self.mesh.close()
-
     def _is_grid_valid(self) -> bool:
         """Return whether the topology has as many ranks as the world."""
         return bool(self.world_size == dist.get_world_size())
@@ -308,13 +257,10 @@ class PipelineParallelGrid(Getters):
 
 def _check_grid(topology: Any, layout: Layout) -> None:
     """Refuse a topology that no grid can have."""
-    if layout.world_size != dist.get_world_size():
+    ranks, world = layout.world_size, dist.get_world_size()
+    if ranks != world:
         raise ContractError(
-            f"the topology {topology!r} has {layout.world_size} ranks, but the world has {dist.get_world_size()}; change a size, "
-            "or start another number of ranks"
+            f"the topology {topology!r} has {ranks} ranks, but the world has {world}; change one of them"
         )
-    for axis in ("pipe", "data"):
-        if axis not in topology.get_axis_names():
-            raise ContractAttributeError(
-                f"the topology {topology!r} has no axis {axis!r}; give it one, of size 1 if need be"
-            )
+    for axis in {"pipe", "data"} - {*topology.get_axis_names()}:
+        raise ContractAttributeError(f"the topology {topology!r} has no axis {axis!r}; give it one")

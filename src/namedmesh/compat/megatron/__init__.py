@@ -1,16 +1,10 @@
 """The Megatron dialect: ``parallel_state``, its accessors and its layers, over one NamedMesh.
 
-Three ways in, for code at different stages of a move:
+Three ways in: :func:`install` for unchanged code; ``from namedmesh.compat.megatron import parallel_state`` for code that
+imports the dialect; :func:`bind` for code with a mesh, to which :func:`current_mesh` leads back from the accessors.
 
-- *Unchanged code*: :func:`install` lets megatron-core answer from our meshes, or where it is not installed puts the
-  dialect under its import path.
-- *Code that imports the dialect*: ``from namedmesh.compat.megatron import parallel_state``.
-- *Code with a mesh*: :func:`bind` lets the accessors answer from a mesh that exists, and :func:`current_mesh` leads
-  from the accessors back to the mesh; both have the same process groups.
-
-The dialect has two parallel states: that of an installed megatron-core, whose own code answers, and a stand-in. After
+There are two parallel states: that of an installed megatron-core, whose own code answers, and a stand-in. After
 :func:`install` there is one, the original's, which is ``namedmesh.compat.megatron.parallel_state``, too.
-``python -m namedmesh migrate PATH`` lists the legacy calls of a code base beside the mesh calls for them.
 """
 
 from __future__ import annotations
@@ -49,9 +43,9 @@ __all__ = [
 _PLACE, _OURS = "megatron.core", __name__
 _stand_in = _answers = Megatron(parallel_state)
 vars(parallel_state).update(_stand_in.ours)
-_known: dict[
+_originals: dict[
     ModuleType, Megatron
-] = {}  # those of megatron-core: a second one would overwrite what the first has filled
+] = {}  # one for each module: a second would overwrite what the first has filled
 mpu = parallel_state
 """The short name that much code imports it by."""
 
@@ -59,10 +53,9 @@ from namedmesh.compat.megatron import tensor_parallel  # noqa: E402  its layers 
 
 
 def bind(mesh: NamedMesh, **options: Any) -> Bound:
-    """Answer from a mesh that exists; communicates the first time.
+    """Answer from a mesh that exists; communicates the first time, when every rank of the mesh calls it.
 
-    Every rank of the mesh calls it. An installed megatron-core (0.14 or later), which is imported, answers from the mesh,
-    too, whether :func:`install` was called or not.
+    An installed megatron-core (0.14 or later) answers from the mesh, too, whether :func:`install` was called or not.
 
     Args:
         mesh: a mesh of axes ``pp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``), ``cp`` and ``tp``, in any order; one
@@ -72,15 +65,13 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
             ``virtual_pipeline_model_parallel_size`` or ``get_embedding_ranks``.
 
     Returns:
-        What ``with`` takes: in the block the mesh is selected, afterwards the one before is bound again. Without
-        ``with`` the mesh stays bound until another one is, until :func:`unbind`, or until it is closed. While a mesh is
-        selected with ``with mesh:``, that one answers, whatever is bound.
+        What ``with`` takes: in the block the mesh is selected, afterwards the one before is bound again. Otherwise it stays
+        bound until another one is, until :func:`unbind`, or until it is closed. A mesh selected with ``with mesh:``
+        answers before the bound one.
 
     Raises:
         LayoutError: the mesh has an axis that Megatron has no group for.
-        MeshError: ``mesh`` is no open mesh of the whole world.
         ContractError: what ``initialize_model_parallel`` raises for options that do not fit.
-        AgreementError: the other ranks did not call this, or not with the same arguments.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
@@ -92,18 +83,18 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         >>> mesh.close(); dist.destroy_process_group()
     """
     if _answers is _stand_in and is_installed(_PLACE):
-        module = None
+        module: Any = None
         with warnings.catch_warnings(), suppress(ImportError):  # what cannot be imported needs no groups
             warnings.simplefilter("ignore")
             module = import_module(f"{_PLACE}.parallel_state")
         if hasattr(module, "create_group"):
-            _original(module).bind(mesh, **options)  # type: ignore[arg-type]
+            _original(module).bind(mesh, **options)
     return _answers.bind(mesh, **options)
 
 
 def unbind() -> None:
     """Forget the mesh that is bound; it stays as it is, with its groups."""
-    for each in (_stand_in, *_known.values()):
+    for each in (_stand_in, *_originals.values()):
         each.state.unbind()
 
 
@@ -125,11 +116,10 @@ def destroy_model_parallel() -> None:
 def install() -> None:
     """Let megatron-core answer from our meshes; a second call does nothing.
 
-    Where it is installed, its own ``initialize_model_parallel`` fills the variables of ``megatron.core.parallel_state`` on
-    the groups of a mesh: its own accessors, layers and process group collections work on our groups, with the
-    signatures of its release. Only ``initialize_model_parallel`` and ``destroy_model_parallel`` are ours, also where they
-    were imported before. Where it is not, ``megatron.core.parallel_state``, ``megatron.core.mpu`` and
-    ``megatron.core.tensor_parallel`` are this dialect's modules.
+    Where it is installed, its own ``initialize_model_parallel`` fills its variables with the groups of a mesh, from which its
+    own accessors, layers and process group collections work. Only ``initialize_model_parallel`` and
+    ``destroy_model_parallel`` are ours, also where they were imported before. Where it is not, ``parallel_state``, ``mpu``
+    and ``tensor_parallel`` of ``megatron.core`` are this dialect's modules.
 
     Example, as the first lines of a program::
 
@@ -146,19 +136,15 @@ def uninstall() -> None:
 
 
 def _original(module: ModuleType) -> Megatron:
-    """Return the dialect of megatron-core's own parallel state, one for each module.
-
-    Raises:
-        ContractRuntimeError: a release before 0.14.
-    """
+    """Return the dialect of megatron-core's own parallel state."""
     if not hasattr(module, "create_group"):
         raise ContractRuntimeError(
             "this release of megatron-core makes its groups in another way than 0.14 to 0.19; install one of those, or "
             "import the dialect as namedmesh.compat.megatron, without install()"
         )
-    if module not in _known:
-        _known[module] = Megatron(module, as_imported(module))
-    return _known[module]
+    if module not in _originals:
+        _originals[module] = Megatron(module, as_imported(module))
+    return _originals[module]
 
 
 def _replace(module: ModuleType) -> Mapping[str, object]:
@@ -180,17 +166,18 @@ def _answer_from(megatron: Megatron) -> None:
     sys.modules[f"{_OURS}.parallel_state"] = megatron.module
 
 
+_STAND_INS = {
+    "parallel_state": "parallel_state",
+    "mpu": "parallel_state",
+    "tensor_parallel": "tensor_parallel",
+    "tensor_parallel.cross_entropy": "tensor_parallel.mappings",
+    "tensor_parallel.layers": "tensor_parallel.layers",
+    "tensor_parallel.mappings": "tensor_parallel.mappings",
+    "tensor_parallel.utils": "tensor_parallel.utils",
+}
 ORIGINAL = Original(
     f"{_PLACE}.parallel_state",
     _replace,
-    {
-        f"{_PLACE}.parallel_state": f"{_OURS}.parallel_state",
-        f"{_PLACE}.mpu": f"{_OURS}.parallel_state",
-        f"{_PLACE}.tensor_parallel": f"{_OURS}.tensor_parallel",
-        **{
-            f"{_PLACE}.tensor_parallel.{part}": f"{_OURS}.tensor_parallel.{part}"
-            for part in ("cross_entropy", "layers", "mappings", "utils")
-        },
-    },
+    {f"{_PLACE}.{name}": f"{_OURS}.{ours}" for name, ours in _STAND_INS.items()},
     _restore,
 )

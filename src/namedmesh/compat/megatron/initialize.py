@@ -10,37 +10,45 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
+from functools import partial, update_wrapper
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from namedmesh import current
 from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
-from namedmesh.compat.axis_map import agreed_groups
+from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own_axes
 from namedmesh.compat.errors import ContractError, ContractTypeError
-from namedmesh.compat.megatron.mesh_ranks import MeshRanks, groups_over, layout_of, sets_like
+from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over, split
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
-from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
+from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import ModuleType
 
-    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["Megatron"]
 
 _CALL = "megatron.initialize_model_parallel"
-_DETERMINED = (  # by the mesh, or by the options of its groups
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "gtp_remat_size", "expert_gtp_remat_size", "order", "rank_offset", "local_world_size",
-    "distributed_timeout_minutes",
-)  # fmt: skip
+_DENSE_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "gtp_remat_size": "gtp_remat",
+}
+_EXPERT_SIZES = {
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "tp",
+    "expert_gtp_remat_size": "gtp_remat",
+}
+_OTHERS = ("order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
+_DETERMINED = (*_DENSE_SIZES, *_EXPERT_SIZES, *_OTHERS)  # by the mesh, or by the options of its groups
 
 
 class Megatron:
@@ -56,36 +64,39 @@ class Megatron:
         self.state = State("Megatron's parallel state", "initialize_model_parallel", module, at_import)
         self.initialize, self.destroy = module.initialize_model_parallel, module.destroy_model_parallel
         self.accepted = signature(self.initialize)
-
-        @wraps(self.initialize)
-        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-            self.make(*args, **kwargs)
-
-        @wraps(self.destroy)
-        def destroy_model_parallel() -> None:
-            self.end()
-
-        self.ours = {each.__name__: each for each in (initialize_model_parallel, destroy_model_parallel)}
+        self.ours = {
+            "initialize_model_parallel": update_wrapper(partial(self.make), self.initialize),
+            "destroy_model_parallel": update_wrapper(partial(self.end), self.destroy),
+        }
 
     def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
         """Answer from a mesh that exists; communicates the first time. See :func:`namedmesh.compat.megatron.bind`."""
         require_open(mesh, "megatron.bind")
-        self._check_options(options)
+        determined = [name for name in options if name in _DETERMINED]
+        if determined:
+            raise ContractTypeError(
+                f"bind() takes no {', '.join(determined)}: the mesh determines it; leave it out"
+            )
         if self.state.is_bound(mesh, options):
             return self.state.bind(mesh)
-        ranks = MeshRanks.of_mesh(mesh)
-        sizes = self._sizes(mesh, *ranks)
         seam = _Seam(self.module, lambda: mesh)
-        seam.follow(*ranks)
-        with agreed_groups(mesh, "megatron.bind", _texts(options, ranks[0].get_ranks("pp")[0])):
-            generators = iter(ranks)
+        dense, expert = seam.ranks_of(mesh)
+        sizes = {name: dense.size(word) for name, word in _DENSE_SIZES.items()}
+        sizes |= {name: expert.size(word) for name, word in _EXPERT_SIZES.items()}
+        known = {name: size for name, size in sizes.items() if size != 1 or name in self.accepted.parameters}
+        with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp")[0])):
+            generators = iter((dense, expert))
             with self.state.blank() as values, seam.replacing(lambda *_, **__: next(generators)):
-                self.initialize(**sizes, **options)
+                self.initialize(**known, **options)
         mesh.before_close(seam.destroy_own)
         return self.state.take(mesh, values, options)
 
     def make(self, *args: Any, **kwargs: Any) -> None:
-        """Make Megatron's groups, and a mesh and a view of its experts' on them; communicates."""
+        """Make Megatron's groups, and a mesh and a view of its experts' on them; communicates.
+
+        An axis that an open mesh has over the same ranks, on groups that differ in the timeout alone, is on that mesh's
+        groups: torch takes equal names over equal ranks for one.
+        """
         require_default_group()
         bound = self.accepted.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -100,15 +111,17 @@ class Megatron:
 
         def generate(*args: Any, **kwargs: Any) -> MeshRanks:
             """Take note of both layouts, the experts' last."""
-            layouts.append(layout_of(original(*args, **kwargs), experts=bool(layouts)))
-            ranks = MeshRanks.of_layouts(layouts[0], layouts[-1])[len(layouts) - 1]
-            seam.follow(ranks)
-            return ranks
+            layouts.append(_layout_of(original(*args, **kwargs), experts=bool(layouts)))
+            return MeshRanks(layouts[-1], _EXPERT if len(layouts) == 2 else {}, seam.note)  # noqa: PLR2004
 
         def make() -> NamedMesh:
             dense, expert = layouts
-            seam.mesh = make_mesh(compare, dense, _texts(given, dense.groups("pp")[0]), {}, defaults)
-            seam.mesh.take_view("expert", expert, {})
+            request = _texts(given, dense.groups("pp")[0])
+            seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense), defaults)
+            of_experts = _options_of_open_meshes(expert)
+            new: dict[tuple[str, ...], GroupOptions] = {}
+            new.update(((axis,), options) for axis, options in of_experts.items() if axis != "pp")
+            seam.mesh.take_view("expert", expert, new)
             return seam.mesh
 
         seam = _Seam(self.module, make)
@@ -131,29 +144,6 @@ class Megatron:
         self.destroy()
         self.state.destroy()
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        allowed = [name for name in self.accepted.parameters if name not in _DETERMINED]
-        other = [f"{name!r}{did_you_mean(name, allowed)}" for name in options if name not in allowed]
-        if other:
-            raise ContractTypeError(f"bind() takes no {', '.join(other)}; it takes {', '.join(allowed)}")
-
-    def _sizes(self, mesh: NamedMesh, dense: MeshRanks, expert: MeshRanks) -> dict[str, int]:
-        sizes = {
-            "tensor_model_parallel_size": dense.size("tp"),
-            "pipeline_model_parallel_size": dense.size("pp"),
-            "context_parallel_size": dense.size("cp"),
-            "gtp_remat_size": dense.size("gtp_remat"),
-            "expert_model_parallel_size": expert.size("ep"),
-            "expert_tensor_parallel_size": expert.size("tp"),
-            "expert_gtp_remat_size": expert.size("gtp_remat"),
-        }
-        unknown = [name for name, size in sizes.items() if name not in self.accepted.parameters and size != 1]
-        if unknown:
-            raise LayoutError(
-                f"this release of megatron-core has no {', '.join(unknown)}, which {mesh.layout} needs; install a later one"
-            )
-        return {name: size for name, size in sizes.items() if name in self.accepted.parameters}
-
 
 class _Seam:
     """Takes the place of ``create_group`` for one call: one communicator for each set of ranks, those of a mesh first.
@@ -162,7 +152,7 @@ class _Seam:
     """
 
     def __init__(self, module: ModuleType, make: Callable[[], NamedMesh]) -> None:
-        self.module, self.create_own, self.make = module, module.create_group, make
+        self.module, self.create_own, self.make = vars(module), module.create_group, make
         self.mesh: NamedMesh | None = None
         self.own: list[Any] = []
         self.known: dict[Any, Any] = {}
@@ -172,21 +162,32 @@ class _Seam:
     @contextmanager
     def replacing(self, rank_generator: Callable[..., MeshRanks]) -> Iterator[None]:
         """Replace ``create_group`` and ``RankGenerator`` in the module for a while."""
-        module = vars(self.module)
-        before = {name: module[name] for name in ("create_group", "RankGenerator")}
-        module.update(create_group=self.create, RankGenerator=rank_generator)
+        before = {name: self.module[name] for name in ("create_group", "RankGenerator")}
+        self.module.update(create_group=self.create, RankGenerator=rank_generator)
         try:
             yield
         finally:
-            module.update(before)
+            self.module.update(before)
 
-    def follow(self, *generators: MeshRanks) -> None:
+    def note(self, layout: Layout, axes: tuple[str, ...]) -> None:
         """Know over which axes groups were asked for last."""
-        for generator in generators:
-            generator.note = self._note
-
-    def _note(self, layout: Layout, axes: tuple[str, ...]) -> None:
         self.layout, self.axes = layout, axes
+
+    def ranks_of(self, mesh: NamedMesh) -> tuple[MeshRanks, MeshRanks]:
+        """Return the ranks of a mesh, and of its experts, which are laid out as everything else where they have no view."""
+        check_axes(
+            mesh.layout,
+            "Megatron",
+            (*USUAL_AXES, "sp", "gtp_remat"),
+            experts=("ep", *MEGATRON_WORDS),
+            instead="they factor the world another way; leave it out of the mesh and add a view for it: "
+            "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
+        )
+        expert = MeshRanks(mesh.layout, _WITHOUT_VIEW, self.note)
+        for view in reversed(mesh.views.values()):
+            if not {"ep", *MEGATRON_WORDS}.isdisjoint(view):
+                expert = MeshRanks(view, _EXPERT, self.note)
+        return MeshRanks(mesh.layout, {}, self.note), expert
 
     def found_mesh(self) -> NamedMesh:
         """Return the mesh, which is made when the first group is asked for: by then the arguments were checked."""
@@ -224,9 +225,9 @@ class _Seam:
         if mesh.global_rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         group = self.known[key]
-        listed = vars(self.module).get("_global_process_group_list") or [None]  # None: the default group
+        listed = self.module.get("_global_process_group_list") or [None]  # None: the default group
         if group not in listed:
-            vars(self.module)["_global_process_group_list"] = [*listed, group]
+            self.module["_global_process_group_list"] = [*listed, group]
         return group
 
     def _make(
@@ -261,7 +262,95 @@ class _Seam:
                 dist.destroy_process_group(group)
 
 
+_EXPERT = {word: (own,) for own, word in MEGATRON_WORDS.items()}
+_WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()}
+
+
+class MeshRanks:
+    """Takes the place of a ``RankGenerator``: the ranks are those of a mesh, in whatever order its axes are.
+
+    Args:
+        layout: the layout of the mesh, or of the view of its experts.
+        words: its axes for those of Megatron's words that are no axes of it.
+        note: is told the layout and its axes whenever groups are asked for.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        words: Mapping[str, tuple[str, ...]],
+        note: Callable[[Layout, tuple[str, ...]], None],
+    ) -> None:
+        self.layout, self.words, self.note = layout, words, note
+
+    def own(self, *words: str) -> tuple[str, ...]:
+        """Return the axes of the layout for some of Megatron's words."""
+        return own_axes(self.layout, [axis for word in words for axis in self.words.get(word, (word,))])
+
+    def size(self, word: str) -> int:
+        """Return the number of ranks over one of Megatron's axes."""
+        own = self.own(word)
+        return self.layout.size(*own) if own else 1
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return every group over the axes that a token such as ``"tp-dp"`` names."""
+        own = self.own(*token.split("-"))
+        self.note(self.layout, own)
+        return [list(ranks) for ranks in groups_over(self.layout, own)]
+
+    def get_gtp_ranks(self, _size: int) -> list[list[int]]:
+        """Return the groups over ``gtp_remat``."""
+        return self.get_ranks("gtp_remat")
+
+
+def _layout_of(generator: Any, *, experts: bool) -> Layout:
+    """Return the layout of a RankGenerator: the axes of Megatron that have a size, in its order, as we call them."""
+    axes = {}
+    for word, size in zip(generator.order.split("-"), generator.ordered_size, strict=True):
+        if size > 1 or word in {"pp", "dp", "tp", "ep" if experts else "cp"}:
+            axes[_EXPERT[word][0] if experts and word in _EXPERT else word] = size
+    return Layout.from_shape(list(axes)[::-1], list(axes.values())[::-1])
+
+
+def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
+    """Return the options of axes that an open mesh has over the same ranks, where only the timeout is another one."""
+    options = {}
+    for mesh in current.alive():
+        for view in (mesh.layout, *mesh.views.values()):
+            for axis in {*view} & {*layout}:
+                theirs = mesh.groups.completed(mesh.options_of((axis,)))
+                if replace(theirs, timeout=None) == GroupOptions() and view.partition(
+                    axis
+                ) == layout.partition(axis):
+                    options[axis] = theirs
+    return options
+
+
 def _texts(arguments: Mapping[str, Any], pipeline: Any) -> dict[str, str]:
     """Return arguments as they are compared between ranks; a callback by its answer for one pipeline."""
     pipeline = list(pipeline)
     return {name: repr(value(pipeline) if callable(value) else value) for name, value in arguments.items()}
+
+
+def sets_like(ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return sets of ranks that do not overlap, one of which is given: parts of the groups of a kind, or several in one.
+
+    Every group is cut in the same places: into parts of one size where that works out, or one part of it is taken.
+
+    Example:
+        >>> sets_like([0, 4], [(0, 2, 4, 6), (1, 3, 5, 7)])
+        [[0, 4], [2, 6], [1, 5], [3, 7]]
+        >>> sets_like([0, 6], [(0, 2, 4, 6), (1, 3, 5, 7)])
+        [[0, 6], [1, 7]]
+    """
+    group = next((each for each in groups if {*ranks} <= {*each}), None)
+    if group is None:
+        every = [rank for each in groups for rank in each]
+        return [sorted(part) for part in split(every, len(ranks))]
+    places = [group.index(rank) for rank in sorted(ranks)]
+    stride = places[1] - places[0] if len(places) > 1 else 1
+    if len(group) % (len(places) * stride) == 0:
+        sets = [part for each in groups for part in split(each, len(places), stride)]
+        if sorted(ranks) in sets:
+            return sets
+    return [[each[place] for place in places] for each in groups]

@@ -1,24 +1,10 @@
 """Megatron's parallel layers: their names, arguments, attributes and results, on namedmesh's arithmetic.
 
-Both generations of the interface work: older code passes no ``config``, newer code passes one (any object with
-megatron-core's attributes; those that it lacks have their defaults). Parameters are plain tensors that hold this rank's
-shard, marked with the attributes that Megatron's optimizers look for.
-
-In the shapes below, t is the number of tensor-parallel ranks, s and b are the length of the sequence and the
-batch size. What is said here of an argument holds for every layer that has it:
-
-- ``config``: its ``params_dtype`` is that of the parameters. With ``sequence_parallel``, activations outside of the layers
-  are ``(s / t, b, ...)``. An ``expert_model_parallel_size`` above 1 marks the parameters of experts as not to be all-reduced
-  over the data-parallel ranks. ``deterministic_mode`` looks embeddings up in a way whose gradient adds up in the same order
-  each time. Fused accumulation of gradients is a ContractRuntimeError.
-- ``init_method``: fills a weight, unless ``config.perform_initialization`` is off. Ranks must be seeded alike: each draws the
-  whole weight and keeps its shard, and with ``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. On
-  an accelerator, unless ``config.use_cpu_initialization`` is on, each draws its own shard only.
-- ``bias``: with a bias, of zeros at first; ``skip_bias_add`` hands it out instead of adding it, to be fused with what follows.
-- ``stride``: the number of blocks that the sharded features are made of, each sharded on its own.
-- ``is_expert``: the layer belongs to an expert: its ranks are those of the expert layout, and whoever dispatches the tokens
-  communicates.
-- ``tp_group``: the ranks; left out, the tensor-model-parallel group. ``tp_comm_buffer_name`` and the buffers are not used.
+Older code passes no ``config``, newer code passes one: any object with megatron-core's attributes, of which
+``params_dtype``, ``sequence_parallel``, ``expert_model_parallel_size``, ``perform_initialization``,
+``use_cpu_initialization`` and ``deterministic_mode`` are read. Parameters are plain tensors that hold this rank's shard,
+marked with the attributes that Megatron's optimizers look for. Ranks must be seeded alike: each draws the whole weight and
+keeps its shard, on an accelerator the shard only. In the shapes below t is the number of tensor-parallel ranks.
 
 Example:
     >>> import torch
@@ -85,12 +71,11 @@ class _Layer(ParallelLayer):
         self.params_device = None if getattr(config, "use_cpu_initialization", False) else accelerator()
         self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
         self.perform_initialization = getattr(config, "perform_initialization", True)
-        for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
-            if getattr(config, name, False):
-                raise ContractRuntimeError(
-                    f"{type(self).__name__}: {name} needs APEX's CUDA extension, which namedmesh's layers do not call; set "
-                    f"{name}=False"
-                )
+        if getattr(config, "gradient_accumulation_fusion", False):
+            raise ContractRuntimeError(
+                f"{type(self).__name__}: gradient_accumulation_fusion needs APEX's CUDA extension, which namedmesh's layers "
+                "do not call; set gradient_accumulation_fusion=False"
+            )
 
     @property
     def tp_group(self) -> ProcessGroup | None:
@@ -146,15 +131,11 @@ class ColumnParallelLinear(_Linear):
     The weight is this rank's ``(output_size / t, input_size)``, the bias its ``(output_size / t,)``.
 
     Args:
-        input_size: input features.
-        output_size: output features, of all ranks together.
-        gather_output: join the output features on every rank. Left out, it is False where a ``config`` is
-            given and True where none is: each as its generation of the interface has it.
+        gather_output: join the output features on every rank; by default only where no ``config`` is given.
+        skip_bias_add: hand the bias out instead of adding it, to be fused with what follows.
         skip_weight_param_allocation: make no weight; one is passed to every forward.
         disable_grad_reduce: leave the input's gradient this rank's part, to be summed later.
-
-    Raises:
-        ContractError: the ranks, times the stride, do not divide ``output_size``.
+        is_expert: the layer's ranks are the experts', and whoever dispatches the tokens communicates.
     """
 
     def __init__(
@@ -199,13 +180,10 @@ class ColumnParallelLinear(_Linear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Result:
-        """Return ``(s, b, output_size / t)``, gathered ``(s, b, output_size)``; and with ``skip_bias_add`` the bias, else None.
+        """Return ``(s, b, output_size / t)`` or, gathered, ``(s, b, output_size)``, and the bias that was not added.
 
-        Args:
-            input_: ``(s, b, input_size)``, the same on every rank; with sequence parallelism this rank's
-                ``(s / t, b, input_size)``.
-            weight: the shard to use instead of the layer's own; a ContractRuntimeError if it has another shape.
-            runtime_gather_output: join the output features or not, whatever the layer was made with.
+        The input is the same ``(s, b, input_size)`` on every rank; with sequence parallelism this rank's
+        ``(s / t, b, input_size)``. ``weight`` takes the place of the layer's own.
         """
         weight = self.weight if weight is None else weight
         expected = (self.output_size_per_partition, self.input_size)
@@ -230,18 +208,9 @@ class ColumnParallelLinear(_Linear):
 class RowParallelLinear(_Linear):
     """A linear layer whose input features are sharded over the tensor-parallel ranks.
 
-    The weight is this rank's ``(output_size, input_size / t)``; every rank has the whole bias. With sequence parallelism
-    it is marked ``sequence_parallel``, and its gradient is that of this rank's shard of the sequence, to be summed over
-    the ranks later. An expert's layer leaves its output this rank's part of the sum.
-
-    Args:
-        input_size: input features, of all ranks together.
-        output_size: output features.
-        input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
-
-    Raises:
-        ContractError: the ranks, times the stride, do not divide ``input_size``; or an expert's layer is to add its bias.
-        ContractRuntimeError: sequence parallelism with an input that is not sharded yet.
+    The weight is this rank's ``(output_size, input_size / t)``; every rank has the whole bias, whose gradient with
+    sequence parallelism is to be summed over the ranks later. With ``input_is_parallel`` the input is this rank's shard;
+    otherwise each rank takes its own. An expert's layer leaves its output this rank's part of the sum.
     """
 
     dim = 1
@@ -280,13 +249,9 @@ class RowParallelLinear(_Linear):
             self.master_weight = self.master_weight.to(self.weight.dtype)
 
     def forward(self, input_: Tensor) -> Result:
-        """Return ``(s, b, output_size)``, the same on every rank; and with ``skip_bias_add`` the bias, else None.
+        """Return ``(s, b, output_size)``, with sequence parallelism this rank's ``(s / t, b, output_size)``, and the bias.
 
-        With sequence parallelism the output is this rank's ``(s / t, b, output_size)``; a ContractError if t does not divide s.
-
-        Args:
-            input_: ``(s, b, input_size / t)``, this rank's features, where the input is parallel; otherwise
-                ``(s, b, input_size)``, the same on every rank.
+        The input is ``(s, b, input_size)``, or this rank's ``(s, b, input_size / t)``.
         """
         group = ALONE if self.explicit_expert_comm else self.group
         if not self.input_is_parallel:
@@ -305,9 +270,6 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
     and without, ``vocab_end_index``. With ``reduce_scatter_embeddings`` the first two dims of the output are swapped, and
     each rank keeps its shard of the sequence, as sequence parallelism wants it.
-
-    Raises:
-        ContractError: the ranks do not divide ``num_embeddings``; pad the vocabulary.
     """
 
     def __init__(
@@ -328,11 +290,9 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(b, s, embedding_dim)``, the same on every rank; scattered this rank's ``(s / t, b, embedding_dim)``.
+        """Return ``(b, s, embedding_dim)`` of ids ``(b, s)``; scattered, this rank's ``(s / t, b, embedding_dim)``.
 
-        Args:
-            input_: ids, ``(b, s)``, the same on every rank. One outside of the vocabulary gets zeros; on one rank it is an
-                IndexError.
+        An id outside of the vocabulary gets zeros; on one rank it is an IndexError.
         """
         if self.group.size == 1:
             vectors = self.weight[input_] if self.deterministic_mode else F.embedding(input_, self.weight)

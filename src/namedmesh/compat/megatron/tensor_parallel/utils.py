@@ -1,7 +1,4 @@
-"""Megatron's helpers for splitting tensors, lengths and vocabularies, where a call works, and the attributes of shards.
-
-By the attributes Megatron's optimizers and checkpoints know a shard of a parameter from a copy.
-"""
+"""Megatron's helpers for splitting tensors, the group of a call, and the attributes by which its optimizers know a shard."""
 
 from __future__ import annotations
 
@@ -49,16 +46,13 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def current_group(group: ProcessGroup | None, *, is_expert: bool = False) -> Group:
-    """Return the group that a call names or, where it names none, the tensor-parallel group, of experts if asked.
-
-    Where ``torch.distributed`` has not been initialized it is this process alone. Where only model parallelism has not, it
-    is a ContractError.
-    """
+    """Return the group that a call names, or the tensor-parallel one, of experts if asked; this process alone without torch's."""
     if group is None and not dist.is_initialized():
         return ALONE
     if group is None:
-        # Here, not at the top: install() may put the original's in its place, and whoever names his groups needs neither.
-        from namedmesh.compat.megatron import parallel_state
+        from namedmesh.compat.megatron import (
+            parallel_state,
+        )  # here: install() puts the original's in its place
 
         kind = "get_expert_tensor_parallel_group" if is_expert else "get_tensor_model_parallel_group"
         group = getattr(parallel_state, kind)()
@@ -77,15 +71,7 @@ def accelerator() -> torch.device | None:
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Return this rank's shard of the numbers of a contiguous tensor that every rank has, in one dim.
-
-    It is a view, with ``new_buffer`` a copy that is no part of any graph; a ContractError where the ranks do not divide the
-    numbers.
-
-    Example:
-        >>> split_tensor_into_1d_equal_chunks(torch.tensor([[1, 2], [3, 4]]))    # plain python: one rank
-        tensor([1, 2, 3, 4])
-    """
+    """Return this rank's shard of the numbers of a contiguous tensor: a view, with ``new_buffer`` a copy outside of any graph."""
     group = current_group(tp_group)
     check_shards(
         tensor.numel(), group.size, what=f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
@@ -118,9 +104,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
             f"the tensor of shape {tuple(tensor.shape)} has {', '.join(present)} already; mark a tensor once, or "
             "delete the attributes first"
         )
-    marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
-    for name, value in marks.items():
-        setattr(tensor, name, value)
+    vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
@@ -138,10 +122,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup | None = None) -> bool:
-    """Return whether this rank counts a parameter, in a norm over all ranks for example.
-
-    A shard counts on every rank; a copy on the first of ``tp_group``, or of the tensor-model-parallel group.
-    """
+    """Return whether this rank counts a parameter, in a norm for example: a shard everywhere, a copy on the first rank."""
     if getattr(param, "tensor_model_parallel", False):
         return True
     if tp_group is not None:

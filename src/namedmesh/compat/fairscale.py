@@ -1,0 +1,178 @@
+"""The fairscale dialect: ``fairscale.nn.model_parallel``, its accessors and its layers, over one NamedMesh.
+
+- *Unchanged code*: :func:`install` lets ``fairscale.nn.model_parallel`` answer from our meshes, or where fairscale is
+  not installed puts the dialect under its import path.
+- *Code that imports the dialect*: this one module is every part of the original's package, such as ``fairscale.layers``.
+- *Code with a mesh*: :func:`bind` lets accessors and layers answer from a mesh that exists, and
+  :func:`current_mesh` leads from them back to the mesh; both have the same process groups.
+
+Ranks are laid out as (dp, pp, cp, tp), tp fastest: fairscale's *model* parallelism is tp. The accessors of cp and the
+lists of ranks are of its later sources. Variables, such as ``_MODEL_PARALLEL_GROUP``, may be read and assigned.
+
+Example:
+    >>> import namedmesh, torch.distributed as dist
+    >>> _ = namedmesh.launch.init("cpu")
+    >>> initialize_model_parallel(1)
+    >>> get_model_parallel_rank(), get_pipeline_parallel_ranks(), current_mesh().layout
+    (0, [0], Layout(dp=1, pp=1, cp=1, tp=1))
+    >>> destroy_model_parallel()
+    >>> dist.destroy_process_group()
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from namedmesh.compat import layers as plain
+from namedmesh.compat import partition
+from namedmesh.compat.install import Original
+from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself, rank, ranks, world_size
+from namedmesh.compat.partition import *
+from namedmesh.compat.partition import divide
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+_DATA_PARALLEL_GROUP: Any = None
+_PIPELINE_PARALLEL_GROUP: Any = None
+_PIPELINE_PARALLEL_RANKS: Any = None
+_MODEL_PARALLEL_GROUP: Any = None
+_CONTEXT_PARALLEL_GROUP: Any = None
+_CONTEXT_PARALLEL_GROUP_RANKS: Any = None
+
+_DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
+bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.unbind, _DIALECT.current_mesh
+destroy_model_parallel = _DIALECT.destroy
+get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP", itself)
+get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", world_size)
+get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", rank)
+get_model_parallel_ranks = _DIALECT.getter("_MODEL_PARALLEL_GROUP", ranks)
+get_model_parallel_src_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", first_rank)
+get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
+get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", world_size)
+get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", rank)
+get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_GROUP", ranks)
+get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
+get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", world_size)
+get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", rank)
+get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
+get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
+get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
+
+copy_to_model_parallel_region, reduce_from_model_parallel_region = _DIALECT.copy, _DIALECT.reduce
+scatter_to_model_parallel_region, gather_from_model_parallel_region = _DIALECT.scatter, _DIALECT.gather
+
+
+def initialize_model_parallel(
+    model_parallel_size_: int,
+    pipeline_length: int = 1,
+    *,
+    model_parallel_backend: str | None = None,
+    pipeline_backend: str | None = None,
+    ddp_backend: str | None = None,
+    context_parallel_size: int = 1,
+    cp_backend: str | None = None,
+) -> None:
+    """Make a mesh of axes dp, pp, cp and tp over the world, and answer from it; every rank calls it alike; communicates.
+
+    A tp (``model_parallel_size_``) above the world is reduced to it, with a warning. Backends are those of the groups over
+    one axis, by default the default group's. ``context_parallel_size`` is by name only: its place differs between releases.
+
+    Raises:
+        ContractError: there is no default group, a second initialization, or sizes that do not divide the world.
+        AgreementError: the other ranks did not call this, or not with the same arguments.
+    """
+    _DIALECT.initialize(
+        {"tp": int(model_parallel_size_), "pp": pipeline_length, "cp": context_parallel_size},
+        {"tp": model_parallel_backend, "pp": pipeline_backend, "cp": cp_backend, "dp": ddp_backend},
+    )
+
+
+def model_parallel_is_initialized() -> bool:
+    """Return whether there are model-, data- and pipeline-parallel groups."""
+    return _DIALECT.are_there("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP")
+
+
+def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
+    """Return the cross entropy of each token, ``(...)``, in the type of the logits and the same on every rank.
+
+    The logits are this rank's ``(..., v / t)``, left as they are (the original overwrites them), and the target ``(...)`` ids
+    in the whole vocabulary, the same on every rank; a ContractError where the shapes do not go together.
+    """
+    dtype = vocab_parallel_logits.dtype
+    return plain.cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
+
+
+# The layers, over the model-parallel ranks that they were made with; :mod:`namedmesh.compat.layers` documents them.
+
+
+class _Layer:
+    current_group = staticmethod(_DIALECT.group)
+
+
+class ColumnParallelLinear(_Layer, plain.ColumnParallelLinear):
+    """A linear layer whose output features are sharded over the model-parallel ranks."""
+
+
+class RowParallelLinear(_Layer, plain.RowParallelLinear):
+    """A linear layer whose input features are sharded over the model-parallel ranks."""
+
+
+class VocabParallelEmbedding(_Layer, plain.VocabParallelEmbedding):
+    """An embedding whose vocabulary is sharded over the model-parallel ranks."""
+
+
+class ParallelEmbedding(_Layer, plain.ParallelEmbedding):
+    """An embedding whose features are sharded over the model-parallel ranks."""
+
+
+def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
+    weight: Tensor,
+    out_features: int,
+    in_features: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: plain.Initializer,
+    stride: int = 1,
+    return_master_weight: bool = False,
+) -> Tensor | None:
+    """Draw a whole weight, ``(out_features, in_features)``, and copy this rank's shard of it into ``weight``."""
+    group = _DIALECT.group()
+    whole = weight
+    if group.size == 1:
+        init_method(weight)
+    else:
+        divide(per_partition_size, stride)
+        whole = torch.empty(out_features, in_features, dtype=weight.dtype)
+        plain.draw_whole(weight, whole, partition_dim, group, init_method, stride)
+    return whole if return_master_weight else None
+
+
+# Every part of the original's package is this module.
+_PLACE, _PARTS = "fairscale.nn.model_parallel", ("cross_entropy", "initialize", "layers", "mappings", "utils")
+cross_entropy = initialize = layers = mappings = utils = sys.modules[__name__]
+sys.modules.update({f"{__name__}.{part}": layers for part in _PARTS})
+
+
+def _replace(module: ModuleType) -> dict[str, object]:
+    """Return what makes and destroys groups, and the first rank: the original's is right for neighboring ranks only."""
+    _DIALECT.answer_from(module)
+    names = ("initialize_model_parallel", "destroy_model_parallel", "get_model_parallel_src_rank")
+    return {name: globals()[name] for name in names}
+
+
+_ORIGINAL = Original(
+    f"{_PLACE}.initialize",
+    _replace,
+    dict.fromkeys([_PLACE, *(f"{_PLACE}.{part}" for part in _PARTS)], __name__),
+    lambda: _DIALECT.answer_from(None),
+)
+install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
+__all__ = ["bind", "current_mesh", "install", "unbind", "uninstall"]
+__all__ += [name for name in dir() if "parallel" in name.lower() and not name.startswith(("_", "ModelP"))]
+__all__ += partition.__all__

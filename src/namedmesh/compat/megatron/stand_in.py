@@ -1,0 +1,418 @@
+"""What fills the variables of the stand-in for Megatron's parallel state: its ranks, its groups and its buffer."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from datetime import timedelta
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from namedmesh._torch import set_group_timeout
+from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
+from namedmesh.dialects import DENSE, MEGATRON_GROUPS, parse_order
+from namedmesh.errors import did_you_mean
+from namedmesh.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from namedmesh.dialects import GroupSpec
+
+MEGATRON_WORDS = {"etp": "tp", "edp": "dp", "egtp_remat": "gtp_remat"}
+"""Our words for the experts' axes, and Megatron's, which are those of the dense ones."""
+
+
+# Ranks.
+
+
+class RankGenerator:
+    """The groups of every kind of parallelism, as lists of ranks, from sizes and an order, neighbors first.
+
+    Example:
+        >>> RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order="tp-dp-pp").get_ranks("pp")
+        [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    """
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self,
+        tp: int,
+        ep: int,
+        dp: int,
+        pp: int,
+        cp: int,
+        order: str,
+        rank_offset: int = 0,
+        gtp_remat: int = 1,
+    ) -> None:
+        if ep != 1 and cp != 1:
+            raise ContractError(
+                f"ep is {ep} and cp is {cp}: one generator has one of them; cp is for the dense ranks, ep for the experts'"
+            )
+        self.tp, self.ep, self.dp, self.pp, self.cp, self.gtp_remat = tp, ep, dp, pp, cp, gtp_remat
+        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "gtp_remat": gtp_remat}
+        tokens = self._tokens(order.lower())
+        self.order, self.rank_offset = "-".join(tokens), rank_offset
+        self.ordered_size = [self.name_to_size[name] for name in tokens]
+        self.layout = Layout.from_shape(tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
+        self.world_size = self.layout.world_size
+
+    def _tokens(self, order: str) -> list[str]:
+        parsed = parse_order(order, tuple(self.name_to_size))
+        for name in parsed.omitted:
+            if name not in order and self.name_to_size[name] != 1:  # as the original, which looks for a part
+                raise ContractRuntimeError(
+                    f"the size of {name} is {self.name_to_size[name]}, but the order {order!r} has no place for it; add {name!r}"
+                )
+        for name in parsed.unknown:
+            raise ContractKeyError(
+                f"{name!r} in the order {order!r} is not one of {', '.join(self.name_to_size)}"
+                f"{did_you_mean(name, self.name_to_size)}"
+            )
+        return parsed.tokens
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Return for each name of an order whether a token such as ``"tp-pp"`` has it."""
+        names = order.split("-")
+        places = [names.index(name) for name in token.split("-")]
+        return [place in places for place in range(len(names))]
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return every group over the parallelisms that a token such as ``"tp-pp"`` names."""
+        self.get_mask(self.order, token)
+        return [list(ranks) for ranks in self.layout.groups(*token.split("-"))]
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Return every group over ``gtp_remat``, whose size is given."""
+        if gtp_remat_size != self.gtp_remat:
+            raise ContractError(
+                f"gtp_remat_size is {gtp_remat_size}; give that of the generator, {self.gtp_remat}"
+            )
+        return self.get_ranks("gtp_remat")
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Return the groups over the sizes that are masked, the first size being that of neighbors."""
+    names = [f"axis{place}" for place in range(len(parallel_size))]
+    layout = Layout.from_shape(names[::-1], list(parallel_size)[::-1])
+    axes = tuple([name for name, inside in zip(names, mask, strict=True) if inside])
+    groups = groups_over(layout, axes)
+    count = world_size // len(groups[0])
+    if count > len(groups):
+        raise ContractError(
+            f"the sizes {list(parallel_size)} multiply to less than the world of {world_size} ranks"
+        )
+    return [list(ranks) for ranks in groups[:count]]
+
+
+def groups_over(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return every group over some axes; each rank alone where there are none."""
+    return layout.groups(*axes) if axes else tuple([(rank,) for rank in layout.ranks])
+
+
+def split(ranks: Sequence[int], size: int, stride: int = 1) -> list[list[int]]:
+    """Split ranks into sets of some size, of every ``stride``-th rank each.
+
+    Example:
+        >>> split(range(8), 2, 2)
+        [[0, 2], [1, 3], [4, 6], [5, 7]]
+    """
+    span = size * stride
+    return [list(ranks[i : i + span : stride]) for i in range(len(ranks)) if i % span < stride]
+
+
+def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold word embeddings: the first and the last."""
+    return [pp_ranks[0], pp_ranks[-1]] if len(pp_ranks) > 1 else [pp_ranks[0]]
+
+
+def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold position embeddings: the first."""
+    return [pp_ranks[0]]
+
+
+# Groups.
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Any]) -> None:
+    """Return None for a group without NCCL settings; those of others are megatron-core's."""
+    if nccl_comm_cfgs.get(pg_name):
+        raise ContractError(
+            f"the settings of {pg_name!r} are made by megatron-core only; install it, or bind a mesh with GroupOptions"
+        )
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one setting of a group."""
+    nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
+
+
+class Maker:
+    """Makes groups, and fills the variables of a module with them, whose ``create_group`` and ``RankGenerator`` it calls."""
+
+    def __init__(self, module: dict[str, Any]) -> None:
+        self.module = module
+
+    def create_group(  # noqa: PLR0917  the original's signature
+        self,
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+    ) -> Any:
+        """Create a group that belongs to the caller, as ``torch.distributed.new_group`` does; every rank calls."""
+        members = None if ranks is None else list(ranks)
+        group = dist.new_group(members, timeout, backend, pg_options, use_local_synchronization, group_desc)
+        listed = self.module["_global_process_group_list"] or [None]  # the default group
+        if members is None or dist.get_rank() in members:
+            listed.append(group)
+        self.module["_global_process_group_list"] = listed
+        return group
+
+    def _create(self, sets: Sequence[Sequence[int]], **options: Any) -> Any:
+        """Create a group over each set of ranks, and return the one that this rank is in."""
+        mine = None
+        for ranks in sets:
+            group = self.module["create_group"](ranks, **options)
+            if dist.get_rank() in ranks:
+                mine = group
+        return mine
+
+    def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        hierarchical_group_sizes: Sequence[int],
+        create_gloo_process_groups: bool = False,
+        pg_options: Any = None,
+        timeout: timedelta | None = None,
+        group_desc: str | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Create the groups at each level of a hierarchy over some ranks, and return this rank's, and those of gloo."""
+        sizes = list(hierarchical_group_sizes)
+        if prod(sizes) != len(ranks):
+            raise ContractError(
+                f"the hierarchical sizes {sizes} multiply to {prod(sizes)}, but the group has {len(ranks)} ranks; change a size"
+            )
+        options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
+        groups, twins = [], []
+        for level, size in enumerate(sizes):
+            sets = split(ranks, size, prod(sizes[:level]))
+            name, twin = f"HIERARCHICAL_{group_desc}_L{level}", None
+            groups.append(self._create(sets, timeout=timeout, pg_options=options[level], group_desc=name))
+            if create_gloo_process_groups:
+                twin = self._create(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
+            twins.append(twin)
+        return (groups, twins) if rank in ranks else ([], [])
+
+    def create_hybrid_dp_cp_groups(self, rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
+        """Create groups of neighboring ranks, for each power of two from 2 to below the number of ranks."""
+        groups = {}
+        for power in range(1, len(ranks).bit_length() - 1):
+            name = f"HYBRID_DP_CP_GROUP_{2**power}"
+            groups[2**power] = self._create(split(ranks, 2**power), pg_options=pg_options, group_desc=name)
+        return groups if rank in ranks else {}
+
+    def create_all_gather_groups(
+        self,
+        for_expert_parallelism: bool = False,
+        timeout: timedelta | None = None,
+        nccl_comm_cfgs: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, Any]:
+        """Create second groups over the ranks of dp and cp, and of edp if asked, so that all-gathers overlap."""
+        get_nccl_options("dp_cp", nccl_comm_cfgs or {})
+        if self.module["_DATA_PARALLEL_GROUP"] is None:
+            raise ContractRuntimeError(
+                "there are no groups to double; call initialize_model_parallel(...) first"
+            )
+        variables = ["_DATA_PARALLEL_GROUP_WITH_CP"]
+        if for_expert_parallelism and self.module["get_expert_model_parallel_world_size"]() > 1:
+            variables.append("_EXPERT_DATA_PARALLEL_GROUP")
+        made = [None, None]
+        for place, variable in enumerate(variables):
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, dist.get_process_group_ranks(self.module[variable]))
+            sets = list(dict.fromkeys(map(tuple, everyone)))
+            made[place] = self._create(sets, timeout=timeout, group_desc=f"{variable[1:]}_AG")
+        return made[0], made[1]
+
+    def update_pg_timeout(self, timeout: timedelta, pg: Any = None) -> None:
+        """Change the timeout of a group, or of all groups and the default one, after their ranks have met."""
+        dist.barrier(pg)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for group in self.module["_global_process_group_list"] if pg is None else [pg]:
+            set_group_timeout(timeout, group)
+
+    def initialize_model_parallel(  # noqa: C901, PLR0912, PLR0917  one row of the table after the other
+        self,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        pipeline_model_parallel_comm_backend: str | None = None,
+        use_sharp: bool = False,
+        context_parallel_size: int = 1,
+        hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+        *,
+        hybrid_context_parallel: bool = False,
+        expert_model_parallel_size: int = 1,
+        gtp_remat_size: int = 1,
+        expert_gtp_remat_size: int = 1,
+        num_distributed_optimizer_instances: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        nccl_communicator_config_path: str | None = None,
+        distributed_timeout_minutes: int = 30,
+        order: str = "tp-cp-ep-dp-pp",
+        get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+        get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+        create_gloo_process_groups: bool = True,
+        high_priority_stream_groups: Sequence[str] | None = None,
+        sharp_enabled_group: str | None = None,
+        rank_offset: int = 0,
+        local_world_size: int | None = None,
+        create_all_gather_group: bool | None = False,
+    ) -> None:
+        """Make the groups of a job of some sizes; every rank calls it with the same arguments, the original's."""
+        settings = (
+            nccl_communicator_config_path or high_priority_stream_groups or use_sharp or sharp_enabled_group
+        )
+        backend = pipeline_model_parallel_comm_backend not in {None, "nccl"}
+        if settings or backend or max(gtp_remat_size, expert_gtp_remat_size) > 1:
+            raise ContractError(
+                "settings of NCCL and SHARP, backends of pipelines and weights gathered for each use (gtp_remat) are "
+                "megatron-core's; install it, or leave them out"
+            )
+        if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size == 1:
+            raise ContractRuntimeError(
+                "virtual stages interleave the stages of a pipeline; set pipeline_model_parallel_size to 2 or more"
+            )
+        tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+        ep, instances = expert_model_parallel_size, num_distributed_optimizer_instances
+        etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
+        world = dist.get_world_size() if local_world_size is None else local_world_size
+        dp, edp = _what_is_left(world, tp, pp, cp), _what_is_left(world, etp, ep, pp)
+        dense = self.module["RankGenerator"](tp, 1, dp, pp, cp, order, rank_offset)
+        expert = self.module["RankGenerator"](etp, ep, edp, pp, 1, order, rank_offset)
+        unlike = not order.endswith("pp") and pp > 1 and dp != edp
+        if unlike or dense.get_ranks("pp") != expert.get_ranks("pp"):
+            raise ContractError(
+                f"the pipelines of the layers and of their experts do not fit together in the order {order!r}; put pp last "
+                "in it, or choose expert sizes that leave edp = dp"
+            )
+        for name, size in (("dp x cp", dp * cp), ("edp", edp)):
+            if instances < 1 or size % instances:
+                raise ContractError(
+                    f"num_distributed_optimizer_instances is {instances}, which does not divide {name} = {size}; change it"
+                )
+        if hybrid_context_parallel and dp * cp % 2:
+            raise ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {dp * cp}")
+        timeout = timedelta(minutes=distributed_timeout_minutes)
+        chosen = {
+            "_EMBEDDING_GROUP": get_embedding_ranks or default_embedding_ranks,
+            "_POSITION_EMBEDDING_GROUP": get_position_embedding_ranks or default_position_embedding_ranks,
+        }
+        for row in MEGATRON_GROUPS:
+            token = "-".join(MEGATRON_WORDS.get(axis, axis) for axis in row.axes)
+            sets = (dense if row.view == DENSE else expert).get_ranks(token)
+            each = len(sets[0]) // instances
+            if row.variable in {"_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_HYBRID_DP_CP_GROUPS"}:
+                continue
+            if row.variable in chosen:
+                sets = [list(chosen[row.variable](ranks)) for ranks in sets]
+            elif row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":  # whole models
+                sets = split(list(chain(*expert.get_ranks("tp-ep-pp"))), each)
+            elif row.variable == "_DATA_PARALLEL_GROUP_WITH_CP_AG":
+                sets = sets if create_all_gather_group else []
+            elif row.variable == "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP":
+                sets = split(list(chain(*sets)), instances, each) if instances > 1 else []
+            elif row.members == "part":
+                sets = split(list(chain(*sets)), each)
+            self._make(row, sets, timeout, gloo=create_gloo_process_groups)
+        rank, levels = dist.get_rank(), hierarchical_context_parallel_sizes
+        if levels:
+            for ranks in dense.get_ranks("cp"):
+                groups, _ = self.create_hierarchical_groups(
+                    rank, ranks, levels, timeout=timeout, group_desc="CONTEXT_PARALLEL_GROUP"
+                )
+                if groups:
+                    self.module["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = groups
+        if hybrid_context_parallel:
+            for ranks in dense.get_ranks("dp-cp"):
+                self.module["_HYBRID_DP_CP_GROUPS"] |= self.create_hybrid_dp_cp_groups(rank, ranks, None)
+        if virtual_pipeline_model_parallel_size is not None:
+            self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+            self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline_model_parallel_size
+        self.module["_set_global_memory_buffer"]()
+
+    def _make(self, row: GroupSpec, sets: Sequence[Sequence[int]], timeout: timedelta, *, gloo: bool) -> None:
+        """Make the groups of a row of the table, and assign this rank's to the variables of the row."""
+        name = row.variable[1:]
+        self.module[row.variable] = self._create(sets, timeout=timeout, group_desc=name)
+        if row.ranks:
+            mine = [list(ranks) for ranks in sets if dist.get_rank() in ranks]
+            self.module[row.ranks] = mine[0] if mine else None
+        if row.gloo and gloo:
+            twin = self._create(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
+            self.module[row.gloo] = twin
+
+
+def _what_is_left(world: int, *sizes: int) -> int:
+    if min(sizes) < 1 or world % prod(sizes):
+        raise ContractRuntimeError(
+            f"the sizes {' x '.join(map(str, sizes))} do not divide the world of {world} ranks; change a size"
+        )
+    return world // prod(sizes)
+
+
+# What accessors answer with besides.
+
+
+def missing(variable: str, check_initialized: bool = True) -> Any:
+    """Raise the error of an accessor whose variable is empty; return None where it is not to check."""
+    if not check_initialized:
+        return None
+    raise ContractError(
+        f"the {variable.strip('_').replace('_', ' ').lower()} is not initialized; call "
+        "initialize_model_parallel(...), with the option that makes this group, or "
+        "namedmesh.compat.megatron.bind(mesh)"
+    )
+
+
+def deprecated(name: str, instead: str) -> None:
+    """Warn the caller of an accessor."""
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warnings.warn(f"{name} is deprecated; call {instead} instead", DeprecationWarning, stacklevel=3)
+
+
+class GlobalMemoryBuffer:
+    """Named buffers that grow to the largest size asked for; whoever shares a name must not use it at once."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> torch.Tensor:
+        """Return a tensor of a shape, uninitialized, on the buffer of this name and type, on the current device."""
+        length = prod(tensor_shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < length:
+            with (mem_alloc_context or nullcontext)():
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+                held = self.buffer[name, dtype] = torch.empty(length, dtype=dtype, device=device)
+        return held[:length].view(*tensor_shape)
