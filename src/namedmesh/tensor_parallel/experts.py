@@ -93,10 +93,9 @@ class ExpertParallel(ParallelStyle):
     :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in the first forward that trains
     (with pipelines the second: torch runs the first one on memory as it lies there); not in compiled code.
 
-    Afterwards ``fully_shard(experts, mesh=mesh["edp"])``. The experts have the tokens of all ranks along ep, but FSDP2 divides
-    the sum of their gradients by the ranks along edp only, and everything else by those along dp and cp: the gradients are
-    multiplied by ``edp / (dp * cp)``, or the experts would learn faster, and nothing would fail. ``torch.compile`` follows it in
-    one graph where ``torch.compiler.config.capture_scalar_outputs`` is set before the first step.
+    Afterwards ``fully_shard(experts, mesh=mesh["edp"])``, which divides the sum of the gradients by the ranks along edp only, and
+    that of everything else by those along dp and cp: the experts' are multiplied by ``edp / (dp * cp)``. ``torch.compile`` follows
+    it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set before the first step.
 
     Args:
         mesh: the named mesh, with a view that has ``edp`` and ``ep``.

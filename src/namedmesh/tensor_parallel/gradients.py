@@ -1,10 +1,7 @@
 """Gradients that are parts are summed over their ranks, and those of what every rank has whole are compared.
 
-Where the ranks have parts of a model's features, each makes a part of the gradient of what it uses on them. Of a parameter
-that is whole on every rank that part would be taken for the gradient, and the ranks would train apart without a word.
-What a forward does with a parameter cannot be known from the outside; that the gradients differ can.
-
-One hook of torch's optimizers does both, so that it holds for compiled models, zero-bubble schedules and FSDP2 alike.
+What a forward does with a whole parameter, on a rank's own features, cannot be known from the outside; that the gradients then
+differ can. One hook of torch's optimizers does both, for compiled models, zero-bubble schedules and FSDP2 alike.
 """
 
 from __future__ import annotations
@@ -45,10 +42,7 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
 
     Every step of a ``torch.optim.Optimizer`` does this first, and so does :func:`namedmesh.training.clip_grad_norm_`. Call it
     yourself, after the last micro-batch, before code that takes ``grad.to_local()`` for the gradient, or that writes into
-    gradients what is no multiple of them, as ``clip_grad_value_`` does. ``grad.full_tensor()`` is the whole gradient at any time.
-
-    Args:
-        parameters: a model, or parameters; on all ranks the same ones, in the same order.
+    gradients what is no multiple of them, as ``clip_grad_value_`` does. All ranks give the same parameters, in the same order.
     """
     together: dict[Any, list[Any]] = {}
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:

@@ -31,9 +31,8 @@ def cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of logits of which each rank has its part of the vocabulary; the same on every rank.
 
-    What ``torch.nn.functional.cross_entropy`` makes of the whole logits, in float32 at least, with two small collectives.
-    It keeps the logits themselves, and no probabilities: three times their memory at most, where torch's
-    ``loss_parallel`` needs five to nine times.
+    What ``torch.nn.functional.cross_entropy`` makes of the whole logits, in float32 at least, with two small collectives. It
+    keeps no probabilities: three times the logits' memory at most, where torch's ``loss_parallel`` needs five to nine times.
 
     Args:
         logits: ``(..., part of the vocabulary)``: what an output layer under ``ColwiseParallel()`` makes.

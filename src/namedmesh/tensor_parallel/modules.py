@@ -73,11 +73,10 @@ class LocalParameters(ParallelStyle):
 
 
 class LocalForward:
-    """A module's own forward, with plain tensors where its parameters are.
+    """A module's own forward, with plain tensors where its parameters are, inside all hooks: FSDP2 has put whole ones there.
 
-    Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure, because a deep copy
-    of the module must not call the forward of the original. ``blocks``: the dim before which some parameters have another one,
-    for the blocks of which the forward sees one after the other.
+    An object, and no closure, because a deep copy of the module must not call the forward of the original. ``blocks``: the dims
+    of which some parameters have two, for blocks that the forward sees one after the other.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str], blocks: Any = ()) -> None:
@@ -137,10 +136,9 @@ class KeyValueLinear(ColumnLinear):
 class KeyValueParallel(ColwiseParallel):
     """Give each rank the keys, or the values, of the heads that its queries attend to.
 
-    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for
-    two ranks, six for four), every rank keeps the whole weight, computes the heads that its queries need, and
-    the gradients are summed over the ranks that share a head. The attention then finds one kv head for each
-    group of its queries, and has to take the number of repetitions from the shapes.
+    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for two ranks), every
+    rank keeps the whole weight and computes the heads that its queries need; the gradients are summed. The attention then
+    finds one kv head for each group of its queries, and has to take the number of repetitions from the shapes.
     """
 
     def __init__(
@@ -194,10 +192,9 @@ class Joined(nn.ModuleList):
 def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
     """Replace a linear that is several in one (q|k|v, gate|up, one after the other) by those, their outputs joined.
 
-    ``ColwiseParallel`` would cut such a layer through the blocks. Afterwards the parts are modules ``{name}.0``, ``{name}.1`` and so
-    on, for a plan to name; the model's own ``chunk`` or ``split`` of the output finds this rank's part of each where it takes
-    the sizes from the shapes. Names in the state dict change with them: load a checkpoint of the one linear before, and join
-    ``{name}.0.weight`` and the others along dim 0 to write one.
+    The parts are modules ``{name}.0``, ``{name}.1`` and so on, for a plan to name; the model's own ``chunk`` or ``split`` of the
+    output has to take the sizes from the shapes. Names in the state dict change, too: load a checkpoint of the one linear
+    before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
 
     Raises:
         PlanError: the module is no ``nn.Linear``, or the sizes do not add up to its output features.

@@ -213,9 +213,8 @@ def _synchronous(_module: nn.Module, _args: Any, output: Any) -> Any:
 class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
     """Shard an ``nn.Linear``'s output features, or an ``nn.Embedding``'s vectors, over the ranks.
 
-    torch's style of this name, with the same options, parameters and results. The parameters are DTensors, so checkpoints,
-    FSDP2, clipping and ``full_tensor()`` see whole tensors; the arithmetic is ``F.linear`` on plain ones. A layout that
-    this short way does not know, an embedding, any subclass and any module with a forward or hooks of its own take torch's way.
+    torch's style of this name, with the same options, parameters and results, but for the arithmetic of a linear: ``F.linear`` on
+    plain tensors. Other layouts, an embedding, a subclass and a module with a forward or hooks of its own take torch's way.
 
     What a model does with the sharded features until a row layer takes them has to be right for a part of them.
     ``nn.Dropout`` there draws one mask on all ranks that are seeded alike, but from :func:`namedmesh.training.streams`.
@@ -275,9 +274,8 @@ def layer_placements(module: nn.Module, *, column: bool) -> dict[str, Placement]
 class SharedInput(ParallelStyle):
     """Gather a module's first input once for all the column styles inside, and sum its gradient once.
 
-    For an attention or a feed-forward module: the column styles inside keep their default input layout. The module gets
-    a DTensor, whole on every rank, of which each column layer makes a part of the gradient. It may be a DTensor already, as
-    torch's ``SequenceParallel`` hands out.
+    For an attention or a feed-forward module: the column styles inside keep their default input layout. The module gets a
+    DTensor, whole on every rank, of which each column layer makes a part of the gradient. It may be a DTensor before.
 
     Args:
         input_layouts: ``Shard(dim)`` to gather a plain input (sequence parallelism), or ``Replicate()`` (the default) for

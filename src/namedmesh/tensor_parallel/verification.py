@@ -53,8 +53,8 @@ def verify(
 ) -> VerifyReport:
     """Run a model whole and sharded, forward and backward, and report what differs.
 
-    A proof on one input, of what no plan and no comparison between ranks can tell: that the ranks together compute
-    what one process does. It costs two copies of the whole model in double precision on every rank: take a small one.
+    It tells, for one input, what no plan and no comparison between ranks can: that the ranks together compute what one
+    process does. It costs two copies of the whole model in double precision on every rank: take a small one.
     The copies are in evaluation mode, draw the same random numbers, and have the parameters and inputs of the first rank;
     parameters that are all zero get numbers, because they would hide what is wrong behind them.
 
@@ -63,8 +63,7 @@ def verify(
         mesh: the one-dimensional mesh, of which all ranks call this.
         plan: what ``parallelize`` would get.
         *inputs: what the model is called with; the gradients of tensors, in containers too, are compared.
-        tolerance: the largest difference, as a part of the largest number of a tensor, that is none: more than double
-            precision needs, for models that compute a norm or a softmax in single precision.
+        tolerance: the largest difference, as a part of the largest number of a tensor, that is none.
         **named: what the model is called with by name.
 
     Raises:
