@@ -20,13 +20,11 @@ from tp_compare import assert_right, tp_mesh
 from tp_models import Net
 
 import namedmesh
-from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ExpertParallel,
     ShardedExperts,
     parallelize,
     plan_report,
-    reduce_gradients,
 )
 
 if TYPE_CHECKING:
@@ -139,12 +137,12 @@ def batch(index: int) -> Tensor:
     return numbers(16, WIDTH, seed=index)
 
 
-def trained(tp: int, *, divided: bool = True, own_tokens: bool = False) -> float:
+def trained(tp: int, *, own_tokens: bool = False) -> float:
     """How far the experts' gradients are from those of one process on all tokens, as the book's page trains them."""
     mesh = namedmesh.init_mesh(dp=-1, tp=tp)
     mesh.add_view("expert", edp=-1, ep=2)
     model: Any = mixture()
-    parallelize(model.experts, mesh["ep"], ExpertParallel(mesh if divided else None))
+    parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
     fully_shard(model.experts, mesh=mesh["edp"])
     fully_shard(model, mesh=mesh["dp"])
     ranks, reference = mesh.size("dp"), mixture()
@@ -165,27 +163,13 @@ def test_so_they_do_where_each_tp_rank_has_its_part_of_the_tokens() -> None:
     assert_right(run_ranks(4, partial(trained, 2, own_tokens=True)), 1e-10)
 
 
-def refused(**options: Any) -> str:
-    try:
-        trained(**options)
-    except GradientError as error:
-        return str(error)
-    return ""
-
-
 def test_the_same_tokens_on_several_ranks_are_refused() -> None:
-    for text in run_ranks(4, partial(refused, tp=2)):
+    for text in run_ranks(4, partial(error_of, partial(trained, 2))):
         assert text.startswith(
-            "ranks 0, 1 of the 2 ranks that share experts send the same tokens, whose gradients would"
+            "GradientError: ranks 0, 1 of the 2 ranks that share experts send the same tokens, whose gradients would"
         )
         assert "SequenceParallel" in text
         assert "etp" in text
-
-
-def test_a_forgotten_divisor_is_named() -> None:
-    for text in run_ranks(4, partial(refused, tp=1, divided=False)):
-        assert text.startswith("the gradients of the experts have no divisor")
-        assert "ExpertParallel(mesh)" in text
 
 
 def copies_with_the_same_tokens() -> str:
@@ -241,19 +225,3 @@ def no_false_alarm() -> int:
 
 def test_what_says_nothing_is_no_error() -> None:
     assert run_ranks(2, no_false_alarm) == [1, 1]
-
-
-def rows_and_reduced() -> float:
-    """The inputs of sharded experts, of which each rank makes a part of the gradient."""
-    reference, model = packed(), sharded()
-    found = []
-    for each in (model, reference):
-        x = numbers(3, WIDTH, seed=0).requires_grad_()
-        each(x).square().sum().backward()
-        found.append(x.grad)
-    reduce_gradients(model)
-    return apart(*found) / 100
-
-
-def test_the_gradient_of_the_input_is_summed() -> None:
-    assert_right(run_ranks(2, rows_and_reduced))

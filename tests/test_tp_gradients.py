@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import error_of
 from ranks import run_ranks
 from tensors import apart, numbers, whole
 from torch import Tensor, nn
@@ -21,13 +22,12 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from tp_compare import Recorded, tp_mesh
-from tp_models import UP_DOWN, Llama, Net, llama_plan
+from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Net, llama_plan
 from tp_wirings import Gain, OfHeads
 
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     LocalParameters,
-    SharedInput,
     compare_gradients,
     parallelize,
     reduce_gradients,
@@ -133,12 +133,6 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         linears = {"up": nn.Linear(8, 16), "k": nn.Linear(8, 4), "down": nn.Linear(16, 8)}
         step(parallelize(Net(compute, **linears).double(), tp_mesh(), UP_DOWN))
 
-    def shared_with_a_plain_layer() -> None:
-        compute = lambda m, x: m.down(torch.tanh(m.up(m.gain(x))))  # noqa: E731
-        torch.manual_seed(0)
-        model = Net(compute, gain=Gain(), up=nn.Linear(8, 16), down=nn.Linear(16, 8)).double()
-        step(parallelize(model, tp_mesh(), {"": SharedInput()} | UP_DOWN))
-
     def only_some_have_a_bias() -> None:
         """What one rank has alone is left out."""
         model: Any = parallelize(gained(), tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
@@ -156,7 +150,6 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         }
         trained(parallelize(Net(compute, **parts).double(), tp_mesh(), UP_DOWN), 2)
 
-    mixed = "gain.weight"
     return {
         "at once": stops(lambda: step(wrong_model())),
         "frozen at first": stops(frozen_first),
@@ -171,7 +164,6 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "torch's styles": stops(by_torch),
         "half precision": stops(lambda: step(wrong_model().bfloat16(), X.bfloat16())),
         "keys": stops(keys, "k.weight", "k.bias"),
-        "a plain layer and a shared input": stops(shared_with_a_plain_layer, mixed),
         "not: what only some have": not stops(only_some_have_a_bias),
         "not: rounding": not stops(rounding),
         "not: check=False": not stops(lambda: trained(wrong_model(check=False), 3)),
@@ -219,34 +211,18 @@ def test_the_steps_at_which_the_ranks_compare() -> None:
     assert run_ranks(2, when_compared) == [[1, 2, 4, 8]] * 2
 
 
-ALL_WRONG = "{}: whole on each of the 2 ranks of tp, but their gradients differ, by up to {} of the size: each has a part"
-
-
-def sentence() -> str:
-    try:
-        step(wrong_model())
-    except GradientError as error:
-        return str(error)
-    return ""
-
-
 def test_the_sentence() -> None:
-    for text in run_ranks(2, sentence):
-        assert re.match(ALL_WRONG.format("gain.weight", r"[\d.]+"), text)
-        assert "give it LocalParameters(), which sums the parts" in text
+    got = r"GradientError: gain\.weight: whole on each of the 2 ranks of tp, but their gradients differ, by up to [\d.]+ of the size"
+    for text in run_ranks(2, lambda: error_of(lambda: step(wrong_model()))):
+        assert re.match(got, text)
+        assert "LocalParameters(), which sums the parts" in text
 
 
 # --- sums -----------------------------------------------------------------------------------------------------
 
 PARTIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence": ({}, llama_plan(sequence_parallel=True)),
-    "torch's norms": (
-        {},
-        llama_plan(sequence_parallel=True)
-        | dict.fromkeys(
-            ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), torch_styles.SequenceParallel()
-        ),
-    ),
+    "torch's norms": ({}, llama_plan(sequence_parallel=True) | TORCHS_NORMS),
     "shared kv heads": ({"n_kv_heads": 1}, llama_plan(8, 1)),
 }
 

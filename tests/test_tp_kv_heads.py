@@ -11,8 +11,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from tp_compare import assert_right, hf_difference, sharded, tp_mesh, training_difference
-from tp_models import Attention, Llama, hf_model, llama_plan
+from tp_compare import assert_right, sharded, tp_mesh, training_difference
+from tp_models import Attention, Llama, llama_plan
 
 from namedmesh.errors import PlanError
 from namedmesh.sizes import SharedHeads
@@ -124,29 +124,3 @@ def test_heads_that_cannot_be_shared() -> None:
     block = nn.ModuleDict({"proj": nn.Linear(384, 384)})
     block.num_heads = 6  # type: ignore[assignment]
     assert "on each of 4 ranks" in plan_report(block, 4, {"proj": ColwiseParallel()})
-
-
-# --- transformers --------------------------------------------------------------------------------------------
-
-
-HF_MODELS = {
-    2: [("Llama", "eager", 1)],
-    4: [("Llama", "sdpa", 2), ("Qwen2", "sdpa", 1), ("Qwen3", "eager", 2)],
-}
-
-
-def shared_model(kind: str, implementation: str, kv_heads: int) -> Any:
-    return hf_model(kind, attn_implementation=implementation, num_key_value_heads=kv_heads, head_dim=8)
-
-
-def hf_differences() -> list[float]:
-    return [hf_difference(shared_model(*model)) for model in HF_MODELS[torch.distributed.get_world_size()]]
-
-
-@pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("size", HF_MODELS)
-def test_models_of_transformers_share_their_kv_heads(size: int) -> None:
-    for model in HF_MODELS[size]:
-        shared_model(*model)  # imported once, before the ranks are forked
-    # Some of them compute their norms and softmax in single precision.
-    assert_right(run_ranks(size, hf_differences), 1e-5)

@@ -97,7 +97,7 @@ def test_what_is_refused() -> None:
         assert error_of(call) == (
             "ShapeError: 4 problems:\n"
             "  - the target has shape (3,) and the logits (2, 8); pass one id for each row of logits: shape (2,)\n"
-            "  - the logits are a DTensor, laid out as (Shard(dim=1),); pass each rank's to_local()\n"
+            "  - the logits are a DTensor, (Shard(dim=1),); pass each rank's to_local()\n"
             "  - reduction is 'median'; it can be one of ('mean', 'sum', 'none')\n"
             "  - label_smoothing is 2.0; it can be from 0 to 1"
         )

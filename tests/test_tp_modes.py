@@ -25,6 +25,7 @@ from namedmesh.tensor_parallel import (
     ColwiseParallel,
     KeepWhole,
     RowwiseParallel,
+    SharedInput,
     parallelize,
     split_linear,
 )
@@ -302,8 +303,13 @@ def edges() -> dict[str, float]:
         {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(0))},
     )
     found["scattered"] = apart(scattered(DATA), reference(DATA).chunk(mesh.size())[mesh.get_local_rank()])
+    # A wrapper takes ``*args, **kwargs``.
+    by_keyword = Net(lambda m, x: m.part(x=x), part=checkpoint_wrapper(copy.deepcopy(reference)))
+    inside = {f"part._checkpoint_wrapped_module.{name}": style for name, style in UP_DOWN.items()}
+    model = parallelize(by_keyword, mesh, inside | {"part": SharedInput()})
+    found["shared by keyword"] = training_difference(model, Net(lambda m, x: m.part(x), part=reference), DATA)
     return found
 
 
 def test_edges() -> None:
-    assert_right(run_ranks(2, edges), cases=7)
+    assert_right(run_ranks(2, edges), cases=8)

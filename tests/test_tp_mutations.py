@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 WORLD = 2
 TOLERANCE = 1e-9
-# What says nothing about a result: the digests that ranks compare.
-COMPARING = {"experts": {"_have_their_own"}}
 
 
 class Site(NamedTuple):
@@ -96,14 +94,11 @@ def sites_of(module: ModuleType) -> set[Site]:
     """The calls of collectives in a module."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    skipped = COMPARING.get(module.__name__.rpartition(".")[2], set())
     return {
         Site(
             module.__name__, call.lineno, label(call.func.id, getattr([*call.args, None, None][1], "id", ""))
         )
-        for node in tree.body
-        if getattr(node, "name", "") not in skipped
-        for call in ast.walk(node)
+        for call in ast.walk(tree)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in REMOVED
     }
 

@@ -48,7 +48,6 @@ STAGE = " (missing='ignore' for a pipeline stage, which has some of them)"
             "name the linear inside (base_layer of an adapter)",
         ),
         ({"up": "colwise"}, "'up': 'colwise' is not a parallel style, such as ColwiseParallel()"),
-        ([], "a plan is a dict of module names to parallel styles, not a list"),
         (
             {"up": LocalParameters({"scale": Shard(0)})},
             "up: LocalParameters names 'scale', but Linear owns ('weight', 'bias')",
@@ -63,16 +62,16 @@ def test_sizes_that_do_not_divide() -> None:
     model = Mlp(dim=8, hidden=15)
     assert problem_of(model, UP_DOWN) == (
         "2 problems:\n"
-        "  - up: dim 0 of weight, 15, is not divisible by the tp size 2; pad it to 16\n"
-        "  - down: dim 1 of weight, 15, is not divisible by the tp size 2; pad it to 16"
+        "  - up: dim 0 of weight 15 is not divisible by the tp size 2; pad it to 16\n"
+        "  - down: dim 1 of weight 15 is not divisible by the tp size 2; pad it to 16"
     )
     layers = nn.ModuleList(nn.Embedding(65, 6) for _ in range(5))
     for style, text in (
         (
             RowwiseParallel(input_layouts=Replicate()),
-            "dim 0 of weight, 65, ... 4; pad it to 68",
+            "dim 0 of weight 65 ... 4; pad it to 68",
         ),
-        (ColwiseParallel(), "dim 1 of weight, 6, ... 4; pad it to 8"),
+        (ColwiseParallel(), "dim 1 of weight 6 ... 4; pad it to 8"),
     ):
         with pytest.raises(PlanError, match=says(f"0, 1, 2 and 2 more: {text}")):
             plan_report(layers, 4, {"*": style})
@@ -80,7 +79,7 @@ def test_sizes_that_do_not_divide() -> None:
 
 def test_sizes_that_only_the_caller_knows() -> None:
     assert problem_of(Mlp(), UP_DOWN, must_divide={"kv heads": 3, "experts": 4}) == (
-        "kv heads: 3 is not divisible by the tp size 2 (from must_divide); choose a tp size that divides it"
+        "kv heads: 3 is not divisible by the tp size 2 (from must_divide)"
     )
 
 
@@ -98,24 +97,20 @@ def test_ties_that_the_plan_would_break() -> None:
     model = Llama(tied=True)
     columns = llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=Replicate())}
     remedy = (
-        "give them the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output "
-        "head, or untie them first"
+        "give all the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or untie "
+        "them first"
     )
-    tied = "tok_embeddings.weight, output.weight are one parameter (tied), but the plan lays them out differently"
-    assert problem_of(model, columns) == (
-        f"{tied} (tok_embeddings.weight: Shard(1), output.weight: Shard(0)); {remedy}"
-    )
+    tied = "one parameter (tied) is laid out differently (tok_embeddings.weight:"
+    assert problem_of(model, columns) == f"{tied} Shard(1), output.weight: Shard(0)); {remedy}"
     no_head = {key: style for key, style in llama_plan().items() if key != "output"}
-    assert problem_of(model, no_head) == (
-        f"{tied} (tok_embeddings.weight: Shard(0), output.weight: not sharded); {remedy}"
-    )
+    assert problem_of(model, no_head) == f"{tied} Shard(0), output.weight: not sharded); {remedy}"
 
 
 def test_three_mistakes_are_reported_at_once() -> None:
     plan = {"upp": ColwiseParallel(), "down": RowwiseParallel()}
     upp = f"\n  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}"
     with pytest.raises(
-        PlanError, match=says(f"3 problems:{upp}\n  - down: dim 1 of weight, 15, ...\n  - heads: 5 ...")
+        PlanError, match=says(f"3 problems:{upp}\n  - down: dim 1 of weight 15 ...\n  - heads: 5 ...")
     ):
         plan_report(Mlp(hidden=15), 2, plan, must_divide={"heads": 5})
 
@@ -132,7 +127,7 @@ def test_a_stage_without_some_modules_ignores_what_is_missing() -> None:
     assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan())
     report = plan_report(stage, 2, llama_plan(), missing="ignore")
     assert {line.partition(".")[0] for line in report.splitlines()[1:-2]} == {"layers"}
-    assert problem_of(stage, {}, missing="skip") == "missing is 'skip'; it can be 'raise' or 'ignore'"
+    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan(), missing="skip")
 
 
 # --- layers that are several in one ---------------------------------------------------------------------------
@@ -174,8 +169,7 @@ def test_a_row_layer_that_no_column_layer_fits_names_split_linear(
 ) -> None:
     assert problem_of(model, plan) == (
         f"{row} features, which no column layer of its block makes ({makes}): one of them is several layers in one (q|k|v, "
-        f"gate|up); take it apart with split_linear before, or say that its features lie head by head, or group by group, with "
-        f"ColwiseParallel(heads=...)"
+        f"gate|up); take it apart with split_linear, or say that it lies head by head with ColwiseParallel(heads=...)"
     )
     assert plan_report(model, 1, plan)
 
@@ -184,7 +178,7 @@ def test_what_the_remedies_say_is_taken() -> None:
     told = STYLES | {"qkv": ColwiseParallel(heads=4)}
     assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, told)
     assert problem_of(flat(qkv=(16, 48), **BLOCK), told, 8) == (
-        "qkv: 4 heads are not divisible by the tp size 8; choose a tp size that divides 4"
+        "qkv: 4 heads are not divisible by the tp size 8; choose one that divides them"
     )
     model = flat(qkv=(16, 48), **BLOCK)
     split_linear(model, "qkv", [16, 16, 16])
@@ -224,8 +218,8 @@ def test_the_mesh_must_be_one_axis() -> None:
             parallelize(Mlp(), mesh, {"upp": ColwiseParallel()})
         assert str(caught.value) == (
             "2 problems:\n"
-            "  - a plan is applied along one axis, but the mesh has ('pp', 'dp', 'tp'); pass one of "
-            "them, such as mesh['tp']\n"
+            "  - a plan is applied along one axis, but the mesh has ('pp', 'dp', 'tp'); pass one, "
+            "such as mesh['tp']\n"
             f"  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}"
         )
 

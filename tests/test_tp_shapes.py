@@ -107,19 +107,6 @@ def test_every_style_that_splits_refuses_what_it_cannot_split(tp: int) -> None:
         }
 
 
-def llama_refusal() -> str:
-    model = parallelize(Llama(), tp_mesh(), llama_plan(sequence_parallel=True))
-    assert model(torch.zeros(1, 16, dtype=torch.long)).shape == (1, 16, 32)
-    with pytest.raises(ShapeError) as caught:
-        model(torch.zeros(1, 17, dtype=torch.long))
-    return str(caught.value)
-
-
-def test_a_model_stops_where_it_splits_first() -> None:
-    words = "dim 1 of an activation of shape (1, 17, 32) "
-    assert [text.startswith(words) for text in run_ranks(2, llama_refusal)] == [True] * 2
-
-
 def test_one_rank_takes_any_length() -> None:
     with fake_world(1):
         model = parallelize(Llama(), tp_mesh(), llama_plan(sequence_parallel=True))

@@ -149,17 +149,18 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
         mesh.add_view("expert", edp=2, ep=4)
 
         def refused(module: nn.Module) -> str:
-            return error_of(lambda: parallelize(module, mesh["ep"], ExpertParallel()))
+            return error_of(lambda: parallelize(module, mesh["ep"], ExpertParallel(mesh)))
 
-        takes = "ExpertParallel takes a module that owns the weights of all its experts as parameters (experts, ...), but"
+        takes = "ExpertParallel takes a module that owns parameters (experts, ...), but"
         for module, owns in (
             (Mixed(), "Mixed owns {'up': (8, 2, 3), 'bias': (3,)}"),
             (nn.ReLU(), "ReLU owns none"),
         ):
             assert refused(module) == f"PlanError: the model: {takes} {owns}"
         with mock.patch.object(train, "EXPERTS", 6):
-            assert "dim 0 of gate, 6, is not divisible" in refused(train.Experts(2, 2))
-        experts = parallelize(train.Experts(2, 2), mesh["ep"], ExpertParallel())
+            assert "dim 0 of gate 6 is not divisible" in refused(train.Experts(2, 2))
+        experts = parallelize(train.Experts(2, 2), mesh["ep"], ExpertParallel(mesh))
+        assert "it was applied to before; apply it once" in refused(experts)
         assert error_of(lambda: experts(torch.ones(3, 2), torch.tensor([2, 1]))) == (
             "ShapeError: the numbers of tokens have shape (2,); pass one number for each of the 8 experts"
         )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 from tp_compare import tp_mesh
 from tp_models import Llama, Net, llama_plan
 
@@ -241,8 +242,8 @@ class Undivided(ExpertParallel):
     """Where the caller sums the gradients of all tokens."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.gradient_scale = 1.0
+        ParallelStyle.__init__(self)
+        self.gradient_scale, self.copies, self.skipped = 1.0, [], 0
 
 
 def exchanged_tokens() -> Pairs:

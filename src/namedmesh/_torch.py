@@ -142,12 +142,13 @@ def without_modes(function: F) -> F:
 
 
 def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return the new tensor that a collective makes of a contiguous one; compiled code and selective checkpointing know these.
+    """Return the new tensor that a collective makes of another; compiled code and selective checkpointing know these.
 
     ``name`` is that of the operator, such as ``"all_reduce"``, whose last argument is the name of the group.
     """
     operators = torch.ops._c10d_functional
-    started: torch.Tensor = getattr(operators, name).default(tensor, *arguments)
+    sent = tensor.contiguous().resolve_conj()
+    started: torch.Tensor = getattr(operators, name).default(sent, *arguments)
     result: torch.Tensor = operators.wait_tensor.default(started)
     return result
 
@@ -172,13 +173,11 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         again = torch.is_grad_enabled()  # for the gradient of the gradient
-        found: list[Any] = []
+        found: list[Any] = [None]
         for parameter, gradient, layout in zip(ctx.parameters, gradients, ctx.placements, strict=True):
-            local = None if gradient is None else gradient.contiguous()
-            found.append(
-                None if local is None else gradient_like(parameter, local, layout, differentiable=again)
-            )
-        return None, *found
+            local: Any = gradient if gradient is None else gradient.contiguous()
+            found.append(local if local is None else gradient_like(parameter, local, layout, again=again))
+        return tuple(found)
 
 
 def local_parameters(
@@ -196,47 +195,34 @@ def local_parameters(
 
 
 def gradient_like(
-    parameter: DTensor,
-    local: torch.Tensor,
-    placements: tuple[Placement, ...],
-    *,
-    differentiable: bool = False,
+    parameter: DTensor, local: torch.Tensor, placements: tuple[Placement, ...], *, again: bool = False
 ) -> DTensor:
-    """Return a gradient of ``parameter``, in some layout, around this rank's contiguous ``local`` tensor.
+    """Return a gradient of ``parameter`` around this rank's contiguous ``local`` tensor; ``again``: to be differentiated.
 
     The public ``DTensor.from_local`` works out the global shape again and passes through autograd: ten times the cost, once
     per parameter and step.
     """
-    if differentiable or not parameter.is_contiguous():
-        strides = torch.empty(
-            parameter.shape, device="meta"
-        ).stride()  # those of a gradient, whatever the parameter's are
-        mesh, shape = parameter.device_mesh, parameter.shape
-        return type(parameter).from_local(
-            local, mesh, placements, run_check=False, shape=shape, stride=strides
-        )
-    known: Any = parameter._spec
     # Importing DTensor here would cost whoever only wants a mesh.
-    kind: Any = type(parameter)
+    known, kind = parameter._spec, type(parameter)
+    if again or not parameter.is_contiguous():
+        shape, mesh = parameter.shape, parameter.device_mesh
+        stride = torch.empty(shape, device="meta").stride()  # of a gradient, whatever the parameter's are
+        return kind.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     spec = type(known)(known.mesh, placements, known.tensor_meta)
     gradient: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
     return gradient
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call something once the backward pass that runs in this thread has ended; what it raises is raised by the backward."""
+    """Call something once the backward pass that runs in this thread has ended, which raises what it raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether somebody looks at the gradient of a parameter by a hook."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
-def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """Return whether somebody gets the output of a module, and may change it."""
-    return bool(module._forward_hooks)
+def has_hooks(owner: torch.Tensor | torch.nn.Module) -> bool:
+    """Return whether somebody gets the gradient of a parameter, or the output of a module, and may change it."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks", "_forward_hooks")
+    return any(getattr(owner, kind, None) for kind in kinds)
 
 
 @contextmanager

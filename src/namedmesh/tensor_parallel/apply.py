@@ -40,29 +40,20 @@ def parallelize(
 ) -> nn.Module:
     """Apply tensor parallelism to a model, strictly: a plan that does not fit changes nothing.
 
-    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``. A linear with
-    adapters (LoRA) is named as what is inside: ``"layers.*.wq.base_layer"``.
-
-    What a forward does with the parameters that the plan leaves out, or with what the sharded layers make, is not
-    guessed: the ranks compare the gradients of whole parameters, see :func:`compare_gradients`; :func:`verify` compares with
-    the whole model.
+    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``. Sharded parameters become
+    DTensors; tied ones stay tied. What a forward does with the parameters that the plan leaves out, or with what the sharded
+    layers make, is not guessed: the ranks compare gradients (:func:`compare_gradients`), :func:`verify` compares with the whole model.
 
     Args:
-        model: the model; changed in place. It may be on the meta device.
+        model: the model; changed in place, and returned. It may be on the meta device.
         mesh: a one-dimensional mesh, such as ``mesh["tp"]``.
         plan: a parallel style for the model itself, or a dict of module names to parallel styles. In a name
             every token may be a pattern (``"layers.*.attention.wq"``); ``""`` is the model.
         src_data_rank: the group rank whose values everybody gets a part of; None to let each rank take its
             own copy, without communication.
-        must_divide: further sizes that the number of ranks has to divide, by a name for the message, such as
-            ``{"heads": 32}``.
-        missing: what a name means that matches nothing: ``"raise"`` a PlanError, or ``"ignore"`` it, for a stage of a
-            pipeline, which has some of the modules.
-        check: compare gradients. False leaves it out, for a model whose gradients the caller sums over the axis after
-            the backward.
-
-    Returns:
-        The model. Its sharded parameters are DTensors; parameters that were tied are still tied.
+        must_divide: further sizes that the number of ranks has to divide, such as ``{"heads": 32}``.
+        missing: what a name means that matches nothing: ``"raise"`` a PlanError, or ``"ignore"`` it, for a stage of a pipeline.
+        check: compare gradients. False is for a model whose gradients the caller sums over the axis after the backward.
 
     Raises:
         PlanError: with every problem there is.
@@ -70,7 +61,8 @@ def parallelize(
     """
     entries, ties = resolve(model, mesh, plan, must_divide, missing)
     for entry in entries:
-        if mesh.size() > 1 and not _splits_by_itself(entry.style, entry.module):
+        short_way = getattr(entry.style, "short_way", None)
+        if mesh.size() > 1 and not (short_way and short_way(entry.module)):
             _refuse_uneven(entry.style, entry.module, mesh.size())
         # One style at a time: with a dict, torch drops src_data_rank at the name "".
         frozen = [name for name, each in entry.module.named_parameters() if not each.requires_grad]
@@ -79,8 +71,8 @@ def parallelize(
             applied.get_parameter(name).requires_grad_(False)
         if entry.module is model:
             model = applied
-    for (_, first, own_name), *others in ties:
-        for _, module, name in others:
+    for (first, own_name), *others in ties:
+        for module, name in others:
             module.register_parameter(name, first.get_parameter(own_name))
     # Ranks that have data of their own have other gradients of everything.
     if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
@@ -94,11 +86,6 @@ def parallelize(
 
 Move: TypeAlias = "tuple[Placement | None, Placement | None]"
 """From one layout to another."""
-
-
-def _splits_by_itself(style: Any, module: nn.Module) -> bool:
-    """Return whether a style checks what it splits."""
-    return hasattr(style, "takes_short_way") and bool(style.takes_short_way(module))
 
 
 def _refuse_uneven(style: ParallelStyle, module: nn.Module, tp_size: int) -> None:

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """The ranks that share a module: their process group's name, which can be copied and compiled, how many, and this rank's place.
-
-    Example:
-        >>> Group("", 1, 0).size    # this process alone, whose collectives do nothing
-        1
-    """
+    """The ranks that share a module: their process group's name, which can be copied and compiled, how many, and this rank's place."""
 
     name: str
     size: int
@@ -110,21 +105,21 @@ def _returned(x: Tensor, group: Group, lengths: Lengths) -> Tensor:
 
 def all_reduce(x: Tensor, group: Group, operation: str = "sum") -> Tensor:
     """Return the sum of a tensor over the ranks, or its ``"max"``."""
-    return x if group.size == 1 else functional_collective("all_reduce", _sent(x), operation, group.name)
+    return x if group.size == 1 else functional_collective("all_reduce", x, operation, group.name)
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return every rank's tensor, one after the other along ``dim``."""
     if group.size == 1:
         return x
-    first = _sent(x.movedim(dim, 0))  # collectives know dim 0 only
+    first = x.movedim(dim, 0)  # collectives know dim 0 only
     return _moved(functional_collective("all_gather_into_tensor", first, group.size, group.name), dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's shard of ``dim`` of the sum over the ranks."""
     check_divides(x.shape, dim, group.size)
-    first = _sent(x.movedim(dim, 0))
+    first = x.movedim(dim, 0)
     return _moved(functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name), dim)
 
 
@@ -132,7 +127,7 @@ def all_to_all(x: Tensor, group: Group, lengths: Lengths = (None, None)) -> Tens
     """Return what :func:`exchange` does."""
     equal = [x.shape[0] // group.size] * group.size
     send, receive = lengths[0] or equal, lengths[1] or equal
-    return functional_collective("all_to_all_single", _sent(x), [*receive], [*send], group.name)
+    return functional_collective("all_to_all_single", x, [*receive], [*send], group.name)
 
 
 def my_shard(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -149,10 +144,6 @@ def check_divides(shape: Sequence[int], dim: int, size: int) -> None:
             f"dim {dim} of an activation of shape {tuple(shape)} cannot be split into {size} equal shards (the tp size); "
             f"pad it to {-(-shape[dim] // size) * size}, or to another multiple of {size}"
         )
-
-
-def _sent(x: Tensor) -> Tensor:
-    return x.contiguous().resolve_conj()
 
 
 def _moved(x: Tensor, dim: int) -> Tensor:

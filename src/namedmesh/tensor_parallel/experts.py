@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import concatenate_meshes
+from namedmesh._torch import concatenate_meshes, group_named
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
-from namedmesh.tensor_parallel.collectives import Group, all_gather, all_to_all, enter, exchange
-from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, Sum
+from namedmesh.tensor_parallel.collectives import Group, all_to_all, enter, exchange
+from namedmesh.tensor_parallel.gradients import fingerprint, from_all
+from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, sum_output
 from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 
 if TYPE_CHECKING:
@@ -31,13 +33,11 @@ class ShardedExperts(LocalParameters):
     For a module that owns the weights of all its experts as parameters of three dims. The inputs (hidden states, routing
     weights) are the same on every rank; the gradient of each, of which a rank computes a part, is summed.
 
-    Where gate and up are fused into one weight, the parameter becomes one with a dim for the blocks in front of the fused
-    one, ``(experts, 2, features, ...)`` for ``(experts, 2 * features, ...)``, so that a shard has its part of both. The
-    values lie as before: ``full_tensor().flatten(1, 2)`` is the weight of the whole model. The forward sees the fused one.
-
     Args:
         placements: the layout of each parameter, by name; one that every rank had whole would be added by each.
-        fused: how many equal blocks the sharded dim of a parameter is made of, by name: 2 for gate and up.
+        fused: how many equal blocks the sharded dim of a parameter is made of, by name: 2 for gate and up. Such a parameter
+            becomes ``(experts, 2, features, ...)``, so that a shard has its part of both; ``full_tensor().flatten(1, 2)`` is
+            the weight of the whole model, and the forward sees the like.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class ShardedExperts(LocalParameters):
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
         layout = self.layout(module, tp_size)
+        kind = type(module).__name__
         return super().problems(module, tp_size) + [
-            f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on every rank "
-            f"and would count once for each; name a layout that shards it"
+            f"{name!r} of {kind} is whole on every rank and would count once for each; name a layout that shards it"
             for name, _ in module.named_parameters(recurse=False)
             if isinstance(layout.get(name, Replicate()), Replicate)
         ]
@@ -64,37 +64,20 @@ class ShardedExperts(LocalParameters):
             replace_parameter(module, name, blocks)
             layout[name] = Shard(dim + 1)
         shard_parameters(module, device_mesh, layout, self.src_data_rank)
-        module.forward = FusedForward(module, tuple(layout), dims)
+        module.forward = LocalForward(module, layout, dims)
         group = Group.of(device_mesh)
-        module.register_forward_pre_hook(_EnterAll(group), with_kwargs=True)
-        module.register_forward_hook(Sum(group))
+        module.register_forward_pre_hook(partial(_enter_all, group), with_kwargs=True)
+        module.register_forward_hook(partial(sum_output, group))
         return module
 
 
-class FusedForward(LocalForward):
-    """A forward that sees the blocks of fused weights one after the other."""
+def _enter_all(group: Group, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let each rank make a part of the gradients of all inputs."""
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...], dims: Mapping[str, int]) -> None:
-        super().__init__(module, names)
-        self.dims = dims
+    def entered(value: Any) -> Any:
+        return enter(value, group) if isinstance(value, Tensor) and value.requires_grad else value
 
-    def plain(self, name: str) -> Tensor:
-        """Return this rank's part of every block."""
-        shard, dim = super().plain(name), self.dims.get(name)
-        return shard if dim is None else shard.flatten(dim, dim + 1)
-
-
-class _EnterAll:
-    """A hook: each rank makes a part of the gradients of all inputs."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tuple(map(self.entered, args)), {name: self.entered(each) for name, each in kwargs.items()}
-
-    def entered(self, value: Any) -> Any:
-        return enter(value, self.group) if isinstance(value, Tensor) and value.requires_grad else value
+    return tuple(map(entered, args)), {name: entered(each) for name, each in kwargs.items()}
 
 
 class ExpertParallel(ParallelStyle):
@@ -103,55 +86,48 @@ class ExpertParallel(ParallelStyle):
     For a module that owns the weights of all its experts as parameters ``(experts, ...)``, and is called with
     tokens ``(tokens, features)``, sorted by expert, and the number of each expert's tokens ``(experts,)``. Its
     forward then sees its own experts only: their weights as plain tensors, the tokens of all ranks for them,
-    sorted by expert, and their numbers, any of which may be 0. What it returns, one row for each token, travels
-    back to where the tokens came from; none is dropped or padded.
+    sorted by expert, and their numbers. What it returns, one row for each token, travels back; none is dropped or padded.
 
     Every rank along ``ep`` and ``edp`` has **tokens of its own**, or their gradients count several times. Where tp is inside ep,
     leave each rank its part of the sequence (``SequenceParallel``), or cut the experts over ``etp`` first, with
     :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in the first forward that trains
     (with pipelines the second: torch runs the first one on memory as it lies there); not in compiled code.
 
-    Afterwards ``fully_shard(experts, mesh=mesh["edp"])``. The experts have the tokens of all ranks along ep, but FSDP2 divides
-    the sum of their gradients by the ranks along edp only, and everything else by those along dp and cp: the gradients are
-    multiplied by ``edp / (dp * cp)``, or the experts would learn faster, and nothing would fail.
-
-    ``torch.compile`` follows it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set, which has to be
-    before the first step.
+    Afterwards ``fully_shard(experts, mesh=mesh["edp"])``, which divides the sum of the gradients by the ranks along edp only, and
+    that of everything else by those along dp and cp: the experts' are multiplied by ``edp / (dp * cp)``. ``torch.compile`` follows
+    it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set before the first step.
 
     Args:
-        mesh: the named mesh, with a view that has ``edp`` and ``ep``. Without it the style is good for reports only.
+        mesh: the named mesh, with a view that has ``edp`` and ``ep``.
 
     Raises:
-        AxisError: the mesh has no axis ``edp``.
         ShapeError: in the forward: the numbers of tokens are not one for each expert.
-        GradientError: in the forward, on every rank: ranks send the same tokens, or the style was made without a mesh.
+        GradientError: in the forward, on every rank: ranks send the same tokens.
     """
 
     takes_distributed = True  # what ShardedExperts cut over etp
     ranks_have_own_data = True
 
-    def __init__(self, mesh: NamedMesh | None = None) -> None:
+    def __init__(self, mesh: NamedMesh) -> None:
         super().__init__()
-        self.gradient_scale: float | None = None
-        self.copies: list[Group] = []
-        self.skipped = 0
-        if mesh is not None:
-            averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
-            self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
-            self.copies = [Group.of(mesh.group("edp"))]
-            self.skipped = int("pp" in mesh and mesh.size("pp") > 1)
+        averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
+        self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
+        self.copies = [Group.of(mesh.group("edp"))]
+        self.skipped = int("pp" in mesh and mesh.size("pp") > 1)
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
         """Return how the parameters are laid out."""
         return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  for any number
-        """Return a sentence if the parameters are not stacked experts."""
+        """Return a sentence if the parameters are not stacked experts, or travel already."""
+        if isinstance(module.forward, ExpertForward):
+            return ["ExpertParallel finds experts that it was applied to before; apply it once"]
         shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
-        if len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
+        if len({shape[:1] for shape in shapes.values()} - {()}) == 1:
             return []
-        wanted = "a module that owns the weights of all its experts as parameters (experts, ...)"
-        return [f"ExpertParallel takes {wanted}, but {type(module).__name__} owns {shapes or 'none'}"]
+        got = f"{type(module).__name__} owns {shapes or 'none'}"
+        return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -172,28 +148,24 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
 
 
 class ExpertForward(LocalForward):
-    """The forward of a module of experts, between the way of the tokens to their experts and the way back.
-
-    ``scale``: what the gradients of the weights are multiplied by; None if nobody has said it.
-    ``compared``: the groups whose ranks have tokens of their own, and have not compared them yet.
-    ``skipped``: in how many forwards, from now on, they do not.
-    """
+    """The forward of a module of experts, between the way of the tokens to their experts and the way back."""
 
     def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
-        super().__init__(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
+        super().__init__(module, [name for name, _ in module.named_parameters(recurse=False)])
         self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
         self.scale, self.skipped = style.gradient_scale, style.skipped
-        self.compared = [group, *style.copies]
+        self.to_compare = [group, *style.copies]
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for this rank's tokens, of which each expert has a number."""
         if counts.shape != (self.experts,):
-            raise ShapeError(
-                f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "
-                "experts"
-            )
+            got = f"the numbers of tokens have shape {tuple(counts.shape)}"
+            raise ShapeError(f"{got}; pass one number for each of the {self.experts} experts")
         if torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad:
-            self.check(tokens)
+            if self.skipped:
+                self.skipped -= 1
+            elif self.to_compare and not torch.compiler.is_compiling():
+                self.to_compare = [group for group in self.to_compare if not _have_their_own(tokens, group)]
         ranks = self.group.size
         if ranks == 1:
             return super().__call__(tokens, counts)
@@ -208,22 +180,10 @@ class ExpertForward(LocalForward):
         output = super().__call__(arrived[order], arriving.sum(0))
         return exchange(output[order.argsort()], self.group, (receive, send))
 
-    def check(self, tokens: Tensor) -> None:
-        """Refuse to train experts whose gradients would count several times."""
-        if self.scale is None and dist.get_world_size() > 1:
-            raise GradientError(
-                "the gradients of the experts have no divisor, and would be too large by as many times as ranks share them; "
-                "give the style the mesh: ExpertParallel(mesh)"
-            )
-        if self.skipped:
-            self.skipped -= 1
-        elif self.compared and not torch.compiler.is_compiling():
-            self.compared = [group for group in self.compared if not _have_their_own(tokens, group)]
-
     def plain(self, name: str) -> Tensor:
         """Return this rank's experts of a weight."""
         weight = super().plain(name)
-        return weight if self.scale in {None, 1.0} else _scaled(weight, self.scale)
+        return weight if self.scale == 1 else _scaled(weight, self.scale)
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -241,8 +201,8 @@ class _ScaleGradient(torch.autograd.Function):
 
 _scaled: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply
 
+# How far sums of the same tokens may be apart, as a part of their size: two ranks may round otherwise, in 16 bits.
 _ALIKE = 5e-3
-"""How far sums of the same tokens may be apart, as a part of their size: two ranks may round otherwise, in 16 bits."""
 
 
 def _have_their_own(tokens: Tensor, group: Group) -> bool:
@@ -253,26 +213,20 @@ def _have_their_own(tokens: Tensor, group: Group) -> bool:
     """
     if tokens.is_meta or dist.get_backend() == "fake":
         return False
-    flat = tokens.detach().double()
-    says = bool(len(flat) and (flat != flat[0]).any() and flat.isfinite().all())
-    place = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device)
-    # Several, because tokens that were normalized have the same size.
-    sums = [flat.flatten() @ (rate * place).cos() for rate in (1.0, 0.7, 0.3)]
-    row = torch.stack([flat.new_tensor(float(says)), flat.new_tensor(float(len(flat))), flat.norm(), *sums])
-    rows = all_gather(row.unsqueeze(0), group, 0).tolist()
+    says = bool(len(tokens) and (tokens != tokens[0]).any() and tokens.isfinite().all())
+    # Several sums, because tokens that were normalized have the same size.
+    rows = from_all(group_named(group.name), (says, len(tokens), fingerprint(tokens, (1.0, 0.7, 0.3))))
     for one in rows:
         alike = [rank for rank, other in enumerate(rows) if _same(one, other)]
         if len(alike) > 1:
-            raise GradientError(
-                f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens, whose gradients "
-                f"would count {len(alike)} times; leave each rank its part of the sequence (SequenceParallel), or cut the "
-                f"experts over etp instead: ShardedExperts on mesh['etp']"
-            )
-    return all(row[0] for row in rows)
+            got = f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens"
+            remedy = "leave each rank its part of the sequence (SequenceParallel), or cut the experts over etp (ShardedExperts)"
+            raise GradientError(f"{got}, whose gradients would count {len(alike)} times; {remedy}")
+    return all(says for says, _, _ in rows)
 
 
-def _same(one: list[float], other: list[float]) -> bool:
-    """Return whether two digests say the same: that they say something, the length, the size and the sums."""
-    if not (one[0] and other[0]) or one[1] != other[1]:
-        return False
-    return all(abs(a - b) <= _ALIKE * one[2] for a, b in zip(one[2:], other[2:], strict=True))
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two digests say the same: that they say something, the length, and the sums."""
+    size = one[2][0]
+    near = all(abs(a - b) <= _ALIKE * size for a, b in zip(one[2], other[2], strict=True))
+    return near and one[0] and other[0] and one[1] == other[1]

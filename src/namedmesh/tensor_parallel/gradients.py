@@ -1,10 +1,7 @@
 """Gradients that are parts are summed over their ranks, and those of what every rank has whole are compared.
 
-Where the ranks have parts of a model's features, each makes a part of the gradient of what it uses on them. Of a parameter
-that is whole on every rank that part would be taken for the gradient, and the ranks would train apart without a word.
-What a forward does with a parameter cannot be known from the outside; that the gradients differ can.
-
-One hook of torch's optimizers does both, so that it holds for compiled models, zero-bubble schedules and FSDP2 alike.
+What a forward does with a whole parameter, on a rank's own features, cannot be known from the outside; that the gradients then
+differ can. One hook of torch's optimizers does both, for compiled models, zero-bubble schedules and FSDP2 alike.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,31 +26,23 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
+
+# The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
 LAST_STEP = 1024
-"""The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer."""
-
+# How far two gradients may be apart, as a part of their size. Of what every rank computes alike they are the same to the bit,
+# but where a kernel or a sum takes another order: 16 bits then round off some thousandths. Parts differ by much of their size.
 TOLERANCE = 1e-2
-"""How far two gradients may be apart, as a part of their size.
-
-Of what every rank computes alike they are the same to the bit, but where a kernel or a sum takes another order: a type of 16
-bits then rounds off some thousandths. The parts of ranks that work on other features differ by much of their size.
-"""
-
+# What part of the largest gradient is taken for zero: the rounding of terms that cancel out may be all of a gradient.
 NOTHING = 1e-6
-"""What part of the largest gradient is taken for zero: the rounding of terms that cancel out may be all of a gradient."""
 
 
 def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
     """Sum the gradients that are parts over their ranks: one collective for all that have the same ranks and type.
 
-    Every step of a ``torch.optim.Optimizer`` does this first, and so does :func:`namedmesh.training.clip_grad_norm_`;
-    torch's optimizers and clipping are right without it, and sum each gradient for itself, some of them several times.
-    Call it yourself, after the last micro-batch, before code that takes ``grad.to_local()`` for the gradient, such as an
-    optimizer of your own, or that writes into gradients what is no multiple of them, as
-    ``torch.nn.utils.clip_grad_value_`` does. ``grad.full_tensor()`` is the whole gradient before and afterwards.
-
-    Args:
-        parameters: a model, or parameters; on all ranks the same ones, in the same order.
+    Every step of a ``torch.optim.Optimizer`` does this first, and so does :func:`namedmesh.training.clip_grad_norm_`. Call it
+    yourself, after the last micro-batch, before code that takes ``grad.to_local()`` for the gradient, or that writes into
+    gradients what is no multiple of them, as ``clip_grad_value_`` does. All ranks give the same parameters, in the same order.
     """
     together: dict[Any, list[Any]] = {}
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
@@ -87,11 +76,10 @@ _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyD
 def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let the ranks of an axis compare the gradients of what is whole on each of them: at the first backward, and before steps.
 
-    For a model that was sharded along the axis by whatever means: by ``parallelize``, which calls this itself, by torch's
-    ``parallelize_module``, by hand. Compared is every parameter that the axis does not shard: a plain tensor, or a
-    DTensor that is replicated along it. (A gradient that is ``Partial`` is summed by whoever uses it, and a plain tensor
-    that is marked as a shard, with ``tensor_model_parallel``, is left out.) The ranks send two numbers for each, at the end
-    of the first backward, and before the steps 1, 2, 4 and so on up to 1024 of each optimizer of torch's: what was zero or
+    For a model that was sharded along the axis by whatever means; ``parallelize`` calls this itself. Compared is every parameter
+    that the axis does not shard: a plain tensor, or a DTensor that is replicated along it, but for gradients that are
+    ``Partial``, and plain tensors that are marked as shards (``tensor_model_parallel``). The ranks send two numbers for each at the
+    end of the first backward, and before the steps 1, 2, 4 and so on up to 1024 of each optimizer of torch's: what was zero or
     frozen at first, and what compiled code, zero-bubble schedules and FSDP2 compute, is compared there.
 
     Args:
@@ -99,8 +87,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: the one-dimensional mesh of the axis.
 
     Raises:
-        GradientError: in the backward, or before the optimizer's step, on every rank: the gradients of some parameters
-            differ, by name.
+        GradientError: in the backward, or before the optimizer's step, on every rank: gradients differ, by name.
     """
     sum_before_steps()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
@@ -146,10 +133,8 @@ class _Watch:
         if self not in watches:
             watches.append(self)
         parameters = {name: each for name, each in model.named_parameters() if self.is_whole(each)}
-        if any(
-            isinstance(each, DTensor) and set(each.placements) != {Replicate()}
-            for each in parameters.values()
-        ):
+        layouts = [each.placements for each in parameters.values() if isinstance(each, DTensor)]
+        if any(set(layout) != {Replicate()} for layout in layouts):
             return  # under FSDP2, whose gradients are there after the backward
         handles: list[Any] = []
 
@@ -165,14 +150,15 @@ class _Watch:
     def is_whole(self, tensor: Tensor) -> bool:
         """Return whether every rank of the axis has the same of a parameter or a gradient."""
         if not isinstance(tensor, DTensor):
-            return not any(
-                getattr(tensor, mark, False) for mark in ("tensor_model_parallel", "model_parallel")
-            )
+            marks = ("tensor_model_parallel", "model_parallel")
+            return not any(getattr(tensor, mark, False) for mark in marks)
         # Of its own mesh, which may cut the ranks otherwise, as those of experts do.
-        dims = [
-            dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)
-        ]
-        return len(_ranks_along(tensor.device_mesh, dims) & self.ranks) <= 1
+        mesh = tensor.device_mesh
+        place: list[Any] = [*(mesh.get_coordinate() or ())]
+        for dim, placement in enumerate(tensor.placements):
+            if not isinstance(placement, Replicate):
+                place[dim] = slice(None)
+        return len(self.ranks.intersection(mesh.mesh[tuple(place)].flatten().tolist())) <= 1
 
     def compare(
         self, parameters: Mapping[str, nn.Parameter], across: Iterable[dist.ProcessGroup] = ()
@@ -182,62 +168,43 @@ class _Watch:
         Raises:
             GradientError: with the name of each parameter.
         """
-        whole = {name: each for name, each in parameters.items() if self.is_whole(each)}
-        mixed = [
-            name
-            for name, each in whole.items()
-            if isinstance(each.grad, DTensor) and not isinstance(each, DTensor)
-        ]
-        if mixed:
-            raise GradientError(
-                f"{listing(mixed)}: a plain tensor, whose gradient is a DTensor, because it was used together with one, such as the "
-                f"input that SharedInput hands out; leave SharedInput out of the plan there, or call to_local() on that input"
-            )
         mine = {}
-        for name, each in whole.items():
-            gradient = each.grad
-            none = gradient is None or not self.is_whole(gradient)
-            mine[name] = (0.0, 0.0) if none else _fingerprint(gradient)
-        wrong = _different(_from_all(group_named(self.group.name), mine))
+        for name, each in parameters.items():
+            gradient: Any = each.grad
+            if self.is_whole(each):
+                some = gradient is not None and self.is_whole(gradient)
+                mine[name] = fingerprint(gradient) if some else [0.0, 0.0]
+        wrong = _different(from_all(group_named(self.group.name), mine))
         for group in across:
-            for found in _from_all(group, wrong):
+            for found in from_all(group, wrong):
                 wrong.update(found)
         if wrong:
             raise GradientError(
                 f"{listing(wrong)}: whole on each of the {self.group.size} ranks of {self.axis}, but their gradients differ, by "
-                f"up to {max(wrong.values()):.2g} of the size: each has a part, and they would train apart; where the ranks "
-                f"use a module on their own features or tokens only, give it LocalParameters(), which sums the parts, and a "
-                f"linear whose features they use in part a style of its own: ColwiseParallel(), KeyValueParallel(...) for keys "
-                f"and values; what all use alike can differ because of what follows it only"
+                f"up to {max(wrong.values()):.2g} of the size: each has a part, and they would train apart; give a module that "
+                f"works on a rank's own features or tokens LocalParameters(), which sums the parts, and a linear whose "
+                f"features they use in part ColwiseParallel(), or KeyValueParallel(...) for keys and values"
             )
 
     def across(self, parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
         """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
         found: dict[frozenset[int], dist.ProcessGroup] = {}
-        meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-        for mesh in dict.fromkeys(meshes):
-            for dim in range(mesh.ndim):
-                ranks = frozenset(_ranks_along(mesh, [dim]))
+        for mesh in dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor)):
+            for group in mesh.get_all_groups():
+                ranks = frozenset(dist.get_process_group_ranks(group))
                 if len(ranks) > 1 and ranks != self.ranks:
-                    found.setdefault(ranks, mesh.get_group(dim))
+                    found.setdefault(ranks, group)
         return list(found.values())
 
 
-def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
-    """Return the ranks along some dims of a mesh, among them this one."""
-    place: list[Any] = [*(mesh.get_coordinate() or ())]
-    for dim in dims:
-        place[dim] = slice(None)
-    return {*mesh.mesh[tuple(place)].flatten().tolist()}
-
-
-def _from_all(group: dist.ProcessGroup, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def from_all(group: dist.ProcessGroup, mine: T) -> list[T]:
+    """Return every rank's object."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine, group)
     return found
 
 
-def _different(found: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+def _different(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Return how far gradients are apart that are not the same, as a part of their size, of those that all ranks have."""
     apart, sizes = {}, {}
     for name in found[0]:
@@ -253,14 +220,16 @@ def _different(found: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, 
     }
 
 
-def _fingerprint(gradient: Any) -> tuple[float, float]:
-    """Return the size of a gradient, and its sum with weights, in double precision, a chunk at a time."""
-    flat = synchronous(gradient.to_local()) if isinstance(gradient, DTensor) else gradient
+def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
+    """Return the size of a tensor, and sums of it with weights, in double precision, a chunk at a time."""
+    flat = synchronous(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
     flat = flat.detach().coalesce().values() if flat.is_sparse else flat.detach()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).flatten()
-    squares = weighted = 0.0
-    for part in flat.split(1 << 20):
-        weights = torch.arange(len(part), dtype=torch.float64, device=part.device).mul_(0.7).cos_()
-        squares += float(part.double() @ part.double())
-        weighted += float(part.double() @ weights)
-    return math.sqrt(squares), weighted
+    squares, sums = 0.0, [0.0] * len(rates)
+    for chunk in flat.split(1 << 20):
+        part = chunk.double()
+        place = torch.arange(len(part), dtype=torch.float64, device=part.device)
+        squares += float(part @ part)
+        for index, rate in enumerate(rates):
+            sums[index] += float(part @ (rate * place).cos())
+    return [math.sqrt(squares), *sums]

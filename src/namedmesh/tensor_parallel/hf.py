@@ -32,10 +32,10 @@ class RowwiseEmbedding(RowwiseParallel):
     def __init__(self) -> None:
         super().__init__(input_layouts=Replicate())
 
-    def kind_of(self, module: nn.Module) -> type | None:
+    def short_way(self, module: nn.Module) -> type | None:
         """Return the module's class again, with the short way's where its ``super().forward`` goes."""
         own: Any = type(module)
-        return super().kind_of(module) or _on_row_embedding(own)
+        return super().short_way(module) or _on_row_embedding(own)
 
 
 @cache
@@ -57,11 +57,7 @@ class AttentionGroups(LocalParameters):
 
 
 class TailGradient(ParallelStyle):
-    """Sum the gradient of the last features of a module's output over the ranks.
-
-    Of a projection that every rank computes whole, of which each rank's heads use the tail directly, while
-    the rest passes through a column style, which sums its gradient already (multi-head latent attention).
-    """
+    """Sum the gradient of the last features of a module's output, which each rank's heads use directly, over the ranks (latent attention)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,11 +89,9 @@ _BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _OWNERS = ("local_params", "moe_tp_experts")
 _LATENT = "mla_kv_a_proj"
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
-"""What the plans of transformers call the projections to keys and values, or the module around one."""
+# Layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent.
 _BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj")
-"""What they call layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent."""
 _GROUPS = "num_key_value_groups"
-"""The attribute in which an attention module of transformers keeps how many queries share a kv head."""
 _QUERY_HEADS = ("num_heads", "num_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm"}
@@ -117,11 +111,7 @@ _WRONG_ATTENTION = {
 def plan_from_hf(model: nn.Module) -> dict[str, ParallelStyle]:
     """Read a Hugging Face model's own tensor-parallel plan, its ``_tp_plan``, into one for ``parallelize``.
 
-    Such a plan is written for all variants of an architecture, so what it says about modules that this model does not have
-    is left out.
-
-    Returns:
-        A dict of module names to styles. A module that every rank keeps whole (``"replicate"``) is not in it.
+    What it says of modules that this model does not have is left out, and what every rank keeps whole (``"replicate"``).
 
     Raises:
         PlanError: if the model has no plan, or if it is known not to work; or with every style that is not supported.
@@ -132,9 +122,9 @@ def plan_from_hf(model: nn.Module) -> dict[str, ParallelStyle]:
     problems = []
     for fqn, module in modules.items():
         key, name = _stated_for(stated, fqn)
-        inside = isinstance(modules.get(fqn.rpartition(".")[0]), nn.ModuleList)
-        if inside and not key:
-            key, name = _stated_for(stated, fqn.rpartition(".")[0])
+        around = fqn.rpartition(".")[0]
+        if not key and isinstance(modules[around], nn.ModuleList):
+            key, name = _stated_for(stated, around)
         if not key or name == "replicate" or isinstance(module, nn.ModuleList):
             continue
         try:
@@ -142,9 +132,7 @@ def plan_from_hf(model: nn.Module) -> dict[str, ParallelStyle]:
             if style is not None:
                 plan[fqn] = style
         except LookupError as error:
-            problems.append(
-                f"{key!r}: {name!r} {error.args[0]}; change or remove this entry of model._tp_plan"
-            )
+            problems.append(f"{key!r}: {name!r} {error.args[0]}; change or remove it in model._tp_plan")
     if problems:
         raise PlanError(*dict.fromkeys(problems))
     _tell_attention(modules, plan)
@@ -156,14 +144,12 @@ def _stated(model: nn.Module) -> dict[str, str]:
     stated = dict(getattr(model, "_tp_plan", None) or {})
     if not stated:
         raise PlanError(
-            f"{type(model).__name__} states no tensor-parallel plan in its _tp_plan; write a plan for it, a dict of names to styles"
+            f"{type(model).__name__} states no plan in its _tp_plan; write one, a dict of names to styles"
         )
     kind = getattr(_text_config(model), "model_type", "")
     if kind in _WRONG_ATTENTION and any(".self_attn." in key for key in stated):
-        raise PlanError(
-            f"the attention of {type(model).__name__} cannot be sharded as its plan says: {_WRONG_ATTENTION[kind]}; take the "
-            f"entries of self_attn out of model._tp_plan"
-        )
+        remedy = "take the entries of self_attn out of model._tp_plan"
+        raise PlanError(f"attention cannot be sharded as the plan says: {_WRONG_ATTENTION[kind]}; {remedy}")
     for beside, added in _LEFT_OUT.get(kind, {}).items():
         for key in [key for key in stated if key.endswith(f".{beside}")]:
             stated.setdefault(key.removesuffix(beside) + added, _SUMMED)

@@ -29,11 +29,10 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the cross entropy of logits of which each rank has its part of the vocabulary.
+    """Return the cross entropy of logits of which each rank has its part of the vocabulary; the same on every rank.
 
-    What ``torch.nn.functional.cross_entropy`` makes of the whole logits, in float32 at least, with two small collectives.
-    It keeps the logits themselves, and no probabilities: three times their memory at most, where torch's
-    ``loss_parallel`` needs five to nine times.
+    What ``torch.nn.functional.cross_entropy`` makes of the whole logits, in float32 at least, with two small collectives. It
+    keeps no probabilities: three times the logits' memory at most, where torch's ``loss_parallel`` needs five to nine times.
 
     Args:
         logits: ``(..., part of the vocabulary)``: what an output layer under ``ColwiseParallel()`` makes.
@@ -43,18 +42,13 @@ def cross_entropy(
         reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for a loss for each target.
         label_smoothing: from 0 to 1: what is taken off the target and spread over the whole vocabulary.
 
-    Returns:
-        The loss, the same on every rank.
-
     Raises:
         ShapeError: the target has another shape than the logits without their last dim, or an option is out of range.
         IndexError: on a CPU: a target is outside of the vocabulary.
     """
     group, problems = Group.of(mesh), target_problems(logits.shape, target)
     if isinstance(logits, DTensor):
-        problems.append(
-            f"the logits are a DTensor, laid out as {logits.placements}; pass each rank's to_local()"
-        )
+        problems.append(f"the logits are a DTensor, {logits.placements}; pass each rank's to_local()")
     if reduction not in _REDUCTIONS:
         problems.append(f"reduction is {reduction!r}; it can be one of {_REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
@@ -81,17 +75,12 @@ def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
 
 def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
     """Refuse an id outside the vocabulary, on a CPU: it belongs to no rank, and would silently count as zeros."""
-    if (
-        torch.compiler.is_compiling()
-        or type(ids) is not Tensor
-        or ids.device.type != "cpu"
-        or not ids.numel()
-    ):
+    if torch.compiler.is_compiling() or type(ids) is not Tensor or not ids.is_cpu or not ids.numel():
         return
-    low, high = torch.aminmax(ids)
+    low, high = map(int, torch.aminmax(ids))
     if low < 0 or high >= vocabulary:
         raise IndexError(
-            f"{what}: the ids run from {int(low)} to {int(high)}, the vocabulary from 0 to {vocabulary - 1}"
+            f"{what}: the ids run from {low} to {high}, the vocabulary from 0 to {vocabulary - 1}"
         )
 
 

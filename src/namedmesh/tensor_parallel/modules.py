@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from namedmesh.tensor_parallel.styles import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -35,9 +36,8 @@ class LocalParameters(ParallelStyle):
     """Run a module's forward on this rank's shards of its own parameters, as plain tensors.
 
     For a norm over each head's features or over a rank's tokens (the weight is whole), or for a bare parameter with
-    one number a head. The parameters become DTensors. A replicated one takes part on every rank with other
-    data, so each makes a part of its gradient: a DTensor that is ``Partial`` until :func:`reduce_gradients` or an
-    optimizer's step sums it. A sharded one's gradient is this rank's own.
+    one number a head. Of the gradient of a replicated one each rank makes a part: it is ``Partial`` until
+    :func:`reduce_gradients` or an optimizer's step sums it. A sharded one's gradient is this rank's own.
 
     Args:
         placements: the layout of each parameter by name; by default all of the module's own are replicated.
@@ -68,19 +68,20 @@ class LocalParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout = self.layout(module, device_mesh.size())
         shard_parameters(module, device_mesh, layout, self.src_data_rank)
-        module.forward = LocalForward(module, tuple(layout))
+        module.forward = LocalForward(module, layout)
         return module
 
 
 class LocalForward:
-    """A module's own forward, with plain tensors where its parameters are.
+    """A module's own forward, with plain tensors where its parameters are, inside all hooks: FSDP2 has put whole ones there.
 
-    Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure, because a deep copy
-    of the module must not call the forward of the original.
+    An object, and no closure, because a deep copy of the module must not call the forward of the original. ``blocks``: the dims
+    of which some parameters have two, for blocks that the forward sees one after the other.
     """
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        self.module, self.original, self.names = module, module.forward, names
+    def __init__(self, module: nn.Module, names: Iterable[str], blocks: Any = ()) -> None:
+        self.module, self.original = module, module.forward
+        self.names, self.blocks = tuple(names), dict(blocks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward does."""
@@ -89,11 +90,12 @@ class LocalForward:
 
     def plain(self, name: str) -> Tensor:
         """Return this rank's shard of a parameter, or all of it, of whose gradient each rank then makes a part."""
-        parameter: Tensor = getattr(self.module, name)
-        if not isinstance(parameter, DTensor):
-            return parameter
-        layouts = tuple(Partial() if isinstance(each, Replicate) else each for each in parameter.placements)
-        return local_parameters([parameter], [layouts])[0]
+        shard: Tensor = getattr(self.module, name)
+        if isinstance(shard, DTensor):
+            layouts = tuple(Partial() if isinstance(each, Replicate) else each for each in shard.placements)
+            shard = local_parameters([shard], [layouts])[0]
+        dim = self.blocks.get(name)
+        return shard if dim is None else shard.flatten(dim, dim + 1)
 
 
 class KeepWhole(ParallelStyle):
@@ -107,19 +109,13 @@ class SumOutput(ParallelStyle):
     """Sum a module's output over the ranks, each of which computed a part of it."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(Sum(Group.of(device_mesh)))
+        module.register_forward_hook(partial(sum_output, Group.of(device_mesh)))
         return module
 
 
-class Sum:
-    """The hook: an object, so that the module can be pickled."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        """Return the sum of the ranks' outputs."""
-        return leave(output, self.group)
+def sum_output(group: Group, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    """Return the sum of the ranks' outputs: a hook that can be pickled, once the group is given."""
+    return leave(output, group)
 
 
 # --- heads, and layers that are several in one --------------------------------------------------------------
@@ -140,15 +136,9 @@ class KeyValueLinear(ColumnLinear):
 class KeyValueParallel(ColwiseParallel):
     """Give each rank the keys, or the values, of the heads that its queries attend to.
 
-    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for
-    two ranks, six for four), every rank keeps the whole weight, computes the heads that its queries need, and
-    the gradients are summed over the ranks that share a head. The attention then finds one kv head for each
-    group of its queries, and has to take the number of repetitions from the shapes.
-
-    Args:
-        query_heads: the number of query heads.
-        kv_heads: the number of key and value heads; by default as many.
-        input_layouts: as for :class:`ColwiseParallel`.
+    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for two ranks), every
+    rank keeps the whole weight and computes the heads that its queries need; the gradients are summed. The attention then
+    finds one kv head for each group of its queries, and has to take the number of repetitions from the shapes.
     """
 
     def __init__(
@@ -171,10 +161,7 @@ class KeyValueParallel(ColwiseParallel):
             counts = f"{queries} query heads and {heads} kv heads"
             return [f"{counts} cannot be shared by {tp_size} ranks; choose a tp size that divides {queries}"]
         if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
-            kind = type(module).__name__
-            return [
-                f"KeyValueParallel needs the forward of nn.Linear where ranks share kv heads, not {kind}'s"
-            ]
+            return [f"ranks share kv heads with the forward of nn.Linear only, not {type(module).__name__}'s"]
         return []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -205,15 +192,9 @@ class Joined(nn.ModuleList):
 def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
     """Replace a linear that is several in one (q|k|v, gate|up, one after the other) by those, their outputs joined.
 
-    ``ColwiseParallel`` would cut such a layer rank after rank, through the blocks. Afterwards the parts are modules
-    ``{name}.0``, ``{name}.1`` and so on, for a plan to name; the model's own ``chunk`` or ``split`` of the output finds this
-    rank's part of each block where it takes the sizes from the shapes. Names in the state dict change with them: load a
-    checkpoint of the one linear before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
-
-    Args:
-        model: changed in place.
-        name: the fully qualified name of the linear.
-        sizes: the output features of each part.
+    The parts are modules ``{name}.0``, ``{name}.1`` and so on, for a plan to name; the model's own ``chunk`` or ``split`` of the
+    output has to take the sizes from the shapes. Names in the state dict change, too: load a checkpoint of the one linear
+    before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
 
     Raises:
         PlanError: the module is no ``nn.Linear``, or the sizes do not add up to its output features.

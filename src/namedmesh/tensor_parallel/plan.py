@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,12 +22,15 @@ from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.styles import layer_placements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
+
+_MISSING = "missing='ignore' for a pipeline stage, which has some of them"
+_FEATURES = (ColwiseParallel, RowwiseParallel)
 
 
 class Entry(NamedTuple):
@@ -40,8 +42,8 @@ class Entry(NamedTuple):
     key: str
 
 
-Holders: TypeAlias = "list[tuple[str, nn.Module, str]]"
-"""The modules that hold one parameter: the name of each, the module, and the parameter's name there."""
+Place: TypeAlias = "tuple[nn.Module, str]"
+"""Where a parameter is: in a module, under a name."""
 
 
 def resolve(
@@ -50,34 +52,25 @@ def resolve(
     plan: Plan,
     must_divide: Mapping[str, int] | None = None,
     missing: str = "raise",
-) -> tuple[list[Entry], list[Holders]]:
-    """Match a plan with a model, and check everything that can be checked without communication.
-
-    Returns:
-        What to apply, in order, and which parameters to tie again afterwards.
+) -> tuple[list[Entry], list[list[Place]]]:
+    """Return what to apply of a plan, in order, and which parameters to tie again afterwards.
 
     Raises:
-        PlanError: with every problem there is.
+        PlanError: with every problem that can be found without communication.
     """
     tp_size, problems = ranks_of(mesh_or_tp_size)
-    if missing not in {"raise", "ignore"}:
-        problems.append(f"missing is {missing!r}; it can be 'raise' or 'ignore'")
-    entries, mismatches = _match(model, plan, missing)
+    entries = _match(model, plan, missing, problems)
     places: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
         for reason in _misfits(entry, tp_size):
             places[reason].append(entry.fqn or "the model")
-    if tp_size > 1:
-        for fqn, reason in _unmatched_rows(entries):
-            places[reason].append(fqn)
-    problems += mismatches + [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
-    problems += [
-        f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); choose a tp size that divides it"
-        for name, value in (must_divide or {}).items()
-        if value % tp_size
-    ]
-    ties, broken = _find_ties(model, entries, tp_size)
-    problems += broken
+    for fqn, reason in _unmatched_rows(entries) if tp_size > 1 else ():
+        places[reason].append(fqn)
+    for name, value in (must_divide or {}).items():
+        if value % tp_size:
+            places[f"{value} is not divisible by the tp size {tp_size} (from must_divide)"].append(name)
+    problems += [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
+    ties = _find_ties(model, entries, tp_size, problems)
     if problems:
         raise PlanError(*problems)
     return entries, ties
@@ -89,43 +82,31 @@ def ranks_of(mesh_or_tp_size: DeviceMesh | int) -> tuple[int, list[str]]:
         return mesh_or_tp_size, []
     if mesh_or_tp_size.ndim == 1:
         return mesh_or_tp_size.size(), []
-    axes = mesh_or_tp_size.mesh_dim_names or ()
-    example = "tp" if "tp" in axes or not axes else axes[-1]
-    return 1, [
-        f"a plan is applied along one axis, but the mesh has {axes}; pass one of them, such as mesh[{example!r}]"
-    ]
+    axes = mesh_or_tp_size.mesh_dim_names
+    return 1, [f"a plan is applied along one axis, but the mesh has {axes}; pass one, such as mesh['tp']"]
 
 
-def _match(model: nn.Module, plan: object, missing: str) -> tuple[list[Entry], list[str]]:
-    """Return the modules that the plan names, and what it names wrongly."""
-    if isinstance(plan, ParallelStyle):
-        plan = {"": plan}
-    if not isinstance(plan, Mapping):
-        return [], [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
+def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> list[Entry]:
+    """Return the modules that the plan names; note what it names wrongly."""
     names = dict(model.named_modules(remove_duplicate=False))
-    problems = []
     owners: dict[nn.Module, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for key, style in plan.items():
+    for key, style in ({"": plan} if isinstance(plan, ParallelStyle) else plan).items():
         if not isinstance(style, ParallelStyle):
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel()")
             continue
         matched = [fqn for fqn in names if matches(key, fqn)]
-        if not matched and missing == "raise":
+        if not matched and missing != "ignore":
             near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
-            problems.append(
-                f"{key!r} matches no module of the model{did_you_mean(key, near)}"
-                f" (missing='ignore' for a pipeline stage, which has some of them)"
-            )
+            near_key = did_you_mean(key, near)
+            problems.append(f"{key!r} matches no module of the model{near_key} ({_MISSING})")
         for fqn in matched:
             owner = owners.setdefault(names[fqn], Entry(fqn, names[fqn], style, key))
             if owner.key != key:
                 clashes[owner.key, key].append(fqn)
-    problems += [
-        f"{first!r} and {second!r} both match {listing(fqns, 3)}; one module takes one style"
-        for (first, second), fqns in clashes.items()
-    ]
-    return [*owners.values()], problems
+    for (first, second), fqns in clashes.items():
+        problems.append(f"{first!r} and {second!r} both match {listing(fqns, 3)}; one module takes one style")
+    return [*owners.values()]
 
 
 def matches(key: str, fqn: str) -> bool:
@@ -142,7 +123,7 @@ def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Pl
     placements: dict[str, Placement] = {}
     if hasattr(style, "layout"):
         placements = style.layout(module, tp_size)
-    elif isinstance(style, ColwiseParallel | RowwiseParallel):
+    elif isinstance(style, _FEATURES):
         placements = layer_placements(module, column=isinstance(style, ColwiseParallel))
     elif isinstance(style, SequenceParallel):
         placements = {name: Replicate() for name, _ in module.named_parameters()}
@@ -156,44 +137,35 @@ def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Pl
 
 def _misfits(entry: Entry, tp_size: int) -> list[str]:
     """Return why a style cannot be applied to a module, a sentence each."""
-    style, module, kind = entry.style, entry.module, type(entry.style).__name__
-    if isinstance(style, ColwiseParallel | RowwiseParallel) and not isinstance(
-        module, nn.Linear | nn.Embedding
-    ):
-        got = f"{kind} fits nn.Linear and nn.Embedding, not {type(module).__name__}"
-        return [
-            f"{got}; use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"
-        ]
+    style, module, kind = entry.style, entry.module, type(entry.module).__name__
+    if isinstance(style, _FEATURES) and not isinstance(module, nn.Linear | nn.Embedding):
+        remedy = "use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"
+        return [f"{type(style).__name__} fits nn.Linear and nn.Embedding, not {kind}; {remedy}"]
     reasons: list[str] = style.problems(module, tp_size) if hasattr(style, "problems") else []
     if reasons:
         return reasons
     for name, parameter, placement in laid_out(entry, tp_size):
         if isinstance(parameter, DTensor) and not hasattr(style, "takes_distributed"):
-            return [
-                f"already parallelized ({name} is a DTensor); parallelize a model once, and before fully_shard"
-            ]
+            remedy = "parallelize a model once, and before fully_shard"
+            return [f"already parallelized ({name} is a DTensor); {remedy}"]
         if has_hooks(parameter):
-            reasons.append(
-                f"{name} has a hook, which the DTensor in its place would not have; register it afterwards"
-            )
+            reasons.append(f"{name} has a hook, which the DTensor would not have; register it afterwards")
         if not isinstance(placement, Shard) or (name == "bias" and hasattr(module, "out_features")):
             continue  # a bias is sharded as the output features are: say it once
         size, parts = parameter.shape[placement.dim], getattr(style, "fused", {}).get(name, 1)
         unit = tp_size * parts
         if size % unit:
             times = f"{parts} times " if parts > 1 else ""
-            reasons.append(
-                f"dim {placement.dim} of {name}, {size}, is not divisible by {times}the tp size {tp_size}; pad it to "
-                f"{-(-size // unit) * unit}"
-            )
+            got = f"dim {placement.dim} of {name} {size} is not divisible by {times}the tp size {tp_size}"
+            reasons.append(f"{got}; pad it to {-(-size // unit) * unit}")
     return reasons
 
 
 def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     """Yield the row layers whose input no column layer makes, though there are some in their block; and why.
 
-    One of those is several layers in one, then. Rank after rank is right for it only where its features lie head by head:
-    of q|k|v, or gate|up, the shapes fit what a forward does with a rank's rows, and the ranks agree on wrong gradients.
+    One of those is several layers in one, then (q|k|v, gate|up): the shapes fit a rank's rows, and the ranks agree on wrong
+    gradients, but where the features lie head by head.
     """
     columns = [entry for entry in entries if _shards_features(entry, ColwiseParallel, "output_layouts")]
     for entry in entries:
@@ -207,12 +179,10 @@ def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
         told = any(getattr(each.style, "heads", None) for each in found)
         if made and not told and features not in made.values():
             makes = listing((f"{each.key} makes {made[each.fqn]}" for each in found), 4)
-            reason = (
-                f"takes {features} features, which no column layer of its block makes ({makes}): one of them is several layers "
-                f"in one (q|k|v, gate|up); take it apart with split_linear before, or say that its features lie head by "
-                f"head, or group by group, with ColwiseParallel(heads=...)"
-            )
-            yield entry.fqn, reason
+            got = f"takes {features} features, which no column layer of its block makes ({makes})"
+            why = "one of them is several layers in one (q|k|v, gate|up)"
+            remedy = "take it apart with split_linear, or say that it lies head by head with ColwiseParallel(heads=...)"
+            yield entry.fqn, f"{got}: {why}; {remedy}"
 
 
 def _shards_features(entry: Entry, kind: type, side: str) -> bool:
@@ -222,32 +192,31 @@ def _shards_features(entry: Entry, kind: type, side: str) -> bool:
     return isinstance(layout, Shard) and layout.dim in {-1, 2}
 
 
-def _find_ties(model: nn.Module, entries: Sequence[Entry], tp_size: int) -> tuple[list[Holders], list[str]]:
-    """Return the ties to restore after a plan is applied, and those that the plan would break."""
-    layouts = {
-        (entry.module, name): placement
-        for entry in entries
-        for name, _, placement in laid_out(entry, tp_size)
-    }
+def _find_ties(
+    model: nn.Module, entries: Sequence[Entry], tp_size: int, problems: list[str]
+) -> list[list[Place]]:
+    """Return the ties to restore after a plan is applied; note those that the plan would break."""
+    layouts: dict[Place, Placement] = {}
+    for entry in entries:
+        layouts.update({(entry.module, name): each for name, _, each in laid_out(entry, tp_size)})
     modules = dict(model.named_modules(remove_duplicate=False))
     # Of each parameter; one module under two names is no tie: it is sharded once.
-    holders: dict[nn.Parameter, dict[tuple[nn.Module, str], str]] = defaultdict(dict)
+    holders: dict[nn.Parameter, dict[Place, str]] = defaultdict(dict)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, name = fqn.rpartition(".")
         holders[parameter].setdefault((modules[owner], name), fqn)
-    ties, problems = [], []
+    ties = []
     for shared in holders.values():
         found = {layouts.get(place) for place in shared}
         if len(found) > 1:
             how = listing((f"{fqn}: {_words(layouts.get(place))}" for place, fqn in shared.items()), 4)
             problems.append(
-                f"{listing(shared.values(), 4)} are one parameter (tied), but the plan lays them out differently ({how}); give "
-                f"them the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or "
-                f"untie them first"
+                f"one parameter (tied) is laid out differently ({how}); give all the same layout, such as RowwiseParallel for an "
+                f"embedding and ColwiseParallel for the output head, or untie them first"
             )
         elif len(shared) > 1 and found != {None}:
-            ties.append([(fqn, *place) for place, fqn in shared.items()])
-    return ties, problems
+            ties.append([*shared])
+    return ties
 
 
 # --- the dry run --------------------------------------------------------------------------------------------
@@ -263,12 +232,7 @@ def plan_report(
 ) -> str:
     """Return a table of what ``parallelize`` would do, without doing it: no communication, and a meta model will do.
 
-    Args:
-        model: the model, not parallelized yet.
-        mesh_or_tp_size: the mesh that ``parallelize`` would get, or just the number of its ranks.
-        plan: the plan.
-        must_divide: as for ``parallelize``.
-        missing: as for ``parallelize``.
+    ``mesh_or_tp_size``: the mesh that ``parallelize`` would get, or just the number of its ranks.
 
     Raises:
         PlanError: the one that ``parallelize`` would raise.

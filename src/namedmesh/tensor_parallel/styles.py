@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import has_forward_hooks, local_parameters
+from namedmesh._torch import has_hooks, local_parameters
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave, split
 from namedmesh.tensor_parallel.loss import refuse_strangers
 
@@ -67,20 +68,6 @@ class RowLinear(nn.Linear):
         return delivered(self, y)
 
 
-class ColumnEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` of whose vectors each rank has some features. Made by :class:`ColwiseParallel`."""
-
-    wiring: Wiring
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
-        """Return this rank's features of every vector, or those of all ranks."""
-        group, _, output_dim, _ = self.wiring
-        ids = whole_ids(input, self.wiring)
-        weight, _ = local(self.weight)
-        y = F.embedding(ids, weight, self.padding_idx)
-        return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
-
-
 class RowEmbedding(nn.Embedding):
     """An ``nn.Embedding`` of whose vocabulary each rank has a part. Made by :class:`RowwiseParallel`."""
 
@@ -88,8 +75,10 @@ class RowEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' vectors, of which one is not zero: whole, or this rank's shard of a dim."""
-        group, _, output_dim, _ = self.wiring
-        ids = whole_ids(input, self.wiring)
+        group, input_dim, output_dim, _ = self.wiring
+        ids = input.full_tensor() if isinstance(input, DTensor) else input
+        if ids is input and input_dim is not None:
+            ids = all_gather(input, group, input_dim)
         refuse_strangers(ids, self.num_embeddings, "index out of range in self")
         weight, _ = local(self.weight)
         rows = weight.shape[0]
@@ -125,13 +114,6 @@ def column_input(x: Tensor, wiring: Wiring) -> Tensor:
     return whole.to_local(grad_placements=_PARTS)
 
 
-def whole_ids(ids: Tensor, wiring: Wiring) -> Tensor:
-    """Return the ids of all ranks."""
-    if isinstance(ids, DTensor):
-        return ids.full_tensor()
-    return ids if wiring.input_dim is None else all_gather(ids, wiring.group, wiring.input_dim)
-
-
 def autocast(x: Tensor) -> Tensor:
     """Return an activation in the type that a linear gives it under autocast, so that no more is sent than that."""
     device = x.device.type
@@ -147,11 +129,6 @@ def delivered(module: Any, y: Tensor) -> Tensor:
     dim = module.wiring.output_dim
     layout = Replicate() if dim is None else Shard(y.ndim - 1 if dim == -1 else dim)
     return DTensor.from_local(y, module.weight.device_mesh, (layout,), run_check=False)
-
-
-def sharded_dim(layout: Placement) -> int | None:
-    """Return the dim that a layout shards; None where it is whole."""
-    return layout.dim if isinstance(layout, Shard) else None
 
 
 def shard_parameters(
@@ -193,9 +170,8 @@ class _Short:
             if vars(module).get(option)
         ]
         if self.heads and self.heads % tp_size:
-            found.append(
-                f"{self.heads} heads are not divisible by the tp size {tp_size}; choose a tp size that divides {self.heads}"
-            )
+            got = f"{self.heads} heads are not divisible by the tp size {tp_size}"
+            found.append(f"{got}; choose one that divides them")
         return found
 
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -205,29 +181,27 @@ class _Short:
 
     _partition_embedding_fn = _partition_linear_fn
 
-    def kind_of(self, module: nn.Module) -> type | None:
-        """Return the class whose forward takes the short way for a module."""
-        return self.kinds.get(type(module))
-
-    def takes_short_way(self: Any, module: nn.Module) -> bool:
-        """Return whether the arithmetic is on plain tensors."""
-        changed = "forward" in vars(module) or has_forward_hooks(module)
-        return self.kind_of(module) is not None and not changed and self.knows(module)
+    def short_way(self: Any, module: nn.Module) -> type | None:
+        """Return the class whose forward has its arithmetic on plain tensors; None for torch's way."""
+        changed = "forward" in vars(module) or has_hooks(module)
+        return None if changed or not self.knows(module) else self.kinds.get(type(module))
 
     def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not self.takes_short_way(module):
+        kind = self.short_way(module)
+        if kind is None:
             applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style
             applied.register_forward_hook(_synchronous)
             return applied
         self._partition_linear_fn("", module, device_mesh)
-        rewire(module, self.kind_of(module), self, device_mesh)
+        rewire(module, kind, self, device_mesh)
         return module
 
 
 def rewire(module: Any, kind: Any, style: Any, mesh: DeviceMesh) -> None:
     """Give a layer with sharded parameters the forward for them."""
     module.__class__ = kind
-    dims = sharded_dim(style.input_layouts[0]), sharded_dim(style.output_layouts[0])
+    (given,), (made,) = style.input_layouts, style.output_layouts
+    dims = getattr(given, "dim", None), getattr(made, "dim", None)
     module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output)
 
 
@@ -239,13 +213,11 @@ def _synchronous(_module: nn.Module, _args: Any, output: Any) -> Any:
 class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
     """Shard an ``nn.Linear``'s output features, or an ``nn.Embedding``'s vectors, over the ranks.
 
-    torch's style of this name, with the same options, parameters and results. The parameters are DTensors, so checkpoints,
-    FSDP2, clipping and ``full_tensor()`` see whole tensors; the arithmetic is ``F.linear`` on plain ones. A layout that
-    this short way does not know, any subclass and any module with a forward or hooks of its own take torch's way.
+    torch's style of this name, with the same options, parameters and results, but for the arithmetic of a linear: ``F.linear`` on
+    plain tensors. Other layouts, an embedding, a subclass and a module with a forward or hooks of its own take torch's way.
 
     What a model does with the sharded features until a row layer takes them has to be right for a part of them.
-    ``nn.Dropout`` there draws one mask, the same on all ranks that are seeded alike: let them draw from streams of their
-    own (:func:`namedmesh.training.streams`).
+    ``nn.Dropout`` there draws one mask on all ranks that are seeded alike, but from :func:`namedmesh.training.streams`.
 
     Args:
         input_layouts: ``Replicate()`` (the default), or ``Shard(dim)`` to gather a plain input first (sequence parallelism).
@@ -255,10 +227,10 @@ class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
             whole ones, and a layer that is several in one, head by head, is known to be right as it is.
     """
 
-    kinds = {nn.Linear: ColumnLinear, nn.Embedding: ColumnEmbedding}  # noqa: RUF012  a table
+    kinds = {nn.Linear: ColumnLinear}  # noqa: RUF012  a table
     column = True
 
-    def knows(self, module: nn.Module) -> bool:  # noqa: ARG002  of either kind
+    def knows(self, _module: nn.Module) -> bool:
         """Return whether the short way is right for the style's layouts."""
         (given,), (made,) = self.input_layouts, self.output_layouts
         return made in {Shard(-1), Replicate()} and isinstance(given, Shard | Replicate)
@@ -273,12 +245,9 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
     Args:
         input_layouts: ``Shard(-1)`` (the default, also for the ids of an embedding: say ``Replicate()`` there), or
             ``Replicate()`` to let each rank take its features.
-        output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
-            its shard of the sum (sequence parallelism).
+        output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank its shard of the
+            sum (sequence parallelism), in equal parts, or the forward raises a ShapeError.
         use_local_output: as for :class:`ColwiseParallel`.
-
-    Raises:
-        ShapeError: in the forward, on every rank, when the output cannot be split into equal shards.
     """
 
     kinds = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}  # noqa: RUF012  a table
@@ -305,47 +274,36 @@ def layer_placements(module: nn.Module, *, column: bool) -> dict[str, Placement]
 class SharedInput(ParallelStyle):
     """Gather a module's first input once for all the column styles inside, and sum its gradient once.
 
-    For an attention or a feed-forward module: the column styles inside keep their default input layout. The module gets
-    a DTensor, whole on every rank, of which each column layer makes a part of the gradient. It may be a DTensor already, as
-    torch's ``SequenceParallel`` hands out.
+    For an attention or a feed-forward module: the column styles inside keep their default input layout. The module gets a
+    DTensor, whole on every rank, of which each column layer makes a part of the gradient. It may be a DTensor before.
 
     Args:
-        input_layouts: how a plain input is laid out: ``Shard(dim)`` to gather it (sequence parallelism), or
-            ``Replicate()`` (the default) for the sum of the gradient only.
-
-    Example:
-        >>> from torch.distributed.tensor import Shard
-        >>> from namedmesh.tensor_parallel import ColwiseParallel, SharedInput
-        >>> plan = {"attention": SharedInput(input_layouts=Shard(1)), "attention.w[qkv]": ColwiseParallel()}
+        input_layouts: ``Shard(dim)`` to gather a plain input (sequence parallelism), or ``Replicate()`` (the default) for
+            the sum of the gradient only.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
         super().__init__()
         self.input_layouts = input_layouts or Replicate()
 
-    def __repr__(self) -> str:
-        return f"SharedInput(input_layouts={self.input_layouts!r})"
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(_Share(self.input_layouts, device_mesh), with_kwargs=True)
+        # A partial: a model with it can be pickled.
+        hook = partial(_share, Group.of(device_mesh), getattr(self.input_layouts, "dim", None), device_mesh)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 
 
-class _Share:
-    """The hook: an object, so that the module can be pickled."""
-
-    def __init__(self, layout: Placement, mesh: DeviceMesh) -> None:
-        self.dim, self.mesh, self.group = sharded_dim(layout), mesh, Group.of(mesh)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self.shared(args[0]), *args[1:]), kwargs
-        first = next(iter(inspect.signature(module.forward).parameters))
-        name = first if first in kwargs else next(iter(kwargs))  # wrappers take ``*args, **kwargs``
-        return args, kwargs | {name: self.shared(kwargs[name])}
-
-    def shared(self, x: Tensor) -> Tensor:
+def _share(  # noqa: PLR0917  a hook's
+    group: Group, dim: int | None, mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    def shared(x: Tensor) -> Tensor:
         if isinstance(x, DTensor):
             return x if x.placements == _WHOLE else x.redistribute(placements=_WHOLE)
-        whole = enter(autocast(x), self.group, self.dim)
-        return DTensor.from_local(whole, self.mesh, _WHOLE, run_check=False, grad_placements=_PARTS)
+        whole = enter(autocast(x), group, dim)
+        return DTensor.from_local(whole, mesh, _WHOLE, run_check=False, grad_placements=_PARTS)
+
+    if args:
+        return (shared(args[0]), *args[1:]), kwargs
+    first = next(iter(inspect.signature(module.forward).parameters))
+    name = first if first in kwargs else next(iter(kwargs))  # wrappers take ``*args, **kwargs``
+    return args, kwargs | {name: shared(kwargs[name])}

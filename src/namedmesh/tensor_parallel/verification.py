@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh._torch import tree_leaves, tree_map
 from namedmesh.errors import PlanError, count_of
 from namedmesh.tensor_parallel.apply import parallelize
+from namedmesh.tensor_parallel.gradients import from_all
 from namedmesh.tensor_parallel.plan import resolve
 
 if TYPE_CHECKING:
@@ -26,11 +27,8 @@ if TYPE_CHECKING:
 class VerifyReport:
     """What a comparison found: a line for each thing that differs when printed.
 
-    Attributes:
-        tp_size: the number of ranks.
-        compared: the names of everything that was compared: ``"output 0"``, ``"gradient of input 0"``,
-            ``"gradient of layers.0.weight"``.
-        different: of those that differ, what each rank says, the same on every rank.
+    ``compared``: the names of all: ``"output 0"``, ``"gradient of input 0"``, ``"gradient of layers.0.weight"``. ``different``: of
+    those that differ, what each rank says, the same on every rank.
     """
 
     tp_size: int
@@ -55,8 +53,8 @@ def verify(
 ) -> VerifyReport:
     """Run a model whole and sharded, forward and backward, and report what differs.
 
-    A proof on one input, of what no plan and no comparison between ranks can tell: that the ranks together compute
-    what one process does. It costs two copies of the whole model in double precision on every rank: take a small one.
+    It tells, for one input, what no plan and no comparison between ranks can: that the ranks together compute what one
+    process does. It costs two copies of the whole model in double precision on every rank: take a small one.
     The copies are in evaluation mode, draw the same random numbers, and have the parameters and inputs of the first rank;
     parameters that are all zero get numbers, because they would hide what is wrong behind them.
 
@@ -64,10 +62,8 @@ def verify(
         model: the model, not parallelized; it is left as it is.
         mesh: the one-dimensional mesh, of which all ranks call this.
         plan: what ``parallelize`` would get.
-        *inputs: what the model is called with. Tensors of numbers with a fraction, in containers too, become
-            ``float64``, and their gradients are compared.
-        tolerance: the largest difference, as a part of the largest number of a tensor, that is none: more than double
-            precision needs, for models that compute a norm or a softmax in single precision.
+        *inputs: what the model is called with; the gradients of tensors, in containers too, are compared.
+        tolerance: the largest difference, as a part of the largest number of a tensor, that is none.
         **named: what the model is called with by name.
 
     Raises:
@@ -89,8 +85,7 @@ def verify(
     rounding = 1e-13 * max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)
     names = [*(wanted | got)]
     mine = {name: _difference(got.get(name), wanted.get(name), tolerance, rounding) for name in names}
-    of_all: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(of_all, (dist.get_rank(), mine), mesh.get_group())
+    of_all = from_all(mesh.get_group(), (dist.get_rank(), mine))
     different = {}
     for name in names:
         texts = [f"on rank {rank}, {found[name]}" for rank, found in of_all if found.get(name)]
@@ -122,18 +117,17 @@ def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
         output = model(*args, **named)
     outputs = [_whole(each) for each in _tensors(output)]
     if not outputs:
-        kind = type(output).__name__
-        raise PlanError(f"the output, of type {kind}, has no tensor; return tensors in plain containers")
+        raise PlanError(
+            f"no tensor is in the output, a {type(output).__name__}; return some in plain containers"
+        )
     trained = [each for each in outputs if each.requires_grad]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each) for each in trained]
     if trained:
         torch.autograd.backward(trained, weights)
     found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}
-    for name, each in [
-        *((f"input {i}", leaf) for i, leaf in enumerate(_tensors(leaves))),
-        *model.named_parameters(),
-    ]:
+    differentiated = {f"input {i}": each for i, each in enumerate(_tensors(leaves))}
+    for name, each in (differentiated | dict(model.named_parameters())).items():
         if each.grad is not None:
             found[f"gradient of {name}"] = _whole(each.grad.detach())
     return found
