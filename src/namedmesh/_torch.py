@@ -5,6 +5,7 @@ Everything here stands in for something that torch does not offer publicly; each
 
 from __future__ import annotations
 
+import pickle
 import sys
 from contextlib import contextmanager
 from functools import wraps
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # The types of what it holds differ between versions.
 c10d: Any = distributed_c10d
 
+T = TypeVar("T")
 F = TypeVar("F", bound="Callable[..., Any]")
 
 # --- meshes and groups ---
@@ -63,6 +65,19 @@ def default_timeout() -> timedelta:
 def bound_device() -> torch.device | None:
     """Return the device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
     return getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+def from_all(group: dist.ProcessGroup, own: T) -> list[T]:
+    """Return every rank's object, as ``all_gather_object`` does, which needs NumPy."""
+    device = c10d._get_object_coll_device(group)
+    data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(data)], device=device)
+    lengths = [torch.empty_like(length) for _ in range(group.size())]
+    dist.all_gather(lengths, length, group)
+    padded = torch.nn.functional.pad(data, (0, int(torch.cat(lengths).max()) - len(data)))
+    found = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(found, padded, group)
+    return [pickle.loads(bytes(each[:size].tolist())) for each, size in zip(found, lengths, strict=True)]  # noqa: S301  of this job
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

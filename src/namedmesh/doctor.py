@@ -50,6 +50,7 @@ def _run(arguments: Namespace) -> int:
     import torch.distributed as dist
 
     from namedmesh import launch
+    from namedmesh._torch import from_all
     from namedmesh.init import init_mesh
 
     spec, sizes = layout_arguments(arguments)
@@ -62,11 +63,7 @@ def _run(arguments: Namespace) -> int:
         # A rank that waits for a stuck collective comes to the others after its own timeout.
         reports = dist.new_group(backend="gloo", timeout=3 * timeout)
 
-        def gathered(own: Any) -> list[Any]:
-            each: list[Any] = [None] * world
-            dist.all_gather_object(each, own, group=reports)
-            return each
-
+        gathered = partial(from_all, reports)
         mesh = init_mesh(arrangement.dense, device=device.type)
         axes = dict.fromkeys(arrangement.dense)
         if arrangement.expert is not None:

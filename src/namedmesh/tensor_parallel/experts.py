@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import concatenate_meshes, group_named
+from namedmesh._torch import concatenate_meshes, from_all, group_named
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
 from namedmesh.tensor_parallel.collectives import Group, all_to_all, enter, exchange
-from namedmesh.tensor_parallel.gradients import fingerprint, from_all
+from namedmesh.tensor_parallel.gradients import fingerprint
 from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, sum_output
 from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._torch import at_end_of_backward, gradient_like, group_named, synchronous
+from namedmesh._torch import at_end_of_backward, from_all, gradient_like, group_named, synchronous
 from namedmesh.errors import GradientError, listing
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
-
-T = TypeVar("T")
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
 LAST_STEP = 1024
@@ -195,13 +193,6 @@ class _Watch:
                 if len(ranks) > 1 and ranks != self.ranks:
                     found.setdefault(ranks, group)
         return list(found.values())
-
-
-def from_all(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """Return every rank's object."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group)
-    return found
 
 
 def _different(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

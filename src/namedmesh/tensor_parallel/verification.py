@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import tree_leaves, tree_map
+from namedmesh._torch import from_all, tree_leaves, tree_map
 from namedmesh.errors import PlanError, count_of
 from namedmesh.tensor_parallel.apply import parallelize
-from namedmesh.tensor_parallel.gradients import from_all
 from namedmesh.tensor_parallel.plan import resolve
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import frees_after_forward, remove_backwards, tree_leaves, tree_map
+from namedmesh._torch import frees_after_forward, from_all, remove_backwards, tree_leaves, tree_map
 from namedmesh.errors import LayoutError, ShapeError, TrainingError
 from namedmesh.sizes import stage_range
 from namedmesh.training.data import sum_of
@@ -291,9 +291,7 @@ def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Ca
     """
     ends, group = (first, last), mesh.group("pp")
     described = [None if each is None else (tuple(_local(each).shape), str(each.dtype)) for each in ends]
-    found: list[Any] = [(described, next(_ties))] * mesh.size("pp")
-    if mesh.size("pp") > 1:
-        dist.all_gather_object(found, found[0], group=group)
+    found = from_all(group, (described, next(_ties)))
     ranks = [[rank for rank, (each, _) in enumerate(found) if each[end] is not None] for end in range(2)]
     shown = [each[end] for end in range(2) for each, _ in found if each[end] is not None]
     if [len(each) for each in ranks] != [1, 1] or shown[0] != shown[1]:

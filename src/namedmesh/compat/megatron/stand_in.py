@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from namedmesh._torch import set_group_timeout
+from namedmesh._torch import from_all, set_group_timeout
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.dialects import DENSE, MEGATRON_GROUPS, parse_order
 from namedmesh.layout import Layout
@@ -225,11 +225,10 @@ class Maker:
         variables = ["_DATA_PARALLEL_GROUP_WITH_CP"]
         if for_expert_parallelism and self.module["get_expert_model_parallel_world_size"]() > 1:
             variables.append("_EXPERT_DATA_PARALLEL_GROUP")
-        made = [None, None]
+        made, world = [None, None], cast("dist.ProcessGroup", dist.group.WORLD)
         for place, variable in enumerate(variables):
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, dist.get_process_group_ranks(self.module[variable]))
-            sets = list(dict.fromkeys(map(tuple, everyone)))
+            own = tuple(dist.get_process_group_ranks(self.module[variable]))
+            sets = list(dict.fromkeys(from_all(world, own)))
             made[place] = self._create(sets, timeout=timeout, group_desc=f"{variable[1:]}_AG")
         return made[0], made[1]
 
