@@ -72,23 +72,21 @@ def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
     assert seen <= {*dir(fairscale)}
 
 
+LINEAR = "in_features, out_features, bias=True, {}, init_method=xavier_normal_, stride=1, "
+LINEAR += "keep_master_weight_for_test=False"
 EZPZ = {
     "initialize_tensor_parallel": "tensor_parallel_size=1, pipeline_parallel_size=1, context_parallel_size=1, "
     "tensor_parallel_backend=None, pipeline_parallel_backend=None, context_parallel_backend=None, "
     "data_parallel_backend=None, timeout=None",
-    "ensure_divisibility": "numerator, denominator",
-    "divide_and_check_no_remainder": "numerator, denominator",
     "split_tensor_along_last_dim": "tensor, num_partitions, contiguous_split_chunks=False",
-    "layers.ColumnParallelLinear": "in_features, out_features, bias=True, gather_output=True, "
-    "init_method=xavier_normal_, stride=1, keep_master_weight_for_test=False",
-    "layers.RowParallelLinear": "in_features, out_features, bias=True, input_is_parallel=False, "
-    "init_method=xavier_normal_, stride=1, keep_master_weight_for_test=False",
+    "layers.ColumnParallelLinear": LINEAR.format("gather_output=True"),
+    "layers.RowParallelLinear": LINEAR.format("input_is_parallel=False"),
     "layers.ColumnParallelLinear.get_master_weight": "self",
     "utils.VocabUtility.vocab_range_from_global_vocab_size": "global_vocab_size, rank, world_size",
-    "get_tensor_parallel_src_rank": "",
-    "tensor_parallel_is_initialized": "",
-    "destroy_tensor_parallel": "",
 }
+EZPZ |= dict.fromkeys(("ensure_divisibility", "divide_and_check_no_remainder"), "numerator, denominator")
+NO_ARGUMENTS = ("get_tensor_parallel_src_rank", "tensor_parallel_is_initialized", "destroy_tensor_parallel")
+EZPZ |= dict.fromkeys(NO_ARGUMENTS, "")
 KINDS = ("group", "ranks", "rank", "world_size")
 EZPZ |= {f"get_{axis}_parallel_{kind}": "" for axis in AXES for kind in KINDS}
 WAYS = ("copy_to", "reduce_from", "scatter_to", "gather_from")
@@ -267,12 +265,17 @@ def test_accessors_make_no_break_in_a_graph(place: str) -> None:
 # --- one mesh for several -----------------------------------------------------------------------------------
 
 
-WORDS = {"tp": ("model", "tensor", "slice"), "pp": ("pipeline", "pipeline", "pipe"), "dp": ("data",) * 3}
+# fairscale's, ezpz's, DeepSpeed's and Megatron's.
+WORDS = {
+    "tp": ("model", "tensor", "slice", "tensor_model"),
+    "pp": ("pipeline", "pipeline", "pipe", "pipeline_model"),
+    "dp": ("data",) * 4,
+}
 
 
 def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
     """Every dialect's group over each axis, and the mesh's."""
-    modules = state, tp, deepspeed.mpu(mesh)
+    modules = state, tp, deepspeed.mpu(mesh), megatron.parallel_state
     found = {}
     for axis, words in WORDS.items():
         names = [f"get_{word}_parallel_group" for word in words]
@@ -290,11 +293,17 @@ SHARED = [
 ]
 
 
+CYCLES: list[tuple[Any, Any]] = [
+    (state.initialize_model_parallel, state.destroy_model_parallel),
+    (megatron.initialize_model_parallel, megatron.parallel_state.destroy_model_parallel),
+]
+
+
 def share() -> list[Any]:
     told: list[Any] = []
     for sizes in SHARED:
         mesh = namedmesh.init_mesh(Layout(**sizes))
-        with fairscale.bind(mesh), ezpz.bind(mesh):
+        with fairscale.bind(mesh), ezpz.bind(mesh), megatron.bind(mesh):
             for groups in of_axes(mesh).values():
                 right = summed(groups[0], dist.get_rank()) == sum(dist.get_process_group_ranks(groups[0]))
                 told += [len({*groups}) == 1, right]
@@ -314,16 +323,19 @@ def share() -> list[Any]:
         mesh.close()
         told.append(not tp.tensor_parallel_is_initialized())
         before = live_groups()
-        state.initialize_model_parallel(2, 2)
-        group = state.get_pipeline_parallel_group()
-        told.append(summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)))
-        state.destroy_model_parallel()
-        told.append(live_groups() <= before)
+        for start, destroy in CYCLES:
+            start(2, 2)
+            group = namedmesh.current_mesh().group("pp")
+            told.append(summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)))
+            fairscale.bind(namedmesh.current_mesh())
+            told.append(fairscale.get_pipeline_parallel_group() is group)
+            destroy()
+            told += [not state.model_parallel_is_initialized(), live_groups() <= before]
     return told
 
 
 def test_dialects_that_are_bound_to_one_mesh_share_its_groups() -> None:
-    assert run_ranks(8, share) == [[True] * 60] * 8
+    assert run_ranks(8, share) == [[True] * 84] * 8
 
 
 def test_the_page_of_the_book_runs() -> None:
@@ -332,23 +344,22 @@ def test_the_page_of_the_book_runs() -> None:
     assert "bind" in run_python(page + "print(fairscale.bind)")
 
 
-def three_groups(rank: int, sizes: tuple[int, int, int]) -> None:
-    groups = ProcessGroups(*sizes)
-    ranks = by_hand(rank, (sizes[0], 1, *sizes[1:]))
-    for axis, one in (("tensor", groups.tp_group), ("pipeline", groups.pp_group), ("data", groups.dp_group)):
-        assert dist.get_process_group_ranks(one) == ranks[axis]
-    assert (groups.tp_size, groups.pp_size, groups.dp_size) == sizes
-    places = [ranks[axis].index(rank) for axis in ("tensor", "pipeline", "data")]
-    assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
-    assert (groups.is_first_stage, groups.is_last_stage) == (places[1] == 0, places[1] == sizes[1] - 1)
-    groups.mesh.close()
-
-
 def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    for sizes in ((2, 2, 2), (1, 1, 8), (8, 1, 1), (1, 8, 1), (2, 4, 1)):
-        for rank in range(8):
-            with fake_world(8, rank):
-                three_groups(rank, sizes)
+    for sizes, rank in product([(2, 2, 2), (1, 1, 8), (8, 1, 1), (1, 8, 1), (2, 4, 1)], range(8)):
+        with fake_world(8, rank):
+            groups = ProcessGroups(*sizes)
+            ranks = by_hand(rank, (sizes[0], 1, *sizes[1:]))
+            found = {"tensor": groups.tp_group, "pipeline": groups.pp_group, "data": groups.dp_group}
+            for axis, group in found.items():
+                assert dist.get_process_group_ranks(group) == ranks[axis]
+            assert (groups.tp_size, groups.pp_size, groups.dp_size) == sizes
+            places = [ranks[axis].index(rank) for axis in found]
+            assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
+            assert (groups.is_first_stage, groups.is_last_stage) == (
+                places[1] == 0,
+                places[1] == sizes[1] - 1,
+            )
+            groups.mesh.close()
     with fake_world(12):
         groups = ProcessGroups(2, 3, 2)
         groups.log(1)
@@ -395,29 +406,18 @@ def train_llama(ours: bool, present: bool) -> tuple[bool, list[float]]:
     return used, losses
 
 
-def check_llama(ranks: list[Any], alone: Any, *, ours: bool) -> None:
-    for used, losses in ranks:
-        assert used is ours
-        assert losses == pytest.approx(alone[1], abs=1e-12)
-    assert alone[1][-1] < alone[1][0]
-
-
-def test_an_unmodified_llama_trains_on_two_ranks_as_on_one() -> None:
-    alone = run_ranks(1, train_llama, True, False)[0]
-    check_llama(run_ranks(2, train_llama, True, False), alone, ours=True)
-
-
-@pytest.mark.oracle("fairscale")
-def test_an_unmodified_llama_trains_as_on_fairscale() -> None:
-    alone = run_ranks(1, train_llama, True, True)[0]
-    for ours in (False, True):
-        check_llama(run_ranks(2, train_llama, ours, True), alone, ours=ours)
+@pytest.mark.parametrize("present", [False, pytest.param(True, marks=pytest.mark.oracle("fairscale"))])
+def test_an_unmodified_llama_trains_on_two_ranks_as_on_one_and_as_on_fairscale(present: bool) -> None:
+    ((_, alone),) = run_ranks(1, train_llama, True, present)
+    assert alone[-1] < alone[0]
+    for ours in {True, not present}:
+        for used, losses in run_ranks(2, train_llama, ours, present):
+            assert used is ours
+            assert losses == pytest.approx(alone, abs=1e-12)
 
 
 ABSENT = {
     "fairscale": """
-        from namedmesh.compat import fairscale as ours
-        ours.install(); ours.install()
         import fairscale.nn.model_parallel.initialize as fs_init
         import fairscale.nn.model_parallel as mpu
         from fairscale.nn.model_parallel import get_model_parallel_rank, initialize, layers, mappings, utils
@@ -425,27 +425,44 @@ ABSENT = {
         assert fs_init is initialize is ours.initialize and mpu is ours and layers is ours.layers and utils is ours.utils
         """,
     "ezpz": """
-        from namedmesh.compat import ezpz as ours
-        ours.install(); ours.install()
         import ezpz.tp as short
         import ezpz.tp.layers
         from ezpz.tp import get_tensor_parallel_rank, mappings
         from ezpz.tp.utils import VocabUtility
         assert short is ezpz.tp is ours.tp and ezpz.tp.layers is ours.tp.layers and mappings is ours.tp.mappings
         """,
+    "megatron": """
+        import megatron.core.parallel_state as ps
+        from megatron.core import mpu, parallel_state, tensor_parallel
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+        from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+        from megatron.core.tensor_parallel.utils import VocabUtility
+        assert ps is mpu is parallel_state is ours.parallel_state and tensor_parallel is ours.tensor_parallel
+        """,
+    "deepspeed": """
+        from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, _prime_factors
+        import deepspeed.runtime.pipe
+        assert deepspeed.runtime.pipe.topology.ProcessTopology is ours.ProcessTopology
+        """,
 }
 
 
 @pytest.mark.parametrize("package", ABSENT)
 def test_without_the_original_its_import_paths_are_made_up(package: str) -> None:
-    end = f"""
+    code = f"""
+        from namedmesh.compat import {package} as ours
+        before = set(sys.modules)
+        ours.install(); ours.install()
+        {ABSENT[package].strip()}
         ours.uninstall(); ours.uninstall()
+        assert set(sys.modules) == before
         try:
             import {package}
         except ModuleNotFoundError:
             print("gone")
         """
-    assert run_python(without(package) + textwrap.dedent(ABSENT[package]) + textwrap.dedent(end)) == "gone\n"
+    assert run_python(without(package) + textwrap.dedent(code)) == "gone\n"
 
 
 @pytest.mark.oracle("fairscale")
@@ -530,6 +547,8 @@ BINDS: list[Callable[[Any], object]] = [
 # What such a call says of a mesh of some axes, each of size 2.
 CANNOT = [
     (0, "dp xp", "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ..."),
+    (4, "dp ep", "axis 'ep' is one of the experts', ... leave it out of the mesh and add a view for it: ..."),
+    (4, "dp xp", "axis 'xp' has no place in Megatron's groups, which are over ...; did you mean ..."),
     (2, "dp ep", "axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; ..."),
     (2, "tq ep", "2 problems:\n ...axis 'tq' has no place in DeepSpeed's groups, ...axis 'ep' is one of ..."),
 ]

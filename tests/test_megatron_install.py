@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from installing import run_python, without
+from installing import run_python
 from megatron_newest import RELEASES, forget, put_first, release, without_triton
 from ranks import fake_world, run_ranks
 
@@ -23,34 +23,6 @@ from namedmesh.compat import megatron
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def test_without_megatron_core_the_import_paths_are_made_up() -> None:
-    code = without("megatron") + textwrap.dedent("""
-        from namedmesh.compat import megatron
-        before = set(sys.modules)
-        megatron.install()
-        megatron.install()
-        import megatron.core
-        import megatron.core.parallel_state as ps
-        from megatron.core import mpu, parallel_state, tensor_parallel
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-        from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-        from megatron.core.tensor_parallel.utils import VocabUtility
-        from namedmesh.compat import megatron as ours
-        assert ps is mpu is parallel_state is ours.parallel_state
-        assert tensor_parallel is ours.tensor_parallel
-        ours.uninstall()
-        ours.uninstall()
-        assert not [name for name in sys.modules if name.partition(".")[0] == "megatron"]
-        assert set(sys.modules) - before == set()
-        try:
-            import megatron
-        except ModuleNotFoundError:
-            print("gone")
-    """)
-    assert run_python(code) == "gone\n"
 
 
 @pytest.mark.oracle("megatron.core")
