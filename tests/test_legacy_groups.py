@@ -230,11 +230,12 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
             mesh.close()
 
 
+GRID = deepspeed.PipelineParallelGrid.from_mesh
 PLACES: dict[str, Callable[[Any], Any]] = {
     "fairscale": lambda mesh: (fairscale.bind(mesh), state)[1],
     "ezpz": lambda mesh: (ezpz.bind(mesh), tp)[1],
     "mpu": deepspeed.mpu,
-    "grid": deepspeed.PipelineParallelGrid.from_mesh,
+    "grid": GRID,
 }
 
 
@@ -513,37 +514,28 @@ def test_the_first_rank_is_right_in_another_order_of_the_axes() -> None:
 
 # --- mistakes -----------------------------------------------------------------------------------------------
 
-NOT_THERE = (
-    " is None: fairscale's model parallelism is not initialized; call initialize_model_parallel(...), or "
-    "namedmesh.compat.fairscale.bind(mesh) with a mesh that exists"
-)
-
 
 def test_mistakes_are_reported() -> None:
-    refuses(fairscale.get_model_parallel_group, AssertionError, "_MODEL_PARALLEL_GROUP" + NOT_THERE)
+    text = (
+        "_MODEL_PARALLEL_GROUP is None: fairscale's model parallelism is not initialized; call "
+        "initialize_model_parallel(...), or namedmesh.compat.fairscale.bind(mesh) with a mesh that exists"
+    )
+    refuses(fairscale.get_model_parallel_group, AssertionError, text)
     refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
     start = fairscale.initialize_model_parallel
     refuses(lambda: start(1), AssertionError, "torch.distributed has no default group; ...")
     refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
     with fake_world(8):
         before = live_groups()
-        for sizes, text in (
-            ((2, 3), "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."),
-            ((0,), "axis 'tp' ..."),
-        ):
-            refuses(lambda sizes=sizes: start(*sizes), AssertionError, text)  # type: ignore[misc]
+        text = "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."
+        refuses(lambda: start(2, 3), AssertionError, text)
+        refuses(lambda: start(0), AssertionError, "axis 'tp' ...")
         assert live_groups() == before
         start(4)
         refuses(lambda: start(2), AssertionError, "fairscale's ... for ... tp=4 ...")
 
 
-BINDS: list[Callable[[Any], object]] = [
-    fairscale.bind,
-    ezpz.bind,
-    deepspeed.mpu,
-    deepspeed.PipelineParallelGrid.from_mesh,
-    megatron.bind,
-]
+BINDS: list[Callable[[Any], object]] = [fairscale.bind, ezpz.bind, deepspeed.mpu, GRID, megatron.bind]
 # What such a call says of a mesh of some axes, each of size 2.
 CANNOT = [
     (0, "dp xp", "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ..."),
