@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,17 @@ def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except Exception as error:  # noqa: BLE001  which one is what is compared
         kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
         return next(kind for kind in kinds if kind is not Exception)
+
+
+def arguments(function: Any) -> list[tuple[str, Any]]:
+    return [(one.name, comparable(one.default)) for one in signature(function).parameters.values()]
+
+
+def more_arguments(theirs: Any, ours: Any) -> list[Parameter]:
+    """What a function takes after the arguments of the original's, which have the same defaults."""
+    wanted = arguments(theirs)
+    assert arguments(ours)[: len(wanted)] == wanted, ours
+    return [*signature(ours).parameters.values()][len(wanted) :]
 
 
 # Tensors.

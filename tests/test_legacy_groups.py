@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
-from legacy import original, outcome
+from legacy import more_arguments, original, outcome
 from messages import error_of, refuses
 from ranks import fake_world, live_groups, run_ranks, summed
 from tensors import numbers
@@ -50,10 +50,6 @@ def _nothing_bound() -> Iterator[None]:
 # --- names --------------------------------------------------------------------------------------------------
 
 
-def parameters(function: Any) -> list[tuple[Any, ...]]:
-    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
-
-
 @pytest.mark.oracle("fairscale")
 def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
     seen = set()
@@ -64,9 +60,8 @@ def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
             if name.startswith("_") or getattr(value, "__module__", "") != theirs.__name__:
                 continue
             seen.add(name)
-            wanted, got = parameters(value), parameters(getattr(ours, name))
-            assert got[: len(wanted)] == wanted, name
-            assert all(default is not inspect.Parameter.empty for *_, default in got[len(wanted) :])
+            more = more_arguments(value, getattr(ours, name))
+            assert all(one.default is not one.empty for one in more), name
     assert len(seen) == 25
     seen |= {name for name in vars(original(START)) if name.isupper() and name.startswith("_")}
     assert seen <= {*dir(fairscale)}
@@ -183,12 +178,6 @@ def test_groups_by_hand(sizes: tuple[int, int, int, int]) -> None:
             assert state.get_context_parallel_rank() == tp.get_context_parallel_rank()
             fairscale.destroy_model_parallel()
             tp.destroy_tensor_parallel()
-
-
-def test_before_initialization_ezpz_s_rank_is_alone() -> None:
-    assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
-    with pytest.raises(AssertionError, match="not initialized"):
-        tp.get_pipeline_parallel_rank()
 
 
 # --- the variables, and the mesh behind them ----------------------------------------------------------------
@@ -522,6 +511,12 @@ def test_mistakes_are_reported() -> None:
     )
     refuses(fairscale.get_model_parallel_group, AssertionError, text)
     refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
+    assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
+    refuses(
+        tp.get_pipeline_parallel_rank,
+        AssertionError,
+        "_PIPELINE_PARALLEL_GROUP is None: ezpz's ... is not initialized; ...",
+    )
     start = fairscale.initialize_model_parallel
     refuses(lambda: start(1), AssertionError, "torch.distributed has no default group; ...")
     refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")

@@ -93,30 +93,23 @@ def test_embeddings_are_shards_of_whole_ones(world_size: int) -> None:
 # --- fairscale, and ezpz -----------------------------------------------------------------------------------
 
 KEPT = {"keep_master_weight_for_test": True}
-KINDS = {
-    "column": ("ColumnParallelLinear", (H, OUT)),
-    "row": ("RowParallelLinear", (H, OUT)),
-    "vocabulary": ("VocabParallelEmbedding", (V, H)),
-    "features": ("ParallelEmbedding", (V, H)),
-}
-# The arguments of a layer, and what it is given.
-LAYERS: dict[str, tuple[dict[str, Any], str]] = {
-    "column": (KEPT, "whole"),
-    "column, no gather": ({"gather_output": False}, "whole"),
-    "column, no bias": ({"bias": False}, "whole"),
-    "column, stride": ({"stride": 3, **KEPT}, "whole"),
-    "row": (KEPT, "whole"),
-    "row, parallel input": ({"input_is_parallel": True}, "shard"),
-    "row, no bias": ({"bias": False}, "whole"),
-    "row, stride": ({"stride": 3, **KEPT}, "whole"),
-    "vocabulary": ({}, "ids"),
-    "vocabulary, a stranger": ({}, "strange ids"),
-    "vocabulary, padding": ({"padding_idx": 0}, "ids of the first"),
-    "vocabulary, sparse": ({"sparse": True}, "ids"),
-    "features": ({}, "ids"),
-    "features, padding": ({"padding_idx": 3}, "ids"),
-    "features, sparse": ({"sparse": True}, "ids"),
-}
+SIZES = {"ColumnParallelLinear": (H, OUT), "RowParallelLinear": (H, OUT)}
+SIZES |= {"VocabParallelEmbedding": (V, H), "ParallelEmbedding": (V, H)}
+# A layer, what it is given, and its arguments, one case each.
+LAYERS: list[tuple[str, str, list[dict[str, Any]]]] = [
+    (
+        "ColumnParallelLinear",
+        "whole",
+        [KEPT, {"gather_output": False}, {"bias": False}, {"stride": 3, **KEPT}],
+    ),
+    ("RowParallelLinear", "whole", [KEPT, {"bias": False}, {"stride": 3, **KEPT}]),
+    ("RowParallelLinear", "shard", [{"input_is_parallel": True}]),
+    ("VocabParallelEmbedding", "ids", [{}, {"sparse": True}]),
+    ("VocabParallelEmbedding", "strange ids", [{}]),
+    ("VocabParallelEmbedding", "ids of the first", [{"padding_idx": 0}]),
+    ("ParallelEmbedding", "ids", [{}, {"padding_idx": 3}, {"sparse": True}]),
+]
+FAIRSCALE_CASES = [(kind, value, one) for kind, value, cases in LAYERS for one in cases]
 
 
 def given(kind: str) -> Tensor:
@@ -134,13 +127,12 @@ def compare_fairscale() -> dict[str, Any]:
     start.initialize_model_parallel(dist.get_world_size())
     found: dict[str, Any] = {}
     with started():
-        for name, (arguments, value) in LAYERS.items():
-            kind, sizes = KINDS[name.partition(",")[0]]
+        for kind, value, arguments in FAIRSCALE_CASES:
             for module in (fairscale.layers, ezpz.layers):
                 layers = []
                 for each in (theirs, module):
                     torch.manual_seed(7)
-                    layers.append(getattr(each, kind)(*sizes, init_method=nn.init.normal_, **arguments))
+                    layers.append(getattr(each, kind)(*SIZES[kind], init_method=nn.init.normal_, **arguments))
                 one, other = layers
                 known = {key for key in vars(one) if not key.startswith("_")}
                 known -= {"training", "master_weight", "norm_type"}
@@ -148,7 +140,9 @@ def compare_fairscale() -> dict[str, Any]:
                 if kind.endswith("Linear"):
                     same["gathered"] = apart(one.get_master_weight(), other.get_master_weight()) == 0
                     same["master"] = apart(getattr(one, "master_weight", None), other.master_weight) == 0
-                found[f"{module.__name__} {name}"] = same | facts(one, other, given(value))
+                found[f"{module.__name__} {kind} {value} {arguments}"] = same | facts(
+                    one, other, given(value)
+                )
         found |= compare_mappings()
         drawn = [drawn_weights(module) for module in (theirs, fairscale.layers)]
         found["drawn"] = drawn[0] == drawn[1]
@@ -206,7 +200,7 @@ def test_fairscale_s_and_ezpz_s_are_fairscale_s(world_size: int) -> None:
         wrong = {name: one for name, one in found.items() if not agrees(one)}
         # On one rank the original keeps the parameter itself as the master weight.
         assert not wrong if world_size > 1 else all("master" in one for one in wrong.values()), wrong
-        assert len(found) == 2 * len(LAYERS) + 8 + 3 + 3
+        assert len(found) == 2 * len(FAIRSCALE_CASES) + 8 + 3 + 3
 
 
 # --- Megatron -----------------------------------------------------------------------------------------------
