@@ -22,14 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import namedmesh
 from namedmesh import Layout, MeshError, PlanError
 from namedmesh.compat import deepspeed
-from namedmesh.compat.deepspeed import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-    mpu,
-    topology,
-)
+from namedmesh.compat.deepspeed import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +74,7 @@ def test_the_same_answers_in_random_topologies(theirs: Any) -> None:
         dims = [source.choice((1, 1, 2, 2, 3, 4, 5, 7)) for _ in axes]
         if prod(dims) > 240:
             continue
-        both = [module.ProcessTopology(list(axes), list(dims)) for module in (theirs, topology)]
+        both = [module.ProcessTopology(list(axes), list(dims)) for module in (theirs, deepspeed.topology)]
         assert comparable(vars(both[0])["mapping"]) == comparable(both[1].mapping)
         for name, args, kwargs in questions(source, axes, dims):
             wanted, got = (outcome(getattr(topo, name), *args, **kwargs) for topo in both)
@@ -108,16 +101,16 @@ def test_what_cannot_be_made_and_the_named_topologies(theirs: Any) -> None:
             ("PipeDataParallelTopology", (pp, dp)),
             ("PipeModelDataParallelTopology", (pp, mp, dp)),
         ):
-            wanted, got = (getattr(module, name)(*sizes) for module in (theirs, topology))
+            wanted, got = (getattr(module, name)(*sizes) for module in (theirs, deepspeed.topology))
             assert (str(got), got.axes, got.dims) == (str(wanted), wanted.axes, wanted.dims)
     for number in range(-2, 200):
-        assert outcome(topology._prime_factors, number) == outcome(theirs._prime_factors, number)
+        assert outcome(deepspeed.topology._prime_factors, number) == outcome(theirs._prime_factors, number)
 
 
 @pytest.mark.oracle("deepspeed")
 def test_the_same_names_and_arguments(theirs: Any) -> None:
-    for name in topology.__all__:
-        wanted, got = getattr(theirs, name), getattr(topology, name)
+    for name in deepspeed.topology.__all__:
+        wanted, got = getattr(theirs, name), getattr(deepspeed.topology, name)
         for key in vars(wanted):
             if key == "__init__" or (not key.startswith("_") and key != "topology"):
                 assert arguments(getattr(wanted, key)) == arguments(getattr(got, key)), (name, key)
@@ -204,7 +197,9 @@ def test_the_same_grids_in_random_topologies(theirs: Any) -> None:
             axes, dims, world = [], [], number + 1
         for rank in {0, world - 1, source.randrange(world)}:
             with fake_world(world, rank):
-                wanted, got = (outcome(made_by, module, axes, dims) for module in (theirs, topology))
+                wanted, got = (
+                    outcome(made_by, module, axes, dims) for module in (theirs, deepspeed.topology)
+                )
                 assert got == wanted, (axes, dims, rank)
         refused.append(wanted)
     assert refused.count(AttributeError) > 5
@@ -217,7 +212,10 @@ def test_a_grid_and_a_unit_have_the_groups_of_an_equal_mesh(theirs: Any) -> None
         with fake_world(12, rank):
             mesh = namedmesh.init_mesh(pp=2, dp=3, tp=2, device="cpu")
             own = theirs.PipeModelDataParallelTopology(2, 2, 3)
-            grid, unit = PipelineParallelGrid(topology=own), mpu(mesh)  # DeepSpeed's own topology is as good
+            grid, unit = (
+                PipelineParallelGrid(topology=own),
+                deepspeed.mpu(mesh),
+            )  # DeepSpeed's own topology is as good
             assert grid.topology() is own
             assert grid.get_data_parallel_group() is unit.get_data_parallel_group() is mesh.group("dp")
             expected, told = everything(theirs.PipelineParallelGrid(own)), asked(unit)
@@ -251,7 +249,7 @@ def test_mistakes_with_a_grid() -> None:
     text = "torch.distributed has no default group; ... deepspeed.init_distributed() first"
     refuses(PipelineParallelGrid, AssertionError, text)
     with fake_world(8, 3):
-        four, no_pipe = PipeDataParallelTopology(2, 2), ProcessTopology(["data", "model"], [2, 4])
+        four, no_pipe = deepspeed.PipeDataParallelTopology(2, 2), ProcessTopology(["data", "model"], [2, 4])
         text = "the topology is pp=2 x dp=2 (4 ranks), but the world has 8 ranks; ..."
         refuses(lambda: PipelineParallelGrid(four), AssertionError, text)
         text = "the topology ... has no axis 'pipe'; give it one, ..."
@@ -275,7 +273,7 @@ def asked(unit: Any) -> dict[str, Any]:
 def test_a_unit_says_what_its_mesh_means_and_nothing_else() -> None:
     with fake_world(16, 11):
         mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, device="cpu")
-        unit = mpu(mesh)
+        unit = deepspeed.mpu(mesh)
         told = asked(unit)
         assert set(told) == ALWAYS
         assert unit.get_pipe_parallel_group() is mesh.group("pp")
@@ -293,7 +291,7 @@ def test_a_unit_says_what_its_mesh_means_and_nothing_else() -> None:
 def test_sequence_parallelism_only_where_the_mesh_has_it(axes: tuple[str, ...]) -> None:
     with fake_world(16, 9):
         mesh = namedmesh.init_mesh(dp=-1, **dict.fromkeys(axes, 2), device="cpu")  # type: ignore[arg-type]
-        unit = mpu(mesh)
+        unit = deepspeed.mpu(mesh)
         told, ranks = asked(unit), [8, 9, 10, 11][: 2 ** len(axes)]
         assert set(told) == ALWAYS | SEQUENCE
         texts = [inspect.getdoc(getattr(type(unit), name)) for name in sorted(told)]
@@ -332,7 +330,7 @@ def test_a_bound_mesh_is_answered_as_an_mpu_is() -> None:
         with fake_world(layout.world_size, source.randrange(layout.world_size)):
             init_deepspeed()
             mesh = namedmesh.init_mesh(layout, device="cpu")
-            vars(module)["mpu"] = mpu(mesh)
+            vars(module)["mpu"] = deepspeed.mpu(mesh)
             expected = answers(module)
             module._release_process_group_references()
             deepspeed.bind(mesh)

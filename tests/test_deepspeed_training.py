@@ -15,18 +15,7 @@ from torch import Tensor, nn
 
 import namedmesh
 from namedmesh.compat import deepspeed
-from namedmesh.compat.deepspeed import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    SequenceParallelUnit,
-    mark_parameters,
-    mpu,
-)
-from namedmesh.compat.megatron.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from namedmesh.compat.megatron import tensor_parallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,12 +33,16 @@ class Block(nn.Module):
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         super().__init__()
-        self.embed = VocabParallelEmbedding(IDS, WIDTH, tp_group=group)
+        self.embed = tensor_parallel.VocabParallelEmbedding(IDS, WIDTH, tp_group=group)
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_output=False, tp_group=group)
-        self.down = RowParallelLinear(4 * WIDTH, WIDTH, input_is_parallel=True, tp_group=group)
+        self.up = tensor_parallel.ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_output=False, tp_group=group)
+        self.down = tensor_parallel.RowParallelLinear(
+            4 * WIDTH, WIDTH, input_is_parallel=True, tp_group=group
+        )
         self.last = nn.LayerNorm(WIDTH)
-        self.head = ColumnParallelLinear(WIDTH, IDS, bias=False, gather_output=True, tp_group=group)
+        self.head = tensor_parallel.ColumnParallelLinear(
+            WIDTH, IDS, bias=False, gather_output=True, tp_group=group
+        )
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of the tokens."""
@@ -109,7 +102,7 @@ class Run:
         self.sequence = next((axis for axis in ("sp", "cp") if axis in mesh.layout), None)
         torch.manual_seed(seed)
         model = Block(mesh.group("tp"))
-        self.shards = mark_parameters(model)
+        self.shards = deepspeed.mark_parameters(model)
         if not marked:
             for parameter in model.parameters():
                 vars(parameter).pop("model_parallel", None)
@@ -117,10 +110,10 @@ class Run:
         self._found: list[float] = []
         clip = engine_module.clip_grad_norm_  # stage 0 clips by its return value and does not keep it
         engine_module.clip_grad_norm_ = lambda **given: self._found.append(float(clip(**given)))
-        unit = mpu(mesh)
+        unit = deepspeed.mpu(mesh)
         config = settings(stage, SAMPLES // mesh.size("dp"), gradient_clipping=CLIP)
         library = importlib.import_module("deepspeed")
-        if isinstance(unit, SequenceParallelUnit) and stage == 3:
+        if isinstance(unit, deepspeed.SequenceParallelUnit) and stage == 3:
             group = unit.get_sequence_data_parallel_group()
             library.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=config, mpu=unit)
         self.engine, *_ = library.initialize(model=model, optimizer=made(model), mpu=unit, config=config)
@@ -238,14 +231,16 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _train_pipeline() -> tuple[list[float], list[str]]:
     deepspeed_groups()
-    deepspeed = importlib.import_module("deepspeed")
+    library = importlib.import_module("deepspeed")
     module = importlib.import_module("deepspeed.runtime.pipe.module")
-    vars(module)["PipelineParallelGrid"] = PipelineParallelGrid  # as install() does, for who calls it in time
-    deepspeed.init_distributed(dist_backend="gloo")
-    topology, loss = PipeDataParallelTopology(2, 2), loss_of
+    vars(module)["PipelineParallelGrid"] = (
+        deepspeed.PipelineParallelGrid
+    )  # as install() does, for who calls it in time
+    library.init_distributed(dist_backend="gloo")
+    topology, loss = deepspeed.PipeDataParallelTopology(2, 2), loss_of
     model = module.PipelineModule(stages(), topology=topology, loss_fn=loss, partition_method="uniform")
     config = settings(1, 2, gradient_accumulation_steps=2, gradient_clipping=CLIP)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=made(model), config=config)
+    engine, *_ = library.initialize(model=model, optimizer=made(model), config=config)
     grid = engine.grid
     losses = []
     for batch in batches():

@@ -6,7 +6,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from ranks import fake_world
 
 import namedmesh
@@ -124,17 +123,3 @@ def test_a_closed_mesh_answers_no_more(meshes: tuple[NamedMesh, NamedMesh]) -> N
     with second:
         assert vars(parallel_state)["_PIPELINE_GLOBAL_RANKS"] is None
     assert parallel_state._PIPELINE_GLOBAL_RANKS == "without a mesh"
-
-
-def _asked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_data_parallel_world_size()
-    first = parallel_state.is_pipeline_first_stage() and not parallel_state.is_rank_in_embedding_group()
-    return x + rank + size + first, rank, size
-
-
-def test_accessors_make_no_break_in_a_graph(meshes: tuple[NamedMesh, NamedMesh]) -> None:
-    for mesh, expected in zip(meshes, [(1, 4), (1, 2)], strict=True):
-        torch._dynamo.reset()  # torch takes a group in a variable for a constant
-        with mesh:
-            assert torch.compile(_asked, backend="eager", fullgraph=True)(torch.ones(2))[1:] == expected
