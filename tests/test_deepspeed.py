@@ -117,23 +117,21 @@ def test_the_same_names_and_arguments(theirs: Any) -> None:
 
 
 TOPOLOGY = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
+rank_of, match = TOPOLOGY.get_rank, TOPOLOGY.filter_match
 MISTAKES: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     "axis 'b' has size 0; ...": (ValueError, lambda: ProcessTopology(["a", "b"], [2, 0])),
     "1 ... 2 ...": (ValueError, lambda: ProcessTopology(["a"], [2, 3])),
     "no axis is named; ...": (ValueError, lambda: ProcessTopology([], [])),
     "get_rank() got 2 coordinates for pipe=2 x data=3 x model=2; ...": (
         ValueError,
-        lambda: TOPOLOGY.get_rank(pipe=1, data=0),
+        lambda: rank_of(pipe=1, data=0),
     ),
-    "ProcessCoord(pipe=2, data=0, model=-1) is outside of ...": (
+    "ProcessCoord(pipe=2, ... is outside of ...": (
         AssertionError,
-        lambda: TOPOLOGY.get_rank(pipe=2, data=0, model=-1),
+        lambda: rank_of(pipe=2, data=0, model=7),
     ),
     "rank 12 is not in pipe=2 ...; its ranks are 0 to 11": (ValueError, lambda: TOPOLOGY.get_coord(12)),
-    "axis 'stage' is not one of ('pipe', 'data', 'model')": (
-        AttributeError,
-        lambda: TOPOLOGY.filter_match(stage=0),
-    ),
+    "axis 'stage' is not one of ('pipe', 'data', 'model')": (AttributeError, lambda: match(stage=0)),
     "axis 'dada' ...; did you mean 'data'?": (ValueError, lambda: TOPOLOGY.get_axis_list("dada", 0)),
 }
 

@@ -371,6 +371,7 @@ def _train_on_both(case: str) -> list[tuple[int, list[float], list[float]]]:
             mesh.add_view("expert", edp=2, ep=2)
         expected = trained(theirs, case, stage, deepspeed.mpu(mesh))
         with deepspeed.bind(mesh):
+            assert case != "tp" or theirs._TENSOR_MODEL_PARALLEL_GROUP is mesh.group("tp")
             told.append((stage, trained(theirs, case, stage), expected))
         mesh.close()
     return told

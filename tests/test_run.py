@@ -24,7 +24,7 @@ def _run(folder: Path, *words: str) -> list[str]:
     """What ``namedmesh run`` prints in a folder, and what it ends with."""
     os.chdir(folder)
     out, err = io.StringIO(), io.StringIO()
-    end = None
+    end: object = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             end = main(["run", "--dialect", "ezpz", *words])
