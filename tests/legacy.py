@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,25 +24,34 @@ def original(module: str) -> Any:
         return importlib.import_module(module)
 
 
+def deepspeed_groups() -> Any:
+    """DeepSpeed's module of groups, with what its engines import; it warns no more, and compiles nothing."""
+    warnings.simplefilter("ignore")
+    importlib.import_module("deepspeed.runtime.engine")
+    # Its collectives in shared memory are compiled on first use, and nothing here is about them.
+    vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
+    return sys.modules["deepspeed.utils.groups"]
+
+
+def init_deepspeed() -> None:
+    vars(importlib.import_module("deepspeed.comm.comm"))["cdb"] = None
+    importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
 # Answers.
 
 
-def kind_of(error: BaseException) -> type[BaseException]:
-    """The builtin type of an error."""
-    return next(
-        kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and kind is not Exception
-    )
-
-
 def comparable(value: Any) -> Any:
-    """Groups by their ranks, coordinates by their names and numbers."""
+    """Groups by their ranks, coordinates by their names and numbers, other objects by their types."""
     if isinstance(value, dist.ProcessGroup):
         return ("group", dist.get_process_group_ranks(value))
     if hasattr(value, "_asdict"):
         return ("coord", type(value).__name__, value._asdict())
     if isinstance(value, dict):
         return [(comparable(key), comparable(each)) for key, each in value.items()]
-    return [comparable(each) for each in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [comparable(each) for each in value]
+    return value if type(value).__module__ == "builtins" else type(value).__name__
 
 
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +59,19 @@ def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return comparable(call(*args, **kwargs))
     except Exception as error:  # noqa: BLE001  which one is what is compared
-        return kind_of(error)
+        kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+        return next(kind for kind in kinds if kind is not Exception)
+
+
+def arguments(function: Any) -> list[tuple[str, Any]]:
+    return [(one.name, comparable(one.default)) for one in signature(function).parameters.values()]
+
+
+def more_arguments(theirs: Any, ours: Any) -> list[Parameter]:
+    """What a function takes after the arguments of the original's, which have the same defaults."""
+    wanted = arguments(theirs)
+    assert arguments(ours)[: len(wanted)] == wanted, ours
+    return [*signature(ours).parameters.values()][len(wanted) :]
 
 
 # Tensors.

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import re
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+from legacy import comparable, outcome
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
 
 LARGEST = 96
 """The most ranks of a case: the originals make every group of every rank."""
 ORDERS = (
-    "tp-cp-ep-dp-pp",
-    "cp-tp-dp-ep-pp",
-    "dp-tp-cp-ep-pp",
-    "tp-ep-dp-cp-pp",
-    "tp-cp-ep-pp-dp",
-    "tp-pp-dp-cp-ep",
-    "TP-CP-EP-DP-PP",
+    "tp-cp-ep-dp-pp cp-tp-dp-ep-pp dp-tp-cp-ep-pp tp-ep-dp-cp-pp tp-cp-ep-pp-dp tp-pp-dp-cp-ep TP-CP-EP-DP-PP"
 )
 
 
@@ -37,18 +30,13 @@ def last_only(pp_ranks: list[int]) -> list[int]:
     return [pp_ranks[-1]]
 
 
-def asked(
-    tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **more: Any
-) -> dict[str, Any]:
-    """What ``initialize_model_parallel`` is asked for."""
-    return {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "context_parallel_size": cp,
-        "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": etp,
-        **more,
-    }
+AXES = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
+
+
+def asked(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, **more: Any) -> dict[str, Any]:
+    """What ``initialize_model_parallel`` is asked for; ``etp`` is short for its last size."""
+    sizes = dict(zip((f"{axis}_size" for axis in AXES), (tp, pp, cp, ep), strict=True))
+    return {**sizes, "expert_tensor_parallel_size": more.pop("etp", None), **more}
 
 
 def random_case(random_: random.Random, *, newest: bool = False) -> tuple[int, int, dict[str, Any]]:
@@ -64,9 +52,10 @@ def random_case(random_: random.Random, *, newest: bool = False) -> tuple[int, i
     etp = random_.choice([None, *(size for size in (1, 2, 4) if rest % (ep * size) == 0)])
     edp = rest // (ep * (tp if etp is None else etp))
     instances = [size for size in (2, 3, 4) if dp * cp % size == 0 and edp % size == 0]
+    orders = ORDERS.split()
     # Only a pipeline of one stage goes with every order.
-    order = random_.choice(ORDERS if pp == 1 or random_.random() < 0.2 else ORDERS[:4])
-    arguments = asked(tp, pp, cp, ep, etp, order=order, create_gloo_process_groups=False)
+    order = random_.choice(orders if pp == 1 or random_.random() < 0.2 else orders[:4])
+    arguments = asked(tp, pp, cp, ep, etp=etp, order=order, create_gloo_process_groups=False)
     arguments["hybrid_context_parallel"] = dp * cp % 2 == 0 and random_.random() < 0.4
     if instances and random_.random() < (0.2 if newest else 0.6):
         arguments["num_distributed_optimizer_instances"] = random_.choice(instances)
@@ -87,19 +76,18 @@ def random_case(random_: random.Random, *, newest: bool = False) -> tuple[int, i
     return world + before + after, before, arguments
 
 
-FLAGS = (
-    ("check_initialized", (True, False)),
-    ("with_context_parallel", (False, True)),
-    ("with_gtp_remat", (True, False)),
-    ("with_egtp_remat", (False, True)),
-    ("partial_data_parallel", (False, True)),
-    ("independent_all_gather", (False, True)),
-    ("partial_expert_data_parallel", (False, True)),
-    ("tp_only_amax_red", (False, True)),
-    ("ignore_virtual", (True, False)),
-    ("vp_stage", (None, 0, 1, 2)),
-    ("group_size", (2, 4, 6, 8)),
+OFF = (
+    "with_context_parallel with_egtp_remat partial_data_parallel independent_all_gather "
+    "partial_expert_data_parallel tp_only_amax_red"
 )
+FLAGS = dict.fromkeys(OFF.split(), (False, True)) | {
+    **dict.fromkeys(("check_initialized", "with_gtp_remat", "ignore_virtual"), (True, False)),
+    "vp_stage": (None, 0, 1, 2),
+    "group_size": (2, 4, 6, 8),
+}
+# Made by torch's version, by the device, or deprecated, and looked at elsewhere.
+NO_ANSWERS = {"get_nccl_options", "is_torch_min_version"}
+NO_ANSWERS |= {"get_global_memory_buffer", "get_global_symmetric_memory_buffer"}
 
 
 def getters(module: Any) -> list[str]:
@@ -109,34 +97,28 @@ def getters(module: Any) -> list[str]:
     return sorted(name for name in names if getattr(module, name).__module__ == module.__name__)
 
 
-# Made by torch's version, by the device, or deprecated, and looked at elsewhere.
-NO_ANSWERS = {
-    "get_nccl_options",
-    "get_global_memory_buffer",
-    "get_global_symmetric_memory_buffer",
-    "is_torch_min_version",
-}
-
-
 @cache
-def _flags(module: Any) -> dict[str, list[tuple[str, tuple[Any, ...]]]]:
+def _flags(module: Any) -> dict[str, dict[str, tuple[Any, ...]]]:
     """The flags of every accessor, and the values to try."""
-    found = {}
-    for name in getters(module):
-        known = signature(getattr(module, name)).parameters
-        found[name] = [(flag, values) for flag, values in FLAGS if flag in known]
-        assert {flag for flag, _ in found[name]} == set(known), name
-    return found
+    return {
+        name: {flag: FLAGS[flag] for flag in signature(getattr(module, name)).parameters}
+        for name in getters(module)
+    }
 
 
 def answers(module: Any, original: Any = None) -> dict[str, Any]:
-    """What every accessor of an original says with every combination of its flags; comparable."""
+    """What an original's accessors say with every combination of their flags, and its variables; comparable."""
+    original = original or module
     told: dict[str, Any] = {}
-    for name, flags in _flags(original or module).items():
+    for name, flags in _flags(original).items():
         function = getattr(module, name)
-        for values in product(*(values for _, values in flags)):
-            arguments = dict(zip((flag for flag, _ in flags), values, strict=True))
-            told[f"{name}({arguments})"] = outcome(partial(function, **arguments))
+        for values in product(*flags.values()):
+            arguments = dict(zip(flags, values, strict=True))
+            told[f"{name}({arguments})"] = outcome(function, **arguments)
+    for name in variable_names(original):
+        # The list of groups is as long as a rank holds communicators, which is what sharing makes shorter.
+        if name != "_global_process_group_list":
+            told[name] = comparable(getattr(module, name))
     return told
 
 
@@ -154,32 +136,3 @@ def variable_names(original: Any) -> list[str]:
         if re.fullmatch(r"_[A-Z][A-Z_]+|_global_process_group_list", name) and not callable(value):
             names.append(name)
     return names
-
-
-def variables(module: Any, original: Any) -> dict[str, Any]:
-    """The module-level variables of an original; comparable."""
-    # The list of groups is as long as a rank holds communicators, which is what sharing makes shorter.
-    names = [name for name in variable_names(original) if name != "_global_process_group_list"]
-    return {name: comparable(getattr(module, name)) for name in names}
-
-
-def outcome(call: Callable[[], object]) -> Any:
-    """What a call returns, comparable, or the builtin type of its error."""
-    try:
-        return comparable(call())
-    except Exception as error:  # noqa: BLE001  which one is what is compared
-        kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-        return ("raises", next(kind.__name__ for kind in kinds if kind is not Exception))
-
-
-def comparable(value: Any) -> Any:
-    """Groups by their ranks."""
-    if isinstance(value, dist.ProcessGroup):
-        return ("group", dist.get_process_group_ranks(value))
-    if isinstance(value, (list, tuple)):
-        return [comparable(each) for each in value]
-    if isinstance(value, dict):
-        return {key: comparable(each) for key, each in value.items()}
-    if value is None or isinstance(value, (int, str, bool)):
-        return value
-    return type(value).__name__

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import warnings
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from legacy import deepspeed_groups, init_deepspeed
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import namedmesh
 from namedmesh.compat import deepspeed
-from namedmesh.compat.deepspeed import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    SequenceParallelUnit,
-    mark_parameters,
-    mpu,
-)
-from namedmesh.compat.megatron.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from namedmesh.compat.megatron import tensor_parallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,12 +33,16 @@ class Block(nn.Module):
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         super().__init__()
-        self.embed = VocabParallelEmbedding(IDS, WIDTH, tp_group=group)
+        self.embed = tensor_parallel.VocabParallelEmbedding(IDS, WIDTH, tp_group=group)
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_output=False, tp_group=group)
-        self.down = RowParallelLinear(4 * WIDTH, WIDTH, input_is_parallel=True, tp_group=group)
+        self.up = tensor_parallel.ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_output=False, tp_group=group)
+        self.down = tensor_parallel.RowParallelLinear(
+            4 * WIDTH, WIDTH, input_is_parallel=True, tp_group=group
+        )
         self.last = nn.LayerNorm(WIDTH)
-        self.head = ColumnParallelLinear(WIDTH, IDS, bias=False, gather_output=True, tp_group=group)
+        self.head = tensor_parallel.ColumnParallelLinear(
+            WIDTH, IDS, bias=False, gather_output=True, tp_group=group
+        )
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of the tokens."""
@@ -102,12 +96,13 @@ class Run:
     """A model in DeepSpeed's hands on one mesh, and the norms that it clips by."""
 
     def __init__(self, mesh: namedmesh.NamedMesh, stage: int, *, seed: int = 0, marked: bool = True) -> None:
-        engine_module = _quiet_deepspeed()
+        deepspeed_groups()
+        engine_module: Any = sys.modules["deepspeed.runtime.engine"]
         self.mesh, self.told = mesh, Told([], [])
         self.sequence = next((axis for axis in ("sp", "cp") if axis in mesh.layout), None)
         torch.manual_seed(seed)
         model = Block(mesh.group("tp"))
-        self.shards = mark_parameters(model)
+        self.shards = deepspeed.mark_parameters(model)
         if not marked:
             for parameter in model.parameters():
                 vars(parameter).pop("model_parallel", None)
@@ -115,10 +110,10 @@ class Run:
         self._found: list[float] = []
         clip = engine_module.clip_grad_norm_  # stage 0 clips by its return value and does not keep it
         engine_module.clip_grad_norm_ = lambda **given: self._found.append(float(clip(**given)))
-        unit = mpu(mesh)
+        unit = deepspeed.mpu(mesh)
         config = settings(stage, SAMPLES // mesh.size("dp"), gradient_clipping=CLIP)
         library = importlib.import_module("deepspeed")
-        if isinstance(unit, SequenceParallelUnit) and stage == 3:
+        if isinstance(unit, deepspeed.SequenceParallelUnit) and stage == 3:
             group = unit.get_sequence_data_parallel_group()
             library.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=config, mpu=unit)
         self.engine, *_ = library.initialize(model=model, optimizer=made(model), mpu=unit, config=config)
@@ -152,19 +147,6 @@ class Run:
         return self.told
 
 
-def _engine_module() -> Any:
-    """Imported before the ranks are forked, so that not each of them does it."""
-    return importlib.import_module("deepspeed.runtime.engine")
-
-
-def _quiet_deepspeed() -> Any:
-    """In a rank: no warnings of DeepSpeed's, and nothing compiled."""
-    warnings.simplefilter("ignore")
-    # Its collectives in shared memory are compiled on first use, and nothing here is about them.
-    vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
-    return _engine_module()
-
-
 def _train_all(folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     mesh = namedmesh.init_mesh(dp=2, tp=2)
@@ -196,7 +178,7 @@ def near(told: Told, expected: Told) -> bool:
 
 @pytest.mark.oracle("deepspeed")
 def test_zero_trains_clips_and_saves_as_one_process(tmp_path: Path) -> None:
-    _engine_module()
+    deepspeed_groups()  # before the ranks are forked, once
     (expected,) = run_ranks(1, one_process, init=False)
     rest = Told(expected.losses[3:], expected.norms[3:])
     for told in run_ranks(4, _train_all, str(tmp_path), timeout=170):
@@ -225,7 +207,7 @@ def _train_sequence_parallel() -> dict[tuple[str, int], Told]:
 
 @pytest.mark.oracle("deepspeed")
 def test_ranks_that_share_a_sequence_share_their_gradients() -> None:
-    _engine_module()
+    deepspeed_groups()
     (expected,) = run_ranks(1, one_process, init=False)
     for told in run_ranks(4, _train_sequence_parallel, timeout=120):
         assert len(told) == len(STAGES) + 1
@@ -248,15 +230,17 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _train_pipeline() -> tuple[list[float], list[str]]:
-    _quiet_deepspeed()
-    deepspeed = importlib.import_module("deepspeed")
+    deepspeed_groups()
+    library = importlib.import_module("deepspeed")
     module = importlib.import_module("deepspeed.runtime.pipe.module")
-    vars(module)["PipelineParallelGrid"] = PipelineParallelGrid  # as install() does, for who calls it in time
-    deepspeed.init_distributed(dist_backend="gloo")
-    topology, loss = PipeDataParallelTopology(2, 2), loss_of
+    vars(module)["PipelineParallelGrid"] = (
+        deepspeed.PipelineParallelGrid
+    )  # as install() does, for who calls it in time
+    library.init_distributed(dist_backend="gloo")
+    topology, loss = deepspeed.PipeDataParallelTopology(2, 2), loss_of
     model = module.PipelineModule(stages(), topology=topology, loss_fn=loss, partition_method="uniform")
     config = settings(1, 2, gradient_accumulation_steps=2, gradient_clipping=CLIP)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=made(model), config=config)
+    engine, *_ = library.initialize(model=model, optimizer=made(model), config=config)
     grid = engine.grid
     losses = []
     for batch in batches():
@@ -270,7 +254,7 @@ def _train_pipeline() -> tuple[list[float], list[str]]:
 
 @pytest.mark.oracle("deepspeed")
 def test_deepspeed_s_pipelines_run_on_our_grid() -> None:
-    _engine_module()
+    deepspeed_groups()
     (expected,) = run_ranks(1, one_process, True, init=False)
     package = "namedmesh.compat.deepspeed"
     for losses, told in run_ranks(4, _train_pipeline, timeout=120):
@@ -279,17 +263,6 @@ def test_deepspeed_s_pipelines_run_on_our_grid() -> None:
 
 
 # The same on the groups of a mesh that is bound as on DeepSpeed's own.
-
-
-def original() -> Any:
-    """DeepSpeed's module of groups."""
-    _quiet_deepspeed()
-    return importlib.import_module("deepspeed.utils.groups")
-
-
-def init_deepspeed() -> None:
-    vars(importlib.import_module("deepspeed.comm.comm"))["cdb"] = None
-    importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
 class Experts(nn.Module):
@@ -333,25 +306,52 @@ class Attention(nn.Module):
         return loss
 
 
-def trained(groups: Any, case: str, stage: int, unit: Any, *, bound: bool) -> list[float]:
+def small_llama() -> nn.Module:
+    """A model of Hugging Face's, that DeepSpeed shards itself."""
+    transformers: Any = importlib.import_module("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": IDS, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    return model
+
+
+# The sizes of the mesh, and the stages.
+CASES: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
+    "experts": ({"dp": 4}, (1, 2)),
+    "ulysses": ({"dp": 2, "sp": 2}, (0, 1, 2)),
+    "tp": ({"dp": 2, "tp": 2}, (1,)),
+}
+
+
+def trained(groups: Any, case: str, stage: int, unit: Any = None) -> list[float]:
+    """Three losses, on the groups of the bound mesh, or on DeepSpeed's own and those of a unit."""
     library: Any = importlib.import_module("deepspeed")
     torch.manual_seed(0)
     config = settings(stage, 2)
     given: dict[str, Any] = {}
-    if case == "ulysses" and not bound:
+    if case == "ulysses" and unit is not None:
         given["mpu"] = groups.mpu = unit
-    model: nn.Module = Experts() if case == "experts" else Attention(groups)
-    parameters: Any = list(model.parameters())
-    if case == "experts":
-        utils: Any = importlib.import_module("deepspeed.moe.utils")
-        split = utils.split_params_into_different_moe_groups_for_optimizer
-        parameters = split({"params": parameters, "name": "all"})
-    optimizer = torch.optim.AdamW(parameters, lr=0.01)
-    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, **given)
+    if case == "tp":
+        model = small_llama()
+        optimizer = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+        config |= {"optimizer": optimizer, "tensor_parallel": {"autotp_size": 2}}
+    else:
+        model = Experts() if case == "experts" else Attention(groups)
+        parameters: Any = list(model.parameters())
+        if case == "experts":
+            utils: Any = importlib.import_module("deepspeed.moe.utils")
+            split = utils.split_params_into_different_moe_groups_for_optimizer
+            parameters = split({"params": parameters, "name": "all"})
+        given["optimizer"] = torch.optim.AdamW(parameters, lr=0.01)
+    engine, *_ = library.initialize(model=model, config=config, **given)
     losses = []
-    source = torch.Generator().manual_seed(dist.get_rank())
+    source = torch.Generator().manual_seed(dist.get_rank() // CASES[case][0].get("tp", 1))
     for _ in range(3):
-        loss = engine(torch.randn(2, 4, WIDTH, generator=source))
+        if case == "tp":
+            ids = torch.randint(IDS, (2, 4), generator=source)
+            loss = engine(input_ids=ids, labels=ids).loss
+        else:
+            loss = engine(torch.randn(2, 4, WIDTH, generator=source))
         engine.backward(loss)
         engine.step()
         losses.append(float(loss))
@@ -360,80 +360,31 @@ def trained(groups: Any, case: str, stage: int, unit: Any, *, bound: bool) -> li
     return losses
 
 
-CASES = [("experts", 1), ("experts", 2), ("ulysses", 0), ("ulysses", 1), ("ulysses", 2)]
-
-
-def _train_on_both() -> list[Any]:
-    warnings.simplefilter("ignore")
-    theirs = original()
+def _train_on_both(case: str) -> list[tuple[int, list[float], list[float]]]:
+    theirs = deepspeed_groups()
     init_deepspeed()
     told = []
-    for case, stage in CASES:
-        mesh = namedmesh.init_mesh({"dp": 2, "sp": 2} if case == "ulysses" else {"dp": 4}, device="cpu")
+    sizes, known = CASES[case]
+    for stage in known:
+        mesh = namedmesh.init_mesh(sizes, device="cpu")
         if case == "experts":
             mesh.add_view("expert", edp=2, ep=2)
-        expected = trained(theirs, case, stage, deepspeed.mpu(mesh), bound=False)
+        expected = trained(theirs, case, stage, deepspeed.mpu(mesh))
         with deepspeed.bind(mesh):
-            got = trained(theirs, case, stage, None, bound=True)
+            assert case != "tp" or theirs._TENSOR_MODEL_PARALLEL_GROUP is mesh.group("tp")
+            told.append((stage, trained(theirs, case, stage), expected))
         mesh.close()
-        told.append((case, stage, got, expected))
     return told
 
 
+WITH_TRANSFORMERS = pytest.param("tp", marks=pytest.mark.oracle("transformers"))
+
+
 @pytest.mark.oracle("deepspeed")
-def test_deepspeed_trains_on_a_mesh_as_on_its_own_groups() -> None:
-    original()
-    for told in run_ranks(4, _train_on_both, timeout=120):
-        for case, stage, got, expected in told:
+@pytest.mark.parametrize("case", ["experts", "ulysses", WITH_TRANSFORMERS])
+def test_deepspeed_trains_on_a_mesh_as_on_its_own_groups(case: str) -> None:
+    deepspeed_groups()
+    for told in run_ranks(4, _train_on_both, case, timeout=120):
+        for stage, got, expected in told:
             assert len(set(expected)) == 3
-            assert got == pytest.approx(expected, abs=1e-6), (case, stage)
-
-
-# A model of Hugging Face's, that DeepSpeed shards itself.
-
-
-def small_llama() -> Any:
-    transformers: Any = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
-
-
-def train_sharded_by_deepspeed(groups: Any) -> list[float]:
-    optimizer = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
-    config = settings(1, 2, optimizer=optimizer, tensor_parallel={"autotp_size": 2})
-    engine, *_ = importlib.import_module("deepspeed").initialize(model=small_llama(), config=config)
-    source = torch.Generator().manual_seed(dist.get_rank() // 2)
-    losses = []
-    for _ in range(3):
-        ids = torch.randint(32, (2, 4), generator=source)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
-    engine.destroy()
-    groups._release_process_group_references()
-    return losses
-
-
-def _shard_on_both() -> tuple[bool, list[float], list[float]]:
-    theirs = original()
-    init_deepspeed()
-    expected = train_sharded_by_deepspeed(theirs)
-    mesh = namedmesh.init_mesh(dp=2, tp=2)
-    with deepspeed.bind(mesh):
-        held = theirs._TENSOR_MODEL_PARALLEL_GROUP is mesh.group("tp")
-        got = train_sharded_by_deepspeed(theirs)
-    mesh.close()
-    return held, got, expected
-
-
-@pytest.mark.oracle("deepspeed", "transformers")
-def test_deepspeed_shards_a_model_on_a_mesh_as_on_its_own_groups() -> None:
-    original()
-    small_llama()
-    for held, got, expected in run_ranks(4, _shard_on_both, timeout=120):
-        assert held
-        assert len(set(expected)) == 3
-        assert got == pytest.approx(expected, abs=1e-6)
+            assert got == pytest.approx(expected, abs=1e-6), stage

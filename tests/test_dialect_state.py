@@ -6,13 +6,11 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from ranks import fake_world, live_groups, run_ranks, summed
+from ranks import fake_world
 
 import namedmesh
-from namedmesh import LayoutError, MeshError, NamedMesh
-from namedmesh.compat import fairscale, megatron
+from namedmesh import MeshError, NamedMesh
+from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state
 
 if TYPE_CHECKING:
@@ -125,59 +123,3 @@ def test_a_closed_mesh_answers_no_more(meshes: tuple[NamedMesh, NamedMesh]) -> N
     with second:
         assert vars(parallel_state)["_PIPELINE_GLOBAL_RANKS"] is None
     assert parallel_state._PIPELINE_GLOBAL_RANKS == "without a mesh"
-    with pytest.raises(MeshError, match=r"was closed; give megatron\.bind an open one"):
-        bind(first)
-
-
-def test_a_mesh_of_other_axes() -> None:
-    with fake_world(8, 3):
-        mesh = namedmesh.init_mesh(dp=4, sp=2, device="cpu")
-        with bind(mesh):
-            assert parallel_state.get_context_parallel_group() is mesh.group("sp")
-        mesh.close()
-        for axis, text in (
-            ("xp", "axis 'xp' has no place in Megatron's groups"),
-            ("ep", "add a view for it"),
-        ):
-            mesh = namedmesh.init_mesh({"dp": 4, axis: 2}, device="cpu")
-            with pytest.raises(LayoutError, match=text):
-                bind(mesh)
-            mesh.close()
-
-
-def _again_and_again() -> list[bool]:
-    """Meshes of two dialects, made and destroyed: whether the groups add up their ranks, and stay as few."""
-    before, right = live_groups(), []
-    for turn in range(6):
-        parallel_state.initialize_model_parallel(
-            2,
-            expert_model_parallel_size=2,
-            expert_tensor_parallel_size=1,
-            num_distributed_optimizer_instances=1 + turn % 2,
-        )
-        mesh: Any = megatron.current_mesh()
-        fairscale.bind(mesh)
-        group = fairscale.get_model_parallel_group()
-        right.append(group is parallel_state.get_tensor_model_parallel_group())
-        right.append(summed(group, dist.get_rank()) == sum(mesh.ranks("tp")))
-        parallel_state.destroy_model_parallel()
-        right.append(not fairscale.model_parallel_is_initialized() and live_groups() == before)
-    return right
-
-
-def test_dialects_share_groups_and_leave_none_behind() -> None:
-    assert run_ranks(4, _again_and_again, timeout=180) == [[True] * 18] * 4
-
-
-def _asked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_data_parallel_world_size()
-    first = parallel_state.is_pipeline_first_stage() and not parallel_state.is_rank_in_embedding_group()
-    return x + rank + size + first, rank, size
-
-
-def test_accessors_make_no_break_in_a_graph(meshes: tuple[NamedMesh, NamedMesh]) -> None:
-    for mesh, expected in zip(meshes, [(1, 4), (1, 2)], strict=True):
-        torch._dynamo.reset()  # torch takes a group in a variable for a constant
-        with mesh:
-            assert torch.compile(_asked, backend="eager", fullgraph=True)(torch.ones(2))[1:] == expected

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
-from legacy import original, outcome
+from legacy import more_arguments, original, outcome
 from messages import error_of, refuses
 from ranks import fake_world, live_groups, run_ranks, summed
 from tensors import numbers
@@ -41,6 +41,7 @@ AXES = ("tensor", "context", "pipeline", "data")
 @pytest.fixture(autouse=True)
 def _nothing_bound() -> Iterator[None]:
     yield
+    fairscale.uninstall()
     fairscale.destroy_model_parallel()
     tp.destroy_tensor_parallel()
     assert not fairscale.model_parallel_is_initialized()
@@ -48,10 +49,6 @@ def _nothing_bound() -> Iterator[None]:
 
 
 # --- names --------------------------------------------------------------------------------------------------
-
-
-def parameters(function: Any) -> list[tuple[Any, ...]]:
-    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
 
 
 @pytest.mark.oracle("fairscale")
@@ -64,31 +61,28 @@ def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
             if name.startswith("_") or getattr(value, "__module__", "") != theirs.__name__:
                 continue
             seen.add(name)
-            wanted, got = parameters(value), parameters(getattr(ours, name))
-            assert got[: len(wanted)] == wanted, name
-            assert all(default is not inspect.Parameter.empty for *_, default in got[len(wanted) :])
+            more = more_arguments(value, getattr(ours, name))
+            assert all(one.default is not one.empty for one in more), name
     assert len(seen) == 25
     seen |= {name for name in vars(original(START)) if name.isupper() and name.startswith("_")}
     assert seen <= {*dir(fairscale)}
 
 
+LINEAR = "in_features, out_features, bias=True, {}, init_method=xavier_normal_, stride=1, "
+LINEAR += "keep_master_weight_for_test=False"
 EZPZ = {
     "initialize_tensor_parallel": "tensor_parallel_size=1, pipeline_parallel_size=1, context_parallel_size=1, "
     "tensor_parallel_backend=None, pipeline_parallel_backend=None, context_parallel_backend=None, "
     "data_parallel_backend=None, timeout=None",
-    "ensure_divisibility": "numerator, denominator",
-    "divide_and_check_no_remainder": "numerator, denominator",
     "split_tensor_along_last_dim": "tensor, num_partitions, contiguous_split_chunks=False",
-    "layers.ColumnParallelLinear": "in_features, out_features, bias=True, gather_output=True, "
-    "init_method=xavier_normal_, stride=1, keep_master_weight_for_test=False",
-    "layers.RowParallelLinear": "in_features, out_features, bias=True, input_is_parallel=False, "
-    "init_method=xavier_normal_, stride=1, keep_master_weight_for_test=False",
+    "layers.ColumnParallelLinear": LINEAR.format("gather_output=True"),
+    "layers.RowParallelLinear": LINEAR.format("input_is_parallel=False"),
     "layers.ColumnParallelLinear.get_master_weight": "self",
     "utils.VocabUtility.vocab_range_from_global_vocab_size": "global_vocab_size, rank, world_size",
-    "get_tensor_parallel_src_rank": "",
-    "tensor_parallel_is_initialized": "",
-    "destroy_tensor_parallel": "",
 }
+EZPZ |= dict.fromkeys(("ensure_divisibility", "divide_and_check_no_remainder"), "numerator, denominator")
+NO_ARGUMENTS = ("get_tensor_parallel_src_rank", "tensor_parallel_is_initialized", "destroy_tensor_parallel")
+EZPZ |= dict.fromkeys(NO_ARGUMENTS, "")
 KINDS = ("group", "ranks", "rank", "world_size")
 EZPZ |= {f"get_{axis}_parallel_{kind}": "" for axis in AXES for kind in KINDS}
 WAYS = ("copy_to", "reduce_from", "scatter_to", "gather_from")
@@ -187,12 +181,6 @@ def test_groups_by_hand(sizes: tuple[int, int, int, int]) -> None:
             tp.destroy_tensor_parallel()
 
 
-def test_before_initialization_ezpz_s_rank_is_alone() -> None:
-    assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
-    with pytest.raises(AssertionError, match="not initialized"):
-        tp.get_pipeline_parallel_rank()
-
-
 # --- the variables, and the mesh behind them ----------------------------------------------------------------
 
 
@@ -232,11 +220,15 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
             mesh.close()
 
 
+GRID = deepspeed.PipelineParallelGrid.from_mesh
 PLACES: dict[str, Callable[[Any], Any]] = {
     "fairscale": lambda mesh: (fairscale.bind(mesh), state)[1],
     "ezpz": lambda mesh: (ezpz.bind(mesh), tp)[1],
+    "megatron": lambda mesh: (megatron.bind(mesh, create_gloo_process_groups=False), megatron.parallel_state)[
+        1
+    ],
     "mpu": deepspeed.mpu,
-    "grid": deepspeed.PipelineParallelGrid.from_mesh,
+    "grid": GRID,
 }
 
 
@@ -246,8 +238,11 @@ def test_accessors_make_no_break_in_a_graph(place: str) -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2, device="cpu")
         made = PLACES[place](mesh)
-        names = [name for name in dir(made) if name.startswith("get_") or name.endswith("_initialized")]
+        names = [
+            name for name in dir(made) if name.startswith(("get_", "is_")) or name.endswith("_initialized")
+        ]
         calls = [getattr(made, name) for name in names]
+        calls = [call for call in calls if not isinstance(outcome(call), type)]
         plain = [call for call in calls if isinstance(call(), (int, list))]
         assert len(calls) > len(plain) > 8
 
@@ -267,12 +262,17 @@ def test_accessors_make_no_break_in_a_graph(place: str) -> None:
 # --- one mesh for several -----------------------------------------------------------------------------------
 
 
-WORDS = {"tp": ("model", "tensor", "slice"), "pp": ("pipeline", "pipeline", "pipe"), "dp": ("data",) * 3}
+# fairscale's, ezpz's, DeepSpeed's and Megatron's.
+WORDS = {
+    "tp": ("model", "tensor", "slice", "tensor_model"),
+    "pp": ("pipeline", "pipeline", "pipe", "pipeline_model"),
+    "dp": ("data",) * 4,
+}
 
 
 def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
     """Every dialect's group over each axis, and the mesh's."""
-    modules = state, tp, deepspeed.mpu(mesh)
+    modules = state, tp, deepspeed.mpu(mesh), megatron.parallel_state
     found = {}
     for axis, words in WORDS.items():
         names = [f"get_{word}_parallel_group" for word in words]
@@ -290,11 +290,17 @@ SHARED = [
 ]
 
 
+CYCLES: list[tuple[Any, Any]] = [
+    (state.initialize_model_parallel, state.destroy_model_parallel),
+    (megatron.initialize_model_parallel, megatron.parallel_state.destroy_model_parallel),
+]
+
+
 def share() -> list[Any]:
     told: list[Any] = []
     for sizes in SHARED:
         mesh = namedmesh.init_mesh(Layout(**sizes))
-        with fairscale.bind(mesh), ezpz.bind(mesh):
+        with fairscale.bind(mesh), ezpz.bind(mesh), megatron.bind(mesh):
             for groups in of_axes(mesh).values():
                 right = summed(groups[0], dist.get_rank()) == sum(dist.get_process_group_ranks(groups[0]))
                 told += [len({*groups}) == 1, right]
@@ -314,16 +320,19 @@ def share() -> list[Any]:
         mesh.close()
         told.append(not tp.tensor_parallel_is_initialized())
         before = live_groups()
-        state.initialize_model_parallel(2, 2)
-        group = state.get_pipeline_parallel_group()
-        told.append(summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)))
-        state.destroy_model_parallel()
-        told.append(live_groups() <= before)
+        for start, destroy in CYCLES:
+            start(2, 2)
+            group = namedmesh.current_mesh().group("pp")
+            told.append(summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)))
+            fairscale.bind(namedmesh.current_mesh())
+            told.append(fairscale.get_pipeline_parallel_group() is group)
+            destroy()
+            told += [not state.model_parallel_is_initialized(), live_groups() <= before]
     return told
 
 
 def test_dialects_that_are_bound_to_one_mesh_share_its_groups() -> None:
-    assert run_ranks(8, share) == [[True] * 60] * 8
+    assert run_ranks(8, share) == [[True] * 84] * 8
 
 
 def test_the_page_of_the_book_runs() -> None:
@@ -332,23 +341,22 @@ def test_the_page_of_the_book_runs() -> None:
     assert "bind" in run_python(page + "print(fairscale.bind)")
 
 
-def three_groups(rank: int, sizes: tuple[int, int, int]) -> None:
-    groups = ProcessGroups(*sizes)
-    ranks = by_hand(rank, (sizes[0], 1, *sizes[1:]))
-    for axis, one in (("tensor", groups.tp_group), ("pipeline", groups.pp_group), ("data", groups.dp_group)):
-        assert dist.get_process_group_ranks(one) == ranks[axis]
-    assert (groups.tp_size, groups.pp_size, groups.dp_size) == sizes
-    places = [ranks[axis].index(rank) for axis in ("tensor", "pipeline", "data")]
-    assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
-    assert (groups.is_first_stage, groups.is_last_stage) == (places[1] == 0, places[1] == sizes[1] - 1)
-    groups.mesh.close()
-
-
 def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    for sizes in ((2, 2, 2), (1, 1, 8), (8, 1, 1), (1, 8, 1), (2, 4, 1)):
-        for rank in range(8):
-            with fake_world(8, rank):
-                three_groups(rank, sizes)
+    for sizes, rank in product([(2, 2, 2), (1, 1, 8), (8, 1, 1), (1, 8, 1), (2, 4, 1)], range(8)):
+        with fake_world(8, rank):
+            groups = ProcessGroups(*sizes)
+            ranks = by_hand(rank, (sizes[0], 1, *sizes[1:]))
+            found = {"tensor": groups.tp_group, "pipeline": groups.pp_group, "data": groups.dp_group}
+            for axis, group in found.items():
+                assert dist.get_process_group_ranks(group) == ranks[axis]
+            assert (groups.tp_size, groups.pp_size, groups.dp_size) == sizes
+            places = [ranks[axis].index(rank) for axis in found]
+            assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
+            assert (groups.is_first_stage, groups.is_last_stage) == (
+                places[1] == 0,
+                places[1] == sizes[1] - 1,
+            )
+            groups.mesh.close()
     with fake_world(12):
         groups = ProcessGroups(2, 3, 2)
         groups.log(1)
@@ -395,29 +403,18 @@ def train_llama(ours: bool, present: bool) -> tuple[bool, list[float]]:
     return used, losses
 
 
-def check_llama(ranks: list[Any], alone: Any, *, ours: bool) -> None:
-    for used, losses in ranks:
-        assert used is ours
-        assert losses == pytest.approx(alone[1], abs=1e-12)
-    assert alone[1][-1] < alone[1][0]
-
-
-def test_an_unmodified_llama_trains_on_two_ranks_as_on_one() -> None:
-    alone = run_ranks(1, train_llama, True, False)[0]
-    check_llama(run_ranks(2, train_llama, True, False), alone, ours=True)
-
-
-@pytest.mark.oracle("fairscale")
-def test_an_unmodified_llama_trains_as_on_fairscale() -> None:
-    alone = run_ranks(1, train_llama, True, True)[0]
-    for ours in (False, True):
-        check_llama(run_ranks(2, train_llama, ours, True), alone, ours=ours)
+@pytest.mark.parametrize("present", [False, pytest.param(True, marks=pytest.mark.oracle("fairscale"))])
+def test_an_unmodified_llama_trains_on_two_ranks_as_on_one_and_as_on_fairscale(present: bool) -> None:
+    ((_, alone),) = run_ranks(1, train_llama, True, present)
+    assert alone[-1] < alone[0]
+    for ours in {True, not present}:
+        for used, losses in run_ranks(2, train_llama, ours, present):
+            assert used is ours
+            assert losses == pytest.approx(alone, abs=1e-12)
 
 
 ABSENT = {
     "fairscale": """
-        from namedmesh.compat import fairscale as ours
-        ours.install(); ours.install()
         import fairscale.nn.model_parallel.initialize as fs_init
         import fairscale.nn.model_parallel as mpu
         from fairscale.nn.model_parallel import get_model_parallel_rank, initialize, layers, mappings, utils
@@ -425,27 +422,44 @@ ABSENT = {
         assert fs_init is initialize is ours.initialize and mpu is ours and layers is ours.layers and utils is ours.utils
         """,
     "ezpz": """
-        from namedmesh.compat import ezpz as ours
-        ours.install(); ours.install()
         import ezpz.tp as short
         import ezpz.tp.layers
         from ezpz.tp import get_tensor_parallel_rank, mappings
         from ezpz.tp.utils import VocabUtility
         assert short is ezpz.tp is ours.tp and ezpz.tp.layers is ours.tp.layers and mappings is ours.tp.mappings
         """,
+    "megatron": """
+        import megatron.core.parallel_state as ps
+        from megatron.core import mpu, parallel_state, tensor_parallel
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+        from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+        from megatron.core.tensor_parallel.utils import VocabUtility
+        assert ps is mpu is parallel_state is ours.parallel_state and tensor_parallel is ours.tensor_parallel
+        """,
+    "deepspeed": """
+        from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, _prime_factors
+        import deepspeed.runtime.pipe
+        assert deepspeed.runtime.pipe.topology.ProcessTopology is ours.ProcessTopology
+        """,
 }
 
 
 @pytest.mark.parametrize("package", ABSENT)
 def test_without_the_original_its_import_paths_are_made_up(package: str) -> None:
-    end = f"""
+    code = f"""
+        from namedmesh.compat import {package} as ours
+        before = set(sys.modules)
+        ours.install(); ours.install()
+        {ABSENT[package].strip()}
         ours.uninstall(); ours.uninstall()
+        assert set(sys.modules) == before
         try:
             import {package}
         except ModuleNotFoundError:
             print("gone")
         """
-    assert run_python(without(package) + textwrap.dedent(ABSENT[package]) + textwrap.dedent(end)) == "gone\n"
+    assert run_python(without(package) + textwrap.dedent(code)) == "gone\n"
 
 
 @pytest.mark.oracle("fairscale")
@@ -477,59 +491,54 @@ def test_with_fairscale_its_own_modules_answer_from_our_meshes(late: bool) -> No
     assert run_python(code, action="ignore") == "fairscale.nn.model_parallel.initialize\n"
 
 
-def axes_in_another_order() -> list[int]:
-    """What fairscale's first rank is where model-parallel ranks are no neighbors."""
-    fairscale.install()
-    from fairscale.nn.model_parallel import get_model_parallel_src_rank
-
-    mesh = namedmesh.init_mesh(tp=2, dp=-1)
-    with fairscale.bind(mesh):
-        told = [get_model_parallel_src_rank(), mesh.ranks("tp")[0]]
-    mesh.close()
-    return told
-
-
 @pytest.mark.oracle("fairscale")
 def test_the_first_rank_is_right_in_another_order_of_the_axes() -> None:
-    assert run_ranks(4, axes_in_another_order) == [[rank % 2] * 2 for rank in range(4)]
+    """Where model-parallel ranks are no neighbors."""
+    theirs = original(START)
+    fairscale.install()
+    for rank in range(4):
+        with fake_world(4, rank):
+            mesh = namedmesh.init_mesh(tp=2, dp=-1, device="cpu")
+            with fairscale.bind(mesh):
+                assert theirs.get_model_parallel_src_rank() == mesh.ranks("tp")[0] == rank % 2
+            mesh.close()
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------
 
-NOT_THERE = (
-    " is None: fairscale's model parallelism is not initialized; call initialize_model_parallel(...), or "
-    "namedmesh.compat.fairscale.bind(mesh) with a mesh that exists"
-)
-
 
 def test_mistakes_are_reported() -> None:
-    refuses(fairscale.get_model_parallel_group, AssertionError, "_MODEL_PARALLEL_GROUP" + NOT_THERE)
+    text = (
+        "_MODEL_PARALLEL_GROUP is None: fairscale's model parallelism is not initialized; call "
+        "initialize_model_parallel(...), or namedmesh.compat.fairscale.bind(mesh) with a mesh that exists"
+    )
+    refuses(fairscale.get_model_parallel_group, AssertionError, text)
     refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
+    assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
+    refuses(
+        tp.get_pipeline_parallel_rank,
+        AssertionError,
+        "_PIPELINE_PARALLEL_GROUP is None: ezpz's ... is not initialized; ...",
+    )
     start = fairscale.initialize_model_parallel
     refuses(lambda: start(1), AssertionError, "torch.distributed has no default group; ...")
     refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
     with fake_world(8):
         before = live_groups()
-        for sizes, text in (
-            ((2, 3), "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."),
-            ((0,), "axis 'tp' ..."),
-        ):
-            refuses(lambda sizes=sizes: start(*sizes), AssertionError, text)  # type: ignore[misc]
+        text = "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."
+        refuses(lambda: start(2, 3), AssertionError, text)
+        refuses(lambda: start(0), AssertionError, "axis 'tp' ...")
         assert live_groups() == before
         start(4)
         refuses(lambda: start(2), AssertionError, "fairscale's ... for ... tp=4 ...")
 
 
-BINDS: list[Callable[[Any], object]] = [
-    fairscale.bind,
-    ezpz.bind,
-    deepspeed.mpu,
-    deepspeed.PipelineParallelGrid.from_mesh,
-    megatron.bind,
-]
+BINDS: list[Callable[[Any], object]] = [fairscale.bind, ezpz.bind, deepspeed.mpu, GRID, megatron.bind]
 # What such a call says of a mesh of some axes, each of size 2.
 CANNOT = [
     (0, "dp xp", "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ..."),
+    (4, "dp ep", "axis 'ep' is one of the experts', ... leave it out of the mesh and add a view for it: ..."),
+    (4, "dp xp", "axis 'xp' has no place in Megatron's groups, which are over ...; did you mean ..."),
     (2, "dp ep", "axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; ..."),
     (2, "tq ep", "2 problems:\n ...axis 'tq' has no place in DeepSpeed's groups, ...axis 'ep' is one of ..."),
 ]

@@ -5,26 +5,17 @@ from __future__ import annotations
 import inspect
 import random
 from datetime import timedelta
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import (
-    answers,
-    asked,
-    last_only,
-    middle_and_last,
-    outcome,
-    random_case,
-    reset,
-    variable_names,
-    variables,
-)
+from legacy import more_arguments, outcome
+from megatron_cases import answers, asked, last_only, middle_and_last, random_case, reset, variable_names
 from megatron_newest import NEWEST, RELEASES, release
 from ranks import fake_world, live_groups, run_ranks, summed
+from torch.utils._pytree import tree_leaves
 
 import namedmesh
 from namedmesh import GroupOptions, NamedMeshError
@@ -60,40 +51,25 @@ def theirs(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_every_public_name_is_there_with_the_same_arguments() -> None:
     """What stands at another place in other releases is taken by name only."""
     with release("newest") as theirs:
-        functions = {
-            name: value
-            for name, value in vars(theirs).items()
-            if inspect.isfunction(value) and value.__module__ == theirs.__name__
-        }
+        functions = dict(inspect.getmembers(theirs, inspect.isfunction))
+        functions = {name: one for name, one in functions.items() if one.__module__ == theirs.__name__}
         del functions["_inject_gtp_remat_axis"]
         assert len(functions) >= 88
+        functions["RankGenerator"] = theirs.RankGenerator
         for name, function in functions.items():
-            ours = dict(inspect.signature(getattr(parallel_state, name)).parameters)
-            original = dict(inspect.signature(function).parameters)
-            assert list(ours)[: len(original)] == list(original), name
-            for argument, parameter in original.items():
-                assert ours[argument].default == parameter.default, (name, argument)
-            more = [ours[argument] for argument in ours if argument not in original]
-            assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in more), name
-        assert list(inspect.signature(vars(parallel_state)["RankGenerator"]).parameters) == list(
-            inspect.signature(theirs.RankGenerator).parameters
-        )
+            more = more_arguments(function, getattr(parallel_state, name))
+            assert all(one.kind is one.KEYWORD_ONLY for one in more), name
         for name in ("initialize_model_parallel", "destroy_model_parallel"):
             assert getattr(parallel_state, name).__doc__
 
 
+FLAGGED = "data_parallel_group data_parallel_world_size data_parallel_rank expert_data_parallel_group"
+
+
 def test_flags_that_moved_between_releases_are_keywords() -> None:
-    with fake_world(8, 5):
-        parallel_state.initialize_model_parallel(2, context_parallel_size=2, **NO_GLOO)
-        calls: list[Any] = [
-            parallel_state.get_data_parallel_group,
-            parallel_state.get_data_parallel_world_size,
-            parallel_state.get_data_parallel_rank,
-            parallel_state.get_expert_data_parallel_group,
-        ]
-        for call in calls:
-            with pytest.raises(TypeError, match="positional"):
-                call(True, True)
+    for name in FLAGGED.split():
+        with pytest.raises(TypeError, match="positional"):
+            getattr(parallel_state, f"get_{name}")(True, True)
 
 
 def test_every_module_level_variable_is_there(theirs: Any) -> None:
@@ -133,37 +109,23 @@ def test_the_same_answers_in_random_configurations(theirs: Any) -> None:
 
 
 def _outcome(initialize: Callable[..., object], module: Any, arguments: dict[str, Any], original: Any) -> Any:
-    told = outcome(partial(initialize, **arguments))
+    told = outcome(initialize, **arguments)
     if told is None:
-        told = answers(module, original) | variables(module, original)
+        told = answers(module, original)
     reset(module)
     return told
 
 
+# What a pipeline is asked for beside its size.
+PIPELINE = {"virtual_pipeline_model_parallel_size": 2, "get_embedding_ranks": middle_and_last}
+PIPELINE |= {"get_position_embedding_ranks": last_only}
 CASES_ON_GLOO = (
     asked(tp=2, pp=2),
-    asked(
-        tp=2,
-        cp=2,
-        ep=4,
-        etp=1,
-        num_distributed_optimizer_instances=2,
-        hierarchical_context_parallel_sizes=[2, 1],
-        create_all_gather_group=True,
-    ),
-    asked(
-        pp=4,
-        cp=2,
-        virtual_pipeline_model_parallel_size=2,
-        get_embedding_ranks=middle_and_last,
-        get_position_embedding_ranks=last_only,
-    ),
+    asked(tp=2, cp=2, ep=4, etp=1, create_all_gather_group=True)
+    | {"num_distributed_optimizer_instances": 2, "hierarchical_context_parallel_sizes": [2, 1]},
+    asked(pp=4, cp=2) | PIPELINE,
     asked(cp=4, hybrid_context_parallel=True, order="dp-cp-tp-pp-ep"),
 )
-
-
-def _on_gloo() -> list[Any]:
-    return [_case_on_gloo(arguments) for arguments in CASES_ON_GLOO]
 
 
 def _case_on_gloo(arguments: dict[str, Any]) -> Any:
@@ -181,43 +143,23 @@ def _case_on_gloo(arguments: dict[str, Any]) -> Any:
     shared = live_groups() - after < made
     right = []
     for name in variable_names(parallel_state):
-        for group in _groups_of(getattr(parallel_state, name)):
-            ranks = dist.get_process_group_ranks(group)
-            right.append(summed(group, dist.get_rank()) == sum(ranks) and dist.get_backend(group) == "gloo")
+        for group in tree_leaves(getattr(parallel_state, name)):
+            if isinstance(group, dist.ProcessGroup):
+                total = sum(dist.get_process_group_ranks(group))
+                right.append(summed(group, dist.get_rank()) == total and dist.get_backend(group) == "gloo")
     parallel_state.destroy_model_parallel()
     return told, right, shared, mesh.closed and live_groups() == after
-
-
-def _groups_of(value: Any) -> list[dist.ProcessGroup]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    values = value if isinstance(value, list) else [value]
-    return [each for each in values if isinstance(each, dist.ProcessGroup)]
 
 
 @pytest.mark.oracle("megatron.core")
 def test_the_same_answers_and_working_groups_on_gloo() -> None:
     with release("installed"):
-        found = run_ranks(8, _on_gloo, timeout=180)
+        found = run_ranks(8, lambda: [_case_on_gloo(arguments) for arguments in CASES_ON_GLOO], timeout=180)
     for results in found:
         for arguments, (told, right, shared, left) in zip(CASES_ON_GLOO, results, strict=True):
             assert told[0] == told[1], arguments
             assert len(right) >= 20
             assert all([*right, shared, left]), arguments
-
-
-def test_the_worked_example_of_sixteen_ranks() -> None:
-    data = [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
-    replica = [0, 1, 4, 5, 8, 9, 12, 13]
-    for rank in range(16):
-        with fake_world(16, rank):
-            parallel_state.initialize_model_parallel(2, 4, **NO_GLOO)
-            group = parallel_state.get_data_parallel_group()
-            assert tuple(dist.get_process_group_ranks(group)) == next(pair for pair in data if rank in pair)
-            mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-            assert (mine == replica) == (rank in replica)
-            assert parallel_state.get_pipeline_model_parallel_first_rank() == rank % 4
-            parallel_state.destroy_model_parallel()
 
 
 def _generated(module: Any, sizes: dict[str, int], order: str) -> Any:
@@ -235,30 +177,23 @@ def test_ranks_are_generated_as_by_the_original() -> None:
             sizes = {name: source.choice((1, 2, 3)) for name in ("tp", "dp", "pp", "cp", "ep")}
             sizes["ep" if source.random() < 0.5 else "cp"] = 1
             order = "-".join(source.sample(["tp", "dp", "pp", "cp", "ep"], source.choice((4, 5))))
-            told = [outcome(partial(_generated, each, sizes, order)) for each in (theirs, parallel_state)]
+            told = [outcome(_generated, each, sizes, order) for each in (theirs, parallel_state)]
             assert told[0] == told[1], (sizes, order)
         for world in (8, 24, 48, 25):
             for mask in product((True, False), repeat=3):
-                told = [
-                    outcome(partial(each.generate_masked_orthogonal_rank_groups, world, [2, 3, 4], mask))
-                    for each in (theirs, parallel_state)
-                ]
+                calls = [each.generate_masked_orthogonal_rank_groups for each in (theirs, parallel_state)]
+                told = [outcome(call, world, [2, 3, 4], mask) for call in calls]
                 assert told[0] == told[1], mask
 
 
-def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:
+def test_each_row_of_the_table_is_what_its_accessor_answers_on_the_mesh_s_groups() -> None:
     """The accessor that a row names answers with the row's variable, over the row's axes."""
     with fake_world(64, 13):
-        parallel_state.initialize_model_parallel(
-            2,
-            2,
-            context_parallel_size=2,
-            hierarchical_context_parallel_sizes=[2],
-            hybrid_context_parallel=True,
-            expert_model_parallel_size=2,
-            create_all_gather_group=True,
-        )
+        options = {"hierarchical_context_parallel_sizes": [2], "hybrid_context_parallel": True}
+        parallel_state.initialize_model_parallel(**asked(2, 2, 2, 2, create_all_gather_group=True, **options))
         mesh = megatron.current_mesh()
+        assert mesh is namedmesh.current_mesh()
+        assert mesh["tp"].get_group() is parallel_state.get_tensor_model_parallel_group()
         layouts = {"dense": mesh.layout, "expert": mesh.views["expert"]}
         compared = 0
         for row in MEGATRON_GROUPS:
@@ -272,6 +207,8 @@ def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:
             if row.members == "all" and axes:
                 ranks = list(layouts[row.view].group(13, *axes))
                 assert dist.get_process_group_ranks(value) == ranks, row.name
+                of_mesh = mesh.group(axes[0]) if len(axes) == 1 else mesh.flatten(*axes).get_group()
+                assert (value is of_mesh) != ("independent_all_gather" in flags), row.name
             compared += 1
         assert compared >= 25
 
@@ -295,16 +232,8 @@ MESHES: tuple[tuple[dict[str, int], dict[str, int], dict[str, Any], dict[str, An
         {"hierarchical_context_parallel_sizes": [2, 2]},
         asked(tp=2, cp=4, ep=8, etp=2),
     ),
-    (
-        {"pp": 4, "dp": 4, "tp": 2},
-        {},
-        {
-            "virtual_pipeline_model_parallel_size": 2,
-            "get_embedding_ranks": middle_and_last,
-            "get_position_embedding_ranks": last_only,
-        },
-        asked(tp=2, pp=4),
-    ),
+    ({"pp": 4, "dp": 4, "tp": 2}, {}, PIPELINE, asked(tp=2, pp=4)),
+    ({"dp": 16, "sp": 2}, {}, {}, asked(cp=2)),
     ({"dp": 32}, {}, {}, {}),
 )
 
@@ -322,14 +251,12 @@ def test_a_bound_mesh_answers_as_the_original_over_the_same_ranks(
             if experts:
                 mesh.add_view("expert", options=None, **experts)
             megatron.bind(mesh, **options)
-            told += [answers(each, theirs) | variables(each, theirs) for each in (theirs, parallel_state)]
+            told += [answers(each, theirs) for each in (theirs, parallel_state)]
             held = len(mesh.communicators)
             assert len({each.ranks for each in mesh.communicators}) == held
-            assert (
-                theirs.get_tensor_model_parallel_group() is parallel_state.get_tensor_model_parallel_group()
-            )
-            if "tp" in sizes:
-                assert theirs.get_tensor_model_parallel_group() is mesh.group("tp")
+            group = theirs.get_tensor_model_parallel_group()
+            assert group is parallel_state.get_tensor_model_parallel_group()
+            assert "tp" not in sizes or group is mesh.group("tp")
             megatron.bind(mesh, **options)
             assert len(mesh.communicators) == held
             mesh.close()
@@ -347,29 +274,13 @@ def test_a_bound_mesh_shards_weights_that_are_gathered_for_each_use() -> None:
     with release("newest") as theirs, fake_world(32, 13):
         with pytest.raises(AssertionError, match=r"\(gtp_remat\) are megatron-core's"):
             parallel_state.initialize_model_parallel(2, 2, context_parallel_size=2, **sizes)
-        told = _outcome(
-            partial(theirs.initialize_model_parallel, 2, 2, context_parallel_size=2), theirs, sizes, theirs
-        )
+        told = _outcome(theirs.initialize_model_parallel, theirs, asked(2, 2, 2) | sizes, theirs)
         megatron.install()
         mesh = namedmesh.init_mesh(pp=2, dp=-1, cp=2, gtp_remat=2, tp=2, device="cpu")
         mesh.add_view("expert", pp=2, edp=-1, egtp_remat=2, ep=2, etp=1)
         megatron.bind(mesh, **NO_GLOO)
         assert theirs.get_gtp_weight_remat_group() is mesh.group("gtp_remat")
-        assert told == answers(theirs) | variables(theirs, theirs)
-        mesh.close()
-
-
-def test_a_bound_mesh_keeps_the_options_of_its_groups() -> None:
-    slow = {"tp": GroupOptions(timeout=timedelta(hours=3))}
-    with fake_world(16, 5):
-        mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, options=slow, device="cpu")
-        with pytest.raises(TypeError, match="takes no order: the mesh determines it"):
-            megatron.bind(mesh, order="tp-dp")
-        megatron.bind(mesh, **NO_GLOO)
-        assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
-        assert parallel_state.get_pipeline_model_parallel_group() is mesh.group("pp")
-        parallel_state.destroy_model_parallel()
-        assert mesh.size("tp") == 2  # it was not Megatron's to close
+        assert told == answers(theirs)
         mesh.close()
 
 
@@ -378,33 +289,23 @@ def test_axes_of_an_open_mesh_with_another_timeout_are_on_its_groups() -> None:
         slow = {"tp": GroupOptions(timeout=timedelta(hours=1))}
         mesh = namedmesh.init_mesh(dp=4, tp=2, timeout=timedelta(minutes=10), options=slow, device="cpu")
         mesh.add_view("expert", edp=2, ep=4)
-        parallel_state.initialize_model_parallel(**asked(tp=2, ep=4, etp=1) | NO_GLOO)
-        assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
-        assert parallel_state.get_expert_model_parallel_group() is mesh.group("ep")
-        parallel_state.destroy_model_parallel()
-        assert mesh.size("tp") == 2
+        with pytest.raises(TypeError, match="takes no order: the mesh determines it"):
+            megatron.bind(mesh, order="tp-dp")
+        arguments = asked(tp=2, ep=4, etp=1) | NO_GLOO
+        starts: list[Callable[[], object]] = [lambda: megatron.bind(mesh, **NO_GLOO)]
+        starts.append(lambda: parallel_state.initialize_model_parallel(**arguments))
+        for start in starts:
+            start()
+            assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
+            assert parallel_state.get_expert_model_parallel_group() is mesh.group("ep")
+            parallel_state.destroy_model_parallel()
+            assert mesh.size("tp") == 2  # it was not Megatron's to close
         mesh.close()
         own = {"tp": GroupOptions(share=False)}
         mesh = namedmesh.init_mesh(dp=4, tp=2, options=own, device="cpu")
         with pytest.raises(namedmesh.MeshError, match="'tp' would be on another process group"):
             parallel_state.initialize_model_parallel(2, **NO_GLOO)
         mesh.close()
-
-
-def test_the_accessors_and_the_mesh_hand_out_the_same_groups() -> None:
-    with fake_world(16, 5):
-        options = asked(2, 2, 2, 2, create_all_gather_group=True) | NO_GLOO
-        parallel_state.initialize_model_parallel(**options)
-        mesh = megatron.current_mesh()
-        assert mesh is namedmesh.current_mesh()
-        assert mesh["tp"].get_group() is parallel_state.get_tensor_model_parallel_group()
-        assert mesh.flatten("dp", "cp").get_group() is parallel_state.get_data_parallel_group(True)
-        assert mesh.flatten("pp", "tp").get_group() is parallel_state.get_model_parallel_group()
-        assert mesh.group("ep") is parallel_state.get_expert_model_parallel_group()
-        assert mesh.group("edp") is parallel_state.get_expert_data_parallel_group()
-        second = parallel_state.get_data_parallel_group(True, independent_all_gather=True)
-        assert second is not mesh.group("dp_cp")
-        assert dist.get_process_group_ranks(second) == [*mesh.ranks("dp", "cp")]
 
 
 def _settings() -> list[Any]:
@@ -494,8 +395,8 @@ def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatc
         assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
 
 
-def test_the_original_s_own_initializations_before_do_not_count(theirs: Any) -> None:
-    """Its destruction leaves variables behind, which are nobody's assignment."""
+def test_the_original_s_own_initializations_before(theirs: Any) -> None:
+    """Its destruction leaves variables behind, which are nobody's assignment; what is not destroyed comes back after a mesh."""
     with fake_world(8, 3):
         theirs.initialize_model_parallel(2, 2, **NO_GLOO)
         theirs.destroy_model_parallel()
@@ -505,10 +406,7 @@ def test_the_original_s_own_initializations_before_do_not_count(theirs: Any) -> 
             assert megatron.current_mesh().size("tp") == sizes[0]
             theirs.destroy_model_parallel()
             assert all(not getattr(theirs, name) for name in variable_names(theirs))
-
-
-def test_what_was_made_before_comes_back_after_a_mesh(theirs: Any) -> None:
-    with fake_world(8, 3):
+        megatron.uninstall()
         theirs.initialize_model_parallel(2, **NO_GLOO)
         group = theirs.get_tensor_model_parallel_group()
         megatron.install()
@@ -524,9 +422,8 @@ def test_what_was_made_before_comes_back_after_a_mesh(theirs: Any) -> None:
 def test_containers_belong_to_one_initialization() -> None:
     with fake_world(8, 3):
         for expected in ({2}, set()):
-            parallel_state.initialize_model_parallel(
-                2, context_parallel_size=4, hybrid_context_parallel=bool(expected), **NO_GLOO
-            )
+            options = asked(tp=2, cp=4, hybrid_context_parallel=bool(expected)) | NO_GLOO
+            parallel_state.initialize_model_parallel(**options)
             assert set(parallel_state._HYBRID_DP_CP_GROUPS) == expected
             parallel_state.destroy_model_parallel()
 
@@ -540,9 +437,8 @@ def _own_groups() -> list[Any]:
     known = parallel_state._global_process_group_list
     told: list[Any] = []
     parallel_state.create_group([0, 3], group_desc="mine")
-    levels, gloo = parallel_state.create_hierarchical_groups(
-        rank, [0, 1, 2, 3], [2, 2], create_gloo_process_groups=True, group_desc="levels"
-    )
+    named: dict[str, Any] = {"create_gloo_process_groups": True, "group_desc": "levels"}
+    levels, gloo = parallel_state.create_hierarchical_groups(rank, [0, 1, 2, 3], [2, 2], **named)
     told.append([dist.get_process_group_ranks(level) for level in (*levels, *gloo)])
     hybrid = parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1, 2, 3], None)
     told.append({size: dist.get_process_group_ranks(group) for size, group in hybrid.items()})
@@ -583,11 +479,6 @@ def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
 # Mistakes.
 
 
-def nowhere(pp_ranks: list[int]) -> list[int]:
-    """A callback that makes no sense."""
-    return [rank + 100 for rank in pp_ranks]
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -595,12 +486,12 @@ def nowhere(pp_ranks: list[int]) -> list[int]:
         ({"virtual_pipeline_model_parallel_size": 2}, "set pipeline_model_parallel_size to 2 or more"),
         ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "the order .* has no place for it; add 'pp'"),
         ({"num_distributed_optimizer_instances": 3}, "which does not divide dp x cp = 8"),
-        (
-            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
-            r"\[2, 3\] multiply to 6",
-        ),
+        (asked(cp=4, hierarchical_context_parallel_sizes=[2, 3]), r"\[2, 3\] multiply to 6"),
         ({"use_sharp": True}, "settings of NCCL and SHARP, .* are megatron-core's: let it be installed"),
-        ({"pipeline_model_parallel_size": 2, "get_embedding_ranks": nowhere}, r"ranks \[100, 104\], which"),
+        (
+            {"pipeline_model_parallel_size": 2, "get_embedding_ranks": lambda _: [100, 104]},
+            r"ranks \[100, 104\], which",
+        ),
     ],
 )
 def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], text: str) -> None:
@@ -629,8 +520,7 @@ def test_use_before_and_twice() -> None:
     with fake_world(8):
         parallel_state.initialize_model_parallel(2, **NO_GLOO)
         told = answers(parallel_state)
-        with pytest.raises(
-            AssertionError, match=r"already initialized, for pp=1 x dp=4 x cp=1 x tp=2 .8 ranks.; "
-        ):
+        text = r"already initialized, for pp=1 x dp=4 x cp=1 x tp=2 .8 ranks.; "
+        with pytest.raises(AssertionError, match=text):
             parallel_state.initialize_model_parallel(4, **NO_GLOO)
         assert answers(parallel_state) == told

@@ -42,28 +42,21 @@ def test_torch_makes_the_mesh_where_its_axes_are_new() -> None:
     assert run_ranks(4, _made_by_torch) == [[("dp", "tp"), 1, True, 1, True, True]] * 4
 
 
-def _shared() -> list[bool]:
+def _shared() -> float:
     mesh = namedmesh.init_mesh(dp=2, cp=1, tp=2)
     mesh.flatten("dp", "cp")
     mesh.flatten("dp", "tp")
     other = namedmesh.init_mesh(a=2, b=1, c=2, options={"c": GroupOptions(share=False)})
     apart = namedmesh.init_mesh(x=2, y=2, options={"y": GroupOptions(share=False)})
-    told = [
-        mesh.group("dp", "cp") is mesh.group("dp"),
-        mesh.group("dp", "tp") is dist.group.WORLD,
-        other.group("a") is mesh.group("dp"),
-        other.group("c") is not mesh.group("tp"),
-        apart.group("y") is not other.group("c"),
-        other.group("b") is mesh.group("cp"),
-        summed(apart.group("y")) == 2.0,
-    ]
-    for each in (mesh, other, apart):
-        each.close()
-    return told
+    assert mesh.group("dp", "cp") is mesh.group("dp") is other.group("a")
+    assert mesh.group("dp", "tp") is dist.group.WORLD
+    assert other.group("c") not in {mesh.group("tp"), apart.group("y")}
+    assert other.group("b") is mesh.group("cp")
+    return summed(apart.group("y"))
 
 
 def test_one_communicator_for_one_set_of_ranks_and_options() -> None:
-    assert run_ranks(4, _shared) == [[True] * 7] * 4
+    assert run_ranks(4, _shared) == [2.0] * 4
 
 
 def _cycles() -> list[int]:
@@ -128,52 +121,38 @@ def _product(mesh: NamedMesh) -> float:
 def _reopened() -> list[float]:
     """Threads have caches of their own; a mesh that is opened again is equal to the first one."""
     told: list[float] = []
-
-    def in_a_thread(mesh: NamedMesh) -> None:
-        thread = threading.Thread(target=lambda: told.append(_product(mesh)))
-        thread.start()
-        thread.join()
-
-    for destroy in (False, False, True):
+    for destroy in (False, False, True, True):  # after the first True the groups are new
         mesh = namedmesh.init_mesh(dp=2, tp=2)
         told.append(_product(mesh))
-        in_a_thread(mesh)
+        thread = threading.Thread(target=lambda mesh: told.append(_product(mesh)), args=(mesh,))
+        thread.start()
+        thread.join()
         mesh.close(destroy_groups=destroy)
-    mesh = namedmesh.init_mesh(dp=2, tp=2)  # the groups are new: this thread's memory was cleared
-    told.append(_product(mesh))
     return told
 
 
 def test_a_reopened_mesh_computes_the_same_in_every_thread() -> None:
     for told in run_ranks(4, _reopened):
-        assert len(told) == 7
+        assert len(told) == 8
         assert all(first == pytest.approx(second) for first, second in pairwise(told))
 
 
-def _two_alive() -> list[float]:
-    first, second = namedmesh.init_mesh(dp=2, tp=2), namedmesh.init_mesh(dp=2, tp=2)
+def _two_alive() -> list[object]:
+    first, second, third = (namedmesh.init_mesh(dp=2, tp=2) for _ in range(3))
     found = [_product(first), _product(second)]
     first.close()
-    return [*found, _product(second)]
-
-
-def test_two_equal_meshes_at_once() -> None:
-    for told in run_ranks(4, _two_alive):
-        assert told == pytest.approx([told[0]] * 3)
-
-
-def _one_stays() -> list[object]:
-    first, second = namedmesh.init_mesh(dp=2, tp=2), namedmesh.init_mesh(dp=2, tp=2)
-    first.close(destroy_groups=True)
-    told: list[object] = [_product(second) > 0, first.closed]  # DTensor finds groups by name
+    found.append(_product(second))
+    third.close(destroy_groups=True)
+    found.append(_product(second))  # DTensor finds groups by name
+    told: list[object] = [found == pytest.approx([found[0]] * 4), first.closed, third.closed]
     second.close(destroy_groups=True)
     told.append(live_groups())
     dist.destroy_process_group()
     return told
 
 
-def test_what_an_open_mesh_uses_is_not_destroyed() -> None:
-    assert run_ranks(4, _one_stays) == [[True, True, 1]] * 4
+def test_of_equal_meshes_each_may_end_and_what_an_open_one_uses_is_not_destroyed() -> None:
+    assert run_ranks(4, _two_alive) == [[True, True, True, 1]] * 4
 
 
 def _new_default_group() -> list[object]:
@@ -205,28 +184,20 @@ def _ambiguous() -> list[str]:
     mesh.close()
     adopted = NamedMesh.from_device_mesh(theirs)
     told.append(str(summed(adopted.group("tp"))))
+    for _ in range(2):
+        mesh = namedmesh.init_mesh(dp=2, tp=-1, replace=True)
+        told += [str(namedmesh.current_mesh() is mesh), str(summed(mesh.group("tp")))]
     return told
 
 
-def test_names_that_torch_would_take_for_those_of_another_mesh_are_refused() -> None:
+def test_names_that_torch_would_take_for_those_of_another_mesh_are_refused_or_replaced() -> None:
     text = (
         "MeshError: 'tp' would be on another process group than the 'tp' of the open mesh over dp=2 x tp=2 (4 ranks), and "
         "torch takes meshes with the same names and ranks for one; share the groups (the same options on both meshes), "
         "close the other mesh first, or choose another name"
     )
-    assert run_ranks(4, _ambiguous) == [[text, "MeshError: 2 problems:\n  - 'dp'", "2.0"]] * 4
-
-
-def _replaced() -> list[object]:
-    told: list[object] = []
-    for _ in range(3):
-        mesh = namedmesh.init_mesh(dp=2, tp=-1, replace=True)
-        told.append((namedmesh.current_mesh() is mesh, summed(mesh.group("tp"))))
-    return told
-
-
-def test_a_mesh_may_replace_those_that_are_open() -> None:
-    assert run_ranks(4, _replaced) == [[(True, 2.0)] * 3] * 4
+    told = [text, "MeshError: 2 problems:\n  - 'dp'", "2.0", *["True", "2.0"] * 2]
+    assert run_ranks(4, _ambiguous) == [told] * 4
 
 
 # Adopted meshes.
@@ -239,12 +210,8 @@ def _part_of_the_world() -> list[object]:
         return [error_of(lambda: NamedMesh.from_device_mesh(theirs)).partition(";")[0]]
     mesh = NamedMesh.from_device_mesh(theirs)
     same = NamedMesh.from_groups({"a": theirs.get_group("dp"), "b": theirs.get_group("tp")})
-    told = [
-        repr(mesh.layout),
-        same.layout.rank_offset,
-        summed(mesh.group("tp"), dist.get_rank()),
-        mesh.ranks("dp"),
-    ]
+    total = summed(mesh.group("tp"), dist.get_rank())
+    told = [repr(mesh.layout), same.layout.rank_offset, total, mesh.ranks("dp")]
     return [*told, error_of(lambda: mesh.flatten("dp", "tp")).partition(";")[0]]
 
 
@@ -280,9 +247,7 @@ def test_a_view_can_be_adopted_too() -> None:
 # Products beside other axes.
 
 
-def _beside_tensor_parallelism(
-    sizes: dict[str, int], flat: tuple[str, ...], outer: str | None
-) -> list[float]:
+def _beside_tensor_parallelism(sizes: dict[str, int], outer: str | None, *flat: str) -> list[float]:
     mesh = namedmesh.init_mesh(sizes)
     name = mesh.flatten(*flat).mesh_dim_names[0]  # type: ignore[index]
     data = mesh[name] if outer is None else mesh[outer, name]
@@ -299,18 +264,16 @@ def _beside_tensor_parallelism(
     return tiny.losses(net, rows)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "flat", "outer"),
-    [
-        ({"dp": 2, "cp": 2, "tp": 2}, ("dp", "cp"), None),
-        ({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}, ("dp_shard", "cp"), "dp_replicate"),
-        ({"dp": 2, "pp": 2, "cp": 2, "tp": 1}, ("dp", "cp"), None),  # they do not adjoin
-    ],
-)
-def test_a_product_goes_together_with_the_axes_beside_it(
-    sizes: dict[str, int], flat: tuple[str, ...], outer: str | None
-) -> None:
-    by_rank = run_ranks(8, _beside_tensor_parallelism, sizes, flat, outer)
+PRODUCTS: list[tuple[Any, ...]] = [
+    ({"dp": 2, "cp": 2, "tp": 2}, None, "dp", "cp"),
+    ({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}, "dp_replicate", "dp_shard", "cp"),
+    ({"dp": 2, "pp": 2, "cp": 2, "tp": 1}, None, "dp", "cp"),  # they do not adjoin
+]
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_goes_together_with_the_axes_beside_it(product: tuple[Any, ...]) -> None:
+    by_rank = run_ranks(8, _beside_tensor_parallelism, *product)
     alone = tiny.losses(tiny.model(), tiny.batch(8))
     mean = [fmean(losses[step] for losses in by_rank) for step in range(len(alone))]
     assert mean == pytest.approx(alone, abs=1e-9)
@@ -319,29 +282,16 @@ def test_a_product_goes_together_with_the_axes_beside_it(
 # Selecting.
 
 
-class _Asking(torch.autograd.Function):
-    """Asks for the current mesh in its backward."""
-
-    @staticmethod
-    def forward(_: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _asked.append(namedmesh.current_mesh())
-        return gradient
-
-
-_asked: list[Any] = []
-
-
 def _selected() -> list[bool]:
     first, second = namedmesh.init_mesh(dp=2), namedmesh.init_mesh(tp=2)
     seen: list[Any] = []
+    in_backward: list[Any] = []
 
     def ask() -> None:
         seen.append(namedmesh.current_mesh())
-        _Asking.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+        value = torch.ones(1, requires_grad=True)
+        value.register_hook(lambda _: in_backward.append(namedmesh.current_mesh()))
+        value.clone().backward()
 
     with first:
         thread = threading.Thread(target=ask)
@@ -350,7 +300,7 @@ def _selected() -> list[bool]:
         with second:
             ask()
         ask()
-    return [seen == [first, second, first], _asked == seen]
+    return [seen == [first, second, first], in_backward == seen]
 
 
 def test_the_selection_is_the_processs() -> None:

@@ -17,53 +17,44 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_script_runs_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "near.py").write_text("word = 'beside'\n", encoding="utf-8")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, near\nfrom ezpz import tp\nprint(tp.__name__, __name__, near.word, sys.argv[1:])\n"
-        "raise OSError('its own')\n",
-        encoding="utf-8",
-    )
-
-    def run() -> tuple[str, str]:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), pytest.raises(OSError, match="its own") as caught:
-            main(["run", "--dialect", "ezpz", str(script), "--lr", "3"])
-        return out.getvalue(), str(caught.value)
-
-    out = "namedmesh.compat.ezpz __main__ beside ['--lr', '3']\n"
-    assert run_ranks(1, run, init=False) == [(out, "its own")]
-    with pytest.raises(SystemExit) as caught:
-        main(["run", "nowhere.py"])
-    assert caught.value.code == 2
+SHOW = "import sys\nfrom ezpz import tp\nprint(tp.__name__, __name__, near.word, sys.argv[1:])\n"
 
 
-def test_a_module_runs_unchanged(tmp_path: Path) -> None:
+def _run(folder: Path, *words: str) -> list[str]:
+    """What ``namedmesh run`` prints in a folder, and what it ends with."""
+    os.chdir(folder)
+    out, err = io.StringIO(), io.StringIO()
+    end: object = None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            end = main(["run", "--dialect", "ezpz", *words])
+        except (OSError, SystemExit) as error:
+            end = error
+    errors = [line for line in err.getvalue().splitlines() if ": error: " in line]
+    return [*out.getvalue().splitlines(), *errors, repr(end)]
+
+
+def test_a_script_and_a_module_run_unchanged(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("from ezpz import tp\n", encoding="utf-8")
     (package / "near.py").write_text("word = 'beside'\n", encoding="utf-8")
-    (package / "job.py").write_text(
-        "import sys\nfrom . import near, tp\n"
-        "print(tp.__name__, __name__, near.word, sys.argv[1:], sys.modules['__main__'].near is near)\n",
-        encoding="utf-8",
-    )
-
-    def run() -> tuple[str, str]:
-        os.chdir(tmp_path)
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            assert main(["run", "--dialect", "ezpz", "-m", "package.job", "-m", "--lr"]) == 0
-            for missing in ("package.jobs", "packages.job"):
-                with pytest.raises(SystemExit):
-                    main(["run", "--dialect", "ezpz", "-m", missing])
-        errors = [line for line in err.getvalue().splitlines(keepends=True) if ": error: " in line]
-        return out.getvalue(), "".join(errors)
-
-    out = "namedmesh.compat.ezpz __main__ beside ['-m', '--lr'] True\n"
-    err = "namedmesh run: error: there is no module 'package.jobs'\nnamedmesh run: error: there is no module 'packages.job'\n"
-    assert run_ranks(1, run, init=False) == [(out, err)]
+    (package / "script.py").write_text(f"import near\n{SHOW}raise OSError('its own')\n", encoding="utf-8")
+    module = f"from . import near\n{SHOW}assert sys.modules['__main__'].near is near\n"
+    (package / "job.py").write_text(module, encoding="utf-8")
+    told = {
+        (str(package / "script.py"), "--lr", "3"): ["beside ['--lr', '3']", "OSError('its own')"],
+        ("-m", "package.job", "-m", "--lr"): ["beside ['-m', '--lr']", "0"],
+        ("-m", "package.jobs"): ["there is no module 'package.jobs'", "SystemExit(2)"],
+        ("-m", "packages.job"): ["there is no module 'packages.job'", "SystemExit(2)"],
+        ("nowhere.py",): ["", "SystemExit(2)"],
+    }
+    for words, (text, end) in told.items():
+        ((*shown, ended),) = run_ranks(1, _run, tmp_path, *words, init=False)
+        known = "namedmesh run: error: " if end == "SystemExit(2)" else "namedmesh.compat.ezpz __main__ "
+        assert len(shown) == 1
+        assert shown[0].startswith(known + text)
+        assert ended == end
 
 
 ORIGINALS = {
