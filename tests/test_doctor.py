@@ -72,7 +72,7 @@ def checked_with_wrong_groups(*wrong: int) -> Any:
     rank = dist.get_rank()
     group = pp if rank in wrong else tp
     groups = [Group("tp", (rank - rank % 2, rank - rank % 2 + 1), group)]
-    return check_groups(groups, rank, torch.device("cpu"), timedelta(seconds=3))
+    return check_groups(groups, torch.device("cpu"), timedelta(seconds=3))
 
 
 def test_a_wrong_group_is_named_with_its_axis_and_ranks() -> None:
