@@ -13,6 +13,7 @@ from libcst.metadata import (
     ExpressionContextProvider,
     MetadataWrapper,
     PositionProvider,
+    QualifiedName,
     QualifiedNameProvider,
     QualifiedNameSource,
     ScopeProvider,
@@ -78,10 +79,8 @@ class _Replacer(cst.CSTTransformer):
         """Note imports, which are not replaced, functions that are called, and where f-strings begin."""
         if isinstance(node, cst.ImportFrom):
             module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
-            if not isinstance(node.names, cst.ImportStar):
-                self.imports += [
-                    Imported(module, one.evaluated_name, one.evaluated_alias) for one in node.names
-                ]
+            names = () if isinstance(node.names, cst.ImportStar) else node.names
+            self.imports += [Imported(module, one.evaluated_name, one.evaluated_alias) for one in names]
         elif isinstance(node, cst.Import):
             self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
         elif isinstance(node, cst.FormattedString):
@@ -100,9 +99,7 @@ class _Replacer(cst.CSTTransformer):
             return self._used(original_node, updated_node, original_node)
         return updated_node
 
-    def _used(
-        self, node: cst.BaseExpression, updated: cst.BaseExpression, name: cst.BaseExpression
-    ) -> cst.BaseExpression:
+    def _used(self, node: Any, updated: Any, name: cst.BaseExpression) -> Any:
         """Note a use of a legacy name; return what replaces it, or where that is not certain or it is none, what stands there."""
         names = [*self.get_metadata(QualifiedNameProvider, name, ())]
         for one in names:
@@ -154,12 +151,9 @@ def _arguments(node: cst.BaseExpression) -> list[tuple[str, str]] | None:
 def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
     """Return whether a file binds the name namedmesh to something else than the package."""
     scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope is not None}
-    nodes = [getattr(one, "node", None) for scope in scopes for one in scope.assignments["namedmesh"]]
-    imported = [node for node in nodes if isinstance(node, cst.Import)]
-    names = {
-        one.evaluated_name for node in imported for one in node.names if one.evaluated_alias == "namedmesh"
-    }
-    return len(imported) < len(nodes) or bool(names)
+    bound = [one for scope in scopes for one in scope.assignments["namedmesh"]]
+    package = {QualifiedName("namedmesh", QualifiedNameSource.IMPORT)}
+    return any(one.get_qualified_names_for("namedmesh") != package for one in bound)
 
 
 def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True) -> Changes:
@@ -167,9 +161,6 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewr
 
     ``initialize_model_parallel`` becomes a mesh, ``bound`` to Megatron. Imports of names that are ``kept`` stay, as other modules
     take them from this one. Without ``rewrite`` the source is returned as it was.
-
-    Raises:
-        libcst.ParserSyntaxError: the source is no Python.
     """
     wrapper = MetadataWrapper(cst.parse_module(source))
     replacer = _Replacer(bound, _own_namedmesh(wrapper))
@@ -185,6 +176,5 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewr
     for one in replacer.imports:
         if one.of_api and (one.alias or one.name) not in kept:
             RemoveImportsVisitor.remove_unused_import(context, *one)
-    return Changes(
-        replacer.found, RemoveImportsVisitor(context).transform_module(module).code, replacer.imports
-    )
+    module = RemoveImportsVisitor(context).transform_module(module)
+    return Changes(replacer.found, module.code, replacer.imports)
