@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -88,14 +89,11 @@ def test_every_row_answers_as_megatron_does(sizes: dict[str, int], rank: int, vi
             expert_tensor_parallel_size=1, create_gloo_process_groups=False,
         )  # fmt: skip
         mesh = namedmesh.init_mesh(layout)
-        try:
-            compared = compare_rows(MEGATRON, parallel_state, mesh)
-        finally:
-            mesh.close()
-            parallel_state.destroy_model_parallel()
+        compared = compare_rows(MEGATRON, parallel_state, mesh)
+        mesh.close()
+        parallel_state.destroy_model_parallel()
     left = {name for name in MEGATRON if "gloo" not in name.lower()} - compared
-    names = {"destroy_model_parallel"}
-    assert left - names <= {"get_embedding_group", "get_position_embedding_group"}
+    assert left <= {"destroy_model_parallel", "get_embedding_group", "get_position_embedding_group"}
 
 
 @pytest.mark.oracle("fairscale")
@@ -146,10 +144,8 @@ def test_initialization_gives_the_groups_of_megatron(arguments: str) -> None:
     if advice.once:
         getters |= {"ep": "expert_model", "etp": "expert_tensor", "edp": "expert_data"}
     with fake_world(16, 9):
-        call = (
-            f"initialize_model_parallel({arguments}{', ' * bool(arguments)}create_gloo_process_groups=False)"
-        )
-        eval(call, dict(vars(parallel_state)))  # noqa: S307
+        init = partial(parallel_state.initialize_model_parallel, create_gloo_process_groups=False)
+        eval(f"init({arguments})", {"init": init})  # noqa: S307
         mesh = names["mesh"] = eval(advice.new, names)  # noqa: S307
         for statement in advice.once:
             exec(statement, names)  # noqa: S102
@@ -161,22 +157,19 @@ def test_initialization_gives_the_groups_of_megatron(arguments: str) -> None:
     assert bool(advice.doubt) == ("expert" in arguments)
 
 
-# What is certain is replaced; calls, their imports, and what is written.
+FROM = '"""Doc."""\nfrom megatron.core.parallel_state import'
+FAIR = "from fairscale.nn.model_parallel.initialize import"
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (f"{USE}mpu.get_data_parallel_rank()\n", f"import namedmesh\n\n{NEW}\n"),
         ("import megatron.core.parallel_state as ps\nx = ps.get_data_parallel_rank() + 1\n", f"import namedmesh\n\nx = {NEW} + 1\n"),
         ("import megatron.core\nmegatron.core.mpu.get_data_parallel_rank()\n", f"import megatron.core\nimport namedmesh\n\n{NEW}\n"),
-        (
-            '"""Doc."""\nfrom megatron.core.parallel_state import get_data_parallel_rank as r, other\nr(), other\n',
-            f'"""Doc."""\nfrom megatron.core.parallel_state import other\nimport namedmesh\n\n{NEW}, other\n',
-        ),
+        (f"{FROM} get_data_parallel_rank as r, other\nr(), other\n", f"{FROM} other\nimport namedmesh\n\n{NEW}, other\n"),
         (f"import namedmesh\n{USE}mpu.get_data_parallel_rank()\n", f"import namedmesh\n{NEW}\n"),
-        (
-            "from fairscale.nn.model_parallel.initialize import get_model_parallel_rank\nget_model_parallel_rank()\n",
-            'import namedmesh\n\nnamedmesh.current_mesh().rank("tp")\n',
-        ),
+        (f"{FAIR} get_model_parallel_rank as r\nr()\n", 'import namedmesh\n\nnamedmesh.current_mesh().rank("tp")\n'),
         (f"{USE}x = mpu._TENSOR_MODEL_PARALLEL_GROUP\n", 'import namedmesh\n\nx = namedmesh.current_mesh().group("tp")\n'),
         (f"{USE}-mpu.get_data_parallel_rank(True)\n", 'import namedmesh\n\n-namedmesh.current_mesh().rank("dp", "cp")\n'),
         (f"{USE}if x:\r\n    mpu.get_data_parallel_rank()\r\n", f"import namedmesh\n\nif x:\r\n    {NEW}\r\n"),

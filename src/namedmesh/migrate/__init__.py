@@ -25,8 +25,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     text = "replace what is certain and drop imports that nothing uses any more, and report the rest; git is the backup"
     how.add_argument("--write", action="store_true", help=text)
-    text = "write although git has uncommitted changes there, or no git is there"
-    parser.add_argument("--force", action="store_true", help=text)
+    parser.add_argument("--force", action="store_true", help="write although git is no backup there")
 
 
 def _check_clean(paths: Sequence[Path]) -> None:
@@ -66,7 +65,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
     """Scan, report, and perhaps write; 1 if a file could not be read."""
     if arguments.write and not arguments.force:
         _check_clean(arguments.paths)
-    sources: dict[Path, None] = {}
+    sources = dict[Path, None]()
     for path in arguments.paths:
         sources |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
     texts, found, problems = _scan([*sources])

@@ -51,11 +51,6 @@ class Imported(NamedTuple):
         """The dotted name of what is imported."""
         return self.module if self.name is None else f"{self.module}.{self.name}"
 
-    @property
-    def of_api(self) -> bool:
-        """Whether it is an API, or something of one."""
-        return self.module in APIS or self.full in APIS
-
 
 class Changes(NamedTuple):
     """What is found in one file: the uses, in their order, the source with the certain ones replaced, its other imports."""
@@ -118,23 +113,20 @@ class _Replacer(cst.CSTTransformer):
             if isinstance(node, cst.Name):
                 return updated
             old, advice = f"{leaf} = ...", Advice("", doubt=_ASSIGNED)
-        doubts = [
-            (advice.doubt != "", advice.doubt),
-            ("#" in code, "a comment stands between its arguments"),
-            (len(names) > 1, "the name can be something else here"),
-            (module not in APIS, f"through {module}, which is not followed"),
-            (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
-            (self.own, "the file has a namedmesh of its own"),
-        ]
-        advice = advice._replace(doubt=next((text for holds, text in doubts if holds), ""))
+        doubts = {
+            advice.doubt: bool(advice.doubt),
+            "a comment stands between its arguments": "#" in code,
+            "the name can be something else here": len(names) > 1,
+            f"through {module}, which is not followed": module not in APIS,
+            "in an f-string, whose quotation marks may be in the way": self.quoted > 0,
+            "the file has a namedmesh of its own": self.own,
+        }
+        advice = advice._replace(doubt=next((text for text, holds in doubts.items() if holds), ""))
         self.found.append(Finding(self.get_metadata(PositionProvider, node).start.line, old, advice))
         if advice.doubt:
             return updated
         new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", advice.new)
-        expression = cst.parse_expression(new)
-        if isinstance(expression, (cst.Call, cst.Attribute, cst.Subscript)):
-            return expression
-        return expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        return cst.parse_expression(new)  # a call or a subscript: what is certain needs no parentheses
 
 
 _ASSIGNED = "an assignment changes what legacy calls answer, and no mesh"
@@ -174,7 +166,7 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewr
         AddImportsVisitor.add_needed_import(context, "namedmesh.compat.megatron")
     module = AddImportsVisitor(context).transform_module(module)
     for one in replacer.imports:
-        if one.of_api and (one.alias or one.name) not in kept:
+        if (one.module in APIS or one.full in APIS) and (one.alias or one.name) not in kept:
             RemoveImportsVisitor.remove_unused_import(context, *one)
     module = RemoveImportsVisitor(context).transform_module(module)
     return Changes(replacer.found, module.code, replacer.imports)
