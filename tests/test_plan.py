@@ -182,6 +182,9 @@ def test_the_shown_commands_print_that() -> None:
         assert kept == text, f"{name}: run examples/plan/make.py, and read what changed"
 
 
+JOB = "--layers 1 --hidden 64 --heads 4 --vocab 99999 --seq 4096 --global-batch 4"
+
+
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
@@ -189,6 +192,9 @@ def test_the_shown_commands_print_that() -> None:
         ("plan tp=2 --gpus-per-node 0", 2, "argument --gpus-per-node: invalid positive value: '0'"),
         ("partitions --world-size 8 --config /nowhere", 2, "/nowhere/config.json cannot be read: "),
         ("partitions --world-size 8 --explain dp=8", 2, "--explain was given ['dp=8']; give two layouts"),
+        ("partitions --world-size 8 --explain", 1, "a ranking needs layers"),
+        (f"partitions --world-size 1 {JOB} --memory 1 --explain", 3, "nothing fits; the nearest"),
+        (f"partitions --world-size 1 {JOB} --explain", 0, "The fastest, with"),
         ("diff --a tp=2 --b tp=2", 0, ""),
         ("plan --word-size 8", 2, "unrecognized arguments: --word-size; did you mean '--world-size'?\n"),
         ("shard --in 8", 2, "invalid choice: 'shard'"),

@@ -320,14 +320,13 @@ def _run(arguments: Namespace) -> int:
     elif arguments.best:
         listed = best_partitions(partitions, arguments.best)
     parts.append(_table(listed))
-    best = best_partitions(partitions, 2) if fitting and not job.missing else ()
-    if arguments.explain is not None:
-        two = [find_partition(partitions, parse_spec(text)[1]) for text in arguments.explain] or best
-        if len(two) != 2:  # noqa: PLR2004  two are compared
-            raise UsageError(
-                f"--explain was given {arguments.explain}; give two layouts, or none where two fit"
-            )
-        parts.append(explain(*two))
+    ranked = not job.missing or arguments.explain == []
+    best = best_partitions(partitions, 2) if fitting and ranked else ()
+    two = [find_partition(partitions, parse_spec(text)[1]) for text in arguments.explain or ()]
+    if arguments.explain and len(two) != 2:  # noqa: PLR2004  two are compared
+        raise UsageError(f"--explain was given {arguments.explain}; give two layouts, or none")
+    if two or (arguments.explain == [] and best[1:]):
+        parts.append(explain(*(two or best)))
     if best:
         parts.append(f"The fastest, with {best[0].policies}:\n  {best[0].call}")
     sys.stdout.write("\n\n".join(parts) + "\n")
