@@ -139,7 +139,8 @@ def _tokens(figure: float, unit: str, job: plan.Job, gpus: int) -> float:
 def place(run: Run) -> str:
     """Return the place of the published layout among all that fit, or that need no more memory than it."""
     needed, has = plan.estimate_memory(run.job, run.axes).total, run.job.hardware.memory
-    partitions = plan.list_partitions(run.gpus, run.job, memory=max(needed, has), margin=0, dp_replicate=1)
+    job = replace(run.job, hardware=replace(run.job.hardware, memory=max(needed, has)))
+    partitions = plan.list_partitions(run.gpus, job, margin=0, dp_replicate=1)
     published = plan.find_partition(partitions, run.axes._asdict())
     if published.memory is None:
         return "none"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _WARM, _ROUNDS = 3, 9
 _SLOWEST = 8  # pairs of hosts that are shown
 
+Problem = tuple[str, str]  # an axis, and a sentence
+
 
 class Group(NamedTuple):
     """A group to check: its axis, the ranks that should be in it, and the group itself."""
@@ -37,16 +39,14 @@ class Group(NamedTuple):
 
 def _configure(parser: ArgumentParser) -> None:
     add_layout(parser)
-    text = "seconds to wait for a rank, or for a collective (default: %(default)g)"
+    text = "seconds to wait for a rank, or for a collective (default: 60)"
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=text)
     parser.add_argument("--device", help="cpu, cuda, or one device (default: what torch finds)")
-    parser.add_argument("--backend", help="backend of the groups (default: torch's for the device)")
     text = "size of the large all-reduce (default: 4, on a GPU 64)"
     parser.add_argument("--megabytes", type=float, metavar="M", help=text)
 
 
 def _run(arguments: Namespace) -> int:
-    """Check a layout on the ranks of this job; the first one prints what all of them measured."""
     import torch.distributed as dist
 
     from namedmesh import launch
@@ -56,7 +56,7 @@ def _run(arguments: Namespace) -> int:
     spec, sizes = layout_arguments(arguments)
     parse_spec(spec)  # what cannot be read is said before the ranks look for each other
     timeout = timedelta(seconds=arguments.timeout)
-    device = launch.init(arguments.device, backend=arguments.backend, timeout=timeout)
+    device = launch.init(arguments.device, timeout=timeout)
     try:
         world = dist.get_world_size()
         arrangement = resolve(spec, world_size=world, **sizes)
@@ -65,19 +65,18 @@ def _run(arguments: Namespace) -> int:
 
         gathered = partial(from_all, reports)
         mesh = init_mesh(arrangement.dense, device=device.type)
-        axes = dict.fromkeys(arrangement.dense)
+        axes = [*arrangement.dense]
         if arrangement.expert is not None:
-            views: dict[str, Any] = dict(arrangement.expert.items())
-            mesh.add_view("expert", **views)
-            axes |= dict.fromkeys(arrangement.expert)
+            mesh.add_view("expert", **dict[str, Any](arrangement.expert.items()))
+            axes += [axis for axis in arrangement.expert if axis not in axes]
         groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes if mesh.size(axis) > 1]
         groups.append(Group("world", tuple(range(world)), dist.group.WORLD))
-        found = gathered(check_groups(groups, dist.get_rank(), device, timeout))
+        found = gathered(check_groups(groups, device, timeout))
         if any(found):
             raise AgreementError(*problems_of(found))
         hosts = gathered(socket.gethostname())
         megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
-        each = gathered(measure(groups, hosts, device, megabytes))
+        each = gathered(measure(groups, hosts, device, round(megabytes * 2**20)))
         mesh.close()
         if dist.get_rank() == 0:
             where = f"{dist.get_backend()} on {device.type}, {count_of(len(set(hosts)), 'host')}"
@@ -87,24 +86,22 @@ def _run(arguments: Namespace) -> int:
     return 0
 
 
-def problems_of(found: Sequence[tuple[str, str] | None]) -> list[str]:
-    """Return the problems that ranks found, an axis and a sentence by rank, each once with all of its ranks."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, problem in enumerate(found):
-        if problem:
-            ranks.setdefault(problem, []).append(rank)
-    return [f"axis {axis}, {ranks_in_words(those)}: {problem}" for (axis, problem), those in ranks.items()]
+def problems_of(found: Sequence[Problem | None]) -> list[str]:
+    """Return what ranks found, each problem once with all of its ranks."""
+    problems = []
+    for problem in filter(None, dict.fromkeys(found)):
+        ranks = [rank for rank, own in enumerate(found) if own == problem]
+        problems.append(f"axis {problem[0]}, {ranks_in_words(ranks)}: {problem[1]}")
+    return problems
 
 
-def check_groups(
-    groups: Sequence[Group], rank: int, device: torch.device, timeout: timedelta
-) -> tuple[str, str] | None:
+def check_groups(groups: Sequence[Group], device: torch.device, timeout: timedelta) -> Problem | None:
     """Return the axis and the problem of the first group whose ranks, or whose sum, are wrong; later ones would mean nothing."""
     import torch
     import torch.distributed as dist
 
     for axis, ranks, group in groups:
-        own = torch.tensor([rank], device=device)
+        own = torch.tensor([dist.get_rank()], device=device)
         members = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         try:
             _wait(dist.all_gather(members, own, group=group, async_op=True), timeout)
@@ -137,9 +134,7 @@ class Measured(NamedTuple):
     links: dict[str, float]
 
 
-def measure(
-    groups: Sequence[Group], hosts: Sequence[str], device: torch.device, megabytes: float
-) -> Measured:
+def measure(groups: Sequence[Group], hosts: Sequence[str], device: torch.device, size: int) -> Measured:
     """Return the seconds of a matrix product, of small and large all-reduces, and of messages to the host that this one is paired with.
 
     A ring sends 2 (n-1)/n of an all-reduce's bytes over each link; that is what counts, whatever the algorithm.
@@ -148,8 +143,8 @@ def measure(
     import torch.distributed as dist
 
     rank, matrix = dist.get_rank(), torch.ones(2 * [256 if device.type == "cpu" else 4096], device=device)
-    small, large = torch.zeros(1, device=device), torch.zeros(max(1, int(megabytes * 2**18)), device=device)
-    size, axes, links = large.numel() * large.itemsize, {}, {}
+    small, large = torch.zeros(1, device=device), torch.zeros(max(1, size // 4), device=device)
+    axes, links = {}, {}
 
     def timed(action: Callable[[], object]) -> float:
         times = []
@@ -185,16 +180,10 @@ def measure(
 
 
 def host_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return one round of pairs of hosts, by the first rank of each; of an odd number the last meets the first.
-
-    Example:
-        >>> host_pairs(["a", "a", "b", "b", "c"])
-        [(0, 2), (4, 0)]
-    """
+    """Return one round of pairs of hosts, by the first rank of each; of an odd number the last meets the first."""
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    if len(firsts) == 1:
-        return []
-    return list(zip(firsts[::2], [*firsts[1::2], firsts[0]], strict=False))
+    pairs = zip(firsts[::2], [*firsts[1::2], firsts[0]], strict=False)
+    return [(first, second) for first, second in pairs if first != second]
 
 
 def report_text(each: Sequence[Measured]) -> str:
@@ -212,12 +201,10 @@ def report_text(each: Sequence[Measured]) -> str:
         lines = [f"  {pair}: {speed / 1e9:.3g} GB/s" for speed, pair in links[:_SLOWEST]]
         parts.append("\n".join([f"{count_of(len(links), 'pair')} of hosts, the slowest first:", *lines]))
     times = [one.local for one in each]
-    factor = max(times) / statistics.median(times)
-    slowest = times.index(max(times))
+    slowest, factor = times.index(max(times)), max(times) / statistics.median(times)
     parts.append(f"slowest rank: {slowest}, {factor:.2f} times the median for work of its own")
     return "\n\n".join(parts)
 
 
 _SUMMARY = "under torchrun: check every group of a layout with a collective, and measure each axis"
 COMMANDS = {"doctor": (_SUMMARY, _configure, _run)}
-"""The summary of the command, the function that declares its arguments, and the one that runs it."""

@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    text = "a module, or a folder of them"
-    parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help=text)
+    parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help="a module, or a folder of them")
     how = parser.add_mutually_exclusive_group()
-    text = "show what --write would change, and report the rest"
-    how.add_argument("--diff", action="store_true", help=text)
+    how.add_argument(
+        "--diff", action="store_true", help="show what --write would change, and report the rest"
+    )
     text = "replace what is certain and drop imports that nothing uses any more, and report the rest; git is the backup"
     how.add_argument("--write", action="store_true", help=text)
-    text = "write although git has uncommitted changes there, or no git is there"
-    parser.add_argument("--force", action="store_true", help=text)
+    parser.add_argument("--force", action="store_true", help="write although git is no backup there")
 
 
 def _check_clean(paths: Sequence[Path]) -> None:
@@ -36,8 +35,8 @@ def _check_clean(paths: Sequence[Path]) -> None:
         words = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
         done = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603  our own words
         if done.returncode or done.stdout:
-            found = "is in no git repository" if done.returncode else "has uncommitted changes"
-            raise UsageError(f"{str(path)!r} {found}; commit, or give --force to write anyway")
+            said = done.stderr or f"uncommitted changes:\n{done.stdout}"
+            raise UsageError(f"git says of {path}: {said}Commit, or give --force to write anyway")
 
 
 def _scan(paths: Sequence[Path]) -> tuple[dict[Path, str], dict[Path, Changes], list[str]]:
@@ -66,7 +65,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
     """Scan, report, and perhaps write; 1 if a file could not be read."""
     if arguments.write and not arguments.force:
         _check_clean(arguments.paths)
-    sources: dict[Path, None] = {}
+    sources = dict[Path, None]()
     for path in arguments.paths:
         sources |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
     texts, found, problems = _scan([*sources])
@@ -126,11 +125,5 @@ def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-COMMANDS = {
-    "migrate": (
-        "list every use of Megatron's and fairscale's groups in some code, and the mesh call for each",
-        _configure,
-        _migrate,
-    )
-}
-"""The summary of the command, the function that declares its arguments, and the one that runs it."""
+_SUMMARY = "list every use of Megatron's and fairscale's groups in some code, and the mesh call for each"
+COMMANDS = {"migrate": (_SUMMARY, _configure, _migrate)}

@@ -13,6 +13,7 @@ from libcst.metadata import (
     ExpressionContextProvider,
     MetadataWrapper,
     PositionProvider,
+    QualifiedName,
     QualifiedNameProvider,
     QualifiedNameSource,
     ScopeProvider,
@@ -50,11 +51,6 @@ class Imported(NamedTuple):
         """The dotted name of what is imported."""
         return self.module if self.name is None else f"{self.module}.{self.name}"
 
-    @property
-    def of_api(self) -> bool:
-        """Whether it is an API, or something of one."""
-        return self.module in APIS or self.full in APIS
-
 
 class Changes(NamedTuple):
     """What is found in one file: the uses, in their order, the source with the certain ones replaced, its other imports."""
@@ -78,10 +74,8 @@ class _Replacer(cst.CSTTransformer):
         """Note imports, which are not replaced, functions that are called, and where f-strings begin."""
         if isinstance(node, cst.ImportFrom):
             module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
-            if not isinstance(node.names, cst.ImportStar):
-                self.imports += [
-                    Imported(module, one.evaluated_name, one.evaluated_alias) for one in node.names
-                ]
+            names = () if isinstance(node.names, cst.ImportStar) else node.names
+            self.imports += [Imported(module, one.evaluated_name, one.evaluated_alias) for one in names]
         elif isinstance(node, cst.Import):
             self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
         elif isinstance(node, cst.FormattedString):
@@ -100,9 +94,7 @@ class _Replacer(cst.CSTTransformer):
             return self._used(original_node, updated_node, original_node)
         return updated_node
 
-    def _used(
-        self, node: cst.BaseExpression, updated: cst.BaseExpression, name: cst.BaseExpression
-    ) -> cst.BaseExpression:
+    def _used(self, node: Any, updated: Any, name: cst.BaseExpression) -> Any:
         """Note a use of a legacy name; return what replaces it, or where that is not certain or it is none, what stands there."""
         names = [*self.get_metadata(QualifiedNameProvider, name, ())]
         for one in names:
@@ -121,23 +113,20 @@ class _Replacer(cst.CSTTransformer):
             if isinstance(node, cst.Name):
                 return updated
             old, advice = f"{leaf} = ...", Advice("", doubt=_ASSIGNED)
-        doubts = [
-            (advice.doubt != "", advice.doubt),
-            ("#" in code, "a comment stands between its arguments"),
-            (len(names) > 1, "the name can be something else here"),
-            (module not in APIS, f"through {module}, which is not followed"),
-            (self.quoted > 0, "in an f-string, whose quotation marks may be in the way"),
-            (self.own, "the file has a namedmesh of its own"),
-        ]
-        advice = advice._replace(doubt=next((text for holds, text in doubts if holds), ""))
+        doubts = {
+            advice.doubt: bool(advice.doubt),
+            "a comment stands between its arguments": "#" in code,
+            "the name can be something else here": len(names) > 1,
+            f"through {module}, which is not followed": module not in APIS,
+            "in an f-string, whose quotation marks may be in the way": self.quoted > 0,
+            "the file has a namedmesh of its own": self.own,
+        }
+        advice = advice._replace(doubt=next((text for text, holds in doubts.items() if holds), ""))
         self.found.append(Finding(self.get_metadata(PositionProvider, node).start.line, old, advice))
         if advice.doubt:
             return updated
         new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", advice.new)
-        expression = cst.parse_expression(new)
-        if isinstance(expression, (cst.Call, cst.Attribute, cst.Subscript)):
-            return expression
-        return expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        return cst.parse_expression(new)  # a call or a subscript: what is certain needs no parentheses
 
 
 _ASSIGNED = "an assignment changes what legacy calls answer, and no mesh"
@@ -154,12 +143,9 @@ def _arguments(node: cst.BaseExpression) -> list[tuple[str, str]] | None:
 def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
     """Return whether a file binds the name namedmesh to something else than the package."""
     scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope is not None}
-    nodes = [getattr(one, "node", None) for scope in scopes for one in scope.assignments["namedmesh"]]
-    imported = [node for node in nodes if isinstance(node, cst.Import)]
-    names = {
-        one.evaluated_name for node in imported for one in node.names if one.evaluated_alias == "namedmesh"
-    }
-    return len(imported) < len(nodes) or bool(names)
+    bound = [one for scope in scopes for one in scope.assignments["namedmesh"]]
+    package = {QualifiedName("namedmesh", QualifiedNameSource.IMPORT)}
+    return any(one.get_qualified_names_for("namedmesh") != package for one in bound)
 
 
 def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True) -> Changes:
@@ -167,9 +153,6 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewr
 
     ``initialize_model_parallel`` becomes a mesh, ``bound`` to Megatron. Imports of names that are ``kept`` stay, as other modules
     take them from this one. Without ``rewrite`` the source is returned as it was.
-
-    Raises:
-        libcst.ParserSyntaxError: the source is no Python.
     """
     wrapper = MetadataWrapper(cst.parse_module(source))
     replacer = _Replacer(bound, _own_namedmesh(wrapper))
@@ -183,8 +166,7 @@ def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewr
         AddImportsVisitor.add_needed_import(context, "namedmesh.compat.megatron")
     module = AddImportsVisitor(context).transform_module(module)
     for one in replacer.imports:
-        if one.of_api and (one.alias or one.name) not in kept:
+        if (one.module in APIS or one.full in APIS) and (one.alias or one.name) not in kept:
             RemoveImportsVisitor.remove_unused_import(context, *one)
-    return Changes(
-        replacer.found, RemoveImportsVisitor(context).transform_module(module).code, replacer.imports
-    )
+    module = RemoveImportsVisitor(context).transform_module(module)
+    return Changes(replacer.found, module.code, replacer.imports)

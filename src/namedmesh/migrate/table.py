@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from namedmesh.dialects import MEGATRON_GROUPS, parse_order
 
@@ -17,6 +17,7 @@ _EXPERT_AXES = {"ep", "etp", "edp"}
 _EXPERT_VIEW = 'mesh.add_view("expert", pp=mesh.size("pp"), edp=-1, ep=expert_model_parallel_size, etp=expert_tensor_parallel_size)'
 
 ByFlags = dict[tuple[str, ...], tuple[str, ...]]
+Arguments: TypeAlias = "Sequence[tuple[str, str]]"  # each a keyword, which may be empty, and its source
 
 
 class Advice(NamedTuple):
@@ -28,16 +29,12 @@ class Advice(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One legacy name.
+    """One legacy name."""
 
-    It has the expression that replaces it, none where it stays; the axes by the flags that are true; the parameters of a
-    function, in their order; and why the replacement is not certain, if it is not.
-    """
-
-    new: str
-    axes: ByFlags
-    parameters: tuple[str, ...] = ()
-    doubt: str = ""
+    new: str  # the expression that replaces it, or nothing where it stays
+    axes: ByFlags  # that its flags choose
+    parameters: tuple[str, ...] = ()  # in their order
+    doubt: str = ""  # why the replacement is not certain, if it is not
 
     def advise(self, arguments: Sequence[tuple[str, str]] = ()) -> Advice:
         """Return what replaces a call with some arguments, each a keyword, which may be empty, and its source.
@@ -106,6 +103,7 @@ _ENDS = "no axis spans it: torch.distributed.new_subgroups_by_enumeration, of me
 _CHOSEN = "a function that initialize_model_parallel takes may choose other ranks"
 _CLOSED = Row("not mesh.closed", _over(), (), "where there is no mesh, current_mesh() raises")
 _END = Row("mesh.close()", _over())
+_EXPERTS = "expert_tensor_model_pipeline_parallel"
 _FIRST, _LAST = 'mesh.is_first("pp")', 'mesh.is_last("pp")'
 
 MEGATRON: dict[str, Row] = {
@@ -119,9 +117,7 @@ MEGATRON: dict[str, Row] = {
     **_group("expert_model_parallel", "ep"),
     **_group("expert_tensor_parallel", "etp"),
     **_group("expert_tensor_and_model_parallel", "ep", "etp"),
-    "get_expert_tensor_model_pipeline_parallel_group": Row(
-        "mesh.group({axes})", _over("pp", "ep", "etp"), _CHECK
-    ),
+    f"get_{_EXPERTS}_group": Row("mesh.group({axes})", _over("pp", "ep", "etp"), _CHECK),
     "get_data_parallel_group": Row("mesh.group({axes})", _CP, (*_DATA, "independent_all_gather")),
     "get_data_parallel_group_gloo": Row("mesh.gloo_group({axes})", _CP, _DATA, _GLOO),
     "get_data_parallel_world_size": Row("mesh.size({axes})", _CP, _DATA),
@@ -208,9 +204,7 @@ def initialize(module: str, arguments: Sequence[tuple[str, str]], *, bound: bool
     return Advice(f"namedmesh.compat.megatron.bind({new})" if bound else new, tuple(once), "; ".join(doubts))
 
 
-def advise(
-    module: str, leaf: str, arguments: Sequence[tuple[str, str]] | None, *, bound: bool = False
-) -> Advice | None:
+def advise(module: str, leaf: str, arguments: Arguments | None, *, bound: bool = False) -> Advice | None:
     """Return what replaces a call of a name of a module, or without arguments a use that is none; None for other names."""
     table = APIS.get(module)
     if table is None:  # a name that only a module of the code itself can hand on

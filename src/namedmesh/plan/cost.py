@@ -110,7 +110,7 @@ def layer_of(job: Job, axes: Axes, *, experts: bool) -> Layer:
     width, moved, router = model.inner / tp, 0.0, 0
     if experts:
         # A rank routes its part of the sequence, 1/tp of it, together with the other etp ranks of its experts.
-        width = (model.top_k + model.shared_experts) * model.expert_inner / tp
+        width = (model.top_k + model.shared_experts) * (model.expert_ffn or model.inner) / tp
         moved = (2 if job.is_torch else 1) * model.top_k * hidden * axes.etp / tp
         router = 2 * model.experts
     normed = 2 * hidden if job.is_torch else 2 * stream
@@ -222,16 +222,8 @@ def estimate_step(job: Job, axes: Axes) -> dict[str, float]:
     - Each axis, at the bandwidth of its groups. tp and ep stop the computation, and so does pp unless it is interleaved; cp hides
       behind attention in Megatron's ring, and not at all where keys and values are gathered; weights are gathered behind a
       forward pass and gradients reduced behind a backward pass, but for those of one layer.
-
-    Example:
-        >>> from namedmesh.plan import Axes, Job, Model
-        >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64, stage=3, checkpointing="selective")
-        >>> {part: round(seconds, 2) for part, seconds in estimate_step(job, Axes(tp=2, dp=4)).items()}
-        {'matmul': 2.19, 'elementwise': 0.56, 'attention': 0.36, 'tp': 0.2, 'dp': 0.15, 'optimizer': 0.01}
     """
-    hardware = job.hardware.filled(axes.world)
-    if hardware is not job.hardware:
-        job = replace(job, hardware=hardware)
+    job = replace(job, hardware=job.hardware.filled(axes.world))
     each = [_step(job, axes, share) for share in shares(job.model, axes.pp, job.stages_per_rank)]
     return max(each, key=lambda seconds: sum(seconds.values()))
 
@@ -288,8 +280,7 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float) -> dict[str,
     scores = tokens * job.seq * model.heads * sum(model.features) / axes.tp * (share.dense + share.expert)
     attended = scores / (hardware.peak["bf16"] * hardware.attention)
     attended_again = full or (selective and not job.is_torch)
-    loss = _loss_bytes(job, axes) if share.last else 0.0
-    forward = backward = loss
+    forward = backward = _loss_bytes(job, axes) if share.last else 0.0
     for layers, experts in ((share.dense, False), (share.expert, True)):
         one = layer_of(job, axes, experts=experts)
         forward += layers * _FORWARD * _NUMBER * one.read

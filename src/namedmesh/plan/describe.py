@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, PLAIN, DialectLayout, groups_of, layouts_for
-from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean
+from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean, listing
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
             dialect = item
         elif not size.removeprefix("-").isdecimal():
             near = did_you_mean(item, DIALECTS) if place == 0 else ""
-            names = ", ".join(DIALECTS)
-            problems.append(f"{item!r} is no size, such as tp=2 or dp=-1, and none of {names}{near}")
+            names = f"none of {', '.join(DIALECTS)}{near}"
+            problems.append(f"{item!r} is no size, such as tp=2 or dp=-1, and {names}")
         elif name in sizes:
             problems.append(f"axis {name!r} has a size already; give each axis one")
         else:
@@ -112,10 +112,8 @@ class Plan:
             lines.append(f"experts: {self.arrangement.expert}")
         rows = []
         for kind in self.kinds:
-            members = {"all": "", "ends": "ends of ", "first": "first of "}[kind.members]
-            rows.append(
-                (kind.name, members + " x ".join(kind.axes), kind.size, kind.count, kind.communicator)
-            )
+            axes = {"all": "", "ends": "ends of ", "first": "first of "}[kind.members] + " x ".join(kind.axes)
+            rows.append((kind.name, axes, kind.size, kind.count, kind.communicator))
         lines += ["", as_text(("kind", "axes", "size", "groups", "communicator"), rows), ""]
         shards = tuple(axis for axis in layout if axis in dialect.shards)
         size = layout.size(*shards) if shards else 1
@@ -124,14 +122,13 @@ class Plan:
             if kind.communicator == "its own":
                 groups = kind.groups(max(2, _SHOWN // kind.size))
                 more = f" and {kind.count - len(groups)} more" if len(groups) < kind.count else ""
-                lines.append(f"{kind.name}: {' '.join(f'({_in_words(group)})' for group in groups)}{more}")
+                lines.append(f"{kind.name}: {_in_words(groups)}{more}")
         asks = f"A rank asks for {count_of(self.asked, 'group')} beside the world's"
         holds = f"holds {count_of(self.held, 'communicator')} if groups over the same ranks are shared"
         lines += ["", f"{asks}, and {holds}; the world has {count_of(self.in_world, 'group')}."]
         if self.gpus_per_node:
-            crossed = [f"{count} of {axis}" for axis, count in self.across_nodes.items() if count]
-            named = ", ".join(crossed) or "none"
-            lines.append(f"Groups with ranks on several nodes of {self.gpus_per_node}: {named}.")
+            crossed = ", ".join(f"{count} of {axis}" for axis, count in self.across_nodes.items() if count)
+            lines.append(f"Groups with ranks on several nodes of {self.gpus_per_node}: {crossed or 'none'}.")
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
@@ -171,8 +168,7 @@ def _across_nodes(arrangement: DialectLayout, node: int) -> tuple[dict[str, int]
     for layout in filter(None, (arrangement.dense, arrangement.expert)):
         for axis in layout:
             if axis not in across:
-                last = layout.group(0, axis)[-1]
-                firsts = layout.where(**{axis: 0})
+                last, firsts = layout.group(0, axis)[-1], layout.where(**{axis: 0})
                 across[axis] = sum(rank // node != (rank + last) // node for rank in firsts)
                 if across[axis] and axis in _INSIDE:
                     leaves = f"{axis}={layout[axis]} leaves a node of {count_of(node, 'GPU')}"
@@ -181,14 +177,10 @@ def _across_nodes(arrangement: DialectLayout, node: int) -> tuple[dict[str, int]
     return across, warnings
 
 
-def _group_over(layout: Layout, rank: int, axes: Sequence[str]) -> Group:
-    """Return the ranks that a rank shares a group over some axes with; over no axis itself."""
-    return layout.group(rank, *axes) if axes else (rank,)
-
-
 def _groups(layout: Layout, axes: Sequence[str], members: str, limit: int | None) -> list[Group]:
     """Return the first groups over some axes by their lowest rank, or all: "all" of their ranks, both "ends", or the "first"."""
-    groups = [_group_over(layout, rank, axes) for rank in layout.where(**dict.fromkeys(axes, 0))[:limit]]
+    firsts = layout.where(**dict.fromkeys(axes, 0))[:limit]
+    groups = [layout.group(rank, *axes) if axes else (rank,) for rank in firsts]
     if members == "ends":
         return [tuple(dict.fromkeys((group[0], group[-1]))) for group in groups]
     return groups if members == "all" else [group[:1] for group in groups]
@@ -220,11 +212,8 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]
     return tuple(kinds), asked, sum(held.values()), in_world
 
 
-def _in_words(ranks: Sequence[int]) -> str:
-    """Write ranks for people: all of them, or the first ones, the last one and how many."""
-    if len(ranks) <= _LONGEST:
-        return ", ".join(map(str, ranks))
-    return f"{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"
+def _in_words(groups: Iterable[Group]) -> str:
+    return " ".join(f"({listing(group, _LONGEST)})" for group in groups)
 
 
 def as_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -245,18 +234,17 @@ def rank_text(plan: Plan, rank: int) -> str:
     for own in filter(None, (layout, experts)):
         for axis, at in own.coords(rank).items():
             if own is layout or axis not in layout:
-                peers = _in_words(own.group(rank, axis))
+                peers = listing(own.group(rank, axis), _LONGEST)
                 lines.append(f"  {axis} {at} of 0 to {own[axis] - 1}, with ranks {peers}")
     if "pp" in layout and layout["pp"] > 1:
         at, group = layout.coords(rank)["pp"], layout.group(rank, "pp")
         before = f"receives from rank {group[at - 1]}" if at else "the first stage"
         after = f"sends to rank {group[at + 1]}" if at + 1 < len(group) else "the last stage"
         lines.append(f"  pipeline: {before}, {after}")
-    data = [axis for axis in layout if axis in _DATA]
+    data = {axis: at for axis, at in layout.coords(rank).items() if axis in _DATA}
     if data:
-        same = _in_words(_group_over(layout, rank, [axis for axis in layout if axis not in data]))
         part = f"part {layout.group_rank(rank, *data)} of 0 to {layout.size(*data) - 1}"
-        lines.append(f"  batch: {part}, the same samples as ranks {same}")
+        lines.append(f"  batch: {part}, the same samples as ranks {listing(layout.where(**data), _LONGEST)}")
     lines.append(f"  parameters: {_shards_in_words(layout, rank, plan.arrangement.dialect.shards)}")
     if experts is not None:
         lines.append(f"  experts: {_shards_in_words(experts, rank, _EXPERT_SHARDS)}")
@@ -264,10 +252,9 @@ def rank_text(plan: Plan, rank: int) -> str:
 
 
 def _shards_in_words(layout: Layout, rank: int, sharding: Sequence[str]) -> str:
-    own = [(axis, at) for axis, at in layout.coords(rank).items() if axis in sharding and layout[axis] > 1]
-    shards = [f"{axis} part {at} of 0 to {layout[axis] - 1}" for axis, at in own]
-    copies = _group_over(layout, rank, [axis for axis in layout if axis not in sharding])
-    return f"{', '.join(shards) or 'all of them'}, the same on ranks {_in_words(copies)}"
+    own = {axis: at for axis, at in layout.coords(rank).items() if axis in sharding and layout[axis] > 1}
+    shards = ", ".join(f"{axis} part {at} of 0 to {layout[axis] - 1}" for axis, at in own.items())
+    return f"{shards or 'all of them'}, the same on ranks {listing(layout.where(**own), _LONGEST)}"
 
 
 class Difference(NamedTuple):
@@ -279,27 +266,20 @@ class Difference(NamedTuple):
     second: list[tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Two arrangements of one world, and their differences by kind of group; written for people by ``str``."""
 
     first: DialectLayout
     second: DialectLayout
     kinds: tuple[Difference, ...]
 
-    @property
-    def same(self) -> bool:
-        """Whether all groups are the same."""
-        return all(kind.same for kind in self.kinds)
-
     def __str__(self) -> str:
-        sides = {"a": self.first, "b": self.second}
-        lines = [*(f"{name}: {side.dialect.name} {side.dense}" for name, side in sides.items()), ""]
+        a, b = (f"{side.dialect.name} {side.dense}" for side in (self.first, self.second))
+        lines = [f"a: {a}", f"b: {b}", ""]
         for kind in self.kinds:
             lines.append(f"{' x '.join(kind.axes)}: {'same' if kind.same else 'different'}")
-            for name, groups in (("a", kind.first), ("b", kind.second)):
-                if not kind.same:
-                    lines.append(f"  {name}: {' '.join(f'({_in_words(group)})' for group in groups)} ...")
+            if not kind.same:
+                lines += [f"  a: {_in_words(kind.first)} ...", f"  b: {_in_words(kind.second)} ..."]
         differing = sum(not kind.same for kind in self.kinds)
         return "\n".join([*lines, "", f"{differing} of {len(self.kinds)} kinds of groups differ"])
 
@@ -313,7 +293,7 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
     if "dp" in axes:  # where only one of them splits dp in two, both parts together are the other's dp
         axes = [axis for axis in axes if axis not in _DATA[1:]]
     kinds = [_difference((axis,), one.dense, other.dense) for axis in axes]
-    if {"pp", "tp"} <= {*one.dense, *other.dense}:
+    if {"pp", "tp"} <= {*axes}:
         kinds.append(_difference(("pp", "tp"), one.dense, other.dense))
     if one.expert is not None and other.expert is not None:
         own = dict.fromkeys((*one.expert, *other.expert))
@@ -344,26 +324,22 @@ def add_layout(parser: ArgumentParser) -> None:
     parser.add_argument("spec", nargs="*", metavar="SPEC", help=text)
     for axis in (*AXES, *EXPERT_AXES):
         parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=f"the size of {axis}")
-    text = "the order of the axes, fastest first (default: Megatron's, tp-cp-ep-dp-pp)"
-    parser.add_argument("--order", help=text)
+    parser.add_argument("--order", help="the order of the axes, fastest first (default: tp-cp-ep-dp-pp)")
 
 
 def layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
     """Return the spec and the keywords that :func:`resolve` takes."""
-    names = (*AXES, *EXPERT_AXES, "order")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return " ".join(arguments.spec), given
+    given = {name: getattr(arguments, name) for name in (*AXES, *EXPERT_AXES, "order")}
+    return " ".join(arguments.spec), {name: value for name, value in given.items() if value is not None}
 
 
 def _configure_plan(parser: ArgumentParser) -> None:
     add_layout(parser)
     parser.add_argument("--world-size", type=positive, metavar="N", help="how many ranks there are")
-    text = "consecutive ranks that fast links join"
-    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help=text)
+    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="ranks that fast links join")
     parser.add_argument("--rank", type=int, metavar="N", help="explain one rank instead")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the ranks into this file")
-    text = "the axis that gives the colors (default: the slowest above 1)"
-    parser.add_argument("--color-by", metavar="AXIS", help=text)
+    parser.add_argument("--color-by", metavar="AXIS", help="gives the colors (default: the slowest above 1)")
 
 
 def _plan(arguments: Namespace) -> int:
@@ -387,10 +363,9 @@ def _configure_diff(parser: ArgumentParser) -> None:
 def _diff(arguments: Namespace) -> int:
     comparison = compare(arguments.a, arguments.b, world_size=arguments.world_size)
     sys.stdout.write(f"{comparison}\n")
-    return 0 if comparison.same else STATUS
+    return 0 if all(kind.same for kind in comparison.kinds) else STATUS
 
 
 _PLAN = "what a layout amounts to: groups, replicas, communicators, nodes"
 _DIFF = "which groups differ between two layouts; the exit status is 3 if some do"
 COMMANDS = {"plan": (_PLAN, _configure_plan, _plan), "diff": (_DIFF, _configure_diff, _diff)}
-"""For each command its summary, the function that declares its arguments, and the one that runs it."""

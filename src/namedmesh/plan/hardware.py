@@ -59,12 +59,7 @@ class Hardware:
         return self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
 
     def filled(self, world_size: int) -> Hardware:
-        """Return the hardware as a job fills it: as many whole nodes of each domain as divide the world.
-
-        Example:
-            >>> load_hardware("gb200-nvl72").filled(2048).domain, load_hardware("h100").filled(6).domain
-            (64, 6)
-        """
+        """Return the hardware as a job fills it: as many whole nodes of each domain as divide the world."""
         used = range(self.domain, 0, -self.gpus_per_node) if world_size > self.domain else (world_size,)
         domain = next((ranks for ranks in used if world_size % ranks == 0), self.domain)
         return self if domain == self.domain else replace(self, domain=domain)
@@ -78,11 +73,6 @@ class Hardware:
 
         A group that leaves its domain goes in and out through the NICs of all its members there: eight members have
         eight NICs, one member has its own.
-
-        Example:
-            >>> h100 = load_hardware("h100")
-            >>> [round(h100.bandwidth(size, stride) / 1e9) for size, stride in ((8, 1), (64, 1), (64, 4), (8, 8))]
-            [369, 360, 90, 45]
         """
         members = self.members(size, stride)
         return self.domain_rate if members == size else min(self.domain_rate, members * self.nic_rate)

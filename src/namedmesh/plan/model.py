@@ -71,11 +71,6 @@ class Model:
         return self.ffn or 4 * self.hidden
 
     @cached_property
-    def expert_inner(self) -> int:
-        """The inner width of an expert."""
-        return self.expert_ffn or self.inner
-
-    @cached_property
     def kv(self) -> int:
         """The heads of keys and values."""
         return self.kv_heads or self.heads
@@ -105,7 +100,7 @@ class Model:
             queries = self.q_rank * (hidden + heads * query) if self.q_rank else hidden * heads * query
             keys_and_values = self.kv_rank * (hidden + heads * (query - self.rope_dim + value))
             attention = queries + keys_and_values + hidden * self.rope_dim + heads * value * hidden
-        around, one = attention + 2 * hidden, 3 * hidden * self.expert_inner
+        around, one = attention + 2 * hidden, 3 * hidden * (self.expert_ffn or self.inner)
         dense = around + (3 if self.ffn else 2) * hidden * self.inner
         return dense, around + one * self.shared_experts + hidden * self.experts, one * self.experts
 
@@ -118,14 +113,7 @@ class Model:
 
 
 def read_config(path: str) -> tuple[Model, list[str]]:
-    """Read a model's sizes from the ``config.json`` that Hugging Face's models have, and say what they cannot express.
-
-    Args:
-        path: the file, or the directory that has it.
-
-    Raises:
-        UsageError: the file cannot be read, lacks a size that all estimates need, or has one that is no int.
-    """
+    """Read a model's sizes from the ``config.json`` that Hugging Face's models have, or its directory; say what they cannot express."""
     whole = read_json(path if path.endswith(".json") else Path(path, "config.json"))
     data, notes = {**whole, **(whole.get("text_config") or {})}, []
     for key in _UNREAD:
@@ -133,18 +121,6 @@ def read_config(path: str) -> tuple[Model, list[str]]:
         kinds = len(set(value)) if isinstance(value, list) else value
         if kinds is not None and kinds != 1:
             notes.append(f"{key} is not read: only text is counted, in layers that are alike")
-    sizes = _sizes(path, data)
-    kind = data.get("model_type", "")
-    if data.get("multi_query") and not data.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
-        sizes["kv_heads"] = 1
-    inner = sizes.pop("ffn", 0) if kind in _UNGATED else 0
-    if inner not in {0, 4 * sizes["hidden"]}:
-        notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
-    return Model(**sizes, tied=bool(data.get("tie_word_embeddings", kind in _TIED))), notes
-
-
-def _sizes(path: str, data: dict[str, Any]) -> dict[str, int]:
-    """Return each size from the first of its keys that is there."""
     sizes, problems = dict[str, int](), []
     for one in knobs(Model):
         keys = one.metadata["keys"]
@@ -157,7 +133,13 @@ def _sizes(path: str, data: dict[str, Any]) -> dict[str, int]:
             problems.append(f"{path}: there is no {' or '.join(keys)}; add it")
     if problems:
         raise UsageError(*problems)
-    return sizes
+    kind = data.get("model_type", "")
+    if data.get("multi_query") and not data.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
+        sizes["kv_heads"] = 1
+    inner = sizes.pop("ffn", 0) if kind in _UNGATED else 0
+    if inner not in {0, 4 * sizes["hidden"]}:
+        notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
+    return Model(**sizes, tied=bool(data.get("tie_word_embeddings", kind in _TIED))), notes
 
 
 class Axes(NamedTuple):
@@ -194,19 +176,14 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A model, on what and how it is trained; ``list_partitions`` looks for the best micro-batch, stage and checkpointing if None.
-
-    An estimate takes micro-batch 1, stage 0 and no checkpointing for None.
-    """
+    """A model, on what and how it is trained; ``list_partitions`` searches what is None, an estimate takes 1, stage 0, and "none"."""
 
     model: Model = field(default_factory=Model)
     hardware: Hardware = field(default_factory=lambda: load_hardware("h100"))
     seq: int = knob("tokens of a sequence")
     global_batch: int = knob("sequences of a step, over all ranks")
     micro_batch: int | None = knob("sequences that a data-parallel rank works on at a time", None)
-    stage: int | None = knob(
-        "of ZeRO: 1 shards states, 2 gradients, 3 (FSDP) weights too", None, (0, 1, 2, 3)
-    )
+    stage: int | None = knob("of ZeRO: 1 shards states, 2 gradients, 3 (FSDP) weights", None, (0, 1, 2, 3))
     precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
     trainer: str = knob("whose layers, loss and optimizer are counted", "torch", ("torch", "megatron"))
     checkpointing: str | None = knob("what is computed again backward", None, ("none", "selective", "full"))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MARGIN = 0.08
 """The part of a GPU's memory that stays free by default, for CUDA, NCCL and what the estimate does not know."""
-_MOST = 10**7  # ranks; beyond, there may be millions of layouts
 # What a user would try by hand; a later policy costs more time, and needs less memory.
 _MICRO_BATCHES, _STAGES, _CHECKPOINTING = (1, 2, 4), (1, 2, 3), ("none", "selective", "full")
 _REPLICAS = 2  # sizes of dp_replicate that are tried beside 1: those with most of the sharding in fast links
@@ -51,10 +50,8 @@ class Partition:
     axes: Axes
     job: Job  # with nothing open
     reasons: tuple[str, ...] = ()  # why it is ruled out: by sizes, by its trainer, or by the memory
-    memory: Memory | None = (
-        None  # of the fullest rank; None, and no seconds, where a size is missing or rules it out
-    )
-    seconds: dict[str, float] = field(default_factory=dict)  # of a step, by what they go to
+    memory: Memory | None = None  # of the fullest rank; None where a size is missing or rules it out
+    seconds: dict[str, float] = field(default_factory=dict)  # of a step, by what they go to, with a memory
 
     def __getattr__(self, name: str) -> Any:
         if name not in Axes._fields:
@@ -80,8 +77,7 @@ class Partition:
     @property
     def call(self) -> str:
         """The call that makes the mesh, to copy."""
-        axes = self.axes
-        data = f"dp={axes.dp}"
+        axes, data = self.axes, f"dp={self.axes.dp}"
         if axes.dp_replicate > 1:
             data = f"dp_replicate={axes.dp_replicate}, dp_shard={axes.dp // axes.dp_replicate}"
         call = f"mesh = init_mesh(pp={axes.pp}, {data}, cp={axes.cp}, tp={axes.tp})"
@@ -96,12 +92,7 @@ class Partition:
 
 
 def list_partitions(
-    world_size: int,
-    job: Job | None = None,
-    *,
-    memory: float | None = None,
-    margin: float = MARGIN,
-    dp_replicate: int | None = None,
+    world_size: int, job: Job | None = None, *, margin: float = MARGIN, dp_replicate: int | None = None
 ) -> tuple[Partition, ...]:
     """List every tp x cp x pp x dp that makes up a world, with experts every ep inside it, and for each the best policies.
 
@@ -111,21 +102,19 @@ def list_partitions(
     Args:
         world_size: how many ranks there are.
         job: the model and how it is trained; without its sizes nothing is estimated, and sizes alone rule out.
-        memory: bytes of a GPU; by default those of the hardware.
-        margin: the part of it that stays free.
+        margin: the part of the hardware's memory that stays free.
         dp_replicate: how many copies of a sharded model dp has (HSDP); by default the best.
     """
     job = job or Job()
     problems = job.problems()
-    if not 1 <= world_size <= _MOST:
-        problems.append(f"world_size is {world_size}; partitions are listed for 1 to {_MOST} ranks")
+    if world_size < 1:
+        problems.append(f"world_size is {world_size}; it is an int of at least 1")
     if not 0 <= margin < 1:
         problems.append(f"margin is {margin}; it is the part of the memory that stays free, such as 0.08")
     if problems:
         raise LayoutError(*problems)
     job = replace(job, hardware=job.hardware.filled(world_size))
-    limit = (memory or job.hardware.memory) * (1 - margin)
-    jobs = list(_jobs(job))
+    jobs, limit = list(_jobs(job)), job.hardware.memory * (1 - margin)
     return tuple(_best_of(axes, jobs, limit, dp_replicate) for axes in _all_axes(world_size, job))
 
 
@@ -137,9 +126,9 @@ def _jobs(job: Job) -> Iterator[list[Job]]:
     stages = _STAGES if job.stage is None else (job.stage,)
     checkpointing = _CHECKPOINTING if job.checkpointing is None else (job.checkpointing,)
     for micro_batch in _MICRO_BATCHES if job.micro_batch is None else (job.micro_batch,):
+        policies = product((micro_batch,), checkpointing, stages)
         yield [
-            replace(job, micro_batch=micro_batch, stage=stage, checkpointing=policy)
-            for policy, stage in product(checkpointing, stages)
+            replace(job, micro_batch=mb, checkpointing=again, stage=stage) for mb, again, stage in policies
         ]
 
 
@@ -160,14 +149,11 @@ def _best_of(axes: Axes, jobs: list[list[Job]], limit: float, dp_replicate: int 
                 if memory.total <= limit:
                     lowest, seconds = job.stage or 0, estimate_step(job, copied)
                 else:
-                    reasons = (
-                        f"needs {memory.total / 1e9:.1f} GB of {limit / 1e9:.1f} at stage {job.stage}",
-                    )
+                    needs = f"needs {memory.total / 1e9:.1f} GB of {limit / 1e9:.1f}"
+                    reasons = (f"{needs} at stage {job.stage}",)
                 candidates.append(Partition(copied, job, reasons, memory, seconds))
     best = max(candidates, key=_worth)
-    if best.memory is not None and not best.seconds:
-        return replace(best, seconds=estimate_step(best.job, best.axes))
-    return best
+    return best if best.memory is None else replace(best, seconds=estimate_step(best.job, best.axes))
 
 
 def _worth(one: Partition) -> tuple[bool, float]:
@@ -209,7 +195,7 @@ def incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
         ("features of the feed-forward network", network, "tp", tp),
         ("vocabulary entries", model.vocab, "tp", tp),
         ("experts", model.experts, "ep", ep),
-        ("features of an expert", model.expert_inner if model.experts else 0, "etp", etp),
+        ("features of an expert", model.expert_ffn or model.inner, "etp", etp),
     ):
         if count % size:
             yield f"{count} {what} do not divide by {axis}={size}"
@@ -224,16 +210,10 @@ def incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
         yield f"{model.layers} layers cannot fill {stages} stages"
     if dp % copies or axes.edp % copies:
         yield f"dp={dp} does not divide by dp_replicate={copies}"
-    if job.global_batch:
-        yield from _refusals(job, axes)
-
-
-def _refusals(job: Job, axes: Axes) -> Iterator[str]:
-    """Yield why a trainer refuses the number of micro-batches."""
-    count, pp = job.micro_batches(axes.dp), axes.pp
-    if not count:
-        yield f"a global batch of {job.global_batch} does not divide by dp={axes.dp} x micro-batches of {job.micro_batch}"
-    elif job.is_torch and count < pp:
+    count = job.micro_batches(dp)
+    if job.global_batch and not count:
+        yield f"a global batch of {job.global_batch} does not divide by dp={dp} x micro-batches of {job.micro_batch}"
+    elif job.is_torch and 0 < count < pp:
         yield f"{count} micro-batches are fewer than the {pp} stages, which torch's 1F1B refuses"
     elif job.stages_per_rank > 1 and count % pp and not job.is_torch:
         yield f"{count} micro-batches do not divide by pp={pp}, as Megatron's interleaved schedule needs"
@@ -242,9 +222,8 @@ def _refusals(job: Job, axes: Axes) -> Iterator[str]:
 def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partition, ...]:
     """Return the partitions that fit with the most tokens in a second, the best first; a LayoutError if sizes are not known."""
     fitting = [one for one in partitions if one.fits]
-    for one in fitting[:1]:
-        if one.job.missing:
-            raise LayoutError(f"a ranking needs {', '.join(one.job.missing)}; give them too")
+    if fitting and fitting[0].job.missing:
+        raise LayoutError(f"a ranking needs {', '.join(fitting[0].job.missing)}; give them too")
     return tuple(sorted(fitting, key=lambda one: -one.tokens_per_second)[:count])
 
 
@@ -261,24 +240,21 @@ def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) ->
 def explain(first: Partition, second: Partition) -> str:
     """Return which of two partitions is faster, and the seconds and the gigabytes that differ, the largest difference first."""
     one, other = sorted((first, second), key=lambda each: -each.tokens_per_second)
-    seconds, gigabytes = zip(_costs(one), _costs(other), strict=True)
-    ours, theirs = (sum(each.values()) for each in seconds)
-    needed, needs = (sum(each.values()) for each in gigabytes)
+    sizes = list[dict[str, float]]()
+    for each in (one, other):
+        if each.memory is None:
+            why = "; ".join(each.reasons) or f"the seconds of a step need {', '.join(each.job.missing)}"
+            raise LayoutError(f"{each.words} has no step to explain: {why}")
+        sizes.append({part: size / 1e9 for part, size in each.memory._asdict().items()})
+    ours, theirs = (sum(each.seconds.values()) for each in (one, other))
+    needed, needs = (sum(each.values()) for each in sizes)
     words = f"{one.words} ({one.policies}) is faster than {other.words} ({other.policies})"
     lines = [f"{words}: {ours:.3g} s a step against {theirs:.3g} s, {1 - ours / theirs:.1%} less"]
-    lines += _differences(*seconds, "s")
+    lines += _differences(one.seconds, other.seconds, "s")
     lines.append(f"it needs {needed:.3g} GB a GPU against {needs:.3g} GB")
-    lines += _differences(*gigabytes, "GB")
+    lines += _differences(sizes[0], sizes[1], "GB")
     lines += [f"{each.words} is ruled out: {each.reasons[0]}" for each in (one, other) if each.reasons]
     return "\n".join(lines)
-
-
-def _costs(one: Partition) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds and the gigabytes of a partition by part."""
-    if one.memory is None:
-        why = "; ".join(one.reasons) or f"the seconds of a step need {', '.join(one.job.missing)}"
-        raise LayoutError(f"{one.words} has no step to explain: {why}")
-    return one.seconds, {part: size / 1e9 for part, size in one.memory._asdict().items()}
 
 
 def _differences(ours: dict[str, float], theirs: dict[str, float], unit: str) -> list[str]:
@@ -300,25 +276,22 @@ def _configure(parser: ArgumentParser) -> None:
     for kind, title in titles.items():
         group = parser.add_argument_group(title)
         for one in knobs(kind):
-            flag, words = f"--{one.name.replace('_', '-')}", one.metadata["words"]
-            allowed = one.metadata["allowed"]
+            allowed, how = one.metadata["allowed"], dict[str, Any](type=int, metavar="N")
             if isinstance(one.default, bool):
-                group.add_argument(flag, action=BooleanOptionalAction, help=words)
+                how = {"action": BooleanOptionalAction}
             elif allowed:
-                group.add_argument(flag, type=type(allowed[0]), choices=allowed, help=words)
-            else:
-                group.add_argument(flag, type=int, metavar="N", help=words)
+                how = {"type": type(allowed[0]), "choices": allowed}
+            group.add_argument(f"--{one.name.replace('_', '-')}", help=one.metadata["words"], **how)
     group = parser.add_argument_group("on what, and what is shown")
     text = f"{', '.join(CARDS)}, or a file.json with the fields of a card (default: %(default)s)"
     group.add_argument("--hardware", default="h100", metavar="NAME", help=text)
-    for flag, read, text in (
-        ("--dp-replicate", positive, "copies of a sharded model: HSDP (default: the best of some)"),
-        ("--memory", float, "GB of a GPU, if not the hardware's"),
-        ("--margin", float, "the part of the memory that stays free (default: 0.08)"),
-        ("--best", positive, "only the N that fit and have the most tokens a second"),
+    for flag, read, default, text in (
+        ("--dp-replicate", positive, None, "copies of a sharded model: HSDP (default: the best of some)"),
+        ("--memory", float, None, "GB of a GPU, if not the hardware's"),
+        ("--margin", float, MARGIN, "the part of the memory that stays free (default: %(default)s)"),
+        ("--best", positive, None, "only the N that fit and have the most tokens a second"),
     ):
-        group.add_argument(flag, type=read, metavar="N", help=text)
-    parser.set_defaults(margin=MARGIN)
+        group.add_argument(flag, type=read, default=default, metavar="N", help=text)
     text = "why one of two layouts, such as tp=8,dp=4, is faster: the seconds and gigabytes that differ (default: the first two)"
     group.add_argument("--explain", nargs="*", metavar="SIZES", help=text)
 
@@ -326,18 +299,19 @@ def _configure(parser: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> int:
     """Print the partitions that the arguments ask for; the status is 3 if nothing fits."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    model, notes = read_config(given["config"]) if "config" in given else (Model(), [])
+    model, notes = read_config(arguments.config) if arguments.config else (Model(), [])
     model = replace(model, **{one.name: given[one.name] for one in knobs(Model) if one.name in given})
     hardware = load_hardware(arguments.hardware)
+    if arguments.memory:
+        hardware = replace(hardware, memory=arguments.memory * 1e9)
     job = Job(model, hardware, **{one.name: given[one.name] for one in knobs(Job) if one.name in given})
-    memory = (arguments.memory or hardware.memory / 1e9) * 1e9
-    more = {"memory": memory, "margin": arguments.margin, "dp_replicate": arguments.dp_replicate}
-    partitions = list_partitions(arguments.world_size, job, **more)
+    margin, copies = arguments.margin, arguments.dp_replicate
+    partitions = list_partitions(arguments.world_size, job, margin=margin, dp_replicate=copies)
     fitting = sum(one.fits for one in partitions)
     head = f"{count_of(len(partitions), 'layout')} of {arguments.world_size} ranks, {fitting} of them fit"
     if not job.missing:
-        limit = f"{memory * (1 - arguments.margin) / 1e9:.4g} GB of {hardware.name}"
-        head += f" {limit} ({arguments.margin:.0%} of it stay free)"
+        limit = f"{hardware.memory * (1 - margin) / 1e9:.4g} GB of {hardware.name}"
+        head += f" {limit} ({margin:.0%} of it stay free)"
     parts = ["\n".join([head, *(f"{arguments.config}: {note}" for note in notes)])]
     listed: Sequence[Partition] = partitions
     if not fitting:
@@ -346,18 +320,15 @@ def _run(arguments: Namespace) -> int:
     elif arguments.best:
         listed = best_partitions(partitions, arguments.best)
     parts.append(_table(listed))
-    two: Sequence[Partition] = ()
-    if arguments.explain:
-        two = [find_partition(partitions, parse_spec(text)[1]) for text in arguments.explain]
-    elif arguments.explain is not None and fitting:
-        two = best_partitions(partitions, 2)
-    if len(two) == 2:  # noqa: PLR2004  two are compared
-        parts.append(explain(*two))
-    elif arguments.explain:
+    ranked = not job.missing or arguments.explain == []
+    best = best_partitions(partitions, 2) if fitting and ranked else ()
+    two = [find_partition(partitions, parse_spec(text)[1]) for text in arguments.explain or ()]
+    if arguments.explain and len(two) != 2:  # noqa: PLR2004  two are compared
         raise UsageError(f"--explain was given {arguments.explain}; give two layouts, or none")
-    if fitting and not job.missing:
-        best = best_partitions(partitions, 1)[0]
-        parts.append(f"The fastest, with {best.policies}:\n  {best.call}")
+    if two or (arguments.explain == [] and best[1:]):
+        parts.append(explain(*(two or best)))
+    if best:
+        parts.append(f"The fastest, with {best[0].policies}:\n  {best[0].call}")
     sys.stdout.write("\n\n".join(parts) + "\n")
     return 0 if fitting else STATUS
 
@@ -383,4 +354,3 @@ def _table(partitions: Sequence[Partition]) -> str:
 
 _SUMMARY = "every layout of a world, with the policies under which it is fastest; the exit status is 3 if nothing fits"
 COMMANDS = {"partitions": (_SUMMARY, _configure, _run)}
-"""The summary of the command, the function that declares its arguments, and the one that runs it."""
