@@ -117,7 +117,7 @@ def test_warnings(spec: str, node: int | None, warnings: list[str]) -> None:
             "did you mean 'megatron'?\n  - ... 'tp=a' is no size, ...\n  - ... axis 'pp' has a size "
             "already; give each axis one\n  - ... 'dp' is no size, ...",
         ),
-        (lambda: draw_svg(make_plan("tp=2"), color_by="tpz"), NamedMeshError, "axis 'tpz' is not one of ('tp',); ..."),
+        (lambda: draw_svg(Layout(tp=2), color_by="tpz"), NamedMeshError, "axis 'tpz' is not one of ('tp',); ..."),
         (lambda: compare("tp=2", "tp=4"), LayoutError, "tp=2 (2 ranks) and tp=4 (4 ranks) are not over the same ranks; ..."),
     ],
 )  # fmt: skip
@@ -127,7 +127,7 @@ def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> N
 
 
 def elements(plan: Plan, name: str, **more: Any) -> list[dict[str, str]]:
-    root = ET.fromstring(draw_svg(plan, **more))  # noqa: S314  our own text
+    root = ET.fromstring(draw_svg(plan.layout, gpus_per_node=plan.gpus_per_node, **more))  # noqa: S314  our own text
     return [dict(each.attrib) for each in root.iter(f"{SVG}{name}")]
 
 
@@ -151,13 +151,13 @@ def test_every_rank_has_a_cell_inside_its_node_and_the_color_of_its_coordinate(p
 
 
 def test_pictures_of_large_worlds_and_of_groups_that_leave_their_node() -> None:
-    text = draw_svg(make_plan(world_size=2**20, tp=8))
+    text = draw_svg(Layout(dp=-1, tp=8, world_size=2**20))
     assert text.count('class="rank"') == 512
     assert "ranks 512 to 1048575 are not drawn" in text
     crossing = elements(make_plan("dp=2,tp=4", gpus_per_node=2), "rect")
     assert [each.get("class") for each in crossing].count("group crosses") == 4
-    assert "dashed where they leave a node" in draw_svg(make_plan("dp=2,tp=4", gpus_per_node=2))
-    assert "dashed" not in draw_svg(make_plan("dp=2,tp=4", gpus_per_node=4))
+    assert "dashed where they leave a node" in draw_svg(Layout(dp=2, tp=4), gpus_per_node=2)
+    assert "dashed" not in draw_svg(Layout(dp=2, tp=4), gpus_per_node=4)
 
 
 @given(*[st.sampled_from(list(DIALECTS))] * 2, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3))

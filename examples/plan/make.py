@@ -53,7 +53,7 @@ def _shown(command: str) -> str:
 def files() -> dict[str, str]:
     """Return the files by name."""
     plan = make_plan(world_size=16, tp=2, pp=4, gpus_per_node=8)
-    return {"terminal.txt": terminal(), "ranks.svg": draw_svg(plan)}
+    return {"terminal.txt": terminal(), "ranks.svg": draw_svg(plan.layout, gpus_per_node=plan.gpus_per_node)}
 
 
 def main() -> None:

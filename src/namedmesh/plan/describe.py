@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, PLAIN, DialectLayout, groups_of, layouts_for
 from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean, listing
 from namedmesh.layout import Layout
+from namedmesh.plan.svg import draw_svg
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -343,13 +344,12 @@ def _configure_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(arguments: Namespace) -> int:
-    from namedmesh.plan.svg import draw_svg
-
     spec, given = layout_arguments(arguments)
     plan = make_plan(spec, world_size=arguments.world_size, gpus_per_node=arguments.gpus_per_node, **given)
     text = plan if arguments.rank is None else rank_text(plan, arguments.rank)
     if arguments.svg is not None:
-        arguments.svg.write_text(draw_svg(plan, color_by=arguments.color_by), encoding="utf-8")
+        picture = draw_svg(plan.layout, gpus_per_node=plan.gpus_per_node, color_by=arguments.color_by)
+        arguments.svg.write_text(picture, encoding="utf-8")
     sys.stdout.write(f"{text}\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""Draw a plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of the fastest axis outlined."""
+"""Draw a layout as one SVG picture: the ranks in their nodes, colored by an axis, the groups of the fastest axis outlined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from namedmesh.errors import AxisError, did_you_mean
 
 if TYPE_CHECKING:
-    from namedmesh.plan.describe import Plan
+    from namedmesh.layout import Layout
 
 _LARGEST, _DETAILED = 512, 128  # cells that are drawn; ranks up to which a cell has its coordinates
 _ROW, _MARGIN, _LABEL, _PAD, _GAP, _WIDEST, _NARROWEST = 8, 24, 18, 12, 8, 1360, 640
@@ -24,19 +24,20 @@ _STYLE = """<style>.paper { fill: #ffffff; } .ink { fill: #1f2933; } .soft { fil
 .node { fill: #1e242b; } .group { stroke: #e6eaee; } .crosses { stroke: #ff80ab; } }</style>"""
 
 
-def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
-    """Draw a plan as an SVG document, which follows the reader's preference for light or dark.
+def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str | None = None) -> str:
+    """Draw a layout as an SVG document, which follows the reader's preference for light or dark.
 
     Args:
-        plan: the plan; nodes are drawn where it has ``gpus_per_node``, else rows of eight ranks; of more than 512 ranks the first.
+        layout: of more than 512 ranks the first are drawn.
+        gpus_per_node: nodes are drawn where it is given, else rows of eight ranks.
         color_by: the axis that gives the colors; by default the slowest of size above 1.
     """
-    layout, ranks = plan.layout, plan.layout.world_size
+    ranks = layout.world_size
     large = [axis for axis in layout if layout[axis] > 1] or list(layout)
     axis = large[0] if color_by is None else color_by
     if axis not in layout:
         raise AxisError(f"axis {axis!r} is not one of {tuple(layout)}{did_you_mean(axis, layout)}")
-    drawn, node = min(ranks, _LARGEST), plan.gpus_per_node or _ROW
+    drawn, node = min(ranks, _LARGEST), gpus_per_node or _ROW
     shown = large if ranks <= _DETAILED else []  # in a line of a cell each
     longest = max(len(f"{name} {layout[name]}") for name in large)
     wide = 9 * longest + 36 if shown else 10 * len(str(ranks)) + 10
@@ -52,7 +53,7 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     for rank in range(drawn):
         at, last = layout.coords(rank), layout[outlined] - 1
         ends.append((layout.rank(**at | {outlined: 0}), layout.rank(**at | {outlined: last})))
-    crosses = [plan.gpus_per_node is not None and begin // node != end // node for begin, end in ends]
+    crosses = [gpus_per_node is not None and begin // node != end // node for begin, end in ends]
     notes = [f"colored by {axis}", f"outlined: groups of {outlined}"]
     if any(crosses):
         notes[1] += ", dashed where they leave a node"
@@ -63,7 +64,7 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     for box in range(boxes):
         inside = range(box * node, min((box + 1) * node, drawn))
         x, y = _MARGIN + box % across * (box_wide + _PAD), top + box // across * (box_high + _PAD)
-        label = f"node {box}" if plan.gpus_per_node else f"ranks {inside[0]} to {inside[-1]}"
+        label = f"node {box}" if gpus_per_node else f"ranks {inside[0]} to {inside[-1]}"
         parts.append(_rect(x, y, box_wide, box_high, 'class="node edge" rx="10"'))
         parts.append(_text(x + _PAD, y + _PAD + 6, label, 13, 'class="soft"'))
         for rank in inside:
