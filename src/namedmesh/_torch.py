@@ -69,6 +69,8 @@ def bound_device() -> torch.device | None:
 
 def from_all(group: dist.ProcessGroup, own: T) -> list[T]:
     """Return every rank's object, as ``all_gather_object`` does, which needs NumPy."""
+    if group.size() == 1:
+        return [own]
     device = c10d._get_object_coll_device(group)
     data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8).to(device)
     length = torch.tensor([len(data)], device=device)

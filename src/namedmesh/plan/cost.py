@@ -275,7 +275,9 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float) -> dict[str,
     met = dense * share.dense + (expert + routed * model.top_k / (model.experts or 1)) * share.expert
     products = 2 * tokens * met / axes.tp / rate[job.precision]
     products = max(products, _NUMBER * sum(share.parameters(model, axes)) / hardware.memory_rate)
-    again = 1.0 if full else 0.5 * (selective and job.is_torch)  # the part of the products that is repeated
+    again = 1.0 if full else 0.0  # the part of the products that is repeated
+    if selective and job.is_torch:
+        again = 0.5
     head = 2 * tokens * model.embedding / axes.tp / rate["bf16"] if share.last else 0.0
     scores = tokens * job.seq * model.heads * sum(model.features) / axes.tp * (share.dense + share.expert)
     attended = scores / (hardware.peak["bf16"] * hardware.attention)

@@ -43,12 +43,10 @@ class State:
         self.extra: dict[str, Any] = {}  # values of the caller
         self.values: dict[str, Any] = {}  # tensors (shards as DTensors), and copies of what is none
         self.parameters: set[str] = set()  # of the model: replicas of them have to be equal
-        self.aliases: dict[
-            str, str
-        ] = {}  # further names of parameters, which have no values, and whose they are
-        self.ties: dict[
-            str, tuple[str, str]
-        ] = {}  # what tie_stages() has tied: which tie, and which end of it
+        # Further names of parameters, which have no values, and whose they are.
+        self.aliases: dict[str, str] = {}
+        # What tie_stages() has tied: which tie, and which end of it.
+        self.ties: dict[str, tuple[str, str]] = {}
         self.options: Options = {}
         self._names: dict[int, str] = {}  # of parameters, by identity
         self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part

@@ -193,9 +193,8 @@ class Pipeline:
             rows, schedule = needed, self._schedule(what)
             self._built[what] = shape, rows, schedule
         index = torch.arange(rows * self._microbatches)
-        filled = index.clamp(
-            max=self._count - 1
-        )  # parts of one size: the last row again, which the loss leaves out
+        # Parts of one size: the last row again, which the loss leaves out.
+        filled = index.clamp(max=self._count - 1)
 
         def fill(value: Any) -> Any:
             short = isinstance(value, Tensor) and len(index) > self._count

@@ -79,8 +79,9 @@ class Getters:
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; every rank calls it; communicates.
 
-    The mesh has any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. sp is DeepSpeed's Ulysses; cp, Megatron's context parallelism, means the same to an optimizer: ranks with the same
-    parameters, each with a part of a sequence. With both, sequences are sharded over their product.
+    The mesh has any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. sp is DeepSpeed's Ulysses; cp,
+    Megatron's context parallelism, means the same to an optimizer: ranks with the same parameters, each with a part of a
+    sequence. With both, sequences are sharded over their product.
 
     Returns:
         A :class:`ModelParallelUnit`; with sp or cp a :class:`SequenceParallelUnit`.

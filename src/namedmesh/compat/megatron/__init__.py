@@ -45,9 +45,8 @@ __all__ = [
 _PLACE, _OURS = "megatron.core", __name__
 _stand_in = _answers = Megatron(parallel_state)
 vars(parallel_state).update(_stand_in.ours)
-_originals: dict[
-    ModuleType, Megatron
-] = {}  # one for each module: a second would overwrite what the first has filled
+# One for each module: a second would overwrite what the first has filled.
+_originals: dict[ModuleType, Megatron] = {}
 mpu = parallel_state
 """The short name that much code imports it by."""
 

@@ -192,15 +192,15 @@ class Maker:
                 f"the hierarchical sizes {sizes} multiply to {prod(sizes)}, but the group has {len(ranks)} ranks; change a size"
             )
         options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
-        groups, twins = [], []
+        groups, of_gloo = [], []
         for level, size in enumerate(sizes):
             sets = split(ranks, size, prod(sizes[:level]))
-            name, twin = f"HIERARCHICAL_{group_desc}_L{level}", None
+            name, second = f"HIERARCHICAL_{group_desc}_L{level}", None
             groups.append(self._create(sets, timeout=timeout, pg_options=options[level], group_desc=name))
             if create_gloo_process_groups:
-                twin = self._create(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
-            twins.append(twin)
-        return (groups, twins) if rank in ranks else ([], [])
+                second = self._create(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
+            of_gloo.append(second)
+        return (groups, of_gloo) if rank in ranks else ([], [])
 
     def create_hybrid_dp_cp_groups(self, rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
         """Create groups of neighboring ranks, for each power of two from 2 to below the number of ranks."""
@@ -348,8 +348,8 @@ class Maker:
             mine = [list(ranks) for ranks in sets if dist.get_rank() in ranks]
             self.module[row.ranks] = mine[0] if mine else None
         if row.gloo and gloo:
-            twin = self._create(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
-            self.module[row.gloo] = twin
+            second = self._create(sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO")
+            self.module[row.gloo] = second
 
 
 def _what_is_left(world: int, *sizes: int) -> int:
