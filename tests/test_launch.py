@@ -111,8 +111,7 @@ class Accelerators:
         ("cuda", None, None, ("cuda:3", 3)),
         (None, None, 1, ("cuda:1", 1)),  # in use: the current one
         ("cuda", None, 1, ("cuda:1", 1)),
-        (None, "cuda:2", None, ("cuda:2", 2)),  # bound: that one, whatever is current
-        (None, "cuda:2", 0, ("cuda:2", 0)),
+        (None, "cuda:2", 0, ("cuda:2", 0)),  # bound: that one, whatever is current
         ("cuda", "cuda:2", 0, ("cuda:2", 0)),
         ("cuda:1", "cuda:2", None, ("cuda:1", None)),  # what was asked for, without a look at the hardware
         ("cpu", "cuda:2", None, ("cpu", None)),

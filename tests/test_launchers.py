@@ -13,7 +13,7 @@ from messages import says
 from ranks import free_port, run_ranks
 
 from namedmesh import LaunchError, launch
-from namedmesh.launchers import first_host, torchrun_variables
+from namedmesh.launch import first_host, torchrun_variables
 
 if TYPE_CHECKING:
     from pathlib import Path

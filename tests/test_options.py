@@ -13,7 +13,7 @@ from ranks import fake_world
 
 import namedmesh
 from namedmesh import GroupOptions, LayoutError
-from namedmesh.options import nccl_options
+from namedmesh.groups import nccl_options
 
 
 def test_options_that_reach_a_group_over_two_axes() -> None:

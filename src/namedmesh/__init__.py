@@ -26,9 +26,9 @@ from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
     from namedmesh import launch, plan, tensor_parallel, training
+    from namedmesh.groups import GroupOptions
     from namedmesh.init import init_mesh
     from namedmesh.mesh import NamedMesh, current_mesh
-    from namedmesh.options import GroupOptions
 
 __all__ = [
     "AgreementError",
@@ -56,7 +56,7 @@ __all__ = [
 
 # Name -> the module that has it, and the name there; None for the module itself.
 _LAZY: dict[str, tuple[str, str | None]] = {
-    "GroupOptions": ("namedmesh.options", "GroupOptions"),
+    "GroupOptions": ("namedmesh.groups", "GroupOptions"),
     "NamedMesh": ("namedmesh.mesh", "NamedMesh"),
     "current_mesh": ("namedmesh.mesh", "current_mesh"),
     "init_mesh": ("namedmesh.init", "init_mesh"),

@@ -26,7 +26,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "namedmesh.doctor",
     "migrate": "namedmesh.migrate",
     "run": "namedmesh.compat.install",
-    "verify": "namedmesh.verify_cli",
+    "verify": "namedmesh.doctor",
 }
 """The commands, and the module of each."""
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from namedmesh._torch import constant_under_compile
-from namedmesh.errors import MeshError
-from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.options import GroupOptions
+from namedmesh.errors import MeshError, count_of, listing
+from namedmesh.groups import GroupOptions
 from namedmesh.views import ROOT_VIEW, join_names, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -136,7 +135,7 @@ class Accessors:
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
         """Return the gloo group over the same ranks as :meth:`group`; MeshError where no option ``gloo_twin`` made one."""
-        return self._find_gloo_group(axes, self._version)
+        return self._find_group(axes, self._version, gloo=True)
 
     def options_of(self, axes: tuple[str, ...]) -> GroupOptions:
         """Return the options of a group over axes of one view, in its order: what was set for all together, or for each."""
@@ -196,28 +195,19 @@ class Accessors:
         return self._views.layouts[view].group(self.global_rank, *ordered)
 
     @constant_under_compile
-    def _find_group(self, names: tuple[str, ...], _version: str) -> dist.ProcessGroup:
+    def _find_group(self, names: tuple[str, ...], _version: str, *, gloo: bool = False) -> dist.ProcessGroup:
         self._check_open()
-        _, ordered = self._views.find(names)
-        group: dist.ProcessGroup | None = self._place(ordered).group
-        if group is None:
-            raise MeshError(
-                f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
-                "rank, before it is asked for"
-            )
-        return group
-
-    @constant_under_compile
-    def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
-        self._check_open()
-        view, ordered = self._views.find(axes)
-        options = self.groups.gloo_options(self.options_of(ordered))
+        view, ordered = self._views.find(names)
+        options = self.options_of(ordered)
+        if gloo:
+            options = self.groups.gloo_options(options)
         group = self.groups.find(self._views.layouts[view], ordered, options)
         if group is None:
-            raise MeshError(
-                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
-                "options=GroupOptions(gloo_twin=True)"
-            )
+            kind = "gloo group" if gloo else "group"
+            remedy = f" yet; call mesh.flatten({quoted(ordered)}) once, on every rank, before it is asked for"
+            if gloo:
+                remedy = "; ask for one when the group is made, with options=GroupOptions(gloo_twin=True)"
+            raise MeshError(f"there is no {kind} over {join_names(ordered)}{remedy}")
         return group
 
     @constant_under_compile
@@ -231,3 +221,66 @@ class Accessors:
 
 _NO_OPTIONS = GroupOptions()
 _versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
+
+
+def explain_rank(layouts: Mapping[str, Layout], rank: int) -> str:
+    """Return where a rank stands on each axis, and with whom.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> print(explain_rank({"mesh": Layout(pp=2, dp=2, tp=2)}, 5))
+        rank 5 of pp=2 x dp=2 x tp=2 (8 ranks)
+          pp: 1 of 2, with ranks 1, 5
+          dp: 0 of 2, with ranks 5, 7
+          tp: 1 of 2, with ranks 4, 5
+    """
+    lines: list[str] = []
+    explained: set[str] = set()
+    for name, layout in layouts.items():
+        lines.append(f"rank {rank} of {layout}" if name == "mesh" else f"in view {name!r}, {layout}")
+        for axis, at in layout.coords(rank).items():
+            if axis not in explained:
+                lines.append(_on_axis(layout, rank, axis, at))
+        explained.update(layout)
+    return "\n".join(lines)
+
+
+def _on_axis(layout: Layout, rank: int, axis: str, at: int) -> str:
+    if layout[axis] == 1:
+        return f"  {axis}: 0 of 1, alone"
+    return f"  {axis}: {at} of {layout[axis]}, with ranks {listing(layout.group(rank, axis))}"
+
+
+def explain_group(
+    layouts: Mapping[str, Layout], communicators: Sequence[Communicator], group: dist.ProcessGroup
+) -> str:
+    """Return what a process group is: its axes, its ranks, its backend, and who else uses it."""
+    made = [communicator for communicator in communicators if communicator.group is group]
+    if not made:
+        raise MeshError(f"the group {group.group_name!r} ({group.group_desc}) is not one of this mesh's")
+    ranks = made[0].ranks
+    uses = []
+    for name, layout in layouts.items():
+        of_view = "" if name == "mesh" else f" of {name!r}"
+        uses += [f"{axis}{of_view}" for axis in layout if layout.group(dist.get_rank(), axis) == ranks]
+    uses += [communicator.label for communicator in made]
+    owner = "made by this mesh" if made[0].owned else "not owned by this mesh"
+    return (
+        f"group {'/'.join(dict.fromkeys(uses))}: ranks {listing(ranks, limit=16)} ({len(ranks)}), "
+        f"{dist.get_backend(group)}, {owner}, torch name {group.group_name}"
+    )
+
+
+def explain_mesh(
+    layouts: Mapping[str, Layout],
+    communicators: Sequence[Communicator],
+    rank: int,
+    device: torch.device,
+) -> str:
+    """Return the axes, this rank's place, and the communicators that it holds."""
+    own = [communicator for communicator in communicators if communicator.owned]
+    owned = [f"{each.label} ({len(each.ranks)} ranks)" for each in own if len(each.ranks) > 1]
+    held = f"{count_of(len(owned), 'communicator')} beside the world's"
+    if owned:
+        held += f": {', '.join(owned)}"
+    return f"{explain_rank(layouts, rank)}\n  on {device}, with {held}"

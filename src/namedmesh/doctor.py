@@ -1,6 +1,8 @@
-"""``namedmesh doctor``: the ranks of a job check every group of a layout by a collective, and measure each axis and host.
+"""The commands that run on real ranks, under torchrun: ``namedmesh doctor`` and ``namedmesh verify``.
 
-Rank 0 prints what all of them measured; what is wrong is an error on every rank. Torch is imported when the command runs.
+The doctor checks every group of a layout by a collective, and measures each axis and host: rank 0 prints what all of them
+measured; what is wrong is an error on every rank. ``verify`` compares a model of the user's under its plan with one process.
+Torch is imported when a command runs.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.errors import AgreementError, count_of, listing, ranks_in_words
+from namedmesh.errors import AgreementError, PlanError, count_of, listing, ranks_in_words
 from namedmesh.plan.describe import add_layout, as_text, layout_arguments, parse_spec, resolve
 
 if TYPE_CHECKING:
@@ -206,5 +210,62 @@ def report_text(each: Sequence[Measured]) -> str:
     return "\n\n".join(parts)
 
 
-_SUMMARY = "under torchrun: check every group of a layout with a collective, and measure each axis"
-COMMANDS = {"doctor": (_SUMMARY, _configure, _run)}
+# namedmesh verify
+
+_DIFFERENT = 3  # beside 1, a plan that does not fit, and 2, arguments that are wrong
+
+
+def _configure_verify(parser: ArgumentParser) -> None:
+    text = "a function without arguments that returns the model, its plan and a tuple of inputs, or a dict by name"
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help=text)
+    text = "the difference that is none (default: %(default)s)"
+    parser.add_argument("--tolerance", type=float, default=1e-5, help=text)
+    parser.epilog = "Run it under torchrun: torchrun --nproc-per-node 2 -m namedmesh verify MODULE:FUNCTION"
+
+
+def _verify(arguments: Namespace) -> int:
+    """Compare on all ranks of the job; the first one prints the report."""
+    model, plan, inputs = _call(arguments)
+    args, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    import torch.distributed as dist
+
+    import namedmesh
+    from namedmesh.tensor_parallel import verify
+
+    with namedmesh.init_mesh(tp=-1) as mesh:
+        report = verify(model, mesh["tp"], plan, *args, tolerance=arguments.tolerance, **named)
+    if mesh.rank("tp") == 0:
+        sys.stdout.write(f"{report}\n")
+    mesh.close()
+    dist.destroy_process_group()
+    return 0 if report.right else _DIFFERENT
+
+
+def _call(arguments: Namespace) -> tuple[Any, Any, Any]:
+    """Return the model, the plan and the inputs that the named function returns."""
+    module, separator, name = arguments.function.partition(":")
+    if not separator:
+        arguments.parser.error(f"{arguments.function!r} is not of the form MODULE:FUNCTION")
+    sys.path.insert(0, str(Path.cwd()))
+    found = getattr(import_module(module), name)()
+    if isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], tuple | dict):  # noqa: PLR2004
+        return found
+    raise PlanError(
+        f"{arguments.function} returned a {type(found).__name__}; return three things: the model, its plan and a tuple "
+        f"of inputs, or a dict of them by name"
+    )
+
+
+COMMANDS = {
+    "doctor": (
+        "under torchrun: check every group of a layout with a collective, and measure each axis",
+        _configure,
+        _run,
+    ),
+    "verify": (
+        "under torchrun: compare a model under a tensor-parallel plan with one process",
+        _configure_verify,
+        _verify,
+    ),
+}
+"""The summary of each command, the function that declares its arguments, and the one that runs it."""

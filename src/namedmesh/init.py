@@ -11,10 +11,9 @@ from namedmesh import launch
 from namedmesh._version import __version__
 from namedmesh.agreement import agreed
 from namedmesh.errors import LayoutError
-from namedmesh.groups import kept_groups
+from namedmesh.groups import GroupOptions, kept_groups
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh, close_all
-from namedmesh.options import GroupOptions
 from namedmesh.sizes import USUAL_AXES
 from namedmesh.views import options_by_axes
 

@@ -1,13 +1,17 @@
 """From the environment of a process to a device, a backend and the default process group.
 
-Understands what torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), and
-what srun, mpirun and mpiexec set; without any of it, a process is a world of one.
+torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. SLURM, Open MPI, MPICH and PALS
+give a process its rank in variables of their own, but none gives the address at which the ranks meet: that is the first
+host of the job, and a port that follows from the job's id. Without any of it, a process is a world of one.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,8 +20,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from namedmesh._torch import bound_device
 from namedmesh.agreement import Meetings, agreed, meet_on
 from namedmesh.errors import LaunchError, count_of, listing
-from namedmesh.launchers import int_variable, torchrun_variables
-from namedmesh.options import GroupOptions
+from namedmesh.groups import GroupOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,24 +153,21 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
 
     It is the one that was asked for, the one that the group is bound to, or the current one, in this order.
     """
-    backend = dist.get_backend()
+    backend, bound = dist.get_backend(), bound_device()
     if backend == "fake":  # stands for any hardware, also for one that is not here
         return torch.device("cpu" if device is None else device)
-    bound = bound_device()
     if device is None and bound is None and backend in ("gloo", "mpi"):
         return torch.device("cpu")
-    wanted = bound if device is None and bound is not None else _wanted(device)
-    if wanted.type == "cpu" or (device is not None and ":" in str(wanted)):  # one device, by its number
+    wanted = _wanted(device or bound)
+    if wanted.type == "cpu" or ":" in str(wanted):  # one device, by its number
         return local_device(wanted)
     if bound is not None and bound.type == wanted.type:
-        wanted = bound
+        return bound
     module = torch.get_device_module(wanted.type)
-    in_use = module.is_available() and module.is_initialized()
-    if in_use and ":" not in str(wanted):
+    if module.is_available() and module.is_initialized():
         return torch.device(wanted.type, module.current_device())
     chosen = local_device(wanted)
-    if not in_use:
-        module.set_device(chosen)
+    module.set_device(chosen)
     return chosen
 
 
@@ -191,9 +191,8 @@ def _check_environment(environment: Mapping[str, str]) -> None:
             f"{listing(present)} {'is' if len(present) == 1 else 'are'} set, but not {listing(missing)}; start the "
             "script with torchrun, or unset all of them for a world of one"
         )
-    rank, world, port = (
-        int_variable(environment, name) or 0 for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    )
+    numbers = [int_variable(environment, name) or 0 for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    rank, world, port = numbers
     problems = []
     if not 0 <= rank < world:
         problems.append(
@@ -203,3 +202,193 @@ def _check_environment(environment: Mapping[str, str]) -> None:
         problems.append(f"MASTER_PORT is {port}; a port is at least 1 and below 65536")
     if problems:
         raise LaunchError(*problems)
+
+
+# What other launchers set.
+
+_DEFAULT_PORT = 29500  # what torch itself uses where nothing else is known
+_FIRST_STEP_OF_A_SHELL = (
+    0xFFFFFFF0  # those that SLURM starts for an allocation are no tasks of a parallel step
+)
+# What tells two jobs apart that may share a machine, the narrowest first.
+_JOB_IDS = (
+    "PALS_APID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "SLURM_JOB_ID",
+)
+_HOST_FILES = ("PALS_HOSTFILE", "HYDRA_HOST_FILE", "PBS_NODEFILE")
+_LOCAL = {"LOCAL_RANK": "local_rank", "LOCAL_WORLD_SIZE": "local_size"}
+
+
+class _Launcher(NamedTuple):
+    """One launcher, and its variables; of several for one thing, the first that is set counts."""
+
+    name: str
+    command: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+    nodes: str = ""
+
+    def started(self, environment: Mapping[str, str]) -> bool:
+        """Return whether this launcher started the process."""
+        if self.name == "SLURM":  # the shell of an allocation has the other variables too
+            step = int_variable(environment, "SLURM_STEP_ID")
+            return step is not None and step < _FIRST_STEP_OF_A_SHELL
+        return any(name in environment for name in (self.rank, self.size))
+
+    def place(self, environment: Mapping[str, str]) -> dict[str, int]:
+        """Return what it says of this process: rank, size, local rank and size, nodes, as far as it does."""
+        place: dict[str, int] = {}
+        for what in ("rank", "size", "local_rank", "local_size", "nodes"):
+            for name in getattr(self, what).split():
+                number = int_variable(environment, name)
+                if number is not None:
+                    place.setdefault(what, number)
+        return place
+
+
+# From the innermost: mpirun starts its daemons with srun, so its processes also carry what srun set for these.
+_LAUNCHERS = (
+    _Launcher(
+        name="Open MPI",
+        command="mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher(
+        name="PALS",
+        command="mpiexec",
+        rank="PALS_RANKID",
+        size="",  # MPICH's variable, which PALS sets too
+        local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE",
+    ),
+    _Launcher(
+        name="MPICH",
+        command="mpiexec",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID PMI_LOCAL_RANK MPICH_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS PMI_LOCAL_SIZE MPICH_LOCALNRANKS",
+    ),
+    _Launcher(
+        name="SLURM",
+        command="srun",
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS SLURM_NTASKS",
+        local_rank="SLURM_LOCALID",
+        nodes="SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
+    ),
+)
+
+
+def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun would have set for this process, as far as another launcher has it and it is not set yet.
+
+    Variables of torchrun that are set take precedence. Nothing is returned for a process that no launcher
+    started, such as a shell inside an allocation, or for one that it started alone.
+
+    Raises:
+        LaunchError: a launcher started several processes, but does not say which of them this is, how many
+            they are or where the first one runs; or the variables of torchrun contradict it.
+
+    Example:
+        >>> variables = torchrun_variables({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})
+        >>> ", ".join(f"{name} {value}" for name, value in variables.items())
+        'RANK 1, WORLD_SIZE 2, LOCAL_WORLD_SIZE 2, MASTER_ADDR 127.0.0.1, MASTER_PORT 29500'
+        >>> torchrun_variables({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"})   # a shell of salloc
+        {}
+    """
+    launchers = [launcher for launcher in _LAUNCHERS if launcher.started(environment)]
+    if not launchers:
+        return {}
+    launcher, place = launchers[0], launchers[0].place(environment)
+    jobs, hosts = [environment[name] for name in _JOB_IDS if name in environment], ""
+    for each in launchers:
+        other = each.place(environment)
+        if any(place.get(what, at) != at for what, at in other.items() if what in ("rank", "size")):
+            continue  # it started other processes: daemons of the inner one
+        place = other | place
+        if each.name == "SLURM":
+            jobs = [f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}"]
+            hosts = environment.get("SLURM_STEP_NODELIST", "")
+    given = {"rank": int_variable(environment, "RANK"), "size": int_variable(environment, "WORLD_SIZE")}
+    if None not in given.values() and given != {what: place.get(what) for what in given}:
+        return {}  # started by something else within: torchrun, or a test
+    size = place.get("size", given["size"])
+    if size == 1 and given["size"] in (None, 1):
+        return {}
+    _check_place(launcher, place, given, size)
+    found: dict[str, object] = {"RANK": place["rank"], "WORLD_SIZE": size}
+    found |= {name: place[what] for name, what in _LOCAL.items() if what in place}
+    if "MASTER_ADDR" not in environment:
+        alone = place.get("nodes") == 1 or place.get("local_size") == size
+        found["MASTER_ADDR"] = "127.0.0.1" if alone else _first_host(launcher, size, hosts, environment)
+    found["MASTER_PORT"] = 15000 + crc32(jobs[0].encode()) % 15000 if jobs else _DEFAULT_PORT
+    return {name: str(value) for name, value in found.items() if name not in environment}
+
+
+def _check_place(
+    launcher: _Launcher, place: Mapping[str, int], given: Mapping[str, int | None], size: int | None
+) -> None:
+    """Refuse a place that is not whole, or does not fit what is set already."""
+    for name, what in (("RANK", "rank"), ("WORLD_SIZE", "size")):
+        if given[what] is not None and given[what] != place.get(what, given[what]):
+            raise LaunchError(
+                f"{name} is {given[what]}, but {launcher.name} says {place[what]}; unset {name}"
+            )
+    rank, sizes = place.get("rank"), launcher.size.split() or ["WORLD_SIZE"]
+    if rank is None or size is None or not 0 <= rank < size:
+        raise LaunchError(
+            f"{launcher.name} gives this process rank {rank} of {size} ({launcher.rank}, {' or '.join(sizes)}); start the "
+            f"script with {launcher.command}, or unset these variables for a world of one"
+        )
+
+
+def _first_host(launcher: _Launcher, size: object, hosts: str, environment: Mapping[str, str]) -> str:
+    """Return where rank 0 runs: the first of some hosts, of the launcher's file, or of the allocation."""
+    for name in _HOST_FILES:
+        if name in environment and not hosts:
+            lines = Path(environment[name]).read_text(encoding="utf-8").splitlines()
+            named = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            return named[0].partition(":")[0]  # a number of slots may follow
+    hosts = hosts or environment.get("SLURM_JOB_NODELIST", "")
+    if not hosts:
+        raise LaunchError(
+            f"{launcher.name} started {size} processes, but does not say on which host rank 0 is; set MASTER_ADDR to that "
+            "host (127.0.0.1 if all are on one)"
+        )
+    return first_host(hosts)
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list in SLURM's short form; LaunchError where there is none.
+
+    Example:
+        >>> first_host("node[003-005,7],gpu1"), first_host("gpu1,node[1-2]"), first_host("r[1-2]n[04,06]")
+        ('node003', 'gpu1', 'r1n04')
+    """
+    first = re.match(r"(?:[^,\[\]\s]|\[\w+(?:[-,]\w+)*\])+(?=,|$)", hosts.strip())
+    if first is None:
+        raise LaunchError(
+            f"{hosts!r} is not a list of hosts such as 'node[003-005,7],gpu1'; set MASTER_ADDR to the host of rank 0"
+        )
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def int_variable(environment: Mapping[str, str], name: str) -> int | None:
+    """Return the value of a variable that holds an int; None if it is not set, LaunchError if it is something else."""
+    text = environment.get(name)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        raise LaunchError(
+            f"{name} is {text!r}; it is an int that the launcher sets, such as torchrun"
+        ) from None

@@ -12,10 +12,9 @@ from namedmesh import agreement, current
 from namedmesh.accessors import Accessors, Place
 from namedmesh.adopt import layout_of_groups, layout_of_mesh
 from namedmesh.errors import LayoutError, MeshError
-from namedmesh.groups import Groups, destroy_unused
+from namedmesh.groups import GroupOptions, Groups, destroy_unused
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
-from namedmesh.options import GroupOptions
 from namedmesh.views import ROOT_VIEW, Views, options_by_axes
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class NamedMesh(Accessors):
             root = self._views.make(layout)
         else:
             self._borrow(layout, groups)
-        self._views.roots[ROOT_VIEW] = root or self._views.over(layout, {axis: (axis,) for axis in layout})
+        self._views.roots[ROOT_VIEW] = root or self._views.over(layout)
         self._prepare()
         try:
             current.opened(self, {axis: self.group(axis) for axis in self})

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from namedmesh.groups import Groups
+    from namedmesh.groups import GroupOptions, Groups
     from namedmesh.layout import Layout
-    from namedmesh.options import GroupOptions
 
 ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""
@@ -37,7 +36,7 @@ class Views:
     Attributes:
         layouts: those of the views, the mesh's own first.
         products: the axes of each flattened product, by its name.
-        roots: torch's mesh of each view by the view's name, and those with products in the place of their axes.
+        roots: torch's mesh of each view, by the view's name.
         flat: the meshes of products, which torch's own meshes know by name.
     """
 
@@ -51,7 +50,7 @@ class Views:
         self.groups, self.device_type, self.options_of = groups, device_type, options_of
         self.layouts = {ROOT_VIEW: layout}
         self.products: dict[str, tuple[str, ...]] = {}
-        self.roots: dict[object, DeviceMesh] = {}
+        self.roots: dict[str, DeviceMesh] = {}
         self.flat: dict[str, DeviceMesh] = {}
 
     # Names.
@@ -154,18 +153,15 @@ class Views:
             self.make_group(layout, (axis,))
         if root is not None and len(large) == len(layout):
             return root
-        return self.over(layout, {axis: (axis,) for axis in layout})
+        return self.over(layout)
 
     @without_modes
-    def over(self, layout: Layout, axes: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
-        """Return a torch mesh of all ranks of a layout, with these names, over groups that exist."""
-        groups: Any = [self.groups.find(layout, each, self.options_of(each)) for each in axes.values()]
+    def over(self, layout: Layout) -> DeviceMesh:
+        """Return the torch mesh over the axes of a layout, on groups that exist."""
+        groups: Any = [self.groups.find(layout, (axis,), self.options_of((axis,))) for axis in layout]
         ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
         return DeviceMesh.from_group(
-            groups,
-            self.device_type,
-            mesh=ranks.reshape([layout.size(*each) for each in axes.values()]),
-            mesh_dim_names=tuple(axes),
+            groups, self.device_type, mesh=ranks.reshape(layout.sizes), mesh_dim_names=layout.axes
         )
 
     @without_modes
@@ -177,13 +173,9 @@ class Views:
 
     @without_modes
     def slice(self, names: tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh over some axes and flattened products.
-
-        Where the axes of each product adjoin it is a slice of a root that has the products in their place, which public
-        calls make.
-        """
+        """Return the sub-mesh over some axes and flattened products."""
         view, axes = self.find(names)
-        root, layout = self.roots[view], self.layouts[view]
+        root = self.roots[view]
         order = root.mesh_dim_names or ()
         if len(axes) != len(self.expand(names)):
             raise AxisError(f"axes {names} are not a selection of {order}; name each axis once")
@@ -192,41 +184,10 @@ class Views:
             raise LayoutError(
                 f"mesh[{quoted(names)}] is out of order; torch slices in the order of the mesh: mesh[{quoted(ordered)}]"
             )
-        products = {name: self.products[name] for name in names if name in self.products}
-        if not products:
+        if not any(name in self.products for name in names):
             return root[names]
-        together = merged(layout, products)
-        if together is not None:
-            key = tuple(together.items())
-            if key not in self.roots:
-                self.roots[key] = self.over(layout, together)
-            return self.roots[key][names]
-        parts = [self.flat[name] if name in products else root[name] for name in names]
+        parts = [self.flat[name] if name in self.products else root[name] for name in names]
         return parts[0] if len(parts) == 1 else concatenate_meshes(parts)
-
-
-def merged(layout: Layout, products: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]] | None:
-    """Return the axes of a layout with each product in the place of its own; None where those do not adjoin.
-
-    Example:
-        >>> from namedmesh import Layout
-        >>> merged(Layout(pp=2, dp=2, cp=2, tp=2), {"data": ("dp", "cp")})
-        {'pp': ('pp',), 'data': ('dp', 'cp'), 'tp': ('tp',)}
-        >>> merged(Layout(pp=2, dp=2, tp=2), {"pp_tp": ("pp", "tp")}) is None
-        True
-    """
-    places: dict[str, tuple[int, tuple[str, ...]]] = {
-        axis: (place, (axis,)) for place, axis in enumerate(layout)
-    }
-    for name, axes in products.items():
-        for axis in axes:
-            del places[axis]
-        # Those of size 1 may stand anywhere.
-        large = [layout.axes.index(axis) for axis in axes if layout[axis] > 1] or [layout.axes.index(axes[0])]
-        if layout.size(*layout.axes[large[0] : large[-1] + 1]) != layout.size(*axes):
-            return None
-        places[name] = large[0], axes
-    return {name: axes for name, (_, axes) in sorted(places.items(), key=lambda item: item[1][0])}
 
 
 def product_axes(name: str, axes: Sequence[str]) -> tuple[str, ...]:

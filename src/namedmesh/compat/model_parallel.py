@@ -19,9 +19,9 @@ from namedmesh.compat.partition import scatter
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
+from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
-from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave
 
 if TYPE_CHECKING:

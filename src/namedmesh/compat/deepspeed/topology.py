@@ -19,9 +19,9 @@ from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers
 from namedmesh.compat.errors import ContractAttributeError, ContractError
 from namedmesh.compat.state import require_default_group, require_open
 from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
-from namedmesh.options import GroupOptions
 from namedmesh.sizes import product
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own
 from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
+from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
-from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
