@@ -379,9 +379,10 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"dp": 8, "options": {"tp_": GroupOptions(), "dq": GroupOptions(), "ep": GroupOptions()}},
         AxisError,
-        "2 problems:\n"
-        "  - options are given for axis 'tp_', which is not one of ('dp',); did you mean 'tp'?\n"
-        "  - options are given for axis 'dq', which is not one of ('dp',); did you mean 'dp'?",
+        "3 problems:\n"
+        "  - options are given for axis 'tp_', which is not one of ('dp',)\n"
+        "  - options are given for axis 'dq', which is not one of ('dp',); did you mean 'dp'?\n"
+        "  - options are given for axis 'ep', which is not one of ('dp',)",
     ),
 ]
 

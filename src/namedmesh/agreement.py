@@ -54,8 +54,10 @@ class Meetings:
         if not self._chosen:
             question = uuid4().hex
             self._whole.set(f"question/{self._whole.add('asked', 1)}", question)
-            if not arrived(self._whole, [f"answer/{question}"], timeout):
-                raise AgreementError(_absent([0], self.size, f"call {call}", timeout))
+            try:
+                self._whole.wait([f"answer/{question}"], timeout)
+            except dist.DistStoreError:
+                raise AgreementError(_absent([0], self.size, f"call {call}", timeout)) from None
             self._chosen = self._whole.get(f"answer/{question}").decode()
             self._whole.add(f"{self._chosen}/read", 1)
         return dist.PrefixStore(self._chosen, self._whole)
@@ -133,16 +135,13 @@ class _Meeting:
         meetings.calls += 1
         self.number = meetings.calls
         self.store: Any = None
-        self._begin("asked")
-
-    def _begin(self, stage: str) -> None:
-        self.stage, self.end = stage, time.monotonic() + self.timeout.total_seconds()
+        self.stage, self.end = "asked", time.monotonic() + self.timeout.total_seconds()
 
     def compare(self, request: Mapping[str, object]) -> None:
         """Leave what this rank was asked for, and go on as soon as all have left the same."""
         texts = {"call": self.call} | {name: str(value) for name, value in request.items()}
         self._within(self.timeout, lambda: self._meet(texts))
-        self._begin("made")
+        self.stage, self.end = "made", time.monotonic() + self.timeout.total_seconds()
 
     def fail(self, error: Exception) -> None:
         """Tell the others why this rank gives up; raise what all hear where its error may come of another's, as torch's do."""
@@ -164,7 +163,9 @@ class _Meeting:
             self._decide(list(range(self.size)))
         end = min(self.end, time.monotonic() + wait.total_seconds())
         self.meetings.tell_part(store, f"{stage}/verdict", end)
-        if not arrived(store, [f"{stage}/verdict"], timedelta(seconds=max(end - time.monotonic(), 0.01))):
+        try:
+            store.wait([f"{stage}/verdict"], timedelta(seconds=max(end - time.monotonic(), 0.01)))
+        except dist.DistStoreError:
             # The first one looks: all at once would ask for every rank on every rank.
             if store.add(f"{stage}/over", 1) == 1:
                 self._decide([rank for rank in range(self.size) if store.check([f"{stage}/{rank}"])])
@@ -224,17 +225,6 @@ class _Meeting:
             raise found
         if found:
             raise AgreementError(*found)
-
-
-def arrived(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
-    """Wait for keys of a store, and return whether they came in time."""
-    try:
-        store.wait(keys, timeout)
-    except dist.DistNetworkError:
-        raise
-    except RuntimeError:
-        return False
-    return True
 
 
 def _absent(ranks: Sequence[int], size: int, did: str, timeout: timedelta) -> str:

@@ -14,7 +14,6 @@ from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions, kept_groups
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh, close_all
-from namedmesh.sizes import USUAL_AXES
 from namedmesh.views import options_by_axes
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def make_mesh(
         defaults: those of every group, where an axis sets nothing else.
         device: the device of the mesh; by default the one that goes with the default group.
     """
-    by_axes = options_by_axes(options, layout.axes, USUAL_AXES)  # of which some may come with a view
+    by_axes = options_by_axes(options, layout.axes)
     chosen = launch.default_group_device(device)
     compare(
         {

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh._torch import concatenate_meshes, flattened, without_modes
-from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
+from namedmesh.errors import AxisError, LayoutError, listing
 from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
@@ -208,14 +208,13 @@ def product_axes(name: str, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def options_by_axes(
-    options: Mapping[str, GroupOptions], axes: Sequence[str], later: Sequence[str] = ()
+    options: Mapping[str, GroupOptions], axes: Sequence[str]
 ) -> dict[tuple[str, ...], GroupOptions]:
     """Return options by the axes that their names join.
 
     Args:
         options: by the name of an axis, or of several joined by ``_``.
         axes: those that are made now.
-        later: names that may come with a view.
 
     Raises:
         AxisError: options for axes that are not there; all problems.
@@ -224,8 +223,8 @@ def options_by_axes(
     problems = []
     for name, each in options.items():
         found[product_axes(name, axes) or (name,)] = each
-        if not product_axes(name, axes) and name not in later:
-            near = did_you_mean(name, [*axes, *later])
+        if not product_axes(name, axes):
+            near = nearest_axis(name, axes)
             problems.append(f"options are given for axis {name!r}, which is not one of {tuple(axes)}{near}")
     if problems:
         raise AxisError(*problems)
