@@ -169,12 +169,6 @@ MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
         "cuda:1",
         "device cuda:1 is not there: 0 cuda devices are visible to this process; ...",
     ),
-    (
-        1,
-        {},
-        "gpu",
-        "device 'gpu' is none that torch knows; use 'cpu', 'cuda', or one device such as 'cuda:0'",
-    ),
     (1, {"LOCAL_RANK": "first"}, None, "LOCAL_RANK is 'first'; ..."),
 ]
 

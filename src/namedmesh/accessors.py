@@ -13,7 +13,7 @@ from namedmesh.groups import GroupOptions
 from namedmesh.views import ROOT_VIEW, join_names, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,10 +154,30 @@ class Accessors:
         """Describe a process group, the place of a rank, or, without either, the whole mesh."""
         layouts = self._views.layouts
         if group is not None:
-            return explain_group(layouts, self.communicators, group)
+            return self._explain_group(group)
         if rank is not None:
             return explain_rank(layouts, rank)
-        return explain_mesh(layouts, self.communicators, self.global_rank, self.device)
+        own = [known for known in self.communicators if known.owned and len(known.ranks) > 1]
+        held = f"{count_of(len(own), 'communicator')} beside the world's"
+        if own:
+            held += f": {', '.join(f'{known.label} ({len(known.ranks)} ranks)' for known in own)}"
+        return f"{explain_rank(layouts, self.global_rank)}\n  on {self.device}, with {held}"
+
+    def _explain_group(self, group: dist.ProcessGroup) -> str:
+        """Return what a process group is: its axes, its ranks, its backend, and who else uses it."""
+        made = [known for known in self.communicators if known.group is group]
+        if not made:
+            raise MeshError(f"the group {group.group_name!r} ({group.group_desc}) is not one of this mesh's")
+        ranks, uses = made[0].ranks, []
+        for name, layout in self._views.layouts.items():
+            of_view = "" if name == ROOT_VIEW else f" of {name!r}"
+            uses += [f"{axis}{of_view}" for axis in layout if layout.group(self.global_rank, axis) == ranks]
+        uses += [known.label for known in made]
+        owner = "made by this mesh" if made[0].owned else "not owned by this mesh"
+        return (
+            f"group {'/'.join(dict.fromkeys(uses))}: ranks {listing(ranks, limit=16)} ({len(ranks)}), "
+            f"{dist.get_backend(group)}, {owner}, torch name {group.group_name}"
+        )
 
     # Behind the accessors.
 
@@ -237,50 +257,11 @@ def explain_rank(layouts: Mapping[str, Layout], rank: int) -> str:
     lines: list[str] = []
     explained: set[str] = set()
     for name, layout in layouts.items():
-        lines.append(f"rank {rank} of {layout}" if name == "mesh" else f"in view {name!r}, {layout}")
+        lines.append(f"rank {rank} of {layout}" if name == ROOT_VIEW else f"in view {name!r}, {layout}")
         for axis, at in layout.coords(rank).items():
             if axis not in explained:
-                lines.append(_on_axis(layout, rank, axis, at))
+                ranks = layout.group(rank, axis)
+                among = f"with ranks {listing(ranks)}" if len(ranks) > 1 else "alone"
+                lines.append(f"  {axis}: {at} of {len(ranks)}, {among}")
         explained.update(layout)
     return "\n".join(lines)
-
-
-def _on_axis(layout: Layout, rank: int, axis: str, at: int) -> str:
-    if layout[axis] == 1:
-        return f"  {axis}: 0 of 1, alone"
-    return f"  {axis}: {at} of {layout[axis]}, with ranks {listing(layout.group(rank, axis))}"
-
-
-def explain_group(
-    layouts: Mapping[str, Layout], communicators: Sequence[Communicator], group: dist.ProcessGroup
-) -> str:
-    """Return what a process group is: its axes, its ranks, its backend, and who else uses it."""
-    made = [communicator for communicator in communicators if communicator.group is group]
-    if not made:
-        raise MeshError(f"the group {group.group_name!r} ({group.group_desc}) is not one of this mesh's")
-    ranks = made[0].ranks
-    uses = []
-    for name, layout in layouts.items():
-        of_view = "" if name == "mesh" else f" of {name!r}"
-        uses += [f"{axis}{of_view}" for axis in layout if layout.group(dist.get_rank(), axis) == ranks]
-    uses += [communicator.label for communicator in made]
-    owner = "made by this mesh" if made[0].owned else "not owned by this mesh"
-    return (
-        f"group {'/'.join(dict.fromkeys(uses))}: ranks {listing(ranks, limit=16)} ({len(ranks)}), "
-        f"{dist.get_backend(group)}, {owner}, torch name {group.group_name}"
-    )
-
-
-def explain_mesh(
-    layouts: Mapping[str, Layout],
-    communicators: Sequence[Communicator],
-    rank: int,
-    device: torch.device,
-) -> str:
-    """Return the axes, this rank's place, and the communicators that it holds."""
-    own = [communicator for communicator in communicators if communicator.owned]
-    owned = [f"{each.label} ({len(each.ranks)} ranks)" for each in own if len(each.ranks) > 1]
-    held = f"{count_of(len(owned), 'communicator')} beside the world's"
-    if owned:
-        held += f": {', '.join(owned)}"
-    return f"{explain_rank(layouts, rank)}\n  on {device}, with {held}"

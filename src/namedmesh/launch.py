@@ -173,12 +173,7 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
 
 def _wanted(device: str | torch.device | None) -> torch.device:
     if device is not None:
-        try:
-            return torch.device(device)
-        except RuntimeError:
-            raise LaunchError(
-                f"device {device!r} is none that torch knows; use 'cpu', 'cuda', or one device such as 'cuda:0'"
-            ) from None
+        return torch.device(device)
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device(found.type if found is not None else "cpu")
 

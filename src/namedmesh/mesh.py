@@ -256,12 +256,6 @@ class NamedMesh(Accessors):
     def __copy__(self) -> Self:
         return self
 
-    def __reduce__(self) -> tuple[object, ...]:
-        raise MeshError(
-            f"the mesh over {self.layout} cannot be pickled: its process groups live in this process only; send "
-            "mesh.layout, mesh.coords or the numbers that the other process needs, which can be pickled"
-        )
-
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.global_rank} on {self.device}"
         return f"<NamedMesh {self.layout}, {state}>"
