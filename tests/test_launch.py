@@ -251,9 +251,9 @@ def test_what_the_default_group_is_made_of_is_compared() -> None:
 
 def test_a_rank_whose_device_is_not_there_is_named_to_the_others() -> None:
     PORTS[:] = [free_port()]
-    told = run_ranks(3, _as_host, -1, {"device": "gpu"}, init=False)
+    told = run_ranks(3, _as_host, -1, {"device": "cuda:99"}, init=False)
     mistake = told[1].removeprefix("LaunchError: ")
-    assert mistake.startswith("device 'gpu' is none")
+    assert mistake.startswith("device cuda:99 is not there")
     assert told[0] == told[2] == f"AgreementError: rank 1 gave up on launch.init: {mistake}"
 
 
