@@ -112,9 +112,9 @@ class Accessors:
         self._check_open()
         return tuple(self.groups.held.values())
 
-    @property
-    def outlived(self) -> bool:
-        """Whether the default group that the mesh was made in was destroyed."""
+    @constant_under_compile
+    def is_outlived(self) -> bool:
+        """Return whether the default group that the mesh was made in was destroyed."""
         return dist.group.WORLD is not self.groups.world
 
     def is_first(self, axis: str) -> bool:
@@ -182,7 +182,7 @@ class Accessors:
     # Behind the accessors.
 
     def _check_open(self) -> None:
-        if self.closed or self.outlived:
+        if self.closed or self.is_outlived():
             why = (
                 "was closed"
                 if self.closed

@@ -25,7 +25,7 @@ def selection() -> NamedMesh | None:
 
 def alive() -> list[NamedMesh]:
     """Return the meshes that are open, the oldest first; those whose default group was destroyed are not."""
-    return [mesh for mesh in _open if not mesh.outlived]
+    return [mesh for mesh in _open if not mesh.is_outlived()]
 
 
 def every() -> list[NamedMesh]:
