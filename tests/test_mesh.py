@@ -209,6 +209,8 @@ def test_sub_meshes_are_the_same_objects_and_share_groups() -> None:
         assert flat is mesh.flatten("dp", "cp") is mesh["dp_cp"]
         assert flat.mesh_dim_names == ("dp_cp",)
         assert mesh.group("dp_cp") is flat.get_group()
+        both = mesh["dp_cp", "tp"]
+        assert (both.mesh_dim_names, both.get_group("dp_cp")) == (("dp_cp", "tp"), flat.get_group())
         assert (mesh.size("dp_cp"), mesh.rank("dp_cp"), mesh.ranks("dp_cp", "tp")) == (2, 1, tuple(range(8)))
         assert mesh.group("dp", "cp") is mesh.group("cp", "dp") is flat.get_group() is mesh.group("dp")
         mesh.close()
