@@ -110,7 +110,7 @@ def test_parts_are_imported_by_their_paths(package: str, name: str) -> None:
         assert layers is mappings and layers.__name__ == "namedmesh.compat.{name}"
     """)
     doc = inspect.getdoc(fairscale.get_model_parallel_rank)
-    assert doc == "Return the index of this rank in _MODEL_PARALLEL_GROUP."
+    assert doc == "Return get_rank(_MODEL_PARALLEL_GROUP)."
 
 
 # --- groups -------------------------------------------------------------------------------------------------

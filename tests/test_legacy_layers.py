@@ -563,7 +563,6 @@ LENGTHS, MARK = [1, 2, 3, 4], our_layers.set_tensor_model_parallel_attributes
 # What rank 0 of 4 says; the last four are RuntimeErrors.
 MEGATRON: dict[str, Callable[[], Any]] = {
     "output_size is 10, which ... 4 equal shards; ...": lambda: COLUMN(4, 10),
-    "the stride is 0; ...": lambda: ROW(4, 4, stride=0),
     "the bias of is_expert would count ...": lambda: ROW(4, 4, is_expert=True),
     "the length of dim 0 of the output is 6, ...": lambda: ROW(
         4, 4, config=IN_SEQUENCE, input_is_parallel=True

@@ -22,44 +22,45 @@ Example:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from namedmesh.compat import layers as plain
-from namedmesh.compat import partition
+from namedmesh.compat import model_parallel as plain
 from namedmesh.compat.install import Original
-from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself, rank, ranks, world_size
-from namedmesh.compat.partition import *
-from namedmesh.compat.partition import divide
+from namedmesh.compat.layers import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    draw_whole,
+    ensure_divisibility,
+    split_tensor_along_last_dim,
+)
+from namedmesh.compat.layers import cross_entropy as _cross_entropy
+from namedmesh.compat.model_parallel import first_rank, itself
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import Tensor
 
-_DATA_PARALLEL_GROUP: Any = None
-_PIPELINE_PARALLEL_GROUP: Any = None
-_PIPELINE_PARALLEL_RANKS: Any = None
-_MODEL_PARALLEL_GROUP: Any = None
-_CONTEXT_PARALLEL_GROUP: Any = None
-_CONTEXT_PARALLEL_GROUP_RANKS: Any = None
+    from namedmesh.compat.layers import Initializer
 
-_DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
+_DIALECT = plain.ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.unbind, _DIALECT.current_mesh
 destroy_model_parallel = _DIALECT.destroy
 get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP", itself)
-get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", world_size)
-get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", rank)
-get_model_parallel_ranks = _DIALECT.getter("_MODEL_PARALLEL_GROUP", ranks)
+get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_world_size)
+get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_rank)
+get_model_parallel_ranks = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_process_group_ranks)
 get_model_parallel_src_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", first_rank)
 get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
-get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", world_size)
-get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", rank)
-get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_GROUP", ranks)
+get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_world_size)
+get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_rank)
+get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_process_group_ranks)
 get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
-get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", world_size)
-get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", rank)
+get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
+get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
 get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
 get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
 get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
@@ -105,14 +106,14 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     in the whole vocabulary, the same on every rank; a ContractError where the shapes do not go together.
     """
     dtype = vocab_parallel_logits.dtype
-    return plain.cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
+    return _cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
 
 
-# The layers, over the model-parallel ranks that they were made with; :mod:`namedmesh.compat.layers` documents them.
+# The layers, over the model-parallel ranks of the moment in which they are made.
 
 
 class _Layer:
-    current_group = staticmethod(_DIALECT.group)
+    dialect = _DIALECT
 
 
 class ColumnParallelLinear(_Layer, plain.ColumnParallelLinear):
@@ -137,19 +138,14 @@ def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
     in_features: int,
     per_partition_size: int,
     partition_dim: int,
-    init_method: plain.Initializer,
+    init_method: Initializer,
     stride: int = 1,
     return_master_weight: bool = False,
 ) -> Tensor | None:
     """Draw a whole weight, ``(out_features, in_features)``, and copy this rank's shard of it into ``weight``."""
-    group = _DIALECT.group()
-    whole = weight
-    if group.size == 1:
-        init_method(weight)
-    else:
-        divide(per_partition_size, stride)
-        whole = torch.empty(out_features, in_features, dtype=weight.dtype)
-        plain.draw_whole(weight, whole, partition_dim, group, init_method, stride)
+    ensure_divisibility(per_partition_size, stride)
+    whole = torch.empty(out_features, in_features, dtype=weight.dtype)
+    draw_whole(weight, whole, partition_dim, _DIALECT.group(), init_method, stride)
     return whole if return_master_weight else None
 
 
@@ -170,9 +166,9 @@ _ORIGINAL = Original(
     f"{_PLACE}.initialize",
     _replace,
     dict.fromkeys([_PLACE, *(f"{_PLACE}.{part}" for part in _PARTS)], __name__),
-    lambda: _DIALECT.answer_from(None),
+    lambda: _DIALECT.answer_from(layers),
 )
 install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
-__all__ = ["bind", "current_mesh", "install", "unbind", "uninstall"]
-__all__ += [name for name in dir() if "parallel" in name.lower() and not name.startswith(("_", "ModelP"))]
-__all__ += partition.__all__
+__all__ = ["VocabUtility", "bind", "current_mesh", "divide_and_check_no_remainder", "ensure_divisibility"]
+__all__ += ["install", "split_tensor_along_last_dim", "unbind", "uninstall"]
+__all__ += [name for name in dir() if "parallel" in name.lower() and not name.startswith("_")]
