@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from namedmesh.compat import model_parallel as plain
+from namedmesh.compat import fairscale
 from namedmesh.compat.install import Original
 from namedmesh.compat.layers import (
     VocabUtility,
@@ -34,12 +34,12 @@ from namedmesh.compat.layers import (
     ensure_divisibility,
     split_tensor_along_last_dim,
 )
-from namedmesh.compat.model_parallel import first_rank, itself
+from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-_DIALECT = plain.ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
+_DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.unbind, _DIALECT.current_mesh
 destroy_tensor_parallel = _DIALECT.destroy
 get_tensor_parallel_group = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", itself)
@@ -96,26 +96,26 @@ def tensor_parallel_is_initialized() -> bool:
     return _DIALECT.are_there(*(f"_{kind}_PARALLEL_GROUP" for kind in kinds))
 
 
-# The layers, over the tensor-parallel ranks of the moment in which they are made.
+# The layers are fairscale's, over the tensor-parallel ranks of the moment in which they are made.
 
 
 class _Layer:
     dialect = _DIALECT
 
 
-class ColumnParallelLinear(_Layer, plain.ColumnParallelLinear):
+class ColumnParallelLinear(_Layer, fairscale.ColumnParallelLinear):
     """A linear layer whose output features are sharded over the tensor-parallel ranks."""
 
 
-class RowParallelLinear(_Layer, plain.RowParallelLinear):
+class RowParallelLinear(_Layer, fairscale.RowParallelLinear):
     """A linear layer whose input features are sharded over the tensor-parallel ranks."""
 
 
-class VocabParallelEmbedding(_Layer, plain.VocabParallelEmbedding):
+class VocabParallelEmbedding(_Layer, fairscale.VocabParallelEmbedding):
     """An embedding whose vocabulary is sharded over the tensor-parallel ranks."""
 
 
-class ParallelEmbedding(_Layer, plain.ParallelEmbedding):
+class ParallelEmbedding(_Layer, fairscale.ParallelEmbedding):
     """An embedding whose features are sharded over the tensor-parallel ranks."""
 
 
@@ -126,6 +126,7 @@ sys.modules.update({f"{__name__}.{part}": tp for part in _PARTS})
 
 _ORIGINAL = Original("ezpz.tp", None, dict.fromkeys([f"ezpz.{part}" for part in _PARTS], __name__))
 install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
-__all__ = ["VocabUtility", "bind", "current_mesh", "divide_and_check_no_remainder", "ensure_divisibility"]
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += ["VocabUtility", "bind", "current_mesh", "divide_and_check_no_remainder", "ensure_divisibility"]
 __all__ += ["install", "split_tensor_along_last_dim", "tp", "unbind", "uninstall"]
-__all__ += [name for name in dir() if "parallel" in name.lower() and not name.startswith("_")]
+__all__ += [name for name in dir() if "_parallel" in name and not name.startswith("_")]

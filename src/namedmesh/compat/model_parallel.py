@@ -1,39 +1,36 @@
-"""What fairscale's and ezpz's dialects share: one group for each of tp, pp, cp and dp, and layers over that of tp.
+"""What the dialects with one group for each of tp, pp, cp and dp share: fairscale's and ezpz's.
 
 Which variable is over which axes is a table, :data:`namedmesh.dialects.DIALECTS`; one :class:`ModelParallel` fills the
-variables, and its getters read them. The layers' parameters are plain tensors, this rank's shards of t. Ranks must be seeded
-alike: ``init_method`` draws the whole weight on each, and with ``keep_master_weight_for_test`` it stays in
-``master_weight``. With ``stride`` a weight is made of that many blocks of features, each sharded on its own.
+variables, and its getters read them.
 """
 
 from __future__ import annotations
 
 import warnings
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from torch import Tensor, nn
 
 from namedmesh.agreement import agreed
 from namedmesh.compat import ContractError
 from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
-from namedmesh.compat.layers import ParallelLayer, VocabEmbedding, scatter
+from namedmesh.compat.layers import scatter
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave
+from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
     from types import ModuleType
 
-    from namedmesh.compat.layers import Initializer
+    from torch import Tensor
+
     from namedmesh.mesh import NamedMesh
 
 T = TypeVar("T")
@@ -184,137 +181,3 @@ class ModelParallel:
             if row.ranks:
                 values[row.ranks] = ranks
         return values
-
-
-class _Layer(ParallelLayer):
-    """A layer over the tensor-parallel ranks of the moment in which it is made."""
-
-    dialect: ClassVar[ModelParallel]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.group = self.dialect.group()
-
-    def get_master_weight(self) -> Tensor:
-        """Gather the shards of all ranks of a linear layer, in rank order (as the original, whatever the stride); communicates."""
-        return all_gather(self.weight.data, self.group, self.dim)
-
-
-class ColumnParallelLinear(_Layer):
-    """A linear layer whose output features are sharded over the ranks; it returns a tensor.
-
-    The weight is this rank's ``(out_features / t, in_features)``, the bias its ``(out_features / t,)``. With
-    ``gather_output`` the output features are joined on every rank.
-    """
-
-    def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        gather_output: bool = True,
-        init_method: Initializer = nn.init.xavier_normal_,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
-        self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
-        self.make_bias(bias)
-        self.output_size_per_partition = self.weight.shape[0]
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., out_features)`` or, not gathered, ``(..., out_features / t)``."""
-        output = F.linear(enter(input_, self.group), self.weight, self.bias)
-        return gather(output, self.group, -1) if self.gather_output else output
-
-
-class RowParallelLinear(_Layer):
-    """A linear layer whose input features are sharded over the ranks; it returns a tensor.
-
-    The weight is this rank's ``(out_features, in_features / t)``; every rank has the whole bias. With ``input_is_parallel``
-    the input is this rank's shard already; otherwise each rank takes its own.
-    """
-
-    dim = 1
-
-    def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        input_is_parallel: bool = False,
-        init_method: Initializer = nn.init.xavier_normal_,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel = input_is_parallel
-        self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
-        self.make_bias(bias)
-        self.input_size_per_partition = self.weight.shape[1]
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., out_features)``, the same on every rank."""
-        part = input_ if self.input_is_parallel else scatter(input_, self.group, -1)
-        output = leave(F.linear(part, self.weight), self.group)
-        return output if self.bias is None else output + self.bias
-
-
-class _Embedding(_Layer):
-    lengths = "num_embeddings", "embedding_dim"
-
-    def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        init_method: Initializer = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False,
-    ) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        if max_norm is not None or scale_grad_by_freq:
-            raise ContractError(
-                "max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out"
-            )
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ContractError(
-                f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
-            )
-        self.make_weight(init_method, keep=keep_master_weight_for_test)
-
-
-class VocabParallelEmbedding(_Embedding, VocabEmbedding):
-    """An embedding whose vocabulary is sharded over the ranks; ``padding_idx`` is an id in the whole vocabulary.
-
-    The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
-    and without, ``vocab_end_index``.
-    """
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., embedding_dim)``, the same on every rank; an id outside of the vocabulary gets zeros."""
-        return leave(self.look_up(input_), self.group)
-
-
-class ParallelEmbedding(_Embedding):
-    """An embedding whose features are sharded over the ranks: the weight is this rank's ``(num_embeddings, embedding_dim / t)``."""
-
-    dim = 1
-
-    def make_weight(self, *args: Any, **kwargs: Any) -> None:
-        """Make this rank's features of all vectors."""
-        super().make_weight(*args, **kwargs)
-        self.embedding_dim_per_partition = self.weight.shape[1]
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., embedding_dim)``, the same on every rank."""
-        vectors = F.embedding(input_, self.weight, self.padding_idx, sparse=self.sparse)
-        return gather(vectors, self.group, -1)

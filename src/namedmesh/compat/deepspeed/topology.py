@@ -9,14 +9,13 @@ import itertools
 from collections import namedtuple
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from namedmesh.agreement import agreed
-from namedmesh.compat.axis_map import agreed_groups
-from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers
-from namedmesh.compat.errors import ContractAttributeError, ContractError
+from namedmesh.compat import ContractAttributeError, ContractError
+from namedmesh.compat.axis_map import agreed_groups, group_over
 from namedmesh.compat.state import require_default_group, require_open
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
@@ -25,7 +24,7 @@ from namedmesh.options import GroupOptions
 from namedmesh.sizes import product
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from typing_extensions import Self
 
@@ -174,6 +173,59 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
     return factors
 
 
+class Answers(NamedTuple):
+    """What the getters answer for one kind of parallelism: this rank's group, and what follows from its ranks."""
+
+    group: dist.ProcessGroup
+    ranks: list[int]
+    size: int
+    rank: int
+    first_rank: int
+
+
+def getter(kind: str, answer: str) -> Any:
+    """Make a method that returns one answer for a kind of parallelism."""
+
+    def getter(self: Getters) -> Any:
+        return getattr(self._answers[kind], answer)
+
+    getter.__doc__ = f"Return this rank's {kind}-parallel {answer.replace('_', ' ')}."
+    return getter
+
+
+class Getters:
+    """The getters that a model-parallel unit and a pipeline grid have in common. None of them communicates.
+
+    Making them makes the groups over the axes of each kind of parallelism that are not there yet; every rank does.
+    """
+
+    def __init__(self, mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> None:
+        self.mesh = mesh
+        self._answers = dict[str, Answers]()
+        for kind, axes in kinds.items():
+            group, ranks = group_over(mesh, axes)
+            place = ranks.index(mesh.global_rank)
+            self._answers[kind] = Answers(group, ranks, len(ranks), place, ranks[0])
+
+    def get_global_rank(self) -> int:
+        """Return this rank."""
+        return self.mesh.global_rank
+
+    get_model_parallel_group = getter("model", "group")
+    get_model_parallel_world_size = getter("model", "size")
+    get_model_parallel_rank = getter("model", "rank")
+    get_data_parallel_group = getter("data", "group")
+    get_data_parallel_group_ranks = getter("data", "ranks")
+    get_data_parallel_world_size = getter("data", "size")
+    get_data_parallel_rank = getter("data", "rank")
+    get_slice_parallel_group = getter("slice", "group")
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = getter("slice", "size")
+    get_slice_parallel_rank = get_tensor_model_parallel_rank = getter("slice", "rank")
+    get_pipe_parallel_group = getter("pipe", "group")
+    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = getter("pipe", "size")
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = getter("pipe", "rank")
+
+
 class PipelineParallelGrid(Getters):
     """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models use them; communicates.
 
@@ -211,13 +263,12 @@ class PipelineParallelGrid(Getters):
 
     def _fill(self, topology: Any, mesh: NamedMesh) -> None:
         """Set this rank's coordinates and groups."""
-        self._topo, self.mesh, self.global_rank = topology, mesh, mesh.global_rank
-        self.world_size = mesh.layout.world_size
         axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
         replica = [own for axis, own in axes.items() if axis != "data"]
         part = [axes["model"]] if "model" in axes else []
         kinds = {"pipe": [axes["pipe"]], "data": [axes["data"]], "model": replica, "slice": part}
-        self._answers = answers(mesh, kinds)
+        super().__init__(mesh, kinds)
+        self._topo, self.global_rank, self.world_size = topology, mesh.global_rank, mesh.layout.world_size
         pipe, data, model, sliced = self._answers.values()
         self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
         self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
