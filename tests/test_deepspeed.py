@@ -130,7 +130,7 @@ MISTAKES: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         AssertionError,
         lambda: rank_of(pipe=2, data=0, model=7),
     ),
-    "rank 12 is not in pipe=2 ...; its ranks are 0 to 11": (ValueError, lambda: TOPOLOGY.get_coord(12)),
+    "rank 12 is outside pp=2 ...; its ranks are 0 to 11": (ValueError, lambda: TOPOLOGY.get_coord(12)),
     "axis 'stage' is not one of ('pipe', 'data', 'model')": (AttributeError, lambda: match(stage=0)),
     "axis 'dada' ...; did you mean 'data'?": (ValueError, lambda: TOPOLOGY.get_axis_list("dada", 0)),
 }

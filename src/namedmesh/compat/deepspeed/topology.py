@@ -103,10 +103,8 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return the coordinates of a rank, as a named tuple; LayoutError for a rank that is not in the topology."""
-        if rank not in self.layout.ranks:  # by equality, as the original
-            ranks = f"its ranks are 0 to {self.layout.world_size - 1}"
-            raise LayoutError(f"rank {rank!r} is not in {product(self.axes, self.dims)}; {ranks}")
-        return self.ProcessCoord(*self.layout.coords(int(rank)).values())
+        number = int(rank) if rank in self.layout.ranks else rank  # by equality, as the original
+        return self.ProcessCoord(*self.layout.coords(number).values())
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the ranks of every group along an axis, by their first rank; none if the topology does not have it."""
