@@ -32,7 +32,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.wq, self.wk, self.wv))
-        mixed = F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), is_causal=True)
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(-2))
 
 

@@ -116,16 +116,16 @@ class ProcessTopology:
         for axis, at in filter_kwargs.items():
             # In the order given, as the original: names after a filter that no rank matches are not checked.
             if axis not in self._names:
-                raise ContractAttributeError(self._unknown(axis))
+                near = did_you_mean(axis, self._names)
+                raise ContractAttributeError(f"axis {axis!r} is not one of {tuple(self._names)}{near}")
             if at not in range(self.get_dim(axis)):
                 return []
             coords[self._names[axis]] = int(at)
         return list(self.layout.where(**coords))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return every rank at one coordinate of an axis, ascending; LayoutError for an axis that is not there."""
-        if axis not in self._names:
-            raise LayoutError(self._unknown(axis))
+        """Return every rank at one coordinate of an axis, ascending; a ValueError for an axis that is not there."""
+        self.axes.index(axis)  # refuses a name that is none
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -139,9 +139,6 @@ class ProcessTopology:
 
     def __str__(self) -> str:
         return str(self.mapping)
-
-    def _unknown(self, axis: object) -> str:
-        return f"axis {axis!r} is not one of {tuple(self._names)}{did_you_mean(axis, self._names)}"
 
 
 class PipeDataParallelTopology(ProcessTopology):
@@ -202,8 +199,7 @@ class Getters:
         self._answers = dict[str, Answers]()
         for kind, axes in kinds.items():
             group, ranks = group_over(mesh, axes)
-            place = ranks.index(mesh.global_rank)
-            self._answers[kind] = Answers(group, ranks, len(ranks), place, ranks[0])
+            self._answers[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
 
     def get_global_rank(self) -> int:
         """Return this rank."""
