@@ -478,15 +478,24 @@ def test_with_fairscale_its_own_modules_answer_from_our_meshes(late: bool) -> No
 
 
 @pytest.mark.oracle("fairscale")
-def test_the_first_rank_is_right_in_another_order_of_the_axes() -> None:
-    """Where model-parallel ranks are no neighbors."""
+def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
+    """In another order of the axes: where model-parallel ranks are no neighbors, the original has another first rank."""
     theirs = original(START)
-    fairscale.install()
     for rank in range(4):
         with fake_world(4, rank):
             mesh = namedmesh.init_mesh(tp=2, dp=-1, device="cpu")
             with fairscale.bind(mesh):
+                fairscale.install()
+                assert theirs.get_model_parallel_group() is mesh.group("tp")
                 assert theirs.get_model_parallel_src_rank() == mesh.ranks("tp")[0] == rank % 2
+                fairscale.uninstall()
+                assert not theirs.model_parallel_is_initialized()
+                assert fairscale.get_data_parallel_group() is mesh.group("dp")
+                fairscale.install()
+            assert not theirs.model_parallel_is_initialized()
+            with fairscale.bind(mesh):
+                assert theirs.get_pipeline_parallel_ranks() == [rank]
+            fairscale.uninstall()
             mesh.close()
 
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 _DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
-bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.unbind, _DIALECT.current_mesh
-destroy_tensor_parallel = _DIALECT.destroy
+bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
+destroy_tensor_parallel = _DIALECT.state.destroy
 get_tensor_parallel_group = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", itself)
 get_tensor_parallel_ranks = _DIALECT.getter("_TENSOR_PARALLEL_RANKS", itself)
 get_tensor_parallel_src_rank = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", first_rank)

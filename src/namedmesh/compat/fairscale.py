@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from namedmesh.compat.layers import Initializer
 
 _DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
-bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.unbind, _DIALECT.current_mesh
-destroy_model_parallel = _DIALECT.destroy
+bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
+destroy_model_parallel = _DIALECT.state.destroy
 get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP", itself)
 get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_world_size)
 get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_rank)

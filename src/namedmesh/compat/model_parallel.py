@@ -7,7 +7,6 @@ variables, and its getters read them.
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -49,25 +48,21 @@ def first_rank(group: Any) -> int:
 class ModelParallel:
     """One dialect: the variables of its module, which the function of a name initializes, and the mesh behind them."""
 
-    state: State
-
     def __init__(self, name: str, function: str, module: ModuleType) -> None:
         self.name, self.function, self.rows = name, function, DIALECTS[name].kinds
-        self._states: dict[ModuleType, State] = {}
-        self.answer_from(module)
+        names = [variable for row in self.rows for variable in (row.variable, row.ranks) if variable]
+        vars(module).update(dict.fromkeys(names))
+        self.state = State(f"{name}'s model parallelism", function, module)
         (tensor_group,) = (row.variable for row in self.rows if row.axes == ("tp",))
         self._tensor_group = self.getter(tensor_group, itself)
 
     def answer_from(self, module: ModuleType) -> None:
-        """Let the variables of a module answer from now on: namedmesh's own, or the original's."""
-        if module not in self._states:
-            names = [name for row in self.rows for name in (row.variable, row.ranks) if name]
-            for name in names:
-                vars(module).setdefault(name, None)
-            at_import: Any = SimpleNamespace(**dict.fromkeys(names))
-            title = f"{self.name}'s model parallelism"
-            self._states[module] = State(title, self.function, module, at_import)
-        self.state = self._states[module]
+        """Let the variables of a module answer from now on, namedmesh's own or the original's; those of a shown mesh move."""
+        before, self.state.module = vars(self.state.module), module
+        for name in self.state.names:
+            vars(module).setdefault(name, None)  # what only later sources have
+            if self.state.shown is not None:
+                vars(module)[name], before[name] = before[name], None
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.
@@ -117,18 +112,6 @@ class ModelParallel:
             mesh = make_mesh(compare, layout, {}, options, GroupOptions(timeout=timeout))
             values = self._values(mesh)
         self.state.take(mesh, values, owned=True)
-
-    def destroy(self) -> None:
-        """Forget every group and assignment. A mesh that was made here is closed, with its groups; one that was bound stays."""
-        self.state.destroy()
-
-    def unbind(self) -> None:
-        """Forget the mesh that is bound; it stays as it is, with its groups."""
-        self.state.unbind()
-
-    def current_mesh(self) -> NamedMesh:
-        """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
-        return self.state.current_mesh()
 
     def are_there(self, *variables: str) -> bool:
         """Return whether variables have values."""
