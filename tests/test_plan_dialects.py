@@ -130,7 +130,9 @@ def test_deepspeed_groups_are_deepspeeds(pp: int, dp: int, tp: int) -> None:
     [
         ("fairscale", {"tp": 2, "ep": 2}, None, AxisError),
         ("ezpz", {"tp": 2}, "tp-dp", LayoutError),
-        ("mesh", {"tp": 2, "cp": 2}, "tpp-tp-tp", AxisError),
+        ("mesh", {"tp": 2, "cp": 2}, "tpp-tp-cp", AxisError),
+        ("mesh", {"tp": 2, "cp": 2}, "tp-tp", AxisError),
+        ("mesh", {"tp": 2, "cp": 2}, "tp-tp-cp", LayoutError),
         ("mesh", {"tp": 2, "pp": 2, "cp": 2, "ep": 2}, "tp-cp-pp-ep-dp", LayoutError),
     ],
 )
