@@ -113,12 +113,13 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     return _cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
 
 
-# The layers keep the group of the moment in which they are made, of t ranks. These must be seeded alike: ``init_method`` draws
-# the whole weight on each, which stays in ``master_weight`` with ``keep_master_weight_for_test``. With ``stride`` a weight is
-# made of that many blocks of features, each sharded on its own.
-
-
 class _Layer(ParallelLayer):
+    """A layer over the model-parallel ranks of the moment in which it is made, t of them; plain parameters, of which each has a shard.
+
+    Ranks must be seeded alike: ``init_method`` draws the whole weight on each, and with ``keep_master_weight_for_test`` it
+    stays in ``master_weight``. With ``stride`` a weight is made of that many blocks of features, each sharded on its own.
+    """
+
     dialect: ClassVar = _DIALECT
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ def first_rank(group: Any) -> int:
 
 
 class ModelParallel:
-    """One dialect: the variables of its module, which the function of a name initializes, and the mesh behind them."""
+    """One dialect: the variables of its module, made here, which the function of a name initializes, and the mesh behind them."""
 
     def __init__(self, name: str, function: str, module: ModuleType) -> None:
         self.name, self.function, self.rows = name, function, DIALECTS[name].kinds
