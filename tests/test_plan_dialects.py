@@ -111,20 +111,6 @@ def test_kinds_and_counts_are_megatrons(world: int, sizes: Sizes, monkeypatch: p
     assert ours == calls
 
 
-@pytest.mark.oracle("deepspeed")
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 2, 2), (1, 3, 2), (3, 1, 5)])
-def test_deepspeed_groups_are_deepspeeds(pp: int, dp: int, tp: int) -> None:
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
-    theirs = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
-    made = layouts_for(DIALECTS["deepspeed"], {"pp": pp, "tp": tp}, world_size=pp * dp * tp)
-    for axis, word in {"pp": "pipe", "dp": "data", "tp": "model"}.items():
-        found = [tuple(group) for group in theirs.get_axis_comm_lists(word)]
-        if made.dense[axis] > 1:
-            assert sorted(found) == list(made.dense.groups(axis))
-        assert made.dense[axis] == theirs.get_dim(word)
-
-
 @pytest.mark.parametrize(
     ("name", "sizes", "order", "kind"),
     [
