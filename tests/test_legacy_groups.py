@@ -484,17 +484,19 @@ def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
     for rank in range(4):
         with fake_world(4, rank):
             mesh = namedmesh.init_mesh(tp=2, dp=-1, device="cpu")
+            theirs._DATA_PARALLEL_GROUP = "its own"
             with fairscale.bind(mesh):
                 fairscale.install()
                 assert theirs.get_model_parallel_group() is mesh.group("tp")
                 assert theirs.get_model_parallel_src_rank() == mesh.ranks("tp")[0] == rank % 2
                 fairscale.uninstall()
-                assert not theirs.model_parallel_is_initialized()
+                assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
                 assert fairscale.get_data_parallel_group() is mesh.group("dp")
                 fairscale.install()
-            assert not theirs.model_parallel_is_initialized()
+            assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
             with fairscale.bind(mesh):
                 assert theirs.get_pipeline_parallel_ranks() == [rank]
+            theirs._DATA_PARALLEL_GROUP = None
             fairscale.uninstall()
             mesh.close()
 

@@ -58,11 +58,12 @@ class ModelParallel:
 
     def answer_from(self, module: ModuleType) -> None:
         """Let the variables of a module answer from now on, namedmesh's own or the original's; those of a shown mesh move."""
-        before, self.state.module = vars(self.state.module), module
-        for name in self.state.names:
-            vars(module).setdefault(name, None)  # what only later sources have
-            if self.state.shown is not None:
-                vars(module)[name], before[name] = before[name], None
+        state, old, new = self.state, vars(self.state.module), vars(module)
+        for name in state.names:
+            new.setdefault(name, None)  # what only later sources have
+            if state.shown is not None:
+                new[name], old[name], state.without[name] = old[name], state.without[name], new[name]
+        state.module = module
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.
