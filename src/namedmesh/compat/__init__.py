@@ -15,9 +15,5 @@ class ContractRuntimeError(NamedMeshError, RuntimeError):
     """A call that the legacy API refuses with a ``RuntimeError``."""
 
 
-class ContractAttributeError(NamedMeshError, AttributeError):
-    """A name that the legacy API looks up on an object that does not have it."""
-
-
 class ContractTypeError(NamedMeshError, TypeError):
     """An argument of a kind that the legacy API cannot work with."""

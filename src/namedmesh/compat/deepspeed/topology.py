@@ -9,15 +9,16 @@ import itertools
 from collections import namedtuple
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from namedmesh.agreement import agreed
-from namedmesh.compat import ContractAttributeError, ContractError
+from namedmesh.compat import ContractError
 from namedmesh.compat.axis_map import agreed_groups, group_over
 from namedmesh.compat.state import require_default_group, require_open
-from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.errors import LayoutError
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
@@ -111,13 +112,11 @@ class ProcessTopology:
         return [list(ranks) for ranks in self.layout.groups(self._names[axis])] if axis in self.axes else []
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return every rank at coordinates on some axes, ascending; ContractAttributeError for a name that is no axis."""
+        """Return every rank at coordinates on some axes, ascending; AttributeError for a name that is no axis."""
         coords = {}
         for axis, at in filter_kwargs.items():
-            # In the order given, as the original: names after a filter that no rank matches are not checked.
-            if axis not in self._names:
-                near = did_you_mean(axis, self._names)
-                raise ContractAttributeError(f"axis {axis!r} is not one of {tuple(self._names)}{near}")
+            # Refused in the order given, as the original: names after a filter that no rank matches are not.
+            getattr(self.ProcessCoord, axis)
             if at not in range(self.get_dim(axis)):
                 return []
             coords[self._names[axis]] = int(at)
@@ -229,7 +228,7 @@ class PipelineParallelGrid(Getters):
 
     Raises:
         ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
-        ContractAttributeError: the topology has no axis pipe, or no axis data.
+        AttributeError: the topology has no axis pipe, or no axis data.
         AgreementError: the other ranks did not call this, or not with the same topology.
     """
 
@@ -303,7 +302,4 @@ def _check_grid(topology: Any, layout: Layout) -> None:
         raise ContractError(
             f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; change one of them"
         )
-    for axis in {"pipe", "data"} - {*topology.get_axis_names()}:
-        raise ContractAttributeError(
-            f"the topology {layout} has no axis {axis!r}; give it one, of size 1 if need be"
-        )
+    attrgetter("pipe", "data")(topology.get_coord(0))  # a grid needs both
