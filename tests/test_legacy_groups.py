@@ -263,14 +263,8 @@ def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
     return found
 
 
-SHARED = [
-    {"pp": 2, "dp": 2, "tp": 2},
-    {"tp": 2, "dp": 4},
-    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-    {"dp": 8},
-]
-
-
+SHARED = [{"pp": 2, "dp": 2, "tp": 2}, {"tp": 2, "dp": 4}, {"dp": 8}]
+SHARED += [{"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
 CYCLES: list[tuple[Any, Any]] = [
     (state.initialize_model_parallel, state.destroy_model_parallel),
     (megatron.initialize_model_parallel, megatron.parallel_state.destroy_model_parallel),
@@ -338,10 +332,8 @@ def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
             assert (groups.tp_size, groups.pp_size, groups.dp_size) == sizes
             places = [ranks[axis].index(rank) for axis in found]
             assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
-            assert (groups.is_first_stage, groups.is_last_stage) == (
-                places[1] == 0,
-                places[1] == sizes[1] - 1,
-            )
+            ends = places[1] == 0, places[1] == sizes[1] - 1
+            assert (groups.is_first_stage, groups.is_last_stage) == ends
             groups.mesh.close()
     with fake_world(12):
         groups = ProcessGroups(2, 3, 2)
@@ -512,11 +504,8 @@ def test_mistakes_are_reported() -> None:
     refuses(fairscale.get_model_parallel_group, AssertionError, text)
     refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
     assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
-    refuses(
-        tp.get_pipeline_parallel_rank,
-        AssertionError,
-        "_PIPELINE_PARALLEL_GROUP is None: ezpz's ... is not initialized; ...",
-    )
+    text = "_PIPELINE_PARALLEL_GROUP is None: ezpz's ... is not initialized; ..."
+    refuses(tp.get_pipeline_parallel_rank, AssertionError, text)
     start = fairscale.initialize_model_parallel
     refuses(lambda: start(1), AssertionError, "torch.distributed has no default group; ...")
     refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
@@ -532,27 +521,11 @@ def test_mistakes_are_reported() -> None:
 
 # What such a call says of a mesh of some axes, each of size 2.
 CANNOT = [
-    (
-        "fairscale",
-        "dp xp",
-        "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ...",
-    ),
-    (
-        "megatron",
-        "dp ep",
-        "axis 'ep' is one of the experts', ... leave it out of the mesh and add a view for it: ...",
-    ),
-    (
-        "megatron",
-        "dp xp",
-        "axis 'xp' has no place in Megatron's groups, which are over ...; did you mean ...",
-    ),
+    ("fairscale", "dp xp", "axis 'xp' has no place in fairscale's groups, which are over ...; did you ..."),
+    ("megatron", "dp ep", "axis 'ep' is one of the experts', ... and add a view for it: ..."),
+    ("megatron", "dp xp", "axis 'xp' has no place in Megatron's groups, which are over ...; did you ..."),
     ("mpu", "dp ep", "axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; ..."),
-    (
-        "mpu",
-        "tq ep",
-        "2 problems:\n ...axis 'tq' has no place in DeepSpeed's groups, ...axis 'ep' is one of ...",
-    ),
+    ("mpu", "tq ep", "2 problems:\n ...'tq' has no place in DeepSpeed's groups, ...axis 'ep' is one of ..."),
 ]
 
 
