@@ -22,25 +22,6 @@ def setup(ranks: int) -> int:
     return rank
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
-
-
-def rotate(x: Tensor) -> Tensor:
-    """Rotary positions on ``(batch, sequence, heads, features)``."""
-    half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), 0.1 ** torch.arange(half, dtype=x.dtype))
-    turned = torch.view_as_complex(x.reshape(*x.shape[:-1], half, 2)) * torch.polar(
-        torch.ones_like(angles), angles
-    ).unsqueeze(1)
-    return torch.view_as_real(turned).flatten(-2)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +32,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.wq, self.wk, self.wv))
-        q, k, v = (one.transpose(1, 2) for one in (rotate(q), rotate(k), v))
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(-2))
 
@@ -72,7 +53,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(), FeedForward()
-        self.attention_norm, self.ffn_norm = Norm(), Norm()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -85,7 +66,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tok_embeddings = ParallelEmbedding(VOCAB, DIM, init_method=lambda x: x)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = Norm()
+        self.norm = nn.RMSNorm(DIM)
         self.output = ColumnParallelLinear(DIM, VOCAB, bias=False, init_method=lambda x: x)
 
     def forward(self, tokens: Tensor) -> Any:

@@ -282,30 +282,6 @@ class Experts(nn.Module):
         return loss
 
 
-class Attention(nn.Module):
-    """Ulysses: attention over whole sequences, of which each rank has a part."""
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__()
-        layer: Any = importlib.import_module("deepspeed.sequence.layer")
-        self.mix, self.last = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.attention = layer.DistributedAttention(
-            self.attend, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
-        )
-
-    @staticmethod
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
-        return mixed.transpose(1, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.mix(x).unflatten(-1, (2, 3 * WIDTH // 2)).chunk(3, -1)
-        mixed = self.attention(query.contiguous(), key.contiguous(), value.contiguous(), 0)
-        loss: torch.Tensor = self.last(mixed.flatten(2)).square().mean()
-        return loss
-
-
 def small_llama() -> nn.Module:
     """A model of Hugging Face's, that DeepSpeed shards itself."""
     transformers: Any = importlib.import_module("transformers")
@@ -318,30 +294,25 @@ def small_llama() -> nn.Module:
 # The sizes of the mesh, and the stages.
 CASES: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
     "experts": ({"dp": 4}, (1, 2)),
-    "ulysses": ({"dp": 2, "sp": 2}, (0, 1, 2)),
     "tp": ({"dp": 2, "tp": 2}, (1,)),
 }
 
 
-def trained(groups: Any, case: str, stage: int, unit: Any = None) -> list[float]:
-    """Three losses, on the groups of the bound mesh, or on DeepSpeed's own and those of a unit."""
+def trained(groups: Any, case: str, stage: int) -> list[float]:
+    """Three losses, on the groups of the bound mesh, or on DeepSpeed's own."""
     library: Any = importlib.import_module("deepspeed")
     torch.manual_seed(0)
     config = settings(stage, 2)
     given: dict[str, Any] = {}
-    if case == "ulysses" and unit is not None:
-        given["mpu"] = groups.mpu = unit
     if case == "tp":
         model = small_llama()
         optimizer = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
         config |= {"optimizer": optimizer, "tensor_parallel": {"autotp_size": 2}}
     else:
-        model = Experts() if case == "experts" else Attention(groups)
-        parameters: Any = list(model.parameters())
-        if case == "experts":
-            utils: Any = importlib.import_module("deepspeed.moe.utils")
-            split = utils.split_params_into_different_moe_groups_for_optimizer
-            parameters = split({"params": parameters, "name": "all"})
+        model = Experts()
+        utils: Any = importlib.import_module("deepspeed.moe.utils")
+        split = utils.split_params_into_different_moe_groups_for_optimizer
+        parameters = split({"params": list(model.parameters()), "name": "all"})
         given["optimizer"] = torch.optim.AdamW(parameters, lr=0.01)
     engine, *_ = library.initialize(model=model, config=config, **given)
     losses = []
@@ -369,7 +340,7 @@ def _train_on_both(case: str) -> list[tuple[int, list[float], list[float]]]:
         mesh = namedmesh.init_mesh(sizes, device="cpu")
         if case == "experts":
             mesh.add_view("expert", edp=2, ep=2)
-        expected = trained(theirs, case, stage, deepspeed.mpu(mesh))
+        expected = trained(theirs, case, stage)
         with deepspeed.bind(mesh):
             assert case != "tp" or theirs._TENSOR_MODEL_PARALLEL_GROUP is mesh.group("tp")
             told.append((stage, trained(theirs, case, stage), expected))
@@ -381,7 +352,7 @@ WITH_TRANSFORMERS = pytest.param("tp", marks=pytest.mark.oracle("transformers"))
 
 
 @pytest.mark.oracle("deepspeed")
-@pytest.mark.parametrize("case", ["experts", "ulysses", WITH_TRANSFORMERS])
+@pytest.mark.parametrize("case", ["experts", WITH_TRANSFORMERS])
 def test_deepspeed_trains_on_a_mesh_as_on_its_own_groups(case: str) -> None:
     deepspeed_groups()
     for told in run_ranks(4, _train_on_both, case, timeout=120):

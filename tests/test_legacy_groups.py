@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import random
 import sys
 import textwrap
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
-from legacy import more_arguments, original, outcome
+from legacy import arguments, more_arguments, original, outcome
 from messages import error_of, refuses
 from ranks import fake_world, live_groups, run_ranks, summed
 from tensors import numbers
@@ -68,37 +67,20 @@ def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
     assert seen <= {*dir(fairscale)}
 
 
-LINEAR = "in_features, out_features, bias=True, {}, init_method=xavier_normal_, stride=1, "
-LINEAR += "keep_master_weight_for_test=False"
-EZPZ = {
-    "initialize_tensor_parallel": "tensor_parallel_size=1, pipeline_parallel_size=1, context_parallel_size=1, "
-    "tensor_parallel_backend=None, pipeline_parallel_backend=None, context_parallel_backend=None, "
-    "data_parallel_backend=None, timeout=None",
-    "split_tensor_along_last_dim": "tensor, num_partitions, contiguous_split_chunks=False",
-    "layers.ColumnParallelLinear": LINEAR.format("gather_output=True"),
-    "layers.RowParallelLinear": LINEAR.format("input_is_parallel=False"),
-    "layers.ColumnParallelLinear.get_master_weight": "self",
-    "utils.VocabUtility.vocab_range_from_global_vocab_size": "global_vocab_size, rank, world_size",
-}
-EZPZ |= dict.fromkeys(("ensure_divisibility", "divide_and_check_no_remainder"), "numerator, denominator")
-NO_ARGUMENTS = ("get_tensor_parallel_src_rank", "tensor_parallel_is_initialized", "destroy_tensor_parallel")
-EZPZ |= dict.fromkeys(NO_ARGUMENTS, "")
 KINDS = ("group", "ranks", "rank", "world_size")
-EZPZ |= {f"get_{axis}_parallel_{kind}": "" for axis in AXES for kind in KINDS}
-WAYS = ("copy_to", "reduce_from", "scatter_to", "gather_from")
-EZPZ |= {f"mappings.{way}_tensor_parallel_region": "input_" for way in WAYS}
+SIZES = ("tensor", "pipeline", "context")
+INITIALIZE: list[tuple[str, Any]] = [(f"{axis}_parallel_size", 1) for axis in SIZES]
+INITIALIZE += [(f"{axis}_parallel_backend", None) for axis in (*SIZES, "data")]
 
 
-def test_every_name_of_ezpz_s_is_there_with_its_arguments() -> None:
-    for name, signature in EZPZ.items():
-        function: Any = tp
-        for part in name.split("."):
-            function = getattr(function, part)
-        found = []
-        for one in inspect.signature(function).parameters.values():
-            default = "" if one.default is one.empty else f"={getattr(one.default, '__name__', one.default)}"
-            found.append(one.name + default)
-        assert ", ".join(found) == signature
+def test_ezpz_s_names_are_fairscale_s_for_tensor_parallelism() -> None:
+    assert arguments(tp.initialize_tensor_parallel) == [*INITIALIZE, ("timeout", None)]
+    aside = {"initialize_model_parallel", "vocab_parallel_cross_entropy"}
+    for name in {*fairscale.__all__} - aside:
+        of_ezpz = getattr(tp, name.replace("model_parallel", "tensor_parallel"))
+        assert arguments(of_ezpz) == arguments(getattr(fairscale, name)), name
+    for axis, kind in product(AXES, KINDS):
+        assert arguments(getattr(tp, f"get_{axis}_parallel_{kind}")) == []
 
 
 @pytest.mark.parametrize(("package", "name"), [("fairscale", "fairscale"), ("ezpz.tp", "ezpz")])
@@ -109,32 +91,31 @@ def test_parts_are_imported_by_their_paths(package: str, name: str) -> None:
         from namedmesh.compat.{package}.utils import VocabUtility
         assert layers is mappings and layers.__name__ == "namedmesh.compat.{name}"
     """)
-    doc = inspect.getdoc(fairscale.get_model_parallel_rank)
-    assert doc == "Return the index of this rank in _MODEL_PARALLEL_GROUP."
 
 
 # --- groups -------------------------------------------------------------------------------------------------
 
-ASKED = [
-    f"get_{kind}_parallel_{what}" for kind in ("model", "data") for what in ("group", "rank", "world_size")
-]
-ASKED += ["get_model_parallel_src_rank", "get_pipeline_parallel_group", "get_pipeline_parallel_ranks"]
-ASKED += ["model_parallel_is_initialized"]
-
 
 def fairscale_s(module: Any, *sizes: int) -> Any:
-    """What a module of fairscale's answers for some sizes, after it and in between; or the kind of its error."""
-    before = [outcome(getattr(module, name)) for name in ASKED]
+    """What a module answers to all questions of fairscale's before, between and after; or the kind of its error."""
+    names = [name for name in dir(original(START)) if name.startswith(("get_", "model_parallel_is"))]
+    told: list[Any] = []
+
+    def ask() -> None:
+        told.append({name: outcome(getattr(module, name)) for name in names})
+
+    ask()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = outcome(module.initialize_model_parallel, *sizes)
-    told = [outcome(getattr(module, name)) for name in ASKED]
-    again = outcome(module.initialize_model_parallel, *sizes)
+        told.append(outcome(module.initialize_model_parallel, *sizes))
+    ask()
+    told.append(outcome(module.initialize_model_parallel, *sizes))
     module.destroy_model_parallel()
     module._MODEL_PARALLEL_GROUP = "assigned"
-    again = again, outcome(module.initialize_model_parallel, 1)
+    told.append(outcome(module.initialize_model_parallel, 1))
     module.destroy_model_parallel()
-    return before, made, told, again, [outcome(getattr(module, name)) for name in ASKED]
+    ask()
+    return told
 
 
 @pytest.mark.oracle("fairscale")
@@ -220,24 +201,24 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
             mesh.close()
 
 
-GRID = deepspeed.PipelineParallelGrid.from_mesh
-PLACES: dict[str, Callable[[Any], Any]] = {
-    "fairscale": lambda mesh: (fairscale.bind(mesh), state)[1],
-    "ezpz": lambda mesh: (ezpz.bind(mesh), tp)[1],
-    "megatron": lambda mesh: (megatron.bind(mesh, create_gloo_process_groups=False), megatron.parallel_state)[
-        1
-    ],
-    "mpu": deepspeed.mpu,
-    "grid": GRID,
+# A call with a mesh, and the object that answers then, if it is not what the call returns.
+BINDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "fairscale": (fairscale.bind, state),
+    "ezpz": (ezpz.bind, tp),
+    "megatron": (megatron.bind, megatron.parallel_state),
+    "mpu": (deepspeed.mpu, None),
+    "grid": (deepspeed.PipelineParallelGrid.from_mesh, None),
 }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler about itself
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", BINDS)
 def test_accessors_make_no_break_in_a_graph(place: str) -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2, device="cpu")
-        made = PLACES[place](mesh)
+        bind, answering = BINDS[place]
+        made = bind(mesh)
+        made = answering or made
         names = [
             name for name in dir(made) if name.startswith(("get_", "is_")) or name.endswith("_initialized")
         ]
@@ -246,14 +227,14 @@ def test_accessors_make_no_break_in_a_graph(place: str) -> None:
         plain = [call for call in calls if isinstance(call(), (int, list))]
         assert len(calls) > len(plain) > 8
 
-        def answering(x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        def ask(x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
             for call in calls:  # no graph hands out a group
                 call()
             x = fairscale.copy_to_model_parallel_region(x) + 1 if place == "fairscale" else x
             return x, [call() for call in plain]
 
         torch._dynamo.reset()
-        compiled = torch.compile(answering, backend="eager", fullgraph=True)
+        compiled = torch.compile(ask, backend="eager", fullgraph=True)
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert [compiled(torch.ones(2))[1] for _ in range(2)] == [[call() for call in plain]] * 2
         mesh.close()
@@ -282,57 +263,56 @@ def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
     return found
 
 
-SHARED = [
-    {"pp": 2, "dp": 2, "tp": 2},
-    {"tp": 2, "dp": 4},
-    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-    {"dp": 8},
-]
-
-
+SHARED = [{"pp": 2, "dp": 2, "tp": 2}, {"tp": 2, "dp": 4}, {"dp": 8}]
+SHARED += [{"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
 CYCLES: list[tuple[Any, Any]] = [
     (state.initialize_model_parallel, state.destroy_model_parallel),
     (megatron.initialize_model_parallel, megatron.parallel_state.destroy_model_parallel),
 ]
 
 
-def share() -> list[Any]:
-    told: list[Any] = []
+def adds_up(group: Any) -> bool:
+    return summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group))
+
+
+def share() -> None:
     for sizes in SHARED:
         mesh = namedmesh.init_mesh(Layout(**sizes))
         with fairscale.bind(mesh), ezpz.bind(mesh), megatron.bind(mesh):
             for groups in of_axes(mesh).values():
-                right = summed(groups[0], dist.get_rank()) == sum(dist.get_process_group_ranks(groups[0]))
-                told += [len({*groups}) == 1, right]
+                assert len({*groups}) == 1
+                assert adds_up(groups[0])
             data = mesh.ranks(*(axis for axis in mesh.layout if axis.startswith("dp")))
-            told.append(state.get_data_parallel_ranks() == list(data))
-        told += [not state.model_parallel_is_initialized(), not tp.tensor_parallel_is_initialized()]
+            assert state.get_data_parallel_ranks() == list(data)
+        assert not state.model_parallel_is_initialized()
+        assert not tp.tensor_parallel_is_initialized()
         held = len(mesh.communicators)
-        for dialect in (fairscale, ezpz):
-            dialect.bind(mesh)
-        told.append(len(mesh.communicators) == held)
+        fairscale.bind(mesh)
+        ezpz.bind(mesh)
+        assert len(mesh.communicators) == held
         fairscale.destroy_model_parallel()
-        told.append(not mesh.closed and not state.model_parallel_is_initialized())
+        assert not mesh.closed
+        assert not state.model_parallel_is_initialized()
         ezpz.unbind()
-        told.append(not tp.tensor_parallel_is_initialized())
+        assert not tp.tensor_parallel_is_initialized()
         ezpz.bind(mesh)
         dist.barrier()
         mesh.close()
-        told.append(not tp.tensor_parallel_is_initialized())
+        assert not tp.tensor_parallel_is_initialized()
         before = live_groups()
         for start, destroy in CYCLES:
             start(2, 2)
             group = namedmesh.current_mesh().group("pp")
-            told.append(summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group)))
+            assert adds_up(group)
             fairscale.bind(namedmesh.current_mesh())
-            told.append(fairscale.get_pipeline_parallel_group() is group)
+            assert fairscale.get_pipeline_parallel_group() is group
             destroy()
-            told += [not state.model_parallel_is_initialized(), live_groups() <= before]
-    return told
+            assert not state.model_parallel_is_initialized()
+            assert live_groups() <= before
 
 
 def test_dialects_that_are_bound_to_one_mesh_share_its_groups() -> None:
-    assert run_ranks(8, share) == [[True] * 84] * 8
+    run_ranks(8, share)
 
 
 def test_the_page_of_the_book_runs() -> None:
@@ -352,10 +332,8 @@ def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
             assert (groups.tp_size, groups.pp_size, groups.dp_size) == sizes
             places = [ranks[axis].index(rank) for axis in found]
             assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
-            assert (groups.is_first_stage, groups.is_last_stage) == (
-                places[1] == 0,
-                places[1] == sizes[1] - 1,
-            )
+            ends = places[1] == 0, places[1] == sizes[1] - 1
+            assert (groups.is_first_stage, groups.is_last_stage) == ends
             groups.mesh.close()
     with fake_world(12):
         groups = ProcessGroups(2, 3, 2)
@@ -492,15 +470,26 @@ def test_with_fairscale_its_own_modules_answer_from_our_meshes(late: bool) -> No
 
 
 @pytest.mark.oracle("fairscale")
-def test_the_first_rank_is_right_in_another_order_of_the_axes() -> None:
-    """Where model-parallel ranks are no neighbors."""
+def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
+    """In another order of the axes: where model-parallel ranks are no neighbors, the original has another first rank."""
     theirs = original(START)
-    fairscale.install()
     for rank in range(4):
         with fake_world(4, rank):
             mesh = namedmesh.init_mesh(tp=2, dp=-1, device="cpu")
+            theirs._DATA_PARALLEL_GROUP = "its own"
             with fairscale.bind(mesh):
+                fairscale.install()
+                assert theirs.get_model_parallel_group() is mesh.group("tp")
                 assert theirs.get_model_parallel_src_rank() == mesh.ranks("tp")[0] == rank % 2
+                fairscale.uninstall()
+                assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
+                assert fairscale.get_data_parallel_group() is mesh.group("dp")
+                fairscale.install()
+            assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
+            with fairscale.bind(mesh):
+                assert theirs.get_pipeline_parallel_ranks() == [rank]
+            theirs._DATA_PARALLEL_GROUP = None
+            fairscale.uninstall()
             mesh.close()
 
 
@@ -515,11 +504,8 @@ def test_mistakes_are_reported() -> None:
     refuses(fairscale.get_model_parallel_group, AssertionError, text)
     refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
     assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
-    refuses(
-        tp.get_pipeline_parallel_rank,
-        AssertionError,
-        "_PIPELINE_PARALLEL_GROUP is None: ezpz's ... is not initialized; ...",
-    )
+    text = "_PIPELINE_PARALLEL_GROUP is None: ezpz's ... is not initialized; ..."
+    refuses(tp.get_pipeline_parallel_rank, AssertionError, text)
     start = fairscale.initialize_model_parallel
     refuses(lambda: start(1), AssertionError, "torch.distributed has no default group; ...")
     refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
@@ -533,19 +519,19 @@ def test_mistakes_are_reported() -> None:
         refuses(lambda: start(2), AssertionError, "fairscale's ... for ... tp=4 ...")
 
 
-BINDS: list[Callable[[Any], object]] = [fairscale.bind, ezpz.bind, deepspeed.mpu, GRID, megatron.bind]
 # What such a call says of a mesh of some axes, each of size 2.
 CANNOT = [
-    (0, "dp xp", "axis 'xp' has no place in fairscale's groups, which are over ...; did you mean ..."),
-    (4, "dp ep", "axis 'ep' is one of the experts', ... leave it out of the mesh and add a view for it: ..."),
-    (4, "dp xp", "axis 'xp' has no place in Megatron's groups, which are over ...; did you mean ..."),
-    (2, "dp ep", "axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; ..."),
-    (2, "tq ep", "2 problems:\n ...axis 'tq' has no place in DeepSpeed's groups, ...axis 'ep' is one of ..."),
+    ("fairscale", "dp xp", "axis 'xp' has no place in fairscale's groups, which are over ...; did you ..."),
+    ("megatron", "dp ep", "axis 'ep' is one of the experts', ... and add a view for it: ..."),
+    ("megatron", "dp xp", "axis 'xp' has no place in Megatron's groups, which are over ...; did you ..."),
+    ("mpu", "dp ep", "axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; ..."),
+    ("mpu", "tq ep", "2 problems:\n ...'tq' has no place in DeepSpeed's groups, ...axis 'ep' is one of ..."),
 ]
 
 
-@pytest.mark.parametrize("bind", BINDS)
-def test_what_is_no_open_mesh_is_refused(bind: Callable[[Any], object]) -> None:
+@pytest.mark.parametrize("place", BINDS)
+def test_what_is_no_open_mesh_is_refused(place: str) -> None:
+    bind, _ = BINDS[place]
     with pytest.raises(MeshError, match="got a NoneType; give it a NamedMesh, such as"):
         bind(None)
     with fake_world(8):
@@ -555,11 +541,11 @@ def test_what_is_no_open_mesh_is_refused(bind: Callable[[Any], object]) -> None:
         refuses(lambda: bind(mesh), MeshError, text)
 
 
-@pytest.mark.parametrize(("which", "axes", "text"), CANNOT)
-def test_meshes_that_a_dialect_cannot_be_bound_to(which: int, axes: str, text: str) -> None:
+@pytest.mark.parametrize(("place", "axes", "text"), CANNOT)
+def test_meshes_that_a_dialect_cannot_be_bound_to(place: str, axes: str, text: str) -> None:
     with fake_world(4, 3):
         mesh = namedmesh.init_mesh(dict.fromkeys(axes.split(), 2), device="cpu")
-        refuses(lambda: BINDS[which](mesh), LayoutError, text)
+        refuses(lambda: BINDS[place][0](mesh), LayoutError, text)
         mesh.close()
 
 

@@ -5,7 +5,7 @@ Pure data and arithmetic on :class:`namedmesh.Layout`, for the dialects, the pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
@@ -51,7 +51,6 @@ class Dialect:
     axes: tuple[str, ...]  # of its dense layout, slowest first
     kinds: tuple[GroupSpec, ...] = ()  # the groups that it makes; by default one kind for each axis
     expert: tuple[str, ...] = ()  # the axes of its experts' layout, if it has such a layout
-    words: Mapping[str, str] = field(default_factory=dict)  # its own name of an axis, where that is another
     inferred: str = "dp"  # the axis that is whatever is left when it has no size
     shards: tuple[str, ...] = ("pp", "dp_shard", "tp")  # the axes that shard one copy of the parameters
     orderable: bool = False  # by its user
@@ -153,9 +152,7 @@ _ALL = (
     Dialect(
         "megatron", ("pp", "dp", "cp", "tp"), _MEGATRON_KINDS, expert=("pp", *EXPERT_AXES), orderable=True
     ),
-    Dialect(
-        "deepspeed", ("pp", "dp", "tp"), _DEEPSPEED_KINDS, words={"pp": "pipe", "dp": "data", "tp": "model"}
-    ),
+    Dialect("deepspeed", ("pp", "dp", "tp"), _DEEPSPEED_KINDS),
     Dialect("fairscale", ("dp", "pp", "cp", "tp"), _FAIRSCALE_KINDS, shrinks_tp=True),
     Dialect("ezpz", ("dp", "pp", "cp", "tp"), _EZPZ_KINDS, shrinks_tp=True),
     Dialect(
@@ -227,7 +224,14 @@ def layouts_for(
         >>> made.dense, made.expert
         (Layout(pp=4, dp=2, cp=1, tp=2), Layout(pp=4, edp=1, ep=2, etp=2))
     """
-    _check_axes(dialect, sizes)
+    allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert)))
+    problems = [
+        f"axis {axis!r} is not one of {dialect.name}'s {allowed}{nearest_axis(axis, allowed)}"
+        for axis in sizes
+        if axis not in allowed
+    ]
+    if problems:
+        raise AxisError(*problems)
     notes: tuple[str, ...] = ()
     if dialect.shrinks_tp and world_size is not None and sizes.get("tp", 1) > world_size:
         notes = (
@@ -273,20 +277,6 @@ def groups_of(of_dialect: DialectLayout) -> tuple[GroupSpec, ...]:
     return tuple(kinds)
 
 
-def _check_axes(dialect: Dialect, sizes: Mapping[str, int]) -> None:
-    allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert)))
-    problems = [
-        f"axis {axis!r} is not one of {dialect.name}'s {allowed}{nearest_axis(axis, allowed)}"
-        for axis in sizes
-        if axis not in allowed
-    ]
-    split = [repr(axis) for axis in ("dp_replicate", "dp_shard") if axis in sizes]
-    if "dp" in sizes and split:
-        problems.append(f"both 'dp' and {' and '.join(split)} have a size; use one or the other")
-    if problems:
-        raise AxisError(*problems)
-
-
 def _inferred(
     dialect: Dialect, sizes: Mapping[str, int], axes: Sequence[str], world_size: int | None
 ) -> str | None:
@@ -314,9 +304,6 @@ def _tokens(dialect: Dialect, sizes: Mapping[str, int], order: str | None) -> li
     problems = [
         f"{token!r} in the order {order!r} is not one of {listing(default)}{did_you_mean(token, default)}"
         for token in parsed.unknown
-    ]
-    problems += [
-        f"{token!r} is twice in the order {order!r}" for token in default if parsed.tokens.count(token) > 1
     ]
     problems += [
         f"axis {axis!r} has size {size} but no place in the order {order!r}; add it"

@@ -22,46 +22,43 @@ Example:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from namedmesh.compat import layers as plain
-from namedmesh.compat import partition
+import torch.distributed as dist
+
+from namedmesh.compat import fairscale
 from namedmesh.compat.install import Original
-from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself, rank, world_size
-from namedmesh.compat.partition import *
+from namedmesh.compat.layers import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    split_tensor_along_last_dim,
+)
+from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-_DATA_PARALLEL_GROUP: Any = None
-_DATA_PARALLEL_RANKS: Any = None
-_PIPELINE_PARALLEL_GROUP: Any = None
-_PIPELINE_PARALLEL_RANKS: Any = None
-_CONTEXT_PARALLEL_GROUP: Any = None
-_CONTEXT_PARALLEL_GROUP_RANKS: Any = None
-_TENSOR_PARALLEL_GROUP: Any = None
-_TENSOR_PARALLEL_RANKS: Any = None
-
 _DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
-bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.unbind, _DIALECT.current_mesh
-destroy_tensor_parallel = _DIALECT.destroy
+bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
+destroy_tensor_parallel = _DIALECT.state.destroy
 get_tensor_parallel_group = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", itself)
 get_tensor_parallel_ranks = _DIALECT.getter("_TENSOR_PARALLEL_RANKS", itself)
 get_tensor_parallel_src_rank = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", first_rank)
-get_tensor_parallel_rank = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", rank, before=0)
-get_tensor_parallel_world_size = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", world_size, before=1)
+get_tensor_parallel_rank = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", dist.get_rank, before=0)
+get_tensor_parallel_world_size = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", dist.get_world_size, before=1)
 get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
 get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
-get_pipeline_parallel_rank = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", rank)
-get_pipeline_parallel_world_size = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", world_size)
+get_pipeline_parallel_rank = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", dist.get_rank)
+get_pipeline_parallel_world_size = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", dist.get_world_size)
 get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
 get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
-get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", rank)
-get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", world_size)
+get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
+get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
 get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
 get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_RANKS", itself)
-get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", rank)
-get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", world_size)
+get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_rank)
+get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_world_size)
 
 copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region = _DIALECT.copy, _DIALECT.reduce
 scatter_to_tensor_parallel_region, gather_from_tensor_parallel_region = _DIALECT.scatter, _DIALECT.gather
@@ -99,26 +96,26 @@ def tensor_parallel_is_initialized() -> bool:
     return _DIALECT.are_there(*(f"_{kind}_PARALLEL_GROUP" for kind in kinds))
 
 
-# The layers, over the tensor-parallel ranks that they were made with; :mod:`namedmesh.compat.layers` documents them.
+# The layers are fairscale's, over the tensor-parallel ranks of the moment in which they are made.
 
 
 class _Layer:
-    current_group = staticmethod(_DIALECT.group)
+    dialect = _DIALECT
 
 
-class ColumnParallelLinear(_Layer, plain.ColumnParallelLinear):
+class ColumnParallelLinear(_Layer, fairscale.ColumnParallelLinear):
     """A linear layer whose output features are sharded over the tensor-parallel ranks."""
 
 
-class RowParallelLinear(_Layer, plain.RowParallelLinear):
+class RowParallelLinear(_Layer, fairscale.RowParallelLinear):
     """A linear layer whose input features are sharded over the tensor-parallel ranks."""
 
 
-class VocabParallelEmbedding(_Layer, plain.VocabParallelEmbedding):
+class VocabParallelEmbedding(_Layer, fairscale.VocabParallelEmbedding):
     """An embedding whose vocabulary is sharded over the tensor-parallel ranks."""
 
 
-class ParallelEmbedding(_Layer, plain.ParallelEmbedding):
+class ParallelEmbedding(_Layer, fairscale.ParallelEmbedding):
     """An embedding whose features are sharded over the tensor-parallel ranks."""
 
 
@@ -129,6 +126,7 @@ sys.modules.update({f"{__name__}.{part}": tp for part in _PARTS})
 
 _ORIGINAL = Original("ezpz.tp", None, dict.fromkeys([f"ezpz.{part}" for part in _PARTS], __name__))
 install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
-__all__ = ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
-__all__ += [name for name in dir() if "parallel" in name.lower() and not name.startswith(("_", "ModelP"))]
-__all__ += partition.__all__
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += ["VocabUtility", "bind", "current_mesh", "divide_and_check_no_remainder", "ensure_divisibility"]
+__all__ += ["install", "split_tensor_along_last_dim", "tp", "unbind", "uninstall"]
+__all__ += [name for name in dir() if "_parallel" in name and not name.startswith("_")]

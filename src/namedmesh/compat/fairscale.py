@@ -22,44 +22,49 @@ Example:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
 
-from namedmesh.compat import layers as plain
-from namedmesh.compat import partition
+from namedmesh.compat import ContractError
 from namedmesh.compat.install import Original
-from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself, rank, ranks, world_size
-from namedmesh.compat.partition import *
-from namedmesh.compat.partition import divide
+from namedmesh.compat.layers import (
+    ParallelLayer,
+    VocabEmbedding,
+    VocabUtility,
+    divide_and_check_no_remainder,
+    draw_whole,
+    ensure_divisibility,
+    scatter,
+    split_tensor_along_last_dim,
+)
+from namedmesh.compat.layers import cross_entropy as _cross_entropy
+from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself
+from namedmesh.tensor_parallel.collectives import all_gather, enter, gather, leave
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch import Tensor
-
-_DATA_PARALLEL_GROUP: Any = None
-_PIPELINE_PARALLEL_GROUP: Any = None
-_PIPELINE_PARALLEL_RANKS: Any = None
-_MODEL_PARALLEL_GROUP: Any = None
-_CONTEXT_PARALLEL_GROUP: Any = None
-_CONTEXT_PARALLEL_GROUP_RANKS: Any = None
+    from namedmesh.compat.layers import Initializer
 
 _DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
-bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.unbind, _DIALECT.current_mesh
-destroy_model_parallel = _DIALECT.destroy
+bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
+destroy_model_parallel = _DIALECT.state.destroy
 get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP", itself)
-get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", world_size)
-get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", rank)
-get_model_parallel_ranks = _DIALECT.getter("_MODEL_PARALLEL_GROUP", ranks)
+get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_world_size)
+get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_rank)
+get_model_parallel_ranks = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_process_group_ranks)
 get_model_parallel_src_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", first_rank)
 get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
-get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", world_size)
-get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", rank)
-get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_GROUP", ranks)
+get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_world_size)
+get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_rank)
+get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_process_group_ranks)
 get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
-get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", world_size)
-get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", rank)
+get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
+get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
 get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
 get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
 get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
@@ -105,30 +110,145 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     in the whole vocabulary, the same on every rank; a ContractError where the shapes do not go together.
     """
     dtype = vocab_parallel_logits.dtype
-    return plain.cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
+    return _cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
 
 
-# The layers, over the model-parallel ranks that they were made with; :mod:`namedmesh.compat.layers` documents them.
+class _Layer(ParallelLayer):
+    """A layer over the model-parallel ranks of the moment in which it is made, t of them; plain parameters, of which each has a shard.
+
+    Ranks must be seeded alike: ``init_method`` draws the whole weight on each, and with ``keep_master_weight_for_test`` it
+    stays in ``master_weight``. With ``stride`` a weight is made of that many blocks of features, each sharded on its own.
+    """
+
+    dialect: ClassVar = _DIALECT
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = self.dialect.group()
+
+    def get_master_weight(self) -> Tensor:
+        """Gather the shards of all ranks of a linear layer, in rank order (as the original, whatever the stride); communicates."""
+        return all_gather(self.weight.data, self.group, self.dim)
 
 
-class _Layer:
-    current_group = staticmethod(_DIALECT.group)
+class ColumnParallelLinear(_Layer):
+    """A linear layer whose output features are sharded over the model-parallel ranks; it returns a tensor.
+
+    The weight is this rank's ``(out_features / t, in_features)``, the bias its ``(out_features / t,)``. With
+    ``gather_output`` the output features are joined on every rank.
+    """
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: Initializer = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
+        self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
+        self.make_bias(bias)
+        self.output_size_per_partition = self.weight.shape[0]
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Return ``(..., out_features)`` or, not gathered, ``(..., out_features / t)``."""
+        output = F.linear(enter(input_, self.group), self.weight, self.bias)
+        return gather(output, self.group, -1) if self.gather_output else output
 
 
-class ColumnParallelLinear(_Layer, plain.ColumnParallelLinear):
-    """A linear layer whose output features are sharded over the model-parallel ranks."""
+class RowParallelLinear(_Layer):
+    """A linear layer whose input features are sharded over the model-parallel ranks; it returns a tensor.
+
+    The weight is this rank's ``(out_features, in_features / t)``; every rank has the whole bias. With ``input_is_parallel``
+    the input is this rank's shard already; otherwise each rank takes its own.
+    """
+
+    dim = 1
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: Initializer = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
+        self.make_bias(bias)
+        self.input_size_per_partition = self.weight.shape[1]
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Return ``(..., out_features)``, the same on every rank."""
+        part = input_ if self.input_is_parallel else scatter(input_, self.group, -1)
+        output = leave(F.linear(part, self.weight), self.group)
+        return output if self.bias is None else output + self.bias
 
 
-class RowParallelLinear(_Layer, plain.RowParallelLinear):
-    """A linear layer whose input features are sharded over the model-parallel ranks."""
+class _Embedding(_Layer):
+    lengths = "num_embeddings", "embedding_dim"
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Initializer = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        if max_norm is not None or scale_grad_by_freq:
+            raise ContractError(
+                "max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out"
+            )
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ContractError(
+                f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
+            )
+        self.make_weight(init_method, keep=keep_master_weight_for_test)
 
 
-class VocabParallelEmbedding(_Layer, plain.VocabParallelEmbedding):
-    """An embedding whose vocabulary is sharded over the model-parallel ranks."""
+class VocabParallelEmbedding(_Embedding, VocabEmbedding):
+    """An embedding whose vocabulary is sharded over the model-parallel ranks; ``padding_idx`` is an id in the whole vocabulary.
+
+    The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
+    and without, ``vocab_end_index``.
+    """
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Return ``(..., embedding_dim)``, the same on every rank; an id outside of the vocabulary gets zeros."""
+        return leave(self.look_up(input_), self.group)
 
 
-class ParallelEmbedding(_Layer, plain.ParallelEmbedding):
-    """An embedding whose features are sharded over the model-parallel ranks."""
+class ParallelEmbedding(_Embedding):
+    """An embedding whose features are sharded over the model-parallel ranks: the weight is this rank's ``(num_embeddings, embedding_dim / t)``."""
+
+    dim = 1
+
+    def make_weight(self, *args: Any, **kwargs: Any) -> None:
+        """Make this rank's features of all vectors."""
+        super().make_weight(*args, **kwargs)
+        self.embedding_dim_per_partition = self.weight.shape[1]
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Return ``(..., embedding_dim)``, the same on every rank."""
+        vectors = F.embedding(input_, self.weight, self.padding_idx, sparse=self.sparse)
+        return gather(vectors, self.group, -1)
 
 
 def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
@@ -137,19 +257,14 @@ def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
     in_features: int,
     per_partition_size: int,
     partition_dim: int,
-    init_method: plain.Initializer,
+    init_method: Initializer,
     stride: int = 1,
     return_master_weight: bool = False,
 ) -> Tensor | None:
     """Draw a whole weight, ``(out_features, in_features)``, and copy this rank's shard of it into ``weight``."""
-    group = _DIALECT.group()
-    whole = weight
-    if group.size == 1:
-        init_method(weight)
-    else:
-        divide(per_partition_size, stride)
-        whole = torch.empty(out_features, in_features, dtype=weight.dtype)
-        plain.draw_whole(weight, whole, partition_dim, group, init_method, stride)
+    ensure_divisibility(per_partition_size, stride)
+    whole = torch.empty(out_features, in_features, dtype=weight.dtype)
+    draw_whole(weight, whole, partition_dim, _DIALECT.group(), init_method, stride)
     return whole if return_master_weight else None
 
 
@@ -170,9 +285,10 @@ _ORIGINAL = Original(
     f"{_PLACE}.initialize",
     _replace,
     dict.fromkeys([_PLACE, *(f"{_PLACE}.{part}" for part in _PARTS)], __name__),
-    lambda: _DIALECT.answer_from(None),
+    lambda: _DIALECT.answer_from(layers),
 )
 install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
-__all__ = ["bind", "current_mesh", "install", "unbind", "uninstall"]
-__all__ += [name for name in dir() if "parallel" in name.lower() and not name.startswith(("_", "ModelP"))]
-__all__ += partition.__all__
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += ["VocabUtility", "bind", "current_mesh", "divide_and_check_no_remainder", "ensure_divisibility"]
+__all__ += ["install", "split_tensor_along_last_dim", "unbind", "uninstall"]
+__all__ += [name for name in dir() if "_parallel" in name and not name.startswith("_")]

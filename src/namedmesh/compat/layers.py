@@ -1,10 +1,7 @@
-"""The parallel layers of the dialects, and their loss, one family: plain parameters, of which each rank of a group has a shard.
+"""What the layers of all dialects share: the arithmetic of shards, weights of which each rank has a shard, and the loss.
 
 Legacy code reads ``weight.shape`` as the shape of the shard and marks it with attributes, so parameters are no DTensors. A
-layer keeps the group that it was made with, of t ranks. The four layers here are fairscale's and ezpz's: ``init_method``
-fills a weight; ranks must be seeded alike, since each draws the whole weight and keeps its shard, and with
-``keep_master_weight_for_test`` the whole one, too, in ``master_weight``. With ``stride`` a weight is made of that many
-blocks of features, each sharded on its own. A length that the ranks do not divide is a ContractError.
+layer keeps the group that it was made with. A length that its ranks do not divide is a ContractError.
 """
 
 from __future__ import annotations
@@ -15,22 +12,96 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
-from namedmesh.compat.errors import ContractError
-from namedmesh.compat.partition import check_shards, scatter
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave
+from namedmesh.compat import ContractError
+from namedmesh.tensor_parallel.collectives import Group, split
 from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
 ALONE = Group("", 1, 0)
 Initializer: TypeAlias = "Callable[[Tensor], Any]"
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
 
 
-# What the layers of all dialects share.
+# The arithmetic.
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Refuse a division that leaves a remainder, with a ContractError, which is an ``AssertionError`` too."""
+    if numerator % denominator:
+        raise ContractError(f"{numerator} is not divisible by {denominator}; use a multiple of {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """Return the quotient of a division that leaves no remainder; one that leaves one is a ContractError."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+divide_and_check_no_remainder = divide
+
+
+def check_shards(length: int, ranks: int, stride: int = 1, *, what: str) -> None:
+    """Refuse a length that cannot be split into ``stride`` blocks of equal shards; on one rank a whole has no blocks.
+
+    A collective of unequal shards ends the process from inside the backend.
+    """
+    if ranks > 1 and length % (ranks * stride):
+        blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
+        raise ContractError(
+            f"{what} is {length}, which cannot be split into {ranks} equal shards{blocks}; use a multiple of {ranks * stride}"
+        )
+
+
+def check_even(tensor: Tensor, dim: int, ranks: int) -> None:
+    """Refuse a tensor of which a dim cannot be split into equal shards."""
+    length, shape = tensor.shape[dim], tuple(tensor.shape)
+    check_shards(length, ranks, what=f"the length of dim {dim} of a tensor of shape {shape}")
+
+
+def scatter(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """Return this rank's shard of a tensor that every rank has, if the dim can be split; the gradient is gathered."""
+    check_even(whole, dim, group.size)
+    return split(whole, group, dim)
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """Split a tensor ``(..., n)`` into equal parts, each ``(..., n / num_partitions)``: views, or contiguous copies."""
+    parts: tuple[Tensor, ...] = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+
+
+class VocabUtility:
+    """Which ids of a vocabulary a rank holds: from the first, up to and without the second number.
+
+    Example:
+        >>> [VocabUtility.vocab_range_from_global_vocab_size(12, rank, 4) for rank in range(4)]
+        [(0, 3), (3, 6), (6, 9), (9, 12)]
+    """
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int,
+        rank: int,
+        world_size: int,  # noqa: ARG004  the legacy signature has it
+    ) -> tuple[int, int]:
+        """Return the range of a rank of the group, from the number of ids that each rank holds."""
+        first = rank * per_partition_vocab_size
+        return first, first + per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(
+        global_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """Return the range of a rank of the group, from the length of the whole vocabulary, which the ranks divide."""
+        part = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(part, rank, world_size)
+
+
+# The weights.
 
 
 def draw_whole(  # noqa: PLR0917  what a weight is
@@ -39,7 +110,7 @@ def draw_whole(  # noqa: PLR0917  what a weight is
     """Fill a whole weight, and copy this rank's shard of ``dim`` of each of ``stride`` blocks, joined."""
     initialize(whole)
     with torch.no_grad():
-        blocks = whole.unflatten(dim, (stride, group.size, -1))
+        blocks = whole.unflatten(dim, (stride if group.size > 1 else 1, group.size, -1))
         shard.copy_(blocks.select(dim + 1, group.rank).flatten(dim, dim + 1))
 
 
@@ -137,142 +208,7 @@ class VocabEmbedding(ParallelLayer):
         return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-# The layers of fairscale and ezpz.
-
-
-class _PlainLayer(ParallelLayer):
-    def current_group(self) -> Group:
-        """Return the group over which a new layer is sharded; a dialect overrides this."""
-        return ALONE
-
-    def get_master_weight(self) -> Tensor:
-        """Gather the shards of all ranks of a linear layer, in rank order (as the original, whatever the stride); communicates."""
-        return all_gather(self.weight.data, self.group, self.dim)
-
-
-class ColumnParallelLinear(_PlainLayer):
-    """A linear layer whose output features are sharded over the ranks; it returns a tensor.
-
-    The weight is this rank's ``(out_features / t, in_features)``, the bias its ``(out_features / t,)``. With
-    ``gather_output`` the output features are joined on every rank.
-    """
-
-    def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        gather_output: bool = True,
-        init_method: Initializer = nn.init.xavier_normal_,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
-        self.group = self.current_group()
-        whole = self.group.size == 1  # has no blocks
-        self.make_weight(init_method, 1 if whole else stride, keep=keep_master_weight_for_test)
-        self.make_bias(bias)
-        self.output_size_per_partition = self.weight.shape[0]
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., out_features)`` or, not gathered, ``(..., out_features / t)``."""
-        output = F.linear(enter(input_, self.group), self.weight, self.bias)
-        return gather(output, self.group, -1) if self.gather_output else output
-
-
-class RowParallelLinear(_PlainLayer):
-    """A linear layer whose input features are sharded over the ranks; it returns a tensor.
-
-    The weight is this rank's ``(out_features, in_features / t)``; every rank has the whole bias. With ``input_is_parallel``
-    the input is this rank's shard already; otherwise each rank takes its own.
-    """
-
-    dim = 1
-
-    def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        input_is_parallel: bool = False,
-        init_method: Initializer = nn.init.xavier_normal_,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel = input_is_parallel
-        self.group = self.current_group()
-        whole = self.group.size == 1
-        self.make_weight(init_method, 1 if whole else stride, keep=keep_master_weight_for_test)
-        self.make_bias(bias)
-        self.input_size_per_partition = self.weight.shape[1]
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., out_features)``, the same on every rank."""
-        part = input_ if self.input_is_parallel else scatter(input_, self.group, -1)
-        output = leave(F.linear(part, self.weight), self.group)
-        return output if self.bias is None else output + self.bias
-
-
-class _Embedding(_PlainLayer):
-    lengths = "num_embeddings", "embedding_dim"
-
-    def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        init_method: Initializer = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False,
-    ) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse, self._weight = scale_grad_by_freq, sparse, None
-        if max_norm is not None or scale_grad_by_freq:
-            raise ContractError(
-                "max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out"
-            )
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ContractError(
-                f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
-            )
-        self.group = self.current_group()
-        self.make_weight(init_method, keep=keep_master_weight_for_test)
-
-
-class VocabParallelEmbedding(_Embedding, VocabEmbedding):
-    """An embedding whose vocabulary is sharded over the ranks; ``padding_idx`` is an id in the whole vocabulary.
-
-    The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
-    and without, ``vocab_end_index``.
-    """
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., embedding_dim)``, the same on every rank; an id outside of the vocabulary gets zeros."""
-        return leave(self.look_up(input_), self.group)
-
-
-class ParallelEmbedding(_Embedding):
-    """An embedding whose features are sharded over the ranks: the weight is this rank's ``(num_embeddings, embedding_dim / t)``."""
-
-    dim = 1
-
-    def make_weight(self, *args: Any, **kwargs: Any) -> None:
-        """Make this rank's features of all vectors."""
-        super().make_weight(*args, **kwargs)
-        self.embedding_dim_per_partition = self.weight.shape[1]
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., embedding_dim)``, the same on every rank."""
-        vectors = F.embedding(input_, self.weight, self.padding_idx, sparse=self.sparse)
-        return gather(vectors, self.group, -1)
+# The loss.
 
 
 def cross_entropy(

@@ -7,15 +7,14 @@ variables, and its getters read them.
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from namedmesh.agreement import agreed
+from namedmesh.compat import ContractError
 from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
-from namedmesh.compat.errors import ContractError
-from namedmesh.compat.partition import scatter
+from namedmesh.compat.layers import scatter
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
@@ -37,52 +36,34 @@ T = TypeVar("T")
 
 
 def itself(value: Any) -> Any:
-    """Return the value of {}."""
+    """Return what a variable is."""
     return value
 
 
-def rank(group: Any) -> int:
-    """Return the index of this rank in {}."""
-    place: int = group.rank()
-    return place
-
-
-def world_size(group: Any) -> int:
-    """Return the number of ranks in {}."""
-    size: int = group.size()
-    return size
-
-
-def ranks(group: Any) -> list[int]:
-    """Return the global ranks of {}."""
-    return dist.get_process_group_ranks(group)
-
-
 def first_rank(group: Any) -> int:
-    """Return the global rank of the first of {}."""
-    return ranks(group)[0]
+    """Return the global rank of the first of a group."""
+    return dist.get_process_group_ranks(group)[0]
 
 
 class ModelParallel:
-    """One dialect: the variables of its module, which the function of a name initializes, and the mesh behind them."""
+    """One dialect: the variables of its module, made here, which the function of a name initializes, and the mesh behind them."""
 
     def __init__(self, name: str, function: str, module: ModuleType) -> None:
-        self.name, self.function = name, function
-        self.rows = DIALECTS[name].kinds
-        self.own = self.state = State(f"{name}'s model parallelism", function, module)
-        self._states = {module: self.own}
+        self.name, self.function, self.rows = name, function, DIALECTS[name].kinds
+        names = [variable for row in self.rows for variable in (row.variable, row.ranks) if variable]
+        vars(module).update(dict.fromkeys(names))
+        self.state = State(f"{name}'s model parallelism", function, module)
         (tensor_group,) = (row.variable for row in self.rows if row.axes == ("tp",))
         self._tensor_group = self.getter(tensor_group, itself)
 
-    def answer_from(self, original: ModuleType | None) -> None:
-        """Let the variables of the original's module answer from now on, or those of namedmesh's own."""
-        module = original or self.own.module
-        for name in self.own.names:
-            vars(module).setdefault(name, None)  # what only later sources have
-        if module not in self._states:
-            at_import: Any = SimpleNamespace(**self.own.empty)
-            self._states[module] = State(self.own.dialect, self.function, module, at_import)
-        self.state = self._states[module]
+    def answer_from(self, module: ModuleType) -> None:
+        """Let the variables of a module answer from now on, namedmesh's own or the original's; those of a shown mesh move."""
+        state, old, new = self.state, vars(self.state.module), vars(module)
+        for name in state.names:
+            new.setdefault(name, None)  # what only later sources have
+            if state.shown is not None:
+                new[name], old[name], state.without[name] = old[name], state.without[name], new[name]
+        state.module = module
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.
@@ -133,18 +114,6 @@ class ModelParallel:
             values = self._values(mesh)
         self.state.take(mesh, values, owned=True)
 
-    def destroy(self) -> None:
-        """Forget every group and assignment. A mesh that was made here is closed, with its groups; one that was bound stays."""
-        self.state.destroy()
-
-    def unbind(self) -> None:
-        """Forget the mesh that is bound; it stays as it is, with its groups."""
-        self.state.unbind()
-
-    def current_mesh(self) -> NamedMesh:
-        """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
-        return self.state.current_mesh()
-
     def are_there(self, *variables: str) -> bool:
         """Return whether variables have values."""
         return all(getattr(self.state.module, name) is not None for name in variables)
@@ -163,7 +132,7 @@ class ModelParallel:
                 f"namedmesh.compat.{self.name}.bind(mesh) with a mesh that exists"
             )
 
-        get.__doc__ = (answer.__doc__ or "").format(variable)
+        get.__doc__ = f"Return {variable}." if answer is itself else f"Return {answer.__name__}({variable})."
         return get
 
     def group(self) -> Group:

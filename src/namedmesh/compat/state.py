@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from namedmesh import current
-from namedmesh.compat.errors import ContractError
+from namedmesh.compat import ContractError
 from namedmesh.errors import MeshError
 from namedmesh.mesh import NamedMesh
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from namedmesh.compat.axis_map import agreed_groups
+from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes
 from namedmesh.compat.deepspeed import topology
-from namedmesh.compat.deepspeed.model_parallel_unit import ModelParallelUnit, SequenceParallelUnit, mpu
 from namedmesh.compat.deepspeed.topology import *
+from namedmesh.compat.deepspeed.topology import Getters, getter
 from namedmesh.compat.install import Original, as_imported
-from namedmesh.compat.state import Bound, State
+from namedmesh.compat.state import Bound, State, require_open
+from namedmesh.dialects import EXPERT_AXES
 from namedmesh.errors import PlanError, listing
 
 if TYPE_CHECKING:
@@ -112,3 +113,77 @@ def mark_parameters(model: nn.Module) -> list[str]:
             parameter.model_parallel = True  # type: ignore[attr-defined]
             shards.append(name)
     return shards
+
+
+def mpu(mesh: NamedMesh) -> ModelParallelUnit:
+    """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; every rank calls it; communicates.
+
+    The mesh has any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. sp is DeepSpeed's Ulysses; cp,
+    Megatron's context parallelism, means the same to an optimizer: ranks with the same parameters, each with a part of a
+    sequence. With both, sequences are sharded over their product.
+
+    Returns:
+        A :class:`ModelParallelUnit`; with sp or cp a :class:`SequenceParallelUnit`.
+
+    Raises:
+        LayoutError: the mesh has an axis of no kind of parallelism of DeepSpeed's.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> unit = mpu(mesh)
+        >>> unit.get_data_parallel_group() is mesh.group("dp"), hasattr(unit, "get_sequence_parallel_group")
+        (True, False)
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+    require_open(mesh, "deepspeed.mpu")
+    with agreed_groups(mesh, "deepspeed.mpu"):
+        instead = "DeepSpeed makes its own groups for them; leave it out of the mesh"
+        check_axes(mesh.layout, "DeepSpeed", (*USUAL_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
+        kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
+        if "sp" not in mesh and "cp" not in mesh:
+            return ModelParallelUnit(mesh, kinds)
+        kinds |= {"sequence": ["cp"], "sequence_data": ["dp", "cp"]}
+        return SequenceParallelUnit(mesh, kinds)
+
+
+class ModelParallelUnit(Getters):
+    """Ranks, sizes and groups of one mesh under DeepSpeed's names; :func:`mpu` makes it. ``mesh`` is the mesh.
+
+    DeepSpeed knows many names, and checks with ``hasattr`` which exist: a name that exists changes what it does. So a unit
+    has the names that mean something on its mesh, and no others.
+
+    *Model*-parallel are the ranks of one replica, all its stages and slices: pp and tp. *Tensor-* (or slice-)
+    parallel are those that share a layer: tp. Groups of one rank are groups, too.
+    """
+
+    get_model_parallel_src_rank = getter("model", "first_rank")
+    get_data_parallel_src_rank = getter("data", "first_rank")
+    get_tensor_model_parallel_group = Getters.get_slice_parallel_group
+    get_tensor_model_parallel_src_rank = getter("slice", "first_rank")
+    get_pipeline_model_parallel_group = Getters.get_pipe_parallel_group
+
+
+class SequenceParallelUnit(ModelParallelUnit):
+    """The unit of a mesh with an axis sp or cp; it adds the getters of DeepSpeed's sequence parallelism.
+
+    DeepSpeed reduces gradients, and shards optimizer states, over the *sequence-data*-parallel ranks: those of the
+    data- and sequence-parallel axes together. Up to ZeRO stage 2 it divides the sum by the number of data-parallel
+    ranks only: a rank's loss has to be the mean over its own tokens, divided by the number of parts.
+
+    With stage 3 ``deepspeed.initialize`` shards the parameters over the data-parallel ranks alone, and silently never
+    adds the gradients of the parts. Shard them before, over all ranks that have the same ones; the loss is then the mean
+    over a rank's own tokens, undivided::
+
+        group = unit.get_sequence_data_parallel_group()
+        deepspeed.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=config, mpu=unit)
+        engine, *_ = deepspeed.initialize(model=model, mpu=unit, config=config)
+    """
+
+    get_sequence_parallel_group = getter("sequence", "group")
+    get_sequence_parallel_world_size = getter("sequence", "size")
+    get_sequence_parallel_rank = getter("sequence", "rank")
+    get_sequence_data_parallel_group = getter("sequence_data", "group")
+    get_sequence_data_parallel_world_size = getter("sequence_data", "size")
+    get_sequence_data_parallel_rank = getter("sequence_data", "rank")

@@ -9,23 +9,23 @@ import itertools
 from collections import namedtuple
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from namedmesh.agreement import agreed
-from namedmesh.compat.axis_map import agreed_groups
-from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers
-from namedmesh.compat.errors import ContractAttributeError, ContractError
+from namedmesh.compat import ContractError
+from namedmesh.compat.axis_map import agreed_groups, group_over
 from namedmesh.compat.state import require_default_group, require_open
-from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.sizes import product
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from typing_extensions import Self
 
@@ -104,31 +104,27 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return the coordinates of a rank, as a named tuple; LayoutError for a rank that is not in the topology."""
-        if rank not in self.layout.ranks:  # by equality, as the original
-            ranks = f"its ranks are 0 to {self.layout.world_size - 1}"
-            raise LayoutError(f"rank {rank!r} is not in {product(self.axes, self.dims)}; {ranks}")
-        return self.ProcessCoord(*self.layout.coords(int(rank)).values())
+        number = int(rank) if rank in self.layout.ranks else rank  # by equality, as the original
+        return self.ProcessCoord(*self.layout.coords(number).values())
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the ranks of every group along an axis, by their first rank; none if the topology does not have it."""
         return [list(ranks) for ranks in self.layout.groups(self._names[axis])] if axis in self.axes else []
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return every rank at coordinates on some axes, ascending; ContractAttributeError for a name that is no axis."""
+        """Return every rank at coordinates on some axes, ascending; AttributeError for a name that is no axis."""
         coords = {}
         for axis, at in filter_kwargs.items():
-            # In the order given, as the original: names after a filter that no rank matches are not checked.
-            if axis not in self._names:
-                raise ContractAttributeError(self._unknown(axis))
+            # Refused in the order given, as the original: names after a filter that no rank matches are not.
+            getattr(self.ProcessCoord, axis)
             if at not in range(self.get_dim(axis)):
                 return []
             coords[self._names[axis]] = int(at)
         return list(self.layout.where(**coords))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return every rank at one coordinate of an axis, ascending; LayoutError for an axis that is not there."""
-        if axis not in self._names:
-            raise LayoutError(self._unknown(axis))
+        """Return every rank at one coordinate of an axis, ascending; a ValueError for an axis that is not there."""
+        self.axes.index(axis)  # refuses a name that is none
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -142,9 +138,6 @@ class ProcessTopology:
 
     def __str__(self) -> str:
         return str(self.mapping)
-
-    def _unknown(self, axis: object) -> str:
-        return f"axis {axis!r} is not one of {tuple(self._names)}{did_you_mean(axis, self._names)}"
 
 
 class PipeDataParallelTopology(ProcessTopology):
@@ -174,6 +167,58 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
     return factors
 
 
+class Answers(NamedTuple):
+    """What the getters answer for one kind of parallelism: this rank's group, and what follows from its ranks."""
+
+    group: dist.ProcessGroup
+    ranks: list[int]
+    size: int
+    rank: int
+    first_rank: int
+
+
+def getter(kind: str, answer: str) -> Any:
+    """Make a method that returns one answer for a kind of parallelism."""
+
+    def getter(self: Getters) -> Any:
+        return getattr(self._answers[kind], answer)
+
+    getter.__doc__ = f"Return this rank's {kind}-parallel {answer.replace('_', ' ')}."
+    return getter
+
+
+class Getters:
+    """The getters that a model-parallel unit and a pipeline grid have in common. None of them communicates.
+
+    Making them makes the groups over the axes of each kind of parallelism that are not there yet; every rank does.
+    """
+
+    def __init__(self, mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> None:
+        self.mesh = mesh
+        self._answers = dict[str, Answers]()
+        for kind, axes in kinds.items():
+            group, ranks = group_over(mesh, axes)
+            self._answers[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
+
+    def get_global_rank(self) -> int:
+        """Return this rank."""
+        return self.mesh.global_rank
+
+    get_model_parallel_group = getter("model", "group")
+    get_model_parallel_world_size = getter("model", "size")
+    get_model_parallel_rank = getter("model", "rank")
+    get_data_parallel_group = getter("data", "group")
+    get_data_parallel_group_ranks = getter("data", "ranks")
+    get_data_parallel_world_size = getter("data", "size")
+    get_data_parallel_rank = getter("data", "rank")
+    get_slice_parallel_group = getter("slice", "group")
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = getter("slice", "size")
+    get_slice_parallel_rank = get_tensor_model_parallel_rank = getter("slice", "rank")
+    get_pipe_parallel_group = getter("pipe", "group")
+    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = getter("pipe", "size")
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = getter("pipe", "rank")
+
+
 class PipelineParallelGrid(Getters):
     """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models use them; communicates.
 
@@ -183,7 +228,7 @@ class PipelineParallelGrid(Getters):
 
     Raises:
         ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
-        ContractAttributeError: the topology has no axis pipe, or no axis data.
+        AttributeError: the topology has no axis pipe, or no axis data.
         AgreementError: the other ranks did not call this, or not with the same topology.
     """
 
@@ -211,13 +256,12 @@ class PipelineParallelGrid(Getters):
 
     def _fill(self, topology: Any, mesh: NamedMesh) -> None:
         """Set this rank's coordinates and groups."""
-        self._topo, self.mesh, self.global_rank = topology, mesh, mesh.global_rank
-        self.world_size = mesh.layout.world_size
         axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
         replica = [own for axis, own in axes.items() if axis != "data"]
         part = [axes["model"]] if "model" in axes else []
         kinds = {"pipe": [axes["pipe"]], "data": [axes["data"]], "model": replica, "slice": part}
-        self._answers = answers(mesh, kinds)
+        super().__init__(mesh, kinds)
+        self._topo, self.global_rank, self.world_size = topology, mesh.global_rank, mesh.layout.world_size
         pipe, data, model, sliced = self._answers.values()
         self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
         self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
@@ -258,7 +302,4 @@ def _check_grid(topology: Any, layout: Layout) -> None:
         raise ContractError(
             f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; change one of them"
         )
-    for axis in {"pipe", "data"} - {*topology.get_axis_names()}:
-        raise ContractAttributeError(
-            f"the topology {layout} has no axis {axis!r}; give it one, of size 1 if need be"
-        )
+    attrgetter("pipe", "data")(topology.get_coord(0))  # a grid needs both

@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat.errors import ContractRuntimeError
+from namedmesh.compat import ContractRuntimeError
 from namedmesh.compat.install import Original, as_imported, is_installed
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.initialize import Megatron

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from namedmesh import current
 from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
+from namedmesh.compat import ContractError, ContractTypeError
 from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own_axes
-from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.groups import GroupOptions

@@ -1,7 +1,7 @@
 """Stands in for ``megatron.core.parallel_state`` where megatron-core is not installed: names and answers of 0.19.
 
 Like the original it is a module with variables; ``initialize_model_parallel`` fills them, and an accessor reads its
-own. One whose group is not there raises :class:`~namedmesh.compat.errors.ContractError`, an ``AssertionError``. Flags
+own. One whose group is not there raises :class:`~namedmesh.compat.ContractError`, an ``AssertionError``. Flags
 that stand at other places in other releases are keywords only, and ``with_gtp_remat`` changes nothing here.
 """
 # ruff: noqa: ARG001, PLW0603, D103  the original's arguments and variables; what an accessor answers is its name
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.errors import ContractError
+from namedmesh.compat import ContractError
 from namedmesh.compat.megatron.stand_in import (  # noqa: F401  names of this module, too
     GlobalMemoryBuffer,
     Maker,

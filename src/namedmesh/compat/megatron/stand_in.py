@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import from_all, set_group_timeout
-from namedmesh.compat.errors import ContractError, ContractRuntimeError
+from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.dialects import DENSE, MEGATRON_GROUPS, parse_order
 from namedmesh.layout import Layout
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh._torch import group_named
-from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import ALONE, ParallelLayer, VocabEmbedding
+from namedmesh.compat import ContractError, ContractRuntimeError
+from namedmesh.compat.layers import ALONE, ParallelLayer, VocabEmbedding, check_shards, scatter
 from namedmesh.compat.megatron.tensor_parallel.mappings import (
     accelerator,
     copy_tensor_model_parallel_attributes,
@@ -27,7 +27,6 @@ from namedmesh.compat.megatron.tensor_parallel.mappings import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.tensor_parallel.collectives import enter, gather, leave
 
 if TYPE_CHECKING:

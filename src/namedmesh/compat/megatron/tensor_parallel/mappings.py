@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from namedmesh.compat.errors import ContractError
-from namedmesh.compat.layers import ALONE, cross_entropy
-from namedmesh.compat.partition import (
+from namedmesh.compat import ContractError
+from namedmesh.compat.layers import (
+    ALONE,
     VocabUtility,
     check_even,
     check_shards,
+    cross_entropy,
     divide,
     ensure_divisibility,
     scatter,
