@@ -26,7 +26,6 @@ _MARKS = re.compile(
     rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is)_\w*(?:parallel|pipeline)_\w)"
 )
 _PACKAGE = metadata.QualifiedName("namedmesh", metadata.QualifiedNameSource.IMPORT)
-_EMPTY = cst.Module([])
 
 
 class Finding(NamedTuple):
@@ -38,7 +37,7 @@ class Finding(NamedTuple):
 
 
 class Changes(VisitorBasedCodemodCommand):
-    """What is found in one source, and the source with what is certain replaced.
+    """What is found in one source, and, if asked, the source with what is certain replaced.
 
     ``initialize_model_parallel`` becomes a mesh, ``bound`` to Megatron. Imports of names that are ``kept`` stay, as other modules
     take them from this one.
@@ -51,14 +50,16 @@ class Changes(VisitorBasedCodemodCommand):
         metadata.ScopeProvider,
     )
 
-    def __init__(self, source: str, *, bound: bool = False, kept: Collection[str] = ()) -> None:
+    def __init__(
+        self, source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True
+    ) -> None:
         super().__init__(CodemodContext())
-        self.before, self.bound, self.kept = source, bound, kept
+        self.before, self.bound, self.kept, self.rewrite = source, bound, kept, rewrite
         self.findings: list[Finding] = []
         # Each a module, the name that is taken from it, if one is, and the name that it is given, if another is.
         self.imports: list[tuple[str, str | None, str | None]] = []
         self.called: set[cst.CSTNode] = set()
-        self.quoted = 0
+        self.quoted = self.rewritten = 0
         self.after = self.transform_module(cst.parse_module(source)).code
 
     def readers(self) -> list[str]:
@@ -70,7 +71,7 @@ class Changes(VisitorBasedCodemodCommand):
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Note imports, which are not replaced, functions that are called, and where f-strings begin."""
         if isinstance(node, cst.ImportFrom):
-            module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
+            module = "" if node.module is None or node.relative else self.module.code_for_node(node.module)
             names = () if isinstance(node.names, cst.ImportStar) else node.names
             self.imports += [(module, one.evaluated_name, one.evaluated_alias) for one in names]
         elif isinstance(node, cst.Import):
@@ -88,7 +89,7 @@ class Changes(VisitorBasedCodemodCommand):
         elif isinstance(original_node, (cst.Attribute, cst.Name, cst.Call)):
             if original_node not in self.called:
                 return self._used(original_node, updated_node)
-        elif isinstance(original_node, cst.Module) and any(not one.advice.doubt for one in self.findings):
+        elif isinstance(original_node, cst.Module) and self.rewritten:
             for module, name, alias in self.imports:
                 known = module in APIS or f"{module}.{name}" in APIS
                 if known and (alias or name) not in self.kept:
@@ -100,7 +101,7 @@ class Changes(VisitorBasedCodemodCommand):
         called, arguments = isinstance(node, cst.Call), list[tuple[str, str]]()
         for each in node.args if called else ():
             keyword = each.keyword.value if each.keyword else each.star
-            arguments.append((keyword, _EMPTY.code_for_node(each.value)))
+            arguments.append((keyword, self.module.code_for_node(each.value)))
         names = self.get_metadata(metadata.QualifiedNameProvider, node, ())
         for one in names:
             module, _, leaf = one.name.rpartition(".")
@@ -110,7 +111,7 @@ class Changes(VisitorBasedCodemodCommand):
                 break
         else:
             return updated
-        code = " ".join(_EMPTY.code_for_node(node).split())
+        code = " ".join(self.module.code_for_node(node).split())
         old = leaf + code[code.index("(") :] if called else leaf
         load = metadata.ExpressionContext.LOAD
         stored = self.get_metadata(metadata.ExpressionContextProvider, node, load) is not load
@@ -129,8 +130,9 @@ class Changes(VisitorBasedCodemodCommand):
         advice = advice._replace(doubt=next((text for text, holds in doubts.items() if holds), ""))
         line = self.get_metadata(metadata.PositionProvider, node).start.line
         self.findings.append(Finding(line, old, advice))
-        if advice.doubt:
+        if advice.doubt or not self.rewrite:
             return updated
+        self.rewritten += 1
         AddImportsVisitor.add_needed_import(self.context, "namedmesh")
         if ".bind(" in advice.new:
             AddImportsVisitor.add_needed_import(self.context, "namedmesh.compat.megatron")
@@ -149,20 +151,18 @@ def migrate(arguments: Namespace) -> int:
     doubtful = any(one.advice.doubt for changes in found.values() for one in changes.findings)
     bound = doubtful or any(changes.readers() for changes in found.values())
     # What files import from modules of the code itself: there, these imports stay.
-    others = ("megatron", "namedmesh", "fairscale")
     imports = [one for changes in found.values() for one in changes.imports]
-    kept = {name for module, name, _ in imports if name and not module.startswith(others)}
-    for path, scanned in found.items():
-        found[path] = changes = Changes(
-            scanned.before, bound=bound, kept=kept
-        )  # now that all files are known
+    kept = {name for module, name, _ in imports if name and not {module, f"{module}.{name}"} & {*APIS}}
+    rewrite = arguments.diff or arguments.write
+    for path in [path for path, changes in found.items() if changes.findings]:  # now that all files are known
+        found[path] = changes = Changes(found[path].before, bound=bound, kept=kept, rewrite=rewrite)
         if arguments.write and changes.after != changes.before:
             path.write_bytes(changes.after.encode("utf-8"))
             sys.stdout.write(f"{path}: rewritten\n")
         elif arguments.diff:
             lines = changes.before.splitlines(keepends=True), changes.after.splitlines(keepends=True)
             sys.stdout.write("".join(unified_diff(*lines, f"a/{path}", f"b/{path}")))
-    sys.stdout.write(_report(found, len(files), certain=not (arguments.diff or arguments.write)))
+    sys.stdout.write(_report(found, len(files), certain=not rewrite))
     notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
     if notebooks:
         sys.stdout.write(f"\n{count_of(notebooks, 'notebook')}: not read\n")
@@ -190,7 +190,7 @@ def _scan(paths: Sequence[Path]) -> tuple[dict[Path, Changes], list[str]]:
         try:
             data = path.read_bytes()
             if _MARKS.search(data):
-                found[path] = Changes(data.decode("utf-8"))
+                found[path] = Changes(data.decode("utf-8"), rewrite=False)
         except (OSError, UnicodeDecodeError, cst.ParserSyntaxError) as error:
             problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
     return found, problems
