@@ -34,7 +34,7 @@ from namedmesh.plan import (
     read_config,
 )
 from namedmesh.plan.cost import collective, in_flight, layer_of, shares
-from namedmesh.plan.hardware import CARDS
+from namedmesh.plan.model import CARDS
 from namedmesh.sizes import stage_range
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -121,6 +121,7 @@ def test_states_by_stage_and_trainer(stage: int) -> None:
     assert states(job) == pytest.approx(held * (whole + divided / 8))
     more = 2 * held / (8 if stage >= 2 else 1)  # gradients in float32
     assert states(replace(job, trainer="megatron")) == pytest.approx(states(job) + more)
+    assert states(replace(job, trainer="bridge")) == pytest.approx(states(job))
     copies = estimate_memory(job, axes._replace(dp_replicate=4))
     assert copies.optimizer == pytest.approx(12 * held / (2 if stage else 1))
 
@@ -234,7 +235,7 @@ def test_published_runs() -> None:
     behind = {name for name, (_, each) in results.items() if not within_the_best(each)}
     memories = [each.memory for _, each in results.values() if each.memory is not None]
     assert len(missed) <= 125 - 113
-    assert len(behind) <= 125 - 100
+    assert len(behind) <= 125 - 101
     assert [abs(error) <= MEMORY_GOAL for error in memories].count(True) >= 18
     assert [name for name in missed | behind if not results[name][0].assumed] == []
 
