@@ -273,7 +273,9 @@ class Job:
     stage: int | None = knob("of ZeRO: 1 shards states, 2 gradients, 3 (FSDP) weights", None, (0, 1, 2, 3))
     precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
     trainer: str = knob(
-        "whose layers and gradients; bridge: Megatron's, in NVIDIA's recipes", "torch", ("torch", "megatron", "bridge")
+        "whose layers and gradients; bridge: Megatron's, in NVIDIA's recipes",
+        "torch",
+        ("torch", "megatron", "bridge"),
     )
     checkpointing: str | None = knob("what is computed again backward", None, ("none", "selective", "full"))
     sequence_parallel: bool = knob("whether tp shares the norms and the residual stream too", default=True)
