@@ -173,6 +173,11 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
         assert different == (None if sides[0] == sides[1] else ([*sides[0][:4]], [*sides[1][:4]]))
 
 
+def test_a_comparison_has_both_views_and_takes_both_parts_of_dp_for_one() -> None:
+    kinds = compare("megatron tp=2,ep=2", "torchtitan tp=2,ep=2", world_size=8).kinds
+    assert ["-".join(axes) for axes in kinds] == ["pp", "dp", "cp", "tp", "pp-tp", "edp", "ep", "etp"]
+
+
 def test_the_shown_commands_print_that() -> None:
     made = runpy.run_path(str(ROOT / "examples" / "plan" / "make.py"))["files"]()
     for name, text in made.items():
