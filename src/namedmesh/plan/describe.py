@@ -291,8 +291,8 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
         axes.append(("pp", "tp"))
     kinds = {each: _difference(each, one.dense, other.dense) for each in axes}
     if one.expert is not None and other.expert is not None:
-        own = [(axis,) for axis in (*one.expert, *other.expert) if (axis,) not in axes]
-        kinds |= {each: _difference(each, one.expert, other.expert) for each in own}
+        own = [axis for axis in (*one.expert, *other.expert) if axis not in (*one.dense, *other.dense)]
+        kinds |= {(axis,): _difference((axis,), one.expert, other.expert) for axis in own}
     return Comparison(one, other, kinds)
 
 
