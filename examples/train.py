@@ -13,7 +13,6 @@ Here is what any script has: options, model, data, the loop. ``parallel.py`` is 
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import os
 import signal
@@ -21,7 +20,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -90,9 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         if each.default is False:
             kind = {"action": "store_true"}
         parser.add_argument("--" + each.name.replace("_", "-"), help=each.metadata["help"], **kind)
-    speaks = os.environ.get("RANK", "0") == "0"  # one message, not one for each rank
-    with redirect_stderr(sys.stderr if speaks else io.StringIO()):
-        return Settings(**vars(parser.parse_args(arguments)))
+    return Settings(**vars(parser.parse_args(arguments)))
 
 
 # --- the model, in plain torch

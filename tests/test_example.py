@@ -19,7 +19,7 @@ from parallel import make_mesh
 from ranks import run_ranks
 from tiny import AdamWOfShards
 from torch._dynamo.testing import CompileCounterWithBackend
-from train import Settings, new_model, parse, read_text, reference_losses, rotate
+from train import Settings, new_model, read_text, reference_losses, rotate
 
 EXAMPLES = Path(train.__file__).parent
 # verify=True makes everything double precision, so that only real differences are seen.
@@ -178,16 +178,6 @@ def test_a_job_that_does_not_fit_is_refused_once(words: str, told: str) -> None:
 @pytest.mark.parametrize("off", [0.0, 1e-3])
 def test_the_status_says_whether_losses_agree(off: float) -> None:
     assert run_ranks(2, status, "--tp 2 --verify", off, init=False) == [int(off > 0), 0]
-
-
-def test_only_rank_0_speaks_about_options(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rank, told in (("1", ""), ("0", "unrecognized arguments: --stepz 3")):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit):
-            parse(["--stepz", "3"])
-        assert (told in capsys.readouterr().err) if told else (capsys.readouterr().err == "")
 
 
 def test_windows_cross_files_and_ranks_share_a_batch(tmp_path: Path) -> None:

@@ -17,24 +17,9 @@ from messages import says
 
 from namedmesh import LayoutError
 from namedmesh.errors import UsageError
-from namedmesh.plan import (
-    Axes,
-    Hardware,
-    Job,
-    Model,
-    Partition,
-    best_partitions,
-    estimate_memory,
-    estimate_step,
-    explain,
-    find_partition,
-    list_partitions,
-    load_hardware,
-    make_plan,
-    read_config,
-)
-from namedmesh.plan.cost import collective, in_flight, layer_of, shares
-from namedmesh.plan.hardware import CARDS
+from namedmesh.plan.cost import collective, estimate_memory, estimate_step, in_flight, layer_of, shares
+from namedmesh.plan.model import CARDS, Axes, Hardware, Job, Model, load_hardware, read_config
+from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
 from namedmesh.sizes import stage_range
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -45,10 +30,6 @@ DEEPSEEK_V3 = MODELS["deepseek-v3"]
 GPT = Model(layers=5, hidden=16, heads=4, vocab=32)
 MIXTRAL = replace(LLAMA_8B, vocab=32000, experts=8, top_k=2)
 PLAIN = Hardware("plain", {"bf16": 1e12}, {"bf16": 0.5}, 0.25, 80e9, 1e12, 0.5, 4, 4, 1e9, 1.0, 4, 1e8, 1.0)
-LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "vocab_size": 128256,
-}  # fmt: skip
 FALCON = {
     "model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71, "vocab_size": 65024,
     "multi_query": True,
@@ -82,9 +63,7 @@ def test_parameters_are_the_published_ones_and_those_on_the_ranks(model: Model, 
     assert weights == pytest.approx(2 * (held + 2 * model.embedding))
 
 
-@pytest.mark.parametrize(
-    ("config", "billions"), [(LLAMA, 8.03), (FALCON, 6.92), (STARCODER, 15.5), (QWEN3_MOE, 30.5)]
-)
+@pytest.mark.parametrize(("config", "billions"), [(FALCON, 6.92), (STARCODER, 15.5), (QWEN3_MOE, 30.5)])
 def test_configurations_are_read(config: dict[str, Any], billions: float, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model, notes = read_config(str(tmp_path))
@@ -121,6 +100,7 @@ def test_states_by_stage_and_trainer(stage: int) -> None:
     assert states(job) == pytest.approx(held * (whole + divided / 8))
     more = 2 * held / (8 if stage >= 2 else 1)  # gradients in float32
     assert states(replace(job, trainer="megatron")) == pytest.approx(states(job) + more)
+    assert states(replace(job, trainer="bridge")) == pytest.approx(states(job))
     copies = estimate_memory(job, axes._replace(dp_replicate=4))
     assert copies.optimizer == pytest.approx(12 * held / (2 if stage else 1))
 
@@ -147,9 +127,8 @@ def test_what_torch_keeps_by_hand() -> None:
     # All weights are halved but those of keys and values, 2 x 16 x 4.
     assert share.parameters(one_head.model, Axes(tp=2))[0] == (one_head.model.total - 16 + 2 * 16 * 4) / 2
     selective = layer_of(replace(none, checkpointing="selective"), Axes(), experts=False)
-    assert (
-        selective.kept == 16 + 16 + 8 + 16 + 24 + 16
-    )  # input, queries, values, attention; gate, last product
+    # Input, queries, values, attention; gate, last product.
+    assert selective.kept == 16 + 16 + 8 + 16 + 24 + 16
     mixture = replace(model, kv_heads=4, experts=8, top_k=2, expert_ffn=12, shared_experts=1)
     for tp, etp in ((1, 1), (2, 1), (2, 2)):
         found = layer_of(replace(none, model=mixture), Axes(tp=tp, etp=etp), experts=True).kept
@@ -234,7 +213,7 @@ def test_published_runs() -> None:
     behind = {name for name, (_, each) in results.items() if not within_the_best(each)}
     memories = [each.memory for _, each in results.values() if each.memory is not None]
     assert len(missed) <= 125 - 113
-    assert len(behind) <= 125 - 100
+    assert len(behind) <= 125 - 101
     assert [abs(error) <= MEMORY_GOAL for error in memories].count(True) >= 18
     assert [name for name in missed | behind if not results[name][0].assumed] == []
 
@@ -249,8 +228,6 @@ def test_partitions_are_all_factorings(world: int) -> None:
 
 def test_experts_add_every_size_inside_the_rest() -> None:
     found = list_partitions(4, Job(Model(experts=6)))
-    eps = [(one.ep, one.reasons) for one in found if (one.tp, one.cp, one.pp) == (1, 1, 1)]
-    assert eps == [(1, ()), (2, ()), (4, ("6 experts do not divide by ep=4",))]
     inside = [(one.ep, one.etp) for one in found if (one.tp, one.cp, one.pp) == (2, 1, 1)]
     assert inside == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
 
@@ -266,6 +243,7 @@ TURNS = replace(FEW, trainer="megatron", stages_per_rank=2, global_batch=24)
         (Job(LLAMA_405B), {"tp": 8, "pp": 16}, ""),  # as was run
         (Job(LLAMA_405B), {"tp": 16, "pp": 8}, ""),
         (Job(LLAMA_405B), {"pp": 128}, "126 layers cannot fill 128 stages"),
+        (Job(Model(experts=6)), {"ep": 4}, "6 experts do not divide by ep=4"),
         (Job(Model(ffn=11000)), {"tp": 16}, "11000 features of the feed-forward network do not divide by tp=16"),
         (ODD, {"tp": 2, "etp": 2}, "1001 features of an expert do not divide by etp=2"),
         (ODD, {"tp": 2, "etp": 1}, ""),
@@ -316,8 +294,6 @@ def test_the_call_to_copy_makes_the_layout() -> None:
         "mesh = init_mesh(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2); "
         'mesh.add_view("expert", pp=2, edp=8, ep=4, etp=1)'
     )
-    plan = make_plan("pp=2,dp_replicate=2,dp_shard=4,cp=2,tp=2")
-    assert plan.layout.world_size == one.axes.world == 2 * 8 * 4 * 1
 
 
 def test_memory_and_its_margin_are_a_limit() -> None:

@@ -1,128 +1,179 @@
-"""``namedmesh migrate``, from Megatron's and fairscale's calls to a mesh; ``pip install 'namedmesh[migrate]'``."""
+"""``namedmesh migrate``, from Megatron's and fairscale's calls to a mesh; ``pip install 'namedmesh[migrate]'``.
+
+Here is the table of the calls: rows as data, each of which a test runs beside the original. ``mesh`` stands for the mesh,
+``{axes}`` for the axes that the flags of a call choose. ``codemod`` finds them in files.
+"""
 
 from __future__ import annotations
 
-import difflib
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from namedmesh.errors import LayoutError, UsageError, count_of
+from namedmesh.dialects import DIALECTS, EXPERT_AXES
+from namedmesh.errors import LayoutError
 
 if TYPE_CHECKING:
-    import argparse
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Sequence
 
-    from namedmesh.migrate.codemod import Changes
+    from namedmesh.dialects import GroupSpec
+
+    Arguments = Sequence[tuple[str, str]]  # each a keyword, which may be empty, and its source
+    ByFlags = dict[tuple[str, ...], tuple[str, ...]]
+
+_EXPERT_VIEW = 'mesh.add_view("expert", pp=mesh.size("pp"), edp=-1, ep=expert_model_parallel_size, etp=expert_tensor_parallel_size)'
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+class Advice(NamedTuple):
+    """What replaces one use: an expression, what every rank runs once before it, and why it is not certain, if it is not."""
+
+    new: str
+    once: tuple[str, ...] = ()
+    doubt: str = ""
+
+
+class Row(NamedTuple):
+    """One legacy name that a mesh answers."""
+
+    new: str  # the expression that replaces it
+    axes: ByFlags  # that its flags choose
+    parameters: tuple[str, ...] = ()  # that are given by position, in their order
+
+    def advise(self, arguments: Arguments = ()) -> Advice:
+        """Return what replaces a call with some arguments.
+
+        Example:
+            >>> MEGATRON["get_data_parallel_rank"].advise([("", "True")])
+            Advice(new='mesh.rank("dp", "cp")', once=(), doubt='')
+        """
+        given, doubt = unusual(arguments, self.parameters), ""
+        axes = self.axes.get(tuple(given))
+        if axes is None or {*given.values()} - {"True"}:
+            axes, doubt = self.axes[()], f"what {' and '.join(given)} is decides it"
+        once = [_EXPERT_VIEW] if {*EXPERT_AXES} & {*axes} else []
+        quoted = ", ".join(f'"{axis}"' for axis in axes)
+        if "group(" in self.new and len(axes) > 1:
+            once.append(f"mesh.flatten({quoted})")
+        if once and not doubt:
+            doubt = "run once before, on every rank"
+        return Advice(self.new.format(axes=quoted), tuple(once), doubt)
+
+
+def unusual(arguments: Arguments, parameters: Sequence[str]) -> dict[str, str]:
+    """Return the arguments that are not as usual by the names of their parameters; ``*`` and ``**`` under that name."""
+    found = {}
+    for place, (keyword, source) in enumerate(arguments):
+        name = keyword or (parameters[place] if place < len(parameters) else f"argument {place + 1}")
+        if source not in {"None", str(name in _USUALLY_TRUE)}:
+            found[name] = source
+    return found
+
+
+_CHECK, _WITH_CP, _STAGE = ("check_initialized",), ("with_context_parallel",), ("ignore_virtual", "vp_stage")
+_USUALLY_TRUE = {"check_initialized", "ignore_virtual"}  # every other flag is usually false
+_OF_GROUPS = {
+    "get_{}_group": ("mesh.group({axes})", _CHECK + _WITH_CP),
+    "get_{}_world_size": ("mesh.size({axes})", _WITH_CP),
+    "get_{}_rank": ("mesh.rank({axes})", _WITH_CP),
+    "get_{}_src_rank": ("mesh.ranks({axes})[0]", _WITH_CP),
+    "get_{}_ranks": ("list(mesh.ranks({axes}))", ()),
+    "get_{}_global_ranks": ("list(mesh.ranks({axes}))", _CHECK),
+}
+
+
+def _table(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
+    """Return the rows of the groups of a dialect: what asks for them, by its flags, and their private variables."""
+    table = {"destroy_model_parallel": Row("mesh.close()", {(): ()})}
+    for group in [one for one in groups if one.members == "all"]:
+        name, *flags = (group.name + suffix).split()
+        for asks, (new, parameters) in _OF_GROUPS.items():
+            row = table.setdefault(asks.format(name), Row(new, {}, parameters))
+            row.axes[tuple(flags)] = group.axes
+        table[group.variable] = Row("mesh.group({axes})", {(): group.axes})
+        if group.ranks:
+            table[group.ranks] = Row("list(mesh.ranks({axes}))", {(): group.axes})
+    return table
+
+
+MEGATRON = _table(DIALECTS["megatron"].kinds) | {
+    "get_pipeline_model_parallel_first_rank": Row('mesh.ranks("pp")[0]', {(): ()}),
+    "get_pipeline_model_parallel_last_rank": Row('mesh.ranks("pp")[-1]', {(): ()}),
+    "get_pipeline_model_parallel_next_rank": Row('mesh.next("pp")', {(): ()}),
+    "get_pipeline_model_parallel_prev_rank": Row('mesh.prev("pp")', {(): ()}),
+    "is_pipeline_first_stage": Row('mesh.is_first("pp")', {(): ()}, _STAGE),
+    "is_pipeline_last_stage": Row('mesh.is_last("pp")', {(): ()}, _STAGE),
+}
+"""The names of Megatron's ``parallel_state``. What is not here stays."""
+MEGATRON["get_data_parallel_group"] = MEGATRON["get_data_parallel_group"]._replace(parameters=_WITH_CP)
+FAIRSCALE = _table(DIALECTS["fairscale"].kinds, "_parallel")
+"""The names of fairscale's ``nn.model_parallel.initialize``."""
+
+_MEGATRONS = ("megatron.core.parallel_state", "megatron.core.mpu", "namedmesh.compat.megatron.parallel_state")
+_FAIRSCALE = "fairscale.nn.model_parallel"
+_FAIRSCALES = (f"{_FAIRSCALE}.initialize", _FAIRSCALE, "namedmesh.compat.fairscale")
+APIS = dict.fromkeys(_MEGATRONS, MEGATRON) | dict.fromkeys(_FAIRSCALES, FAIRSCALE)
+"""The tables by the modules that have these names."""
+
+# The sizes that initialize_model_parallel takes, in the order of the mesh; others are of the experts, or make no other groups.
+_TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_SIZES = {"pp": _PP, "dp": "", "cp": "context_parallel_size", "tp": _TP}
+_FAIRSCALE_SIZES = {"dp": "", "pp": "pipeline_length", "tp": "model_parallel_size_"}
+
+
+def initialize(module: str, arguments: Arguments, *, bound: bool = False) -> Advice:
+    """Return the mesh that replaces ``initialize_model_parallel``; bound to Megatron where others still read it.
+
+    Example:
+        >>> initialize("megatron.core.parallel_state", [("", "2"), ("", "4")]).new
+        'namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2)'
+    """
+    fairscale = "fairscale" in module
+    sizes, once, doubts = _FAIRSCALE_SIZES if fairscale else _SIZES, list[str](), list[str]()
+    given = unusual(arguments, (sizes["tp"], sizes["pp"], _VIRTUAL))
+    written = {axis: given.pop(name, "1") if name else "-1" for axis, name in sizes.items()}
+    if _EP in given or _ETP in given:
+        ep, etp = given.pop(_EP, "1"), given.pop(_ETP, written["tp"])
+        once.append(_EXPERT_VIEW.replace(_EP, ep).replace(_ETP, etp))
+        doubts.append("run once after it, on every rank")
+    others = [name for name in given if name not in {_VIRTUAL, "create_gloo_process_groups"}]
+    if others:
+        doubts.append(f"what {', '.join(others)} asks for is missing here")
+    new = f"namedmesh.init_mesh({', '.join(f'{axis}={size}' for axis, size in written.items())})"
+    if bound and not fairscale:
+        new = f"namedmesh.compat.megatron.bind({new})"
+    return Advice(new, tuple(once), "; ".join(doubts))
+
+
+def advise(module: str, leaf: str, arguments: Arguments, *, bound: bool = False) -> Advice | None:
+    """Return what replaces a call of a name of a module, or its value; None for names that are none of an API."""
+    table = APIS.get(module)
+    if table is None:  # a name that only a module of the code itself can hand on
+        table = MEGATRON | FAIRSCALE if "parallel" in leaf.lower() else {}
+    if leaf == "initialize_model_parallel":
+        return initialize(module, arguments, bound=bound)
+    if leaf in table:
+        return table[leaf].advise(arguments)
+    known = module in APIS and f"{module}.{leaf}" not in APIS
+    return Advice("", doubt="not in the table: it stays") if known else None
+
+
+def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help="a module, or a folder of them")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--diff", action="store_true", help="show what --write would change, and report the rest"
-    )
+    how.add_argument("--diff", action="store_true", help="show what --write changes, and report the rest")
     text = "replace what is certain and drop imports that nothing uses any more, and report the rest; git is the backup"
     how.add_argument("--write", action="store_true", help=text)
     parser.add_argument("--force", action="store_true", help="write although git is no backup there")
 
 
-def _check_clean(paths: Sequence[Path]) -> None:
-    """Raise unless git has everything that could be overwritten."""
-    for path in paths:
-        folder = path if path.is_dir() else path.parent
-        words = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
-        done = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603  our own words
-        if done.returncode or done.stdout:
-            said = done.stderr or f"uncommitted changes:\n{done.stdout}"
-            raise UsageError(f"git says of {path}: {said}Commit, or give --force to write anyway")
-
-
-def _scan(paths: Sequence[Path]) -> tuple[dict[Path, str], dict[Path, Changes], list[str]]:
-    """Return the sources that may name an API, the uses in them, and a sentence for each file that cannot be read."""
+def _migrate(arguments: Namespace) -> int:
     try:
-        from libcst import ParserSyntaxError
-
-        from namedmesh.migrate.codemod import MARKS, change
+        from namedmesh.migrate.codemod import migrate
     except ImportError:
         raise LayoutError("namedmesh migrate needs LibCST: pip install 'namedmesh[migrate]'") from None
-    texts, found, problems = dict[Path, str](), dict[Path, "Changes"](), list[str]()
-    for number, path in enumerate(paths, 1):
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{number} of {len(paths)} files" + ("\n" if number == len(paths) else ""))
-        try:
-            data = path.read_bytes()
-            if MARKS.search(data):
-                texts[path] = data.decode("utf-8")
-                found[path] = change(texts[path], rewrite=False)
-        except (OSError, UnicodeDecodeError, ParserSyntaxError) as error:
-            problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
-    return texts, found, problems
-
-
-def _migrate(arguments: argparse.Namespace) -> int:
-    """Scan, report, and perhaps write; 1 if a file could not be read."""
-    if arguments.write and not arguments.force:
-        _check_clean(arguments.paths)
-    sources = dict[Path, None]()
-    for path in arguments.paths:
-        sources |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
-    texts, found, problems = _scan([*sources])
-    from namedmesh.migrate.codemod import change
-
-    open_ones = [one for changes in found.values() for one in changes.findings if one.advice.doubt]
-    bound = bool(open_ones) or any(_readers(changes) for changes in found.values())
-    # What files import from modules of the code itself: there, these imports stay.
-    others = ("megatron", "namedmesh", "fairscale")
-    imports = [one for changes in found.values() for one in changes.imports]
-    kept = {one.name for one in imports if one.name and not one.module.startswith(others)}
-    asked = arguments.diff or arguments.write
-    for path in [path for path, changes in found.items() if changes.findings]:  # now that all files are known
-        found[path] = change(texts[path], bound=bound, kept=kept, rewrite=asked)
-        before, after = texts[path], found[path].after
-        if arguments.write and after != before:
-            path.write_bytes(after.encode("utf-8"))
-            sys.stdout.write(f"{path}: rewritten\n")
-        elif after != before:
-            lines = before.splitlines(keepends=True), after.splitlines(keepends=True)
-            sys.stdout.write("".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}")))
-    sys.stdout.write(_report(found, len(sources), certain=not asked))
-    notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
-    if notebooks:
-        sys.stdout.write(f"\n{count_of(notebooks, 'notebook')}: not read\n")
-    sys.stdout.write("".join(f"{problem}\n" for problem in problems))
-    return 1 if problems else 0
-
-
-def _readers(changes: Changes) -> list[str]:
-    """Return the modules of megatron-core beside parallel_state that a file imports."""
-    ours = ("megatron.core.parallel_state", "megatron.core.mpu")
-    names = {".".join(one.full.split(".")[:3]) for one in changes.imports}
-    return sorted(name for name in names if name.startswith("megatron.core.") and not name.startswith(ours))
-
-
-def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
-    """Write what replaces each use, what runs once, and how many there are."""
-    lines, once, count, sure = list[str](), dict[str, None](), 0, 0
-    for path, changes in found.items():
-        for line, old, advice in sorted(changes.findings, key=lambda finding: finding.line):
-            count, sure = count + 1, sure + (not advice.doubt)
-            once |= dict.fromkeys(advice.once)
-            if certain or advice.doubt:
-                doubt = f" (not certain: {advice.doubt})" if advice.doubt else ""
-                lines.append(f"{path}:{line}: {old}{doubt} -> {advice.new or 'stays'}")
-    if once:
-        lines += ["", "Once, on every rank, after init_mesh:", *(f"    {statement}" for statement in once)]
-    readers = [f"    {path}: {', '.join(_readers(one))}" for path, one in found.items() if _readers(one)]
-    if not count and not readers:
-        return f"No use of megatron.core.parallel_state in {count_of(files, 'file')}.\n"
-    if count:
-        lines += ["", f"{count_of(count, 'use')} in {count_of(files, 'file')}, {sure} of them certain."]
-    if readers:
-        text = "These modules of megatron-core read parallel_state: keep the mesh bound to Megatron."
-        lines += ["", text, *readers]
-    return "\n".join(lines).lstrip("\n") + "\n"
+    return migrate(arguments)
 
 
 _SUMMARY = "list every use of Megatron's and fairscale's groups in some code, and the mesh call for each"

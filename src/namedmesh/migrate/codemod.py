@@ -1,34 +1,31 @@
-"""Find the names of the tables in one file, and replace those that are certain: LibCST, with its qualified names."""
+"""Find the names of the table in files, replace those that are certain, and report the rest: LibCST, with its qualified names."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from difflib import unified_diff
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import libcst as cst
-from libcst.codemod import CodemodContext
+from libcst import metadata
+from libcst.codemod import CodemodContext, VisitorBasedCodemodCommand
 from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
-from libcst.metadata import (
-    ExpressionContext,
-    ExpressionContextProvider,
-    MetadataWrapper,
-    PositionProvider,
-    QualifiedName,
-    QualifiedNameProvider,
-    QualifiedNameSource,
-    ScopeProvider,
-)
 
-from namedmesh.migrate.table import APIS, Advice, advise
+from namedmesh.errors import UsageError, count_of
+from namedmesh.migrate import APIS, Advice, advise
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from argparse import Namespace
+    from collections.abc import Collection, Sequence
 
-MARKS = re.compile(
-    rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is|initialize)_\w*(?:parallel|pipeline)_\w+)\b"
+# What stands in every file that can name something of the tables: others are not parsed.
+_MARKS = re.compile(
+    rb"\b(?:parallel_state|mpu|megatron\.core|fairscale|(?:get|is)_\w*(?:parallel|pipeline)_\w)"
 )
-"""What stands in every file that can name something of the tables: others are not parsed."""
-_EMPTY = cst.Module([])
+_PACKAGE = metadata.QualifiedName("namedmesh", metadata.QualifiedNameSource.IMPORT)
 
 
 class Finding(NamedTuple):
@@ -39,45 +36,46 @@ class Finding(NamedTuple):
     advice: Advice
 
 
-class Imported(NamedTuple):
-    """One import: the module, the name that is taken from it, if one is, and the name it is given, if another is."""
+class Changes(VisitorBasedCodemodCommand):
+    """What is found in one source, and, if asked, the source with what is certain replaced.
 
-    module: str
-    name: str | None
-    alias: str | None
+    ``initialize_model_parallel`` becomes a mesh, ``bound`` to Megatron. Imports of names that are ``kept`` stay, as other modules
+    take them from this one.
+    """
 
-    @property
-    def full(self) -> str:
-        """The dotted name of what is imported."""
-        return self.module if self.name is None else f"{self.module}.{self.name}"
+    METADATA_DEPENDENCIES = (
+        metadata.QualifiedNameProvider,
+        metadata.PositionProvider,
+        metadata.ExpressionContextProvider,
+        metadata.ScopeProvider,
+    )
 
-
-class Changes(NamedTuple):
-    """What is found in one file: the uses, in their order, the source with the certain ones replaced, its other imports."""
-
-    findings: list[Finding]
-    after: str
-    imports: list[Imported]
-
-
-class _Replacer(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ExpressionContextProvider)
-
-    def __init__(self, bound: bool, own: bool) -> None:
-        super().__init__()
-        self.found: list[Finding] = []
-        self.imports: list[Imported] = []
-        self.bound, self.own, self.quoted = bound, own, 0
+    def __init__(
+        self, source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True
+    ) -> None:
+        super().__init__(CodemodContext())
+        self.before, self.bound, self.kept, self.rewrite = source, bound, kept, rewrite
+        self.findings: list[Finding] = []
+        # Each a module, the name that is taken from it, if one is, and the name that it is given, if another is.
+        self.imports: list[tuple[str, str | None, str | None]] = []
         self.called: set[cst.CSTNode] = set()
+        self.quoted = self.rewritten = 0
+        self.after = self.transform_module(cst.parse_module(source)).code
+
+    def readers(self) -> list[str]:
+        """Return the modules of megatron-core beside parallel_state that are imported."""
+        dotted = {".".join(filter(None, one[:2])) for one in self.imports}
+        modules = {".".join(name.split(".")[:3]) for name in dotted if name.startswith("megatron.core.")}
+        return sorted(modules.difference(APIS))
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Note imports, which are not replaced, functions that are called, and where f-strings begin."""
         if isinstance(node, cst.ImportFrom):
-            module = "" if node.module is None or node.relative else _EMPTY.code_for_node(node.module)
+            module = "" if node.module is None or node.relative else self.module.code_for_node(node.module)
             names = () if isinstance(node.names, cst.ImportStar) else node.names
-            self.imports += [Imported(module, one.evaluated_name, one.evaluated_alias) for one in names]
+            self.imports += [(module, one.evaluated_name, one.evaluated_alias) for one in names]
         elif isinstance(node, cst.Import):
-            self.imports += [Imported(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
+            self.imports += [(one.evaluated_name, None, one.evaluated_alias) for one in node.names]
         elif isinstance(node, cst.FormattedString):
             self.quoted += 1
         elif isinstance(node, cst.Call):
@@ -85,88 +83,138 @@ class _Replacer(cst.CSTTransformer):
         return not isinstance(node, (cst.Import, cst.ImportFrom))
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Replace calls, and names that are read."""
+        """Replace calls, and names that are read; at the end, say which imports may be unused."""
         if isinstance(original_node, cst.FormattedString):
             self.quoted -= 1
-        elif isinstance(original_node, cst.Call):
-            return self._used(original_node, updated_node, original_node.func)
-        elif isinstance(original_node, (cst.Attribute, cst.Name)) and original_node not in self.called:
-            return self._used(original_node, updated_node, original_node)
+        elif isinstance(original_node, (cst.Attribute, cst.Name, cst.Call)):
+            if original_node not in self.called:
+                return self._used(original_node, updated_node)
+        elif isinstance(original_node, cst.Module) and self.rewritten:
+            for module, name, alias in self.imports:
+                known = module in APIS or f"{module}.{name}" in APIS
+                if known and (alias or name) not in self.kept:
+                    RemoveImportsVisitor.remove_unused_import(self.context, module, name, alias)
         return updated_node
 
-    def _used(self, node: Any, updated: Any, name: cst.BaseExpression) -> Any:
+    def _used(self, node: Any, updated: Any) -> Any:
         """Note a use of a legacy name; return what replaces it, or where that is not certain or it is none, what stands there."""
-        names = [*self.get_metadata(QualifiedNameProvider, name, ())]
+        called, arguments = isinstance(node, cst.Call), list[tuple[str, str]]()
+        for each in node.args if called else ():
+            keyword = each.keyword.value if each.keyword else each.star
+            arguments.append((keyword, self.module.code_for_node(each.value)))
+        names = self.get_metadata(metadata.QualifiedNameProvider, node, ())
         for one in names:
             module, _, leaf = one.name.rpartition(".")
-            imported = module and one.source is QualifiedNameSource.IMPORT
-            advice = advise(module, leaf, _arguments(node), bound=self.bound) if imported else None
+            imported = module and one.source is metadata.QualifiedNameSource.IMPORT
+            advice = advise(module, leaf, arguments, bound=self.bound) if imported else None
             if advice is not None:
                 break
         else:
             return updated
-        code = _EMPTY.code_for_node(node)
-        old = " ".join(code.split())
-        old = leaf + old[old.index("(") :] if isinstance(node, cst.Call) else leaf
-        context = self.get_metadata(ExpressionContextProvider, node, ExpressionContext.LOAD)
-        if context is not ExpressionContext.LOAD:
-            if isinstance(node, cst.Name):
-                return updated
-            old, advice = f"{leaf} = ...", Advice("", doubt=_ASSIGNED)
+        code = " ".join(self.module.code_for_node(node).split())
+        old = leaf + code[code.index("(") :] if called else leaf
+        load = metadata.ExpressionContext.LOAD
+        stored = self.get_metadata(metadata.ExpressionContextProvider, node, load) is not load
+        scope: Any = self.get_metadata(metadata.ScopeProvider, node)
+        others = scope.get_qualified_names_for("namedmesh") - {_PACKAGE}
         doubts = {
+            "an assignment changes what legacy calls answer, and no mesh": stored,
             advice.doubt: bool(advice.doubt),
+            "passed on, not called: its arguments are given elsewhere": not (called or leaf.startswith("_")),
             "a comment stands between its arguments": "#" in code,
             "the name can be something else here": len(names) > 1,
             f"through {module}, which is not followed": module not in APIS,
             "in an f-string, whose quotation marks may be in the way": self.quoted > 0,
-            "the file has a namedmesh of its own": self.own,
+            "the file has a namedmesh of its own": bool(others),
         }
         advice = advice._replace(doubt=next((text for text, holds in doubts.items() if holds), ""))
-        self.found.append(Finding(self.get_metadata(PositionProvider, node).start.line, old, advice))
-        if advice.doubt:
+        line = self.get_metadata(metadata.PositionProvider, node).start.line
+        self.findings.append(Finding(line, old, advice))
+        if advice.doubt or not self.rewrite:
             return updated
+        self.rewritten += 1
+        AddImportsVisitor.add_needed_import(self.context, "namedmesh")
+        if ".bind(" in advice.new:
+            AddImportsVisitor.add_needed_import(self.context, "namedmesh.compat.megatron")
         new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", advice.new)
         return cst.parse_expression(new)  # a call or a subscript: what is certain needs no parentheses
 
 
-_ASSIGNED = "an assignment changes what legacy calls answer, and no mesh"
+def migrate(arguments: Namespace) -> int:
+    """Scan, report, and perhaps write; 1 if a file could not be read."""
+    if arguments.write and not arguments.force:
+        _check_clean(arguments.paths)
+    files = dict[Path, None]()
+    for path in arguments.paths:
+        files |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
+    found, problems = _scan([*files])
+    doubtful = any(one.advice.doubt for changes in found.values() for one in changes.findings)
+    bound = doubtful or any(changes.readers() for changes in found.values())
+    # What files import from modules of the code itself: there, these imports stay.
+    imports = [one for changes in found.values() for one in changes.imports]
+    kept = {name for module, name, _ in imports if name and not {module, f"{module}.{name}"} & {*APIS}}
+    rewrite = arguments.diff or arguments.write
+    for path in [path for path, changes in found.items() if changes.findings]:  # now that all files are known
+        found[path] = changes = Changes(found[path].before, bound=bound, kept=kept, rewrite=rewrite)
+        if arguments.write and changes.after != changes.before:
+            path.write_bytes(changes.after.encode("utf-8"))
+            sys.stdout.write(f"{path}: rewritten\n")
+        elif arguments.diff:
+            lines = changes.before.splitlines(keepends=True), changes.after.splitlines(keepends=True)
+            sys.stdout.write("".join(unified_diff(*lines, f"a/{path}", f"b/{path}")))
+    sys.stdout.write(_report(found, len(files), certain=not rewrite))
+    notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
+    if notebooks:
+        sys.stdout.write(f"\n{count_of(notebooks, 'notebook')}: not read\n")
+    sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+    return 1 if problems else 0
 
 
-def _arguments(node: cst.BaseExpression) -> list[tuple[str, str]] | None:
-    """Return the arguments of a call, each a keyword, which may be empty, and its source; None where nothing is called."""
-    if not isinstance(node, cst.Call):
-        return None
-    names = [one.star or (one.keyword.value if one.keyword else "") for one in node.args]
-    return [(name, _EMPTY.code_for_node(one.value)) for name, one in zip(names, node.args, strict=True)]
+def _check_clean(paths: Sequence[Path]) -> None:
+    """Raise unless git has everything that could be overwritten."""
+    for path in paths:
+        folder = path if path.is_dir() else path.parent
+        words = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
+        done = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603  our own words
+        if done.returncode or done.stdout:
+            said = done.stderr or f"uncommitted changes:\n{done.stdout}"
+            raise UsageError(f"git says of {path}: {said}Commit, or give --force to write anyway")
 
 
-def _own_namedmesh(wrapper: MetadataWrapper) -> bool:
-    """Return whether a file binds the name namedmesh to something else than the package."""
-    scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope is not None}
-    bound = [one for scope in scopes for one in scope.assignments["namedmesh"]]
-    package = {QualifiedName("namedmesh", QualifiedNameSource.IMPORT)}
-    return any(one.get_qualified_names_for("namedmesh") != package for one in bound)
+def _scan(paths: Sequence[Path]) -> tuple[dict[Path, Changes], list[str]]:
+    """Return what is found in the files that may name an API, and a sentence for each file that cannot be read."""
+    found, problems = dict[Path, Changes](), list[str]()
+    for number, path in enumerate(paths, 1):
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{number} of {len(paths)} files" + ("\n" if number == len(paths) else ""))
+        try:
+            data = path.read_bytes()
+            if _MARKS.search(data):
+                found[path] = Changes(data.decode("utf-8"), rewrite=False)
+        except (OSError, UnicodeDecodeError, cst.ParserSyntaxError) as error:
+            problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
+    return found, problems
 
 
-def change(source: str, *, bound: bool = False, kept: Collection[str] = (), rewrite: bool = True) -> Changes:
-    """Find the names of the tables in a source, and replace those that are certain.
-
-    ``initialize_model_parallel`` becomes a mesh, ``bound`` to Megatron. Imports of names that are ``kept`` stay, as other modules
-    take them from this one. Without ``rewrite`` the source is returned as it was.
-    """
-    wrapper = MetadataWrapper(cst.parse_module(source))
-    replacer = _Replacer(bound, _own_namedmesh(wrapper))
-    module = wrapper.visit(replacer)
-    certain = [finding for finding in replacer.found if not finding.advice.doubt]
-    if not certain or not rewrite:
-        return Changes(replacer.found, source, replacer.imports)
-    context = CodemodContext()
-    AddImportsVisitor.add_needed_import(context, "namedmesh")
-    if any(".bind(" in finding.advice.new for finding in certain):
-        AddImportsVisitor.add_needed_import(context, "namedmesh.compat.megatron")
-    module = AddImportsVisitor(context).transform_module(module)
-    for one in replacer.imports:
-        if (one.module in APIS or one.full in APIS) and (one.alias or one.name) not in kept:
-            RemoveImportsVisitor.remove_unused_import(context, *one)
-    module = RemoveImportsVisitor(context).transform_module(module)
-    return Changes(replacer.found, module.code, replacer.imports)
+def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
+    """Write what replaces each use, what runs once, and how many there are."""
+    lines, once, count, sure, readers = list[str](), dict[str, None](), 0, 0, list[str]()
+    for path, changes in found.items():
+        for line, old, (new, statements, doubt) in sorted(changes.findings, key=lambda one: one.line):
+            count, sure = count + 1, sure + (not doubt)
+            once |= dict.fromkeys(statements)
+            if certain or doubt:
+                words = f" (not certain: {doubt})" if doubt else ""
+                lines.append(f"{path}:{line}: {old}{words} -> {new or 'stays'}")
+        if changes.readers():
+            readers.append(f"    {path}: {', '.join(changes.readers())}")
+    if once:
+        lines += ["", "Once, on every rank, after init_mesh:", *(f"    {statement}" for statement in once)]
+    if not count and not readers:
+        return f"No use of megatron.core.parallel_state in {count_of(files, 'file')}.\n"
+    if count:
+        lines += ["", f"{count_of(count, 'use')} in {count_of(files, 'file')}, {sure} of them certain."]
+    if readers:
+        text = "These modules of megatron-core read parallel_state: keep the mesh bound to Megatron."
+        lines += ["", text, *readers]
+    return "\n".join(lines).lstrip("\n") + "\n"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from namedmesh.errors import UsageError
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
-from namedmesh.plan.describe import Comparison, Difference, Kind, Plan, compare, make_plan, rank_text
-from namedmesh.plan.hardware import Hardware, load_hardware
-from namedmesh.plan.model import Axes, Job, Model, read_config
+from namedmesh.plan.describe import Comparison, Kind, Plan, compare, make_plan, rank_text
+from namedmesh.plan.model import Axes, Hardware, Job, Model, load_hardware, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
 from namedmesh.plan.svg import draw_svg
 
 __all__ = [
-    "Axes", "Comparison", "Difference", "Hardware", "Job", "Kind", "Memory", "Model", "Partition", "Plan", "UsageError",
+    "Axes", "Comparison", "Hardware", "Job", "Kind", "Memory", "Model", "Partition", "Plan", "UsageError",
     "best_partitions", "compare", "draw_svg", "estimate_memory", "estimate_step", "explain", "find_partition",
     "list_partitions", "load_hardware", "make_plan", "rank_text", "read_config",
 ]  # fmt: skip

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from namedmesh.sizes import stage_range
 
 if TYPE_CHECKING:
-    from namedmesh.plan.hardware import Hardware
-    from namedmesh.plan.model import Axes, Job, Model
+    from namedmesh.plan.model import Axes, Hardware, Job, Model
 
 _FSDP = 3  # the stage of ZeRO that shards the weights
 _NUMBER = 2  # bytes of an activation and of a weight that computes, in bf16
 _MASTER = 12  # of Adam's state: the weight and two moments in float32 (Rajbhandari et al., ZeRO, SC 2020, section 3.1)
 _REDUCED = 4  # of a gradient that is accumulated or sent: torchtitan's reduce_dtype is float32, as Megatron's
+# Of a gradient that is kept: Megatron adds them up in float32 (``accumulate_allreduce_grads_in_fp32``, on with bf16), NVIDIA's recipes
+# for it, of NeMo and Megatron Bridge, in bf16 (``grad_reduce_in_fp32 = False`` in scripts/performance).
+_GRADIENT = {"torch": 2, "megatron": 4, "bridge": 2}
 # Bytes that the loss needs for each logit. Eager, in float32: the log-softmax, its gradient and that of the logits, and the logits
 # in bf16. Under tensor parallelism torch's loss_parallel was measured: 9 times the logits; a vocabulary-parallel cross entropy,
 # as Megatron's: 5 times. Compiled: the logits and their gradient.
@@ -25,7 +27,7 @@ _FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
 # Forwards: five products for two, if it is fused (Dao, FlashAttention-2, 2023, section 3.1).
 _ATTENTION_BACKWARD = 2.5
 # Bytes to cast a number to fp8: torchao finds the largest first, and reads twice; Transformer Engine knows that of earlier steps.
-_CAST = {"torch": 5, "megatron": 3}
+_CAST = {"torch": 5, "megatron": 3, "bridge": 3}
 # Bytes of a parameter where micro-batches accumulate: the gradient is read in bf16, the sum read and written in float32.
 _ACCUMULATED = 2 + 4 + 4
 # Bytes of a parameter in float32: Adam reads weight, gradient, mean and variance, and writes all but the gradient; clipping
@@ -162,8 +164,7 @@ def estimate_memory(job: Job, axes: Axes) -> Memory:
     """Estimate the memory of the pipeline rank that needs the most; ``layers``, ``hidden`` and ``heads`` of the model are known.
 
     States as ZeRO divides them (Rajbhandari et al., SC 2020, section 5): weights at stage 3, gradients at 2, the optimizer at 1.
-    Megatron keeps gradients in float32, with fp8 in bf16 (``grad_reduce_in_fp32`` of Megatron Bridge's recipes). What FSDP2
-    gathers, accumulates and prefetches is read from torch's code.
+    What FSDP2 gathers, accumulates and prefetches is read from torch's code.
     """
     each = [_memory(job, axes, share) for share in shares(job.model, axes.pp, job.stages_per_rank)]
     return max(each, key=lambda memory: memory.total)
@@ -172,8 +173,7 @@ def estimate_memory(job: Job, axes: Axes) -> Memory:
 def _memory(job: Job, axes: Axes, share: Share) -> Memory:
     shared, routed = share.parameters(job.model, axes)
     states = []  # of weights, gradients, optimizer
-    gradient = 4 if job.trainer == "megatron" and job.precision == "bf16" else 2
-    for each, stage in ((_NUMBER, 3), (gradient, 2), (_MASTER, 1)):
+    for each, stage in ((_NUMBER, 3), (_GRADIENT[job.trainer], 2), (_MASTER, 1)):
         divided = (job.stage or 0) >= stage
         ranks, expert_ranks = (axes.shards, axes.expert_shards) if divided else (1, 1)
         states.append(each * (shared / ranks + routed / expert_ranks))

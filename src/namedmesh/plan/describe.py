@@ -258,30 +258,24 @@ def _shards_in_words(layout: Layout, rank: int, sharding: Sequence[str]) -> str:
     return f"{shards or 'all of them'}, the same on ranks {listing(layout.where(**own), _LONGEST)}"
 
 
-class Difference(NamedTuple):
-    """The groups over some axes in two layouts: whether they are the same ranks, and the first groups of each."""
-
-    axes: tuple[str, ...]
-    same: bool
-    first: list[tuple[int, ...]]
-    second: list[tuple[int, ...]]
-
-
 class Comparison(NamedTuple):
-    """Two arrangements of one world, and their differences by kind of group; written for people by ``str``."""
+    """Two arrangements of one world, and by the axes of their groups the first groups of each, where they are not the same ranks.
+
+    Written for people by ``str``.
+    """
 
     first: DialectLayout
     second: DialectLayout
-    kinds: tuple[Difference, ...]
+    kinds: dict[tuple[str, ...], tuple[list[Group], list[Group]] | None]
 
     def __str__(self) -> str:
         a, b = (f"{side.dialect.name} {side.dense}" for side in (self.first, self.second))
         lines = [f"a: {a}", f"b: {b}", ""]
-        for kind in self.kinds:
-            lines.append(f"{' x '.join(kind.axes)}: {'same' if kind.same else 'different'}")
-            if not kind.same:
-                lines += [f"  a: {_in_words(kind.first)} ...", f"  b: {_in_words(kind.second)} ..."]
-        differing = sum(not kind.same for kind in self.kinds)
+        for axes, groups in self.kinds.items():
+            lines.append(f"{' x '.join(axes)}: {'different' if groups else 'same'}")
+            if groups:
+                lines += [f"  {side}: {_in_words(each)} ..." for side, each in zip("ab", groups, strict=True)]
+        differing = sum(groups is not None for groups in self.kinds.values())
         return "\n".join([*lines, "", f"{differing} of {len(self.kinds)} kinds of groups differ"])
 
 
@@ -290,26 +284,26 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
     one, other = resolve(first, world_size=world_size), resolve(second, world_size=world_size)
     if one.dense.world_size != other.dense.world_size:
         raise LayoutError(f"{one.dense} and {other.dense} are not over the same ranks; give one world_size")
-    axes = list(dict.fromkeys((*one.dense, *other.dense)))
-    if "dp" in axes:  # where only one of them splits dp in two, both parts together are the other's dp
-        axes = [axis for axis in axes if axis not in _DATA[1:]]
-    kinds = [_difference((axis,), one.dense, other.dense) for axis in axes]
-    if {"pp", "tp"} <= {*axes}:
-        kinds.append(_difference(("pp", "tp"), one.dense, other.dense))
+    axes: list[tuple[str, ...]] = [(axis,) for axis in dict.fromkeys((*one.dense, *other.dense))]
+    if ("dp",) in axes:  # where only one of them splits dp in two, both parts together are the other's dp
+        axes = [each for each in axes if each[0] not in _DATA[1:]]
+    if ("pp",) in axes and ("tp",) in axes:
+        axes.append(("pp", "tp"))
+    kinds = {each: _difference(each, one.dense, other.dense) for each in axes}
     if one.expert is not None and other.expert is not None:
-        own = dict.fromkeys((*one.expert, *other.expert))
-        kinds += [_difference((axis,), one.expert, other.expert) for axis in own if axis not in axes]
-    return Comparison(one, other, tuple(kinds))
+        own = [axis for axis in (*one.expert, *other.expert) if axis not in (*one.dense, *other.dense)]
+        kinds |= {(axis,): _difference((axis,), one.expert, other.expert) for axis in own}
+    return Comparison(one, other, kinds)
 
 
-def _difference(axes: tuple[str, ...], one: Layout, other: Layout) -> Difference:
-    """Return whether two layouts have the same groups over some axes; one that they do not have is of size 1."""
-    names, keys, groups = {*axes, *(_DATA if "dp" in axes else ())}, [], []
-    for layout in (one, other):
-        own = [axis for axis in layout if axis in names]
-        keys.append(layout.partition(*own)[2] if own else ())
-        groups.append(_groups(layout, own, "all", _COMPARED))
-    return Difference(axes, keys[0] == keys[1], *groups)
+def _difference(axes: tuple[str, ...], one: Layout, other: Layout) -> tuple[list[Group], list[Group]] | None:
+    """Return the first groups of two layouts over some axes, unless all are the same; an axis that one does not have is of size 1."""
+    names = {*axes, *(_DATA if "dp" in axes else ())}
+    over, others = ([axis for axis in layout if axis in names] for layout in (one, other))
+    keys = [layout.partition(*own)[2] if own else () for layout, own in ((one, over), (other, others))]
+    if keys[0] == keys[1]:
+        return None
+    return _groups(one, over, "all", _COMPARED), _groups(other, others, "all", _COMPARED)
 
 
 def positive(text: str) -> int:
@@ -363,7 +357,7 @@ def _configure_diff(parser: ArgumentParser) -> None:
 def _diff(arguments: Namespace) -> int:
     comparison = compare(arguments.a, arguments.b, world_size=arguments.world_size)
     sys.stdout.write(f"{comparison}\n")
-    return 0 if all(kind.same for kind in comparison.kinds) else STATUS
+    return STATUS if any(comparison.kinds.values()) else 0
 
 
 _PLAN = "what a layout amounts to: groups, replicas, communicators, nodes"

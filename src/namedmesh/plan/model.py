@@ -1,14 +1,18 @@
-"""What is trained, how, and over which ranks: a model, also from Hugging Face's ``config.json``, a job, and the sizes of axes."""
+"""What is trained, how, on what, and over which ranks: a model, hardware, a job, and the sizes of axes.
+
+The cards of ``cards.json`` have a source for each number; a model is also read from Hugging Face's ``config.json``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+import json
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from namedmesh.errors import UsageError
-from namedmesh.plan.hardware import Hardware, load_hardware, read_json
+from namedmesh.errors import UsageError, did_you_mean
 
 _NEEDED = ("layers", "hidden", "heads", "vocab")
 # Types of models whose head is the embedding unless they say otherwise, and whose feed-forward network is not gated.
@@ -112,6 +116,14 @@ class Model:
         return dense * (self.layers - self.expert_layers) + (expert + routed) * self.expert_layers + ends
 
 
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object from a file; a UsageError if it cannot be read."""
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+
+
 def read_config(path: str) -> tuple[Model, list[str]]:
     """Read a model's sizes from the ``config.json`` that Hugging Face's models have, or its directory; say what they cannot express."""
     whole = read_json(path if path.endswith(".json") else Path(path, "config.json"))
@@ -140,6 +152,81 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     if inner not in {0, 4 * sizes["hidden"]}:
         notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
     return Model(**sizes, tied=bool(data.get("tie_word_embeddings", kind in _TIED))), notes
+
+
+@dataclass(frozen=True, eq=False)  # by identity: it holds dicts
+class Hardware:
+    """One GPU, its node and its links. Bandwidths are bytes a second in one direction, fractions those that kernels reach.
+
+    ``matmul`` is 0.85 of what the best shape reaches, as ordinary shapes reach 80 to 90 % of it (github.com/stas00/ml-engineering,
+    compute/accelerator); ``memory_fraction`` and ``nic_fraction`` are those of Calculon (Isaev et al., SC 2023, systems/*.json).
+    """
+
+    name: str
+    peak: dict[str, float]  # operations a second by precision, dense
+    matmul: dict[str, float]  # the fraction of it that large matrix products reach
+    attention: float  # the fraction of the bf16 peak that causal attention reaches, forward and backward
+    memory: float  # bytes of a GPU, by its data sheet
+    memory_bandwidth: float
+    memory_fraction: float  # that elementwise kernels reach
+    gpus_per_node: int  # which share its NICs
+    domain: int  # consecutive ranks that fast links (NVLink, Infinity Fabric) join
+    domain_bandwidth: float  # what one GPU sends by them
+    domain_fraction: float  # that collectives reach
+    nics_per_node: float
+    nic_bandwidth: float  # of one of them
+    nic_fraction: float
+    sources: dict[str, str] = field(default_factory=dict)  # by the names of fields
+
+    @property
+    def memory_rate(self) -> float:
+        """The bytes that elementwise kernels read or write in a second."""
+        return self.memory_bandwidth * self.memory_fraction
+
+    @property
+    def domain_rate(self) -> float:
+        """The bytes that collectives move over fast links in a second."""
+        return self.domain_bandwidth * self.domain_fraction
+
+    @property
+    def nic_rate(self) -> float:
+        """The bytes that a GPU's share of its node's NICs moves in a second."""
+        return self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
+
+    def filled(self, world_size: int) -> Hardware:
+        """Return the hardware as a job fills it: as many whole nodes of each domain as divide the world."""
+        used = range(self.domain, 0, -self.gpus_per_node) if world_size > self.domain else (world_size,)
+        domain = next((ranks for ranks in used if world_size % ranks == 0), self.domain)
+        return self if domain == self.domain else replace(self, domain=domain)
+
+    def members(self, size: int, stride: int) -> int:
+        """Return how many ranks of a group, ``stride`` apart, lie in one domain; the fewest, where groups lie differently."""
+        return gcd(size, max(1, self.domain // stride))
+
+    def bandwidth(self, size: int, stride: int) -> float:
+        """Return the bytes a second that a collective moves over each link of a group (nccl-tests' bus bandwidth).
+
+        A group that leaves its domain goes in and out through the NICs of all its members there: eight members have
+        eight NICs, one member has its own.
+        """
+        members = self.members(size, stride)
+        return self.domain_rate if members == size else min(self.domain_rate, members * self.nic_rate)
+
+
+CARDS = {name: Hardware(**card) for name, card in read_json(Path(__file__).with_name("cards.json")).items()}
+
+
+def load_hardware(name: str) -> Hardware:
+    """Return a card by its name, or read one from a JSON file with the fields of :class:`Hardware`."""
+    if name.endswith(".json"):
+        try:
+            return Hardware(**read_json(name))
+        except TypeError as error:  # which names the field that is missing or unknown
+            raise UsageError(f"{name}: {error}") from None
+    if name not in CARDS:
+        near = did_you_mean(name, CARDS)
+        raise UsageError(f"hardware {name!r} is not one of {', '.join(CARDS)}, nor a file.json{near}")
+    return CARDS[name]
 
 
 class Axes(NamedTuple):
@@ -185,7 +272,11 @@ class Job:
     micro_batch: int | None = knob("sequences that a data-parallel rank works on at a time", None)
     stage: int | None = knob("of ZeRO: 1 shards states, 2 gradients, 3 (FSDP) weights", None, (0, 1, 2, 3))
     precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
-    trainer: str = knob("whose layers, loss and optimizer are counted", "torch", ("torch", "megatron"))
+    trainer: str = knob(
+        "whose layers and gradients; bridge: Megatron's, in NVIDIA's recipes",
+        "torch",
+        ("torch", "megatron", "bridge"),
+    )
     checkpointing: str | None = knob("what is computed again backward", None, ("none", "selective", "full"))
     sequence_parallel: bool = knob("whether tp shares the norms and the residual stream too", default=True)
     fused_loss: bool = knob("whether the loss is one compiled kernel, not eager operations", default=False)

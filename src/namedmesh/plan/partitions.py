@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from namedmesh.errors import LayoutError, UsageError, count_of
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
-from namedmesh.plan.hardware import CARDS, load_hardware
-from namedmesh.plan.model import Axes, Job, Model, knobs, read_config
+from namedmesh.plan.model import CARDS, Axes, Job, Model, knobs, load_hardware, read_config
 from namedmesh.sizes import SharedHeads
 
 if TYPE_CHECKING:
