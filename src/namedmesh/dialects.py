@@ -20,6 +20,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp")
 """The usual axes of the dense layout, slowest first."""
 EXPERT_AXES = ("edp", "ep", "etp")
 """The axes that only the experts' layout has, slowest first."""
+SHARDING_AXES = ("pp", "dp_shard", "tp")
+"""The axes that shard one copy of the parameters."""
 _DATA = ("dp_replicate", "dp_shard", "dp")
 
 Members = Literal["all", "ends", "first", "part"]
@@ -51,10 +53,7 @@ class Dialect:
     axes: tuple[str, ...]  # of its dense layout, slowest first
     kinds: tuple[GroupSpec, ...] = ()  # the groups that it makes; by default one kind for each axis
     expert: tuple[str, ...] = ()  # the axes of its experts' layout, if it has such a layout
-    inferred: str = "dp"  # the axis that is whatever is left when it has no size
-    shards: tuple[str, ...] = ("pp", "dp_shard", "tp")  # the axes that shard one copy of the parameters
     orderable: bool = False  # by its user
-    etp_follows_tp: bool = True  # unless an option says otherwise
     shrinks_tp: bool = False  # to the world, where it is larger
 
 
@@ -137,15 +136,6 @@ _EZPZ_KINDS = (
     _row("context", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
     _row("tensor", "tp", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
 )
-_TORCHTITAN_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_TORCHTITAN_KINDS = (
-    *(_row(axis, axis) for axis in _TORCHTITAN_AXES),
-    _row("batch", "dp_replicate dp_shard"),
-    _row("fsdp", "dp_shard cp"),
-    _row("loss", "dp_replicate dp_shard cp"),
-    *(_row(axis, axis) for axis in EXPERT_AXES),
-)
-
 PLAIN = Dialect("mesh", AXES, expert=("pp", *EXPERT_AXES), orderable=True)
 """A mesh of namedmesh with the usual names: only the axes that are named exist."""
 _ALL = (
@@ -155,16 +145,6 @@ _ALL = (
     Dialect("deepspeed", ("pp", "dp", "tp"), _DEEPSPEED_KINDS),
     Dialect("fairscale", ("dp", "pp", "cp", "tp"), _FAIRSCALE_KINDS, shrinks_tp=True),
     Dialect("ezpz", ("dp", "pp", "cp", "tp"), _EZPZ_KINDS, shrinks_tp=True),
-    Dialect(
-        "torchtitan",
-        _TORCHTITAN_AXES,
-        _TORCHTITAN_KINDS,
-        expert=("pp", "dp_replicate", *EXPERT_AXES),
-        inferred="dp_shard",
-        shards=("pp", "dp_shard", "cp", "tp"),
-        etp_follows_tp=False,
-    ),
-    Dialect("process_groups", ("dp", "pp", "tp"), tuple(_row(axis, axis) for axis in ("dp", "pp", "tp"))),
 )
 DIALECTS = {dialect.name: dialect for dialect in _ALL}
 """The dialects by name. Ranks are row-major in the axes of each, the last one fastest."""
@@ -283,7 +263,7 @@ def _inferred(
     """Return the axis that takes what is left, unless a size says so itself or nothing is left to take."""
     if world_size is None or any(sizes.get(axis) == -1 for axis in axes):
         return None
-    candidate = dialect.inferred
+    candidate = "dp"
     if dialect is PLAIN and "dp" not in sizes and ("dp_replicate" in sizes or "dp_shard" in sizes):
         candidate = "dp_replicate" if "dp_shard" in sizes else "dp_shard"
     return candidate if candidate not in sizes and candidate in axes else None
@@ -324,7 +304,7 @@ def _expert(
     data = [axis for axis in _DATA if axis in dense] or _DATA  # an order may name only some of them
     names = {**dict.fromkeys(data, "edp"), "tp": "etp", **{axis: axis for axis in dialect.expert}}
     axes = list(dict.fromkeys(names[token] for token in reversed(tokens) if token in names))
-    etp = dense["tp"] if dialect.etp_follows_tp and "tp" in dense else 1
+    etp = dense.size("tp") if "tp" in dense else 1
     inferred = -1 in [sizes.get(axis) for axis in EXPERT_AXES]
     known = {"etp": etp, "edp": 1 if inferred else -1, **sizes}
     known |= {axis: dense[axis] for axis in axes if axis in dense}

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, PLAIN, DialectLayout, groups_of, layouts_for
+from namedmesh.dialects import (
+    AXES,
+    DIALECTS,
+    EXPERT_AXES,
+    PLAIN,
+    SHARDING_AXES,
+    DialectLayout,
+    groups_of,
+    layouts_for,
+)
 from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean, listing
 from namedmesh.layout import Layout
 from namedmesh.plan.svg import draw_svg
@@ -116,7 +125,7 @@ class Plan:
             axes = {"all": "", "ends": "ends of ", "first": "first of "}[kind.members] + " x ".join(kind.axes)
             rows.append((kind.name, axes, kind.size, kind.count, kind.communicator))
         lines += ["", as_text(("kind", "axes", "size", "groups", "communicator"), rows), ""]
-        shards = tuple(axis for axis in layout if axis in dialect.shards)
+        shards = tuple(axis for axis in layout if axis in SHARDING_AXES)
         size = layout.size(*shards) if shards else 1
         replicas = Kind("model replicas", shards, layout, "all", size, layout.world_size // size, "its own")
         for kind in (*self.kinds, replicas):
@@ -246,7 +255,7 @@ def rank_text(plan: Plan, rank: int) -> str:
     if data:
         part = f"part {layout.group_rank(rank, *data)} of 0 to {layout.size(*data) - 1}"
         lines.append(f"  batch: {part}, the same samples as ranks {listing(layout.where(**data), _LONGEST)}")
-    lines.append(f"  parameters: {_shards_in_words(layout, rank, plan.arrangement.dialect.shards)}")
+    lines.append(f"  parameters: {_shards_in_words(layout, rank, SHARDING_AXES)}")
     if experts is not None:
         lines.append(f"  experts: {_shards_in_words(experts, rank, _EXPERT_SHARDS)}")
     return "\n".join(lines)
