@@ -490,7 +490,7 @@ def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
         ({"use_sharp": True}, "settings of NCCL and SHARP, .* are megatron-core's: let it be installed"),
         (
             {"pipeline_model_parallel_size": 2, "get_embedding_ranks": lambda _: [100, 104]},
-            r"ranks \[100, 104\], which",
+            r"get_embedding_ranks chose the ranks \[100, 104\] of the pipeline \[0, 4\]; ",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial, update_wrapper
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
 from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, own_axes
 from namedmesh.compat.errors import ContractError, ContractTypeError
-from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS, groups_over
+from namedmesh.compat.megatron.stand_in import MEGATRON_WORDS
 from namedmesh.compat.state import Bound, State, require_default_group, require_open
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
@@ -47,6 +47,8 @@ _EXPERT_SIZES = {
 }
 _OTHERS = ("order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
 _DETERMINED = (*_DENSE_SIZES, *_EXPERT_SIZES, *_OTHERS)  # by the mesh, or by the options of its groups
+AxesOf: TypeAlias = "dict[tuple[int, ...], tuple[Layout, tuple[str, ...]]]"
+"""Over which axes of which layout each set of ranks is."""
 
 
 class Megatron:
@@ -73,12 +75,12 @@ class Megatron:
         if self.state.is_bound(mesh, options):
             return self.state.bind(mesh)
         seam = _Seam(self.module, lambda: mesh, mesh.options_of)
-        dense, expert = seam.ranks_of(mesh)
+        dense, expert = _ranks_of(mesh, seam.axes)
         sizes = {name: dense.size(word) for name, word in _DENSE_SIZES.items()}
         sizes |= {name: expert.size(word) for name, word in _EXPERT_SIZES.items()}
         known = {name: size for name, size in sizes.items() if size != 1 or name in self.accepted.parameters}
         mesh.before_close(seam.destroy_own)
-        with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp")[0])):
+        with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp"))):
             generators = iter((dense, expert))
             with self.state.blank() as values, seam.replacing(lambda *_, **__: next(generators)):
                 self.initialize(**known, **options)
@@ -105,19 +107,22 @@ class Megatron:
         def generate(*args: Any, **kwargs: Any) -> MeshRanks:
             """Take note of both layouts, the experts' last."""
             layouts.append(_layout_of(original(*args, **kwargs), experts=bool(layouts)))
-            return MeshRanks(layouts[-1], _EXPERT if len(layouts) == 2 else {}, seam.note)  # noqa: PLR2004
+            return MeshRanks(layouts[-1], _EXPERT if len(layouts) == 2 else {}, seam.axes)  # noqa: PLR2004
 
         def make() -> NamedMesh:
             dense, expert = layouts
-            request = _texts(given, dense.groups("pp")[0])
-            seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense), defaults)
+            request = _texts(given, dense.groups("pp"))
+            mesh = seam.mesh = make_mesh(compare, dense, request, _options_of_open_meshes(dense), defaults)
             of_experts = _options_of_open_meshes(expert)
-            seam.mesh.take_view(
+            mesh.take_view(
                 "expert", expert, {(axis,): of_experts[axis] for axis in of_experts if axis != "pp"}
             )
-            return seam.mesh
+            return mesh
 
-        seam = _Seam(self.module, make, lambda _: GroupOptions())
+        def options_of(axes: tuple[str, ...]) -> GroupOptions:
+            return seam.found_mesh().options_of(axes) if len(axes) == 1 else GroupOptions()
+
+        seam = _Seam(self.module, make, options_of)
         try:
             with agreed(_CALL) as compare, self.state.blank() as values, seam.replacing(generate):
                 self.initialize(*args, **kwargs)
@@ -141,8 +146,8 @@ class Megatron:
 class _Seam:
     """Takes the place of ``create_group`` for one call: one communicator for each set of ranks, those of a mesh first.
 
-    As in the original, every rank asks for the groups of all ranks, in the same order. The first of one kind makes all. Those
-    that no axes make (of embeddings), that are second ones, or have settings of their own are the original's own.
+    As in the original, every rank asks for the groups of all ranks, in the same order. The first over some axes makes all.
+    Those that no axes make (of embeddings), that are second ones, or have settings of their own are the original's own.
     """
 
     def __init__(
@@ -154,10 +159,9 @@ class _Seam:
         self.module, self.create_own = vars(module), module.create_group
         self.make, self.options_of = make, options_of
         self.mesh: NamedMesh | None = None
+        self.axes: AxesOf = {}
         self.own: list[Any] = []
         self.known: dict[Any, Any] = {}
-        self.layout: Layout | None = None
-        self.axes: tuple[str, ...] = ()
 
     @contextmanager
     def replacing(self, rank_generator: Callable[..., MeshRanks]) -> Iterator[None]:
@@ -169,38 +173,11 @@ class _Seam:
         finally:
             self.module.update(before)
 
-    def note(self, layout: Layout, axes: tuple[str, ...]) -> None:
-        """Know over which axes groups were asked for last."""
-        self.layout, self.axes = layout, axes
-
-    def ranks_of(self, mesh: NamedMesh) -> tuple[MeshRanks, MeshRanks]:
-        """Return the ranks of a mesh, and of its experts, which are laid out as everything else where they have no view."""
-        check_axes(
-            mesh.layout,
-            "Megatron",
-            (*USUAL_AXES, "sp", "gtp_remat"),
-            experts=("ep", *MEGATRON_WORDS),
-            instead="they factor the world another way; leave it out of the mesh and add a view for it: "
-            "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
-        )
-        expert = MeshRanks(mesh.layout, _WITHOUT_VIEW, self.note)
-        for view in reversed(mesh.views.values()):
-            if not {"ep", *MEGATRON_WORDS}.isdisjoint(view):
-                expert = MeshRanks(view, _EXPERT, self.note)
-        return MeshRanks(mesh.layout, {}, self.note), expert
-
     def found_mesh(self) -> NamedMesh:
         """Return the mesh, which is made when the first group is asked for: by then the arguments were checked."""
         if self.mesh is None:
             self.mesh = self.make()
-            for layout in (self.mesh.layout, *self.mesh.views.values()):
-                for axis in layout:
-                    self._know(layout.groups(axis), None, self.mesh.group(axis))
         return self.mesh
-
-    def _know(self, sets: Sequence[Sequence[int]], backend: str | None, group: Any) -> None:
-        for members in sets:
-            self.known.setdefault((tuple(members), backend), group)
 
     def create(  # noqa: PLR0917  the original's signature
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
@@ -213,11 +190,23 @@ class _Seam:
             return self._create_own(
                 ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
             )
-        key = tuple(sorted(ranks)), backend
+        members = tuple(sorted(ranks))
+        if len(members) == mesh.layout.world_size:
+            self.axes[members] = mesh.layout, mesh.layout.axes
+        over = self.axes.get(members)
+        key = over or members, backend
         if key not in self.known:
-            sets, group = self._make(mesh, key[0], group_desc, backend)
-            self._know(sets, backend, group)
-        if mesh.global_rank not in ranks:
+            if len(members) == 1:
+                self.known[key] = mesh.groups.alone()
+            elif over is None:
+                timeout = mesh.groups.defaults.timeout
+                self.known[key] = self._create_own(members, timeout, backend, None, False, group_desc)
+            else:
+                options = self.options_of(over[1])
+                if backend == "gloo":
+                    options = mesh.groups.gloo_options(options)
+                self.known[key] = mesh.groups.over(*over, options)
+        if mesh.global_rank not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
         group = self.known[key]
         listed = self.module.get("_global_process_group_list") or [None]  # None: the default group
@@ -227,35 +216,10 @@ class _Seam:
 
     def _create_own(self, ranks: Any, *arguments: Any) -> Any:
         """Create a group that this call alone has, by the original's function."""
-        group = self.create_own(ranks, *arguments)
+        group = self.create_own(list(ranks), *arguments)
         if dist.get_rank() in ranks:
             self.own.append(group)
         return group
-
-    def _make(
-        self, mesh: NamedMesh, ranks: tuple[int, ...], label: str, backend: str | None
-    ) -> tuple[Any, Any]:
-        """Return sets of ranks, one of which is given, and this rank's group over one: all groups of a kind, or one part."""
-        layout, axes = self.layout or mesh.layout, self.axes
-        if len(ranks) == layout.world_size:
-            axes = layout.axes
-        near: tuple[int, ...] = ()
-        if ranks[0] in layout.ranks:
-            near = layout.group(ranks[0], *axes) if axes else ranks[:1]
-        if not near or not ({*ranks} <= {*near} or {*near} <= {*ranks}):
-            raise ContractError(
-                f"the group {label} is over ranks {list(ranks)}, which are in no one group over {'-'.join(axes)}; a callback "
-                "for embeddings chooses from the ranks of the pipeline that it is given"
-            )
-        if len(ranks) == 1:
-            return [ranks], mesh.groups.alone()
-        if near != ranks:
-            timeout = mesh.groups.defaults.timeout
-            return [ranks], self._create_own(list(ranks), timeout, backend, None, False, label)
-        options = self.options_of(axes)
-        if backend == "gloo":
-            options = mesh.groups.gloo_options(options)
-        return layout.groups(*axes), mesh.groups.over(layout, axes, options)
 
     def destroy_own(self) -> None:
         """Destroy the groups that were made for this call alone."""
@@ -272,20 +236,17 @@ _WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()}
 class MeshRanks:
     """Takes the place of a ``RankGenerator``: the ranks are those of a mesh, in whatever order its axes are.
 
-    ``words`` are the axes for those of Megatron's words that are no axes of the layout.
+    ``words`` are the axes for those of Megatron's words that are no axes of the layout. Over which axes each set of ranks is
+    goes into ``axes_of``.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        words: Mapping[str, tuple[str, ...]],
-        note: Callable[[Layout, tuple[str, ...]], None],
-    ) -> None:
-        self.layout, self.words, self.note = layout, words, note
+    def __init__(self, layout: Layout, words: Mapping[str, tuple[str, ...]], axes_of: AxesOf) -> None:
+        self.layout, self.words, self.axes_of = layout, words, axes_of
 
     def own(self, *words: str) -> tuple[str, ...]:
-        """Return the axes of the layout for some of Megatron's words."""
-        return own_axes(self.layout, [axis for word in words for axis in self.words.get(word, (word,))])
+        """Return the axes of the layout, of several ranks, for some of Megatron's words."""
+        own = own_axes(self.layout, [axis for word in words for axis in self.words.get(word, (word,))])
+        return tuple(axis for axis in own if self.layout[axis] > 1)
 
     def size(self, word: str) -> int:
         """Return the number of ranks over one of Megatron's axes."""
@@ -295,12 +256,33 @@ class MeshRanks:
     def get_ranks(self, token: str) -> list[list[int]]:
         """Return every group over the axes that a token such as ``"tp-dp"`` names."""
         own = self.own(*token.split("-"))
-        self.note(self.layout, own)
-        return [list(ranks) for ranks in groups_over(self.layout, own)]
+        if not own:
+            return [[rank] for rank in self.layout.ranks]
+        groups = self.layout.groups(*own)
+        for ranks in groups:
+            self.axes_of.setdefault(ranks, (self.layout, own))
+        return [list(ranks) for ranks in groups]
 
     def get_gtp_ranks(self, _size: int) -> list[list[int]]:
         """Return the groups over ``gtp_remat``."""
         return self.get_ranks("gtp_remat")
+
+
+def _ranks_of(mesh: NamedMesh, axes_of: AxesOf) -> tuple[MeshRanks, MeshRanks]:
+    """Return the ranks of a mesh, and of its experts, which are laid out as everything else where they have no view."""
+    check_axes(
+        mesh.layout,
+        "Megatron",
+        (*USUAL_AXES, "sp", "gtp_remat"),
+        experts=("ep", *MEGATRON_WORDS),
+        instead="they factor the world another way; leave it out of the mesh and add a view for it: "
+        "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
+    )
+    expert = MeshRanks(mesh.layout, _WITHOUT_VIEW, axes_of)
+    for view in reversed(mesh.views.values()):
+        if not {"ep", *MEGATRON_WORDS}.isdisjoint(view):
+            expert = MeshRanks(view, _EXPERT, axes_of)
+    return MeshRanks(mesh.layout, {}, axes_of), expert
 
 
 def _layout_of(generator: Any, *, experts: bool) -> Layout:
@@ -325,7 +307,15 @@ def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
     return options
 
 
-def _texts(arguments: Mapping[str, Any], pipeline: Any) -> dict[str, str]:
-    """Return arguments as they are compared between ranks; a callback by its answer for one pipeline."""
-    pipeline = list(pipeline)
-    return {name: repr(value(pipeline) if callable(value) else value) for name, value in arguments.items()}
+def _texts(arguments: Mapping[str, Any], pipelines: Sequence[Sequence[int]]) -> dict[str, str]:
+    """Return arguments as they are compared between ranks; callbacks by an answer, and if they stay in each pipeline."""
+    texts = {}
+    for name, value in arguments.items():
+        texts[name] = repr(value([*pipelines[0]]) if callable(value) else value)
+        for pipeline in pipelines if callable(value) else ():
+            ranks = value([*pipeline])
+            if not {*ranks} <= {*pipeline}:
+                raise ContractError(
+                    f"{name} chose the ranks {[*ranks]} of the pipeline {[*pipeline]}; it chooses from those that it is given"
+                )
+    return texts
