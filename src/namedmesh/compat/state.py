@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -50,9 +49,9 @@ class State:
             name: values[name] for name in values if name in more or _is_variable(name, values[name])
         }
         self.names = tuple(self.empty)
-        self.without = self._read()  # a mesh
-        self.saved: WeakKeyDictionary[NamedMesh, dict[str, Any]] = WeakKeyDictionary()
-        self.bound: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()  # what each was bound with
+        # What they are for each mesh that was bound or selected, and without one.
+        self.values: dict[NamedMesh | None, dict[str, Any]] = {None: self._read()}
+        self.requests: dict[NamedMesh, object] = {}  # what each was bound with
         self.shown: NamedMesh | None = None
         self.base: NamedMesh | None = None
         self.owned: NamedMesh | None = None
@@ -88,7 +87,7 @@ class State:
         """Answer from a mesh with the variables that were made for it, with a request; ``destroy`` closes an owned one."""
         if self.shown is mesh:
             self._write(values)
-        self.saved[mesh], self.bound[mesh] = dict(values), request
+        self.values[mesh], self.requests[mesh] = dict(values), request
         if owned:
             self.owned = mesh
         return self.bind(mesh)
@@ -101,11 +100,11 @@ class State:
 
     def is_bound(self, mesh: NamedMesh, request: object = None) -> bool:
         """Return whether a mesh has its variables, made with a request."""
-        return mesh in self.bound and self.bound[mesh] == request
+        return mesh in self.requests and self.requests[mesh] == request
 
     def current_mesh(self) -> NamedMesh:
         """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
-        if self.shown is None or self.shown not in self.bound:
+        if self.shown not in self.requests:
             raise MeshError(
                 f"{self.dialect} is not bound to a mesh; call {self.initialize}(...) or bind(mesh) first"
             )
@@ -128,29 +127,26 @@ class State:
     def destroy(self) -> None:
         """Forget every mesh and assignment. A mesh that the dialect made is closed, with its groups; one that was bound stays."""
         owned = self.owned
-        self.saved.clear()
-        self.bound.clear()
+        self.values, self.requests = {}, {}
         self.base = self.shown = self.owned = None
-        self.without = {}
         self._write({})
         if owned is not None:
             owned.close(destroy_groups=True)
 
     def changed(self, closed: NamedMesh | None = None) -> None:
         """Follow a mesh that was selected, deselected or closed."""
+        gone = closed is not None and closed is self.shown
         if closed is not None:
-            self.saved.pop(closed, None)
-            self.bound.pop(closed, None)
+            self.values.pop(closed, None)
+            self.requests.pop(closed, None)
             self.base = None if self.base is closed else self.base
             self.owned = None if self.owned is closed else self.owned
         mesh = current.selection() or self.base
-        if mesh is self.shown and mesh is not closed:
+        if mesh is self.shown and not gone:
             return
-        if self.shown is None:
-            self.without = self._read()
-        elif self.shown is not closed:
-            self.saved[self.shown] = self._read()
-        self._write(self.without if mesh is None else self.saved.get(mesh, {}))
+        if not gone:
+            self.values[self.shown] = self._read()
+        self._write(self.values.get(mesh, {}))
         self.shown = mesh
 
 
@@ -166,7 +162,7 @@ class Bound:
     def __exit__(self, *_error: object) -> None:
         state, before = self._state, self._before
         if state.base is self.mesh:  # what was bound in the block stays
-            state.base = before if before in state.bound else None
+            state.base = before if before in state.requests else None
         self.mesh.__exit__(None, None, None)
 
 

@@ -40,7 +40,7 @@ from namedmesh.init import make_mesh
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import ModuleType
 
     from namedmesh.layout import Layout
@@ -61,19 +61,17 @@ __all__ = [
 
 
 _CALL = "megatron.initialize_model_parallel"
-_DENSE_SIZES = {
+_SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
     "gtp_remat_size": "gtp_remat",
-}
-_EXPERT_SIZES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "tp",
     "expert_gtp_remat_size": "gtp_remat",
 }
 _OTHERS = ("order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
-_DETERMINED = (*_DENSE_SIZES, *_EXPERT_SIZES, *_OTHERS)  # by the mesh, or by the options of its groups
+_DETERMINED = (*_SIZES, *_OTHERS)  # by the mesh, or by the options of its groups
 
 
 class Megatron:
@@ -100,11 +98,13 @@ class Megatron:
         if self.state.is_bound(mesh, options):
             return self.state.bind(mesh)
         dense, expert = _ranks_of(mesh)
-        sizes = {name: dense.size(word) for name, word in _DENSE_SIZES.items()}
-        sizes |= {name: expert.size(word) for name, word in _EXPERT_SIZES.items()}
-        known = {name: size for name, size in sizes.items() if size != 1 or name in self.accepted.parameters}
+        sizes = {}
+        for name, word in _SIZES.items():
+            size = (expert if name.startswith("expert") else dense).size(word)
+            if size != 1 or name in self.accepted.parameters:
+                sizes[name] = size
         with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp"))):
-            values = self._fill(_Seam(self.module, mesh, dense.axes_of), (dense, expert), **known, **options)
+            values = self._fill(_Seam(self.module, mesh, dense.axes_of), (dense, expert), **sizes, **options)
         return self.state.take(mesh, values, options)
 
     def make(self, *args: Any, **kwargs: Any) -> None:
@@ -402,15 +402,9 @@ def _answer_from(megatron: Megatron) -> None:
     sys.modules[f"{_OURS}.parallel_state"] = megatron.module
 
 
-_STAND_INS = {
-    "parallel_state": "parallel_state",
-    "mpu": "parallel_state",
-    "tensor_parallel": "tensor_parallel",
-    "tensor_parallel.cross_entropy": "tensor_parallel.mappings",
-    "tensor_parallel.layers": "tensor_parallel.layers",
-    "tensor_parallel.mappings": "tensor_parallel.mappings",
-    "tensor_parallel.utils": "tensor_parallel.mappings",
-}
+_PARTS = ("", ".cross_entropy", ".layers", ".mappings", ".utils")
+_STAND_INS = dict.fromkeys(("parallel_state", "mpu"), "parallel_state")
+_STAND_INS |= dict.fromkeys([f"tensor_parallel{part}" for part in _PARTS], "tensor_parallel")
 ORIGINAL = Original(
     f"{_PLACE}.parallel_state",
     _replace,
