@@ -128,8 +128,8 @@ def generate_masked_orthogonal_rank_groups(
     """Return the groups over the sizes that are masked, the first size being that of neighbors."""
     names = [f"axis{place}" for place in range(len(parallel_size))]
     layout = Layout.from_shape(names[::-1], list(parallel_size)[::-1])
-    axes = [name for name, inside in zip(names, mask, strict=True) if inside]
-    groups = [list(ranks) for ranks in layout.groups(*axes)] if axes else [[rank] for rank in layout.ranks]
+    token = "-".join([name for name, inside in zip(names, mask, strict=True) if inside])
+    groups = MeshRanks(layout, {}).get_ranks(token)
     count = world_size // len(groups[0])
     if count > len(groups):
         raise ContractError(
