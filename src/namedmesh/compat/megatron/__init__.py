@@ -60,7 +60,6 @@ __all__ = [
 ]
 
 
-_CALL = "megatron.initialize_model_parallel"
 _SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -123,7 +122,7 @@ class Megatron:
             return
         mesh: NamedMesh | None = None
         try:
-            with agreed(_CALL) as compare:
+            with agreed("megatron.initialize_model_parallel") as compare:
                 dense, expert = self._ranks(*args, **kwargs)
                 request, options = _texts(given, dense.get_ranks("pp")), _options_of_open_meshes(dense.layout)
                 defaults = GroupOptions(timeout=timedelta(minutes=given["distributed_timeout_minutes"]))
@@ -214,9 +213,10 @@ class _Seam:
             )
         mesh, members = self.mesh, tuple(sorted(ranks))
         over = self.axes_of.get(members)
-        key = over or members, backend
+        alone = len(members) == 1  # of these every rank has one
+        key = alone or over or members, backend
         if key not in self.known:
-            if len(members) == 1:
+            if alone:
                 self.known[key] = mesh.groups.alone()
             elif over is None:
                 timeout = mesh.groups.defaults.timeout
