@@ -166,7 +166,7 @@ def _generated(module: Any, sizes: dict[str, int], order: str) -> Any:
     ranks = module.RankGenerator(**sizes, order=order, rank_offset=7)
     groups = [ranks.get_ranks(token) for token in ("tp", "dp", "pp", "tp-pp", "dp-cp", "pp-tp-dp", "cp")]
     facts = [ranks.order, ranks.ordered_size, ranks.world_size, ranks.name_to_size]
-    return [*groups, *facts, ranks.get_mask(order, "tp")]
+    return [*groups, *facts, ranks.get_mask(order, "tp"), outcome(ranks.get_ranks, "tp-xp")]
 
 
 @pytest.mark.oracle(NEWEST)

@@ -121,6 +121,11 @@ class RankGenerator(MeshRanks):
         places = [names.index(name) for name in token.split("-")]
         return [place in places for place in range(len(names))]
 
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return every group over the parallelisms that a token names, all of which are to be there."""
+        self.get_mask(self.order, token)
+        return super().get_ranks(token)
+
 
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
