@@ -257,6 +257,8 @@ def test_a_bound_mesh_answers_as_the_original_over_the_same_ranks(
             group = theirs.get_tensor_model_parallel_group()
             assert group is parallel_state.get_tensor_model_parallel_group()
             assert "tp" not in sizes or group is mesh.group("tp")
+            whole = theirs.get_intra_distributed_optimizer_instance_group()
+            assert (whole is dist.group.WORLD) == ("num_distributed_optimizer_instances" not in options)
             megatron.bind(mesh, **options)
             assert len(mesh.communicators) == held
             mesh.close()
