@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from namedmesh.agreement import agreed
-from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
-from namedmesh.compat.state import Bound, State, require_default_group, require_open
+from namedmesh.compat.state import (
+    Bound,
+    State,
+    agreed_groups,
+    check_axes,
+    group_over,
+    require_default_group,
+    require_open,
+)
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
 from namedmesh.init import make_mesh

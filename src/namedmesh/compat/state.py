@@ -1,24 +1,31 @@
 """The variables of a legacy module, kept for each mesh: those of one mesh are in the module at a time.
 
 Megatron, fairscale, ezpz and DeepSpeed keep their groups in module-level variables, which legacy code reads and assigns.
-The module is namedmesh's own, or once ``install()`` was called the original's, whose own code then answers.
+The module is namedmesh's own, or once ``install()`` was called the original's, whose own code then answers. What fills them
+asks at the end of this file where the axes of a legacy API are in a mesh, which may lack some and have dp in two parts.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from namedmesh import current
 from namedmesh.compat.errors import ContractError
-from namedmesh.errors import MeshError
+from namedmesh.errors import LayoutError, MeshError, did_you_mean
+from namedmesh.groups import kept_groups
 from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from types import ModuleType
+
+    from torch.distributed import ProcessGroup
+
+    from namedmesh.layout import Layout
 
 
 class State:
@@ -150,6 +157,15 @@ class State:
         self.shown = mesh
 
 
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict)) else value
+
+
+def _is_variable(name: str, value: object) -> bool:
+    private = name.startswith("_") and not name.startswith("__")
+    return private and (value is None or isinstance(value, (list, dict)))
+
+
 class Bound:
     """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it."""
 
@@ -184,10 +200,58 @@ def require_open(mesh: object, call: str) -> None:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
 
 
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict)) else value
+# The groups of a legacy API.
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+USUAL_AXES = ("pp", "dp", "cp", "tp", "dp_replicate", "dp_shard")
+"""The axes that every legacy API has groups over, with the two parts of dp."""
 
 
-def _is_variable(name: str, value: object) -> bool:
-    private = name.startswith("_") and not name.startswith("__")
-    return private and (value is None or isinstance(value, (list, dict)))
+def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
+    """Return the axes of a layout that stand for some of a legacy API's, in its order; one that it lacks has size 1.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> own_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
+        ('dp_replicate', 'dp_shard', 'tp')
+    """
+    stand_in = {"dp_replicate": "dp", "dp_shard": "dp", "sp": "cp"}
+    return tuple(axis for axis in layout.axes if axis in axes or stand_in.get(axis) in axes)
+
+
+def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, list[int]]:
+    """Return this rank's group over some of a legacy API's axes, made unless it is there, and its ranks; every rank calls."""
+    own = own_axes(mesh.layout, axes)
+    if not own:
+        return mesh.groups.alone(), [mesh.global_rank]
+    group = mesh.groups.over(mesh.layout, own, mesh.options_of(own))
+    return group, list(mesh.layout.group(mesh.global_rank, *own))
+
+
+@contextmanager
+def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] = _NOTHING) -> Iterator[None]:
+    """Make groups of a mesh in a context, once every rank has come with the same mesh and request; communicates."""
+    with mesh.agreed(call) as compare:
+        layouts = {"layout": repr(mesh.layout), "views": repr(mesh.views)}
+        compare({**layouts, **request, "groups that exist": kept_groups()})
+        yield
+
+
+def check_axes(
+    layout: Layout,
+    dialect: str,
+    allowed: Collection[str] = USUAL_AXES,
+    *,
+    experts: Collection[str] = (),
+    instead: str = "",
+) -> None:
+    """Refuse a mesh with axes that a legacy API has no group for, or that are of its experts: ``instead`` says what to do."""
+    problems = []
+    for axis in layout:
+        if axis in experts:
+            problems.append(f"axis {axis!r} is one of the experts', and {instead}")
+        elif axis not in allowed:
+            place = f"has no place in {dialect}'s groups, which are over {', '.join(allowed)}"
+            problems.append(f"axis {axis!r} {place}{did_you_mean(axis, allowed)}")
+    if problems:
+        raise LayoutError(*problems)

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from namedmesh.compat.axis_map import agreed_groups
 from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.model_parallel_unit import ModelParallelUnit, SequenceParallelUnit, mpu
 from namedmesh.compat.deepspeed.topology import *
 from namedmesh.compat.install import Original, as_imported
-from namedmesh.compat.state import Bound, State
+from namedmesh.compat.state import Bound, State, agreed_groups
 from namedmesh.errors import PlanError, listing
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes, group_over
-from namedmesh.compat.state import require_open
+from namedmesh.compat.state import USUAL_AXES, agreed_groups, check_axes, group_over, require_open
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.agreement import agreed
-from namedmesh.compat.axis_map import agreed_groups
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers
 from namedmesh.compat.errors import ContractAttributeError, ContractError
-from namedmesh.compat.state import require_default_group, require_open
+from namedmesh.compat.state import agreed_groups, require_default_group, require_open
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout

@@ -30,12 +30,19 @@ import torch.distributed as dist
 from namedmesh import current
 from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
-from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes
 from namedmesh.compat.errors import ContractError, ContractRuntimeError, ContractTypeError
 from namedmesh.compat.install import Original, as_imported, is_installed
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.stand_in import EXPERT, WORDS, AxesOf, MeshRanks
-from namedmesh.compat.state import Bound, State, require_default_group, require_open
+from namedmesh.compat.state import (
+    USUAL_AXES,
+    Bound,
+    State,
+    agreed_groups,
+    check_axes,
+    require_default_group,
+    require_open,
+)
 from namedmesh.init import make_mesh
 from namedmesh.options import GroupOptions
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import from_all, set_group_timeout
-from namedmesh.compat.axis_map import own_axes
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
+from namedmesh.compat.state import own_axes
 from namedmesh.dialects import DENSE, MEGATRON_GROUPS, parse_order
 from namedmesh.layout import Layout
 
