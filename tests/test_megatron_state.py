@@ -166,7 +166,7 @@ def _generated(module: Any, sizes: dict[str, int], order: str) -> Any:
     ranks = module.RankGenerator(**sizes, order=order, rank_offset=7)
     groups = [ranks.get_ranks(token) for token in ("tp", "dp", "pp", "tp-pp", "dp-cp", "pp-tp-dp", "cp")]
     facts = [ranks.order, ranks.ordered_size, ranks.world_size, ranks.name_to_size]
-    return [*groups, *facts, ranks.get_mask(order, "tp")]
+    return [*groups, *facts, ranks.get_mask(order, "tp"), outcome(ranks.get_ranks, "tp-xp")]
 
 
 @pytest.mark.oracle(NEWEST)
@@ -257,6 +257,8 @@ def test_a_bound_mesh_answers_as_the_original_over_the_same_ranks(
             group = theirs.get_tensor_model_parallel_group()
             assert group is parallel_state.get_tensor_model_parallel_group()
             assert "tp" not in sizes or group is mesh.group("tp")
+            whole = theirs.get_intra_distributed_optimizer_instance_group()
+            assert (whole is dist.group.WORLD) == ("num_distributed_optimizer_instances" not in options)
             megatron.bind(mesh, **options)
             assert len(mesh.communicators) == held
             mesh.close()
@@ -490,7 +492,7 @@ def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
         ({"use_sharp": True}, "settings of NCCL and SHARP, .* are megatron-core's: let it be installed"),
         (
             {"pipeline_model_parallel_size": 2, "get_embedding_ranks": lambda _: [100, 104]},
-            r"ranks \[100, 104\], which",
+            r"get_embedding_ranks chose the ranks \[100, 104\] of the pipeline \[0, 4\]; ",
         ),
     ],
 )

@@ -93,24 +93,21 @@ class Original:
         stand_ins = {name: import_module(ours) for name, ours in self.stand_ins.items()}
         self._modules = dict(sys.modules)
         sys.modules.update(stand_ins)  # the packages around them may import them
-        for name, module in stand_ins.items():
-            parts = name.split(".")
-            packages = [".".join(parts[:depth]) for depth in range(1, len(parts))]
-            for package in packages:
-                self._make_package(package)
-            self._set(sys.modules[packages[-1]], parts[-1], module)
+        for name in stand_ins:
+            self._put_into_package(name)
 
-    def _make_package(self, name: str) -> None:
-        """Make an empty package, unless there is one."""
-        if is_installed(name):
-            import_module(name)
+    def _put_into_package(self, name: str) -> None:
+        """Let a module be found in its package, which is an empty one where none is installed."""
+        package, _, child = name.rpartition(".")
+        if not package:
             return
-        package = ModuleType(name, f"Stands in for {name}, which is not installed.")
-        package.__path__ = []
-        sys.modules[name] = package
-        parent, _, child = name.rpartition(".")
-        if parent:
-            self._set(sys.modules[parent], child, package)
+        if is_installed(package):
+            import_module(package)
+        else:
+            sys.modules[package] = ModuleType(package, f"Stands in for {package}, which is not installed.")
+            sys.modules[package].__path__ = []
+            self._put_into_package(package)
+        self._set(sys.modules[package], child, sys.modules[name])
 
     def _set(self, holder: ModuleType, name: str, value: object) -> None:
         self._before.append((holder, name, vars(holder).get(name, _ABSENT)))

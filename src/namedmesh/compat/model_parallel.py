@@ -13,9 +13,16 @@ import torch.distributed as dist
 
 from namedmesh.agreement import agreed
 from namedmesh.compat import ContractError
-from namedmesh.compat.axis_map import agreed_groups, check_axes, group_over
 from namedmesh.compat.layers import scatter
-from namedmesh.compat.state import Bound, State, require_default_group, require_open
+from namedmesh.compat.state import (
+    Bound,
+    State,
+    agreed_groups,
+    check_axes,
+    group_over,
+    require_default_group,
+    require_open,
+)
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
@@ -59,10 +66,11 @@ class ModelParallel:
     def answer_from(self, module: ModuleType) -> None:
         """Let the variables of a module answer from now on, namedmesh's own or the original's; those of a shown mesh move."""
         state, old, new = self.state, vars(self.state.module), vars(module)
+        without = state.values.get(None, {})
         for name in state.names:
             new.setdefault(name, None)  # what only later sources have
             if state.shown is not None:
-                new[name], old[name], state.without[name] = old[name], state.without[name], new[name]
+                new[name], old[name], without[name] = old[name], without[name], new[name]
         state.module = module
 
     def bind(self, mesh: NamedMesh) -> Bound:

@@ -1,25 +1,31 @@
 """The variables of a legacy module, kept for each mesh: those of one mesh are in the module at a time.
 
 Megatron, fairscale, ezpz and DeepSpeed keep their groups in module-level variables, which legacy code reads and assigns.
-The module is namedmesh's own, or once ``install()`` was called the original's, whose own code then answers.
+The module is namedmesh's own, or once ``install()`` was called the original's, whose own code then answers. What fills them
+asks at the end of this file where the axes of a legacy API are in a mesh, which may lack some and have dp in two parts.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from namedmesh import current
 from namedmesh.compat import ContractError
-from namedmesh.errors import MeshError
+from namedmesh.errors import LayoutError, MeshError, did_you_mean
+from namedmesh.groups import kept_groups
 from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from types import ModuleType
+
+    from torch.distributed import ProcessGroup
+
+    from namedmesh.layout import Layout
 
 
 class State:
@@ -50,9 +56,9 @@ class State:
             name: values[name] for name in values if name in more or _is_variable(name, values[name])
         }
         self.names = tuple(self.empty)
-        self.without = self._read()  # a mesh
-        self.saved: WeakKeyDictionary[NamedMesh, dict[str, Any]] = WeakKeyDictionary()
-        self.bound: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()  # what each was bound with
+        # What they are for each mesh that was bound or selected, and without one.
+        self.values: dict[NamedMesh | None, dict[str, Any]] = {None: self._read()}
+        self.requests: dict[NamedMesh, object] = {}  # what each was bound with
         self.shown: NamedMesh | None = None
         self.base: NamedMesh | None = None
         self.owned: NamedMesh | None = None
@@ -88,7 +94,7 @@ class State:
         """Answer from a mesh with the variables that were made for it, with a request; ``destroy`` closes an owned one."""
         if self.shown is mesh:
             self._write(values)
-        self.saved[mesh], self.bound[mesh] = dict(values), request
+        self.values[mesh], self.requests[mesh] = dict(values), request
         if owned:
             self.owned = mesh
         return self.bind(mesh)
@@ -101,11 +107,11 @@ class State:
 
     def is_bound(self, mesh: NamedMesh, request: object = None) -> bool:
         """Return whether a mesh has its variables, made with a request."""
-        return mesh in self.bound and self.bound[mesh] == request
+        return mesh in self.requests and self.requests[mesh] == request
 
     def current_mesh(self) -> NamedMesh:
         """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
-        if self.shown is None or self.shown not in self.bound:
+        if self.shown not in self.requests:
             raise MeshError(
                 f"{self.dialect} is not bound to a mesh; call {self.initialize}(...) or bind(mesh) first"
             )
@@ -128,30 +134,36 @@ class State:
     def destroy(self) -> None:
         """Forget every mesh and assignment. A mesh that the dialect made is closed, with its groups; one that was bound stays."""
         owned = self.owned
-        self.saved.clear()
-        self.bound.clear()
+        self.values, self.requests = {}, {}
         self.base = self.shown = self.owned = None
-        self.without = {}
         self._write({})
         if owned is not None:
             owned.close(destroy_groups=True)
 
     def changed(self, closed: NamedMesh | None = None) -> None:
         """Follow a mesh that was selected, deselected or closed."""
+        gone = closed is not None and closed is self.shown
         if closed is not None:
-            self.saved.pop(closed, None)
-            self.bound.pop(closed, None)
+            self.values.pop(closed, None)
+            self.requests.pop(closed, None)
             self.base = None if self.base is closed else self.base
             self.owned = None if self.owned is closed else self.owned
         mesh = current.selection() or self.base
-        if mesh is self.shown and mesh is not closed:
+        if mesh is self.shown and not gone:
             return
-        if self.shown is None:
-            self.without = self._read()
-        elif self.shown is not closed:
-            self.saved[self.shown] = self._read()
-        self._write(self.without if mesh is None else self.saved.get(mesh, {}))
+        if not gone:
+            self.values[self.shown] = self._read()
+        self._write(self.values.get(mesh, {}))
         self.shown = mesh
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict)) else value
+
+
+def _is_variable(name: str, value: object) -> bool:
+    private = name.startswith("_") and not name.startswith("__")
+    return private and (value is None or isinstance(value, (list, dict)))
 
 
 class Bound:
@@ -166,7 +178,7 @@ class Bound:
     def __exit__(self, *_error: object) -> None:
         state, before = self._state, self._before
         if state.base is self.mesh:  # what was bound in the block stays
-            state.base = before if before in state.bound else None
+            state.base = before if before in state.requests else None
         self.mesh.__exit__(None, None, None)
 
 
@@ -188,10 +200,58 @@ def require_open(mesh: object, call: str) -> None:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
 
 
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict)) else value
+# The groups of a legacy API.
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+USUAL_AXES = ("pp", "dp", "cp", "tp", "dp_replicate", "dp_shard")
+"""The axes that every legacy API has groups over, with the two parts of dp."""
 
 
-def _is_variable(name: str, value: object) -> bool:
-    private = name.startswith("_") and not name.startswith("__")
-    return private and (value is None or isinstance(value, (list, dict)))
+def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
+    """Return the axes of a layout that stand for some of a legacy API's, in its order; one that it lacks has size 1.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> own_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
+        ('dp_replicate', 'dp_shard', 'tp')
+    """
+    stand_in = {"dp_replicate": "dp", "dp_shard": "dp", "sp": "cp"}
+    return tuple(axis for axis in layout.axes if axis in axes or stand_in.get(axis) in axes)
+
+
+def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, list[int]]:
+    """Return this rank's group over some of a legacy API's axes, made unless it is there, and its ranks; every rank calls."""
+    own = own_axes(mesh.layout, axes)
+    if not own:
+        return mesh.groups.alone(), [mesh.global_rank]
+    group = mesh.groups.over(mesh.layout, own, mesh.options_of(own))
+    return group, list(mesh.layout.group(mesh.global_rank, *own))
+
+
+@contextmanager
+def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] = _NOTHING) -> Iterator[None]:
+    """Make groups of a mesh in a context, once every rank has come with the same mesh and request; communicates."""
+    with mesh.agreed(call) as compare:
+        layouts = {"layout": repr(mesh.layout), "views": repr(mesh.views)}
+        compare({**layouts, **request, "groups that exist": kept_groups()})
+        yield
+
+
+def check_axes(
+    layout: Layout,
+    dialect: str,
+    allowed: Collection[str] = USUAL_AXES,
+    *,
+    experts: Collection[str] = (),
+    instead: str = "",
+) -> None:
+    """Refuse a mesh with axes that a legacy API has no group for, or that are of its experts: ``instead`` says what to do."""
+    problems = []
+    for axis in layout:
+        if axis in experts:
+            problems.append(f"axis {axis!r} is one of the experts', and {instead}")
+        elif axis not in allowed:
+            place = f"has no place in {dialect}'s groups, which are over {', '.join(allowed)}"
+            problems.append(f"axis {axis!r} {place}{did_you_mean(axis, allowed)}")
+    if problems:
+        raise LayoutError(*problems)

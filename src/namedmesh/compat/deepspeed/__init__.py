@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from namedmesh.compat.axis_map import USUAL_AXES, agreed_groups, check_axes
 from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.topology import *
 from namedmesh.compat.deepspeed.topology import Getters, getter
 from namedmesh.compat.install import Original, as_imported
-from namedmesh.compat.state import Bound, State, require_open
+from namedmesh.compat.state import USUAL_AXES, Bound, State, agreed_groups, check_axes, require_open
 from namedmesh.dialects import EXPERT_AXES
 from namedmesh.errors import PlanError, listing
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from namedmesh.agreement import agreed
 from namedmesh.compat import ContractError
-from namedmesh.compat.axis_map import agreed_groups, group_over
-from namedmesh.compat.state import require_default_group, require_open
+from namedmesh.compat.state import agreed_groups, group_over, require_default_group, require_open
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh

@@ -7,26 +7,50 @@ There are two parallel states: that of an installed megatron-core, of which only
 ``destroy_model_parallel`` are replaced, so that its own accessors, layers and process group collections work on our groups;
 and a stand-in. After ``install()`` there is one, the original's, which is ``namedmesh.compat.megatron.parallel_state``,
 too. Where megatron-core is not installed, ``parallel_state``, ``mpu`` and ``tensor_parallel`` of it are this dialect's.
+
+Every release of megatron-core from 0.14 on makes all its groups by one function of the module, ``create_group``, and
+takes all its ranks from one class, ``RankGenerator``. Replaced for one call of ``initialize_model_parallel``, they let the
+original's own code fill its variables from a mesh: what a release adds works without our knowing it. The stand-in has both.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial, update_wrapper
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat import ContractRuntimeError
+import torch.distributed as dist
+
+from namedmesh import current
+from namedmesh._torch import is_registered
+from namedmesh.agreement import agreed
+from namedmesh.compat import ContractError, ContractRuntimeError, ContractTypeError
 from namedmesh.compat.install import Original, as_imported, is_installed
 from namedmesh.compat.megatron import parallel_state
-from namedmesh.compat.megatron.initialize import Megatron
-from namedmesh.compat.state import Bound
+from namedmesh.compat.megatron.stand_in import EXPERT, WORDS, AxesOf, MeshRanks
+from namedmesh.compat.state import (
+    USUAL_AXES,
+    Bound,
+    State,
+    agreed_groups,
+    check_axes,
+    require_default_group,
+    require_open,
+)
+from namedmesh.groups import GroupOptions
+from namedmesh.init import make_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import ModuleType
 
+    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
 __all__ = [
@@ -41,6 +65,247 @@ __all__ = [
     "unbind",
     "uninstall",
 ]
+
+
+_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "gtp_remat_size": "gtp_remat",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "tp",
+    "expert_gtp_remat_size": "gtp_remat",
+}
+_OTHERS = ("order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
+_DETERMINED = (*_SIZES, *_OTHERS)  # by the mesh, or by the options of its groups
+
+
+class Megatron:
+    """A ``parallel_state``, megatron-core's or ours in its place, whose variables follow our meshes."""
+
+    def __init__(self, module: ModuleType, at_import: ModuleType | None = None) -> None:
+        self.module = module
+        self.state = State("Megatron's parallel state", "initialize_model_parallel", module, at_import)
+        self.initialize, self.destroy = module.initialize_model_parallel, module.destroy_model_parallel
+        self.accepted = signature(self.initialize)
+        self.ours = {
+            "initialize_model_parallel": update_wrapper(partial(self.make), self.initialize),
+            "destroy_model_parallel": update_wrapper(partial(self.end), self.destroy),
+        }
+
+    def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
+        """Answer from a mesh that exists; communicates the first time. See :func:`namedmesh.compat.megatron.bind`."""
+        require_open(mesh, "megatron.bind")
+        determined = [name for name in options if name in _DETERMINED]
+        if determined:
+            raise ContractTypeError(
+                f"bind() takes no {', '.join(determined)}: the mesh determines it; leave it out"
+            )
+        if self.state.is_bound(mesh, options):
+            return self.state.bind(mesh)
+        dense, expert = _ranks_of(mesh)
+        sizes = {}
+        for name, word in _SIZES.items():
+            size = (expert if name.startswith("expert") else dense).size(word)
+            if size != 1 or name in self.accepted.parameters:
+                sizes[name] = size
+        with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp"))):
+            values = self._fill(_Seam(self.module, mesh, dense.axes_of), (dense, expert), **sizes, **options)
+        return self.state.take(mesh, values, options)
+
+    def make(self, *args: Any, **kwargs: Any) -> None:
+        """Make Megatron's groups, and a mesh and a view of its experts' on them; communicates.
+
+        An axis that an open mesh has over the same ranks, on groups that differ in the timeout alone, is on that mesh's
+        groups: torch takes equal names over equal ranks for one.
+        """
+        require_default_group()
+        bound = self.accepted.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        self.state.refuse_second()
+        if given.get("rank_offset", 0) or given.get("local_world_size") not in {None, dist.get_world_size()}:
+            self.initialize(*args, **kwargs)  # over a part of the world, for which it makes groups of its own
+            return
+        mesh: NamedMesh | None = None
+        try:
+            with agreed("megatron.initialize_model_parallel") as compare:
+                dense, expert = self._ranks(*args, **kwargs)
+                request, options = _texts(given, dense.get_ranks("pp")), _options_of_open_meshes(dense.layout)
+                defaults = GroupOptions(timeout=timedelta(minutes=given["distributed_timeout_minutes"]))
+                mesh = make_mesh(compare, dense.layout, request, options, defaults)
+                options = _options_of_open_meshes(expert.layout)
+                mesh.take_view("expert", expert.layout, {(axis,): options[axis] for axis in options})
+                seam = _Seam(self.module, mesh, dense.axes_of, usual=True)
+                values = self._fill(seam, (dense, expert), *args, **kwargs)
+        except BaseException:
+            if mesh is not None:
+                mesh.close(destroy_groups=True)
+            raise
+        self.state.take(mesh, values, owned=True)
+
+    def _ranks(self, *args: Any, **kwargs: Any) -> list[MeshRanks]:
+        """Return the ranks of some arguments, and the experts', once the original has checked them: before its first group."""
+        ranks: list[MeshRanks] = []
+        axes_of: AxesOf = {}
+        original = self.module.RankGenerator
+
+        def generate(*args: Any, **kwargs: Any) -> MeshRanks:
+            ranks.append(MeshRanks.of(original(*args, **kwargs), axes_of, experts=bool(ranks)))
+            return ranks[-1]
+
+        def stop(*_: Any, **__: Any) -> None:
+            raise _FirstGroup
+
+        with suppress(_FirstGroup), self._calling(stop, generate):
+            self.initialize(*args, **kwargs)
+        return ranks
+
+    def _fill(self, seam: _Seam, ranks: Iterable[MeshRanks], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Let the original fill its variables over the ranks of a mesh, and return them; communicates."""
+        seam.mesh.before_close(seam.destroy_own)
+        generators = iter(ranks)
+        with self._calling(seam.create, lambda *_, **__: next(generators)) as values:
+            self.initialize(*args, **kwargs)
+        return values
+
+    @contextmanager
+    def _calling(self, create_group: Any, rank_generator: Any) -> Iterator[dict[str, Any]]:
+        """Let what the original calls be replaced for a while; yield what its variables become."""
+        module = vars(self.module)
+        before = {name: module[name] for name in ("create_group", "RankGenerator")}
+        module.update(create_group=create_group, RankGenerator=rank_generator)
+        try:
+            with self.state.blank() as values:
+                yield values
+        finally:
+            module.update(before)
+
+    def end(self) -> None:
+        """Forget every answer and assignment; the groups that :meth:`make` made are destroyed."""
+        if self.state.shown is not None:  # the original destroys groups of gloo, which others share
+            vars(self.module).update({name: None for name in self.state.names if name.endswith("_GLOO")})
+        self.destroy()
+        self.state.destroy()
+
+
+class _FirstGroup(Exception):  # noqa: N818  it is no mistake
+    """What ends a call of ``initialize_model_parallel`` that is made for its ranks alone."""
+
+
+class _Seam:
+    """Takes the place of ``create_group`` for one call: one communicator for each set of ranks, those of a mesh first.
+
+    As in the original, every rank asks for the groups of all ranks, in the same order. The first over some axes makes all.
+    Those that no axes make (of embeddings), that are second ones, or have settings of their own are the original's own.
+    """
+
+    def __init__(self, module: ModuleType, mesh: NamedMesh, axes_of: AxesOf, *, usual: bool = False) -> None:
+        self.module, self.create_own = vars(module), module.create_group
+        self.mesh, self.axes_of = mesh, axes_of
+        self.usual = usual  # groups over several axes have no options that their axes set
+        self.axes_of.setdefault(tuple(mesh.layout.ranks), (mesh.layout, mesh.layout.axes))
+        self.own: list[Any] = []
+        self.known: dict[Any, Any] = {}
+
+    def create(  # noqa: PLR0917  the original's signature
+        self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
+        use_local_synchronization: bool = False, group_desc: Any = None,
+    ) -> Any:  # fmt: skip
+        """Return the group over some ranks; what stands for none on the others."""
+        second = str(group_desc).endswith("_AG")  # it is there to be a second one over the same ranks
+        if second or pg_options is not None or backend not in {None, "gloo"}:
+            return self._create_own(
+                ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
+            )
+        mesh, members = self.mesh, tuple(sorted(ranks))
+        over = self.axes_of.get(members)
+        alone = len(members) == 1  # of these every rank has one
+        key = alone or over or members, backend
+        if key not in self.known:
+            if alone:
+                self.known[key] = mesh.groups.alone()
+            elif over is None:
+                timeout = mesh.groups.defaults.timeout
+                self.known[key] = self._create_own(members, timeout, backend, None, False, group_desc)
+            else:
+                axes = over[1]
+                options = GroupOptions() if self.usual and len(axes) > 1 else mesh.options_of(axes)
+                if backend == "gloo":
+                    options = mesh.groups.gloo_options(options)
+                self.known[key] = mesh.groups.over(*over, options)
+        if mesh.global_rank not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        group = self.known[key]
+        listed = self.module.get("_global_process_group_list") or [None]  # None: the default group
+        if group not in listed:
+            self.module["_global_process_group_list"] = [*listed, group]
+        return group
+
+    def _create_own(self, ranks: Any, *arguments: Any) -> Any:
+        """Create a group that this call alone has, by the original's function."""
+        group = self.create_own(list(ranks), *arguments)
+        if dist.get_rank() in ranks:
+            self.own.append(group)
+        return group
+
+    def destroy_own(self) -> None:
+        """Destroy the groups that were made for this call alone."""
+        while self.own:
+            group = self.own.pop()
+            if is_registered(group):
+                dist.destroy_process_group(group)
+
+
+_WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()}
+
+
+def _ranks_of(mesh: NamedMesh) -> tuple[MeshRanks, MeshRanks]:
+    """Return the ranks of a mesh, and of its experts, which are laid out as everything else where they have no view."""
+    check_axes(
+        mesh.layout,
+        "Megatron",
+        (*USUAL_AXES, "sp", "gtp_remat"),
+        experts=("ep", *WORDS),
+        instead="they factor the world another way; leave it out of the mesh and add a view for it: "
+        "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
+    )
+    axes_of: AxesOf = {}
+    expert = MeshRanks(mesh.layout, axes_of, _WITHOUT_VIEW)
+    for view in reversed(mesh.views.values()):
+        if not {"ep", *WORDS}.isdisjoint(view):
+            expert = MeshRanks(view, axes_of, EXPERT)
+    return MeshRanks(mesh.layout, axes_of), expert
+
+
+def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
+    """Return the options of axes that an open mesh has over the same ranks, where only the timeout is another one."""
+    options = {}
+    for mesh in current.alive():
+        for view in (mesh.layout, *mesh.views.values()):
+            for axis in {*view} & {*layout}:
+                theirs = mesh.groups.completed(mesh.options_of((axis,)))
+                usual = replace(theirs, timeout=None) == GroupOptions()
+                if usual and view.partition(axis) == layout.partition(axis):
+                    options[axis] = theirs
+    return options
+
+
+def _texts(arguments: Mapping[str, Any], pipelines: Sequence[Sequence[int]]) -> dict[str, str]:
+    """Return arguments as they are compared between ranks; callbacks by an answer, and if they stay in each pipeline."""
+    texts = {}
+    for name, value in arguments.items():
+        texts[name] = repr(value([*pipelines[0]]) if callable(value) else value)
+        for pipeline in pipelines if callable(value) else ():
+            ranks = value([*pipeline])
+            if not {*ranks} <= {*pipeline}:
+                raise ContractError(
+                    f"{name} chose the ranks {[*ranks]} of the pipeline {[*pipeline]}; it chooses from those that it is given"
+                )
+    return texts
+
+
+# The two parallel states, and which of them answers.
 
 _PLACE, _OURS = "megatron.core", __name__
 _stand_in = _answers = Megatron(parallel_state)
@@ -144,15 +409,9 @@ def _answer_from(megatron: Megatron) -> None:
     sys.modules[f"{_OURS}.parallel_state"] = megatron.module
 
 
-_STAND_INS = {
-    "parallel_state": "parallel_state",
-    "mpu": "parallel_state",
-    "tensor_parallel": "tensor_parallel",
-    "tensor_parallel.cross_entropy": "tensor_parallel.mappings",
-    "tensor_parallel.layers": "tensor_parallel.layers",
-    "tensor_parallel.mappings": "tensor_parallel.mappings",
-    "tensor_parallel.utils": "tensor_parallel.mappings",
-}
+_PARTS = ("", ".cross_entropy", ".layers", ".mappings", ".utils")
+_STAND_INS = dict.fromkeys(("parallel_state", "mpu"), "parallel_state")
+_STAND_INS |= dict.fromkeys([f"tensor_parallel{part}" for part in _PARTS], "tensor_parallel")
 ORIGINAL = Original(
     f"{_PLACE}.parallel_state",
     _replace,

@@ -1,4 +1,4 @@
-"""What fills the variables of the stand-in for Megatron's parallel state: its ranks, its groups and its buffer."""
+"""Ranks as Megatron asks for them, and what fills the variables of the stand-in for its parallel state: groups and a buffer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 
 from namedmesh._torch import from_all, set_group_timeout
 from namedmesh.compat import ContractError, ContractRuntimeError
+from namedmesh.compat.state import own_axes
 from namedmesh.dialects import DENSE, MEGATRON_GROUPS, parse_order
 from namedmesh.layout import Layout
 
@@ -23,14 +25,64 @@ if TYPE_CHECKING:
 
     from namedmesh.dialects import GroupSpec
 
-MEGATRON_WORDS = {"etp": "tp", "edp": "dp", "egtp_remat": "gtp_remat"}
+WORDS = {"etp": "tp", "edp": "dp", "egtp_remat": "gtp_remat"}
 """Our words for the experts' axes, and Megatron's, which are those of the dense ones."""
+EXPERT = {word: (own,) for own, word in WORDS.items()}
+
+AxesOf: TypeAlias = "dict[tuple[int, ...], tuple[Layout, tuple[str, ...]]]"
+"""Over which axes of which layout each set of ranks is."""
 
 
 # Ranks.
 
 
-class RankGenerator:
+class MeshRanks:
+    """Takes the place of a ``RankGenerator``: the ranks are those of a layout, in whatever order its axes are.
+
+    ``words`` are the axes for those of Megatron's words that are no axes of the layout. Over which axes each set of ranks is
+    goes into ``axes_of``.
+    """
+
+    def __init__(
+        self, layout: Layout, axes_of: AxesOf, words: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    ) -> None:
+        self.layout, self.axes_of, self.words = layout, axes_of, words
+
+    @classmethod
+    def of(cls, generator: Any, axes_of: AxesOf, *, experts: bool) -> MeshRanks:
+        """Return the ranks of a RankGenerator: over its axes that have a size, in its order, as we call them."""
+        axes, words = {}, EXPERT if experts else {}
+        for word, size in zip(generator.order.split("-"), generator.ordered_size, strict=True):
+            if size > 1 or word in {"pp", "dp", "tp", "ep" if experts else "cp"}:
+                axes[words.get(word, (word,))[0]] = size
+        return cls(Layout.from_shape(list(axes)[::-1], list(axes.values())[::-1]), axes_of, words)
+
+    def own(self, *words: str) -> tuple[str, ...]:
+        """Return the axes of the layout, of several ranks, for some of Megatron's words."""
+        own = own_axes(self.layout, [axis for word in words for axis in self.words.get(word, (word,))])
+        return tuple(axis for axis in own if self.layout[axis] > 1)
+
+    def size(self, word: str) -> int:
+        """Return the number of ranks over one of Megatron's axes."""
+        own = self.own(word)
+        return self.layout.size(*own) if own else 1
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return every group over the axes that a token such as ``"tp-dp"`` names."""
+        own = self.own(*token.split("-"))
+        if not own:
+            return [[rank] for rank in self.layout.ranks]
+        groups = self.layout.groups(*own)
+        for ranks in groups:
+            self.axes_of.setdefault(ranks, (self.layout, own))
+        return [list(ranks) for ranks in groups]
+
+    def get_gtp_ranks(self, _size: int) -> list[list[int]]:
+        """Return the groups over ``gtp_remat``."""
+        return self.get_ranks("gtp_remat")
+
+
+class RankGenerator(MeshRanks):
     """The groups of every kind of parallelism, as lists of ranks, from sizes and an order, neighbors first."""
 
     def __init__(  # noqa: PLR0917  the original's signature
@@ -59,8 +111,9 @@ class RankGenerator:
                 )
         self.order, self.rank_offset = "-".join(parsed.tokens), rank_offset
         self.ordered_size = [self.name_to_size[name] for name in parsed.tokens]
-        self.layout = Layout.from_shape(parsed.tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
-        self.world_size = self.layout.world_size
+        layout = Layout.from_shape(parsed.tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
+        super().__init__(layout, {})
+        self.world_size = layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
         """Return for each name of an order whether a token such as ``"tp-pp"`` has it."""
@@ -69,17 +122,9 @@ class RankGenerator:
         return [place in places for place in range(len(names))]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Return every group over the parallelisms that a token such as ``"tp-pp"`` names."""
+        """Return every group over the parallelisms that a token names, all of which are to be there."""
         self.get_mask(self.order, token)
-        return [list(ranks) for ranks in self.layout.groups(*token.split("-"))]
-
-    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Return every group over ``gtp_remat``, whose size is given."""
-        if gtp_remat_size != self.gtp_remat:
-            raise ContractError(
-                f"gtp_remat_size is {gtp_remat_size}; give that of the generator, {self.gtp_remat}"
-            )
-        return self.get_ranks("gtp_remat")
+        return super().get_ranks(token)
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -88,19 +133,14 @@ def generate_masked_orthogonal_rank_groups(
     """Return the groups over the sizes that are masked, the first size being that of neighbors."""
     names = [f"axis{place}" for place in range(len(parallel_size))]
     layout = Layout.from_shape(names[::-1], list(parallel_size)[::-1])
-    axes = tuple([name for name, inside in zip(names, mask, strict=True) if inside])
-    groups = groups_over(layout, axes)
+    token = "-".join([name for name, inside in zip(names, mask, strict=True) if inside])
+    groups = MeshRanks(layout, {}).get_ranks(token)
     count = world_size // len(groups[0])
     if count > len(groups):
         raise ContractError(
             f"the sizes {list(parallel_size)} multiply to less than the world of {world_size} ranks"
         )
-    return [list(ranks) for ranks in groups[:count]]
-
-
-def groups_over(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return every group over some axes; each rank alone where there are none."""
-    return layout.groups(*axes) if axes else tuple([(rank,) for rank in layout.ranks])
+    return groups[:count]
 
 
 def split(ranks: Sequence[int], size: int, stride: int = 1) -> list[list[int]]:
@@ -160,10 +200,10 @@ class Maker:
         """Create a group that belongs to the caller, as ``torch.distributed.new_group`` does; every rank calls."""
         members = None if ranks is None else list(ranks)
         group = dist.new_group(members, timeout, backend, pg_options, use_local_synchronization, group_desc)
-        listed = self.module["_global_process_group_list"] or [None]  # the default group
-        if members is None or dist.get_rank() in members:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            listed = self.module["_global_process_group_list"] or [None]  # the default group
             listed.append(group)
-        self.module["_global_process_group_list"] = listed
+            self.module["_global_process_group_list"] = listed
         return group
 
     def _create(self, sets: Sequence[Sequence[int]], **options: Any) -> Any:
@@ -308,11 +348,11 @@ class Maker:
             "_POSITION_EMBEDDING_GROUP": get_position_embedding_ranks or default_position_embedding_ranks,
         }
         for row in MEGATRON_GROUPS:
-            token = "-".join(MEGATRON_WORDS.get(axis, axis) for axis in row.axes)
+            if row.variable in {"_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_HYBRID_DP_CP_GROUPS"}:
+                continue  # several groups
+            token = "-".join(WORDS.get(axis, axis) for axis in row.axes)
             sets = (dense if row.view == DENSE else expert).get_ranks(token)
             each = len(sets[0]) // instances
-            if row.variable in {"_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_HYBRID_DP_CP_GROUPS"}:
-                continue
             if row.variable in chosen:
                 sets = [list(chosen[row.variable](ranks)) for ranks in sets]
             elif row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":  # whole models
@@ -325,16 +365,14 @@ class Maker:
                 sets = split(list(chain(*sets)), each)
             self._make(row, sets, timeout, gloo=create_gloo_process_groups)
         rank, levels = dist.get_rank(), hierarchical_context_parallel_sizes
-        if levels:
-            for ranks in dense.get_ranks("cp"):
-                groups, _ = self.create_hierarchical_groups(
-                    rank, ranks, levels, timeout=timeout, group_desc="CONTEXT_PARALLEL_GROUP"
-                )
-                if groups:
-                    self.module["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = groups
-        if hybrid_context_parallel:
-            for ranks in dense.get_ranks("dp-cp"):
-                self.module["_HYBRID_DP_CP_GROUPS"] |= self.create_hybrid_dp_cp_groups(rank, ranks, None)
+        for ranks in dense.get_ranks("cp") if levels else ():
+            groups, _ = self.create_hierarchical_groups(
+                rank, ranks, levels or (), timeout=timeout, group_desc="CONTEXT_PARALLEL_GROUP"
+            )
+            if groups:
+                self.module["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = groups
+        for ranks in dense.get_ranks("dp-cp") if hybrid_context_parallel else ():
+            self.module["_HYBRID_DP_CP_GROUPS"] |= self.create_hybrid_dp_cp_groups(rank, ranks, None)
         if virtual_pipeline_model_parallel_size is not None:
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline_model_parallel_size

@@ -1,4 +1,4 @@
-"""Megatron's parallel layers: their names, arguments, attributes and results, on namedmesh's arithmetic.
+"""Megatron's parallel layers, region mappings, loss and helpers, under its names, on namedmesh's arithmetic.
 
 Older code passes no ``config``, newer code passes one: any object with megatron-core's attributes, of which
 ``params_dtype``, ``sequence_parallel``, ``expert_model_parallel_size``, ``perform_initialization``,
@@ -9,24 +9,21 @@ keeps its shard, on an accelerator the shard only. In the shapes below t is the 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh._torch import group_named
 from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.compat.layers import ALONE, ParallelLayer, VocabEmbedding, check_shards, scatter
-from namedmesh.compat.megatron.tensor_parallel.mappings import (
-    accelerator,
-    copy_tensor_model_parallel_attributes,
-    current_group,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
-)
+from namedmesh.compat.megatron import mappings as _functions
+from namedmesh.compat.megatron.mappings import *
+from namedmesh.launch import default_group_device
 from namedmesh.tensor_parallel.collectives import enter, gather, leave
 
 if TYPE_CHECKING:
@@ -34,17 +31,19 @@ if TYPE_CHECKING:
 
     from namedmesh.compat.layers import Initializer
 
-__all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "copy_tensor_model_parallel_attributes",
-    "param_is_not_tensor_parallel_duplicate",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += _functions.__all__
 
 Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
+
+
+def accelerator() -> torch.device | None:
+    """Return the current accelerator, if this is where the ranks compute."""
+    if dist.is_initialized():
+        kind = default_group_device().type
+    else:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return None if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 class _Layer(ParallelLayer):
@@ -52,7 +51,7 @@ class _Layer(ParallelLayer):
 
     def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
         super().__init__()
-        self.group = current_group(tp_group, is_expert=is_expert)
+        self.group = _functions.current_group(tp_group, is_expert=is_expert)
         self.params_dtype = getattr(config, "params_dtype", None)
         self.params_device = None if getattr(config, "use_cpu_initialization", False) else accelerator()
         self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
@@ -96,7 +95,9 @@ class _Linear(_Layer):
         self.make_bias(bias)
         for parameter in self.parameters(recurse=False):
             if parameter is self.weight or self.dim == 0:
-                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=self.dim, stride=stride)
+                _functions.set_tensor_model_parallel_attributes(
+                    parameter, is_parallel=True, dim=self.dim, stride=stride
+                )
             # Experts differ between data-parallel ranks, so their gradients are not summed over these.
             parameter.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
 
@@ -273,7 +274,7 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = getattr(config, "deterministic_mode", False)
         self.make_weight(init_method)
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        _functions.set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> Tensor:
         """Return ``(b, s, embedding_dim)`` of ids ``(b, s)``; scattered, this rank's ``(s / t, b, embedding_dim)``.
@@ -288,3 +289,8 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
             return leave(vectors, self.group)
         check_shards(vectors.shape[1], self.group.size, what="the length of dim 1 of the ids")
         return leave(vectors.transpose(0, 1), self.group, 0)
+
+
+# Both parts of the original's package are this module.
+layers = mappings = sys.modules[__name__]
+sys.modules.update({f"{__name__}.{part}": layers for part in ("layers", "mappings")})

@@ -24,7 +24,6 @@ from namedmesh.compat.layers import (
     scatter,
     split_tensor_along_last_dim,
 )
-from namedmesh.launch import default_group_device
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, exchange, gather, leave
 
 if TYPE_CHECKING:
@@ -79,15 +78,6 @@ def current_group(group: Ranks, *, is_expert: bool = False) -> Group:
         kind = "get_expert_tensor_parallel_group" if is_expert else "get_tensor_model_parallel_group"
         group = getattr(parallel_state, kind)()
     return Group.of(group)
-
-
-def accelerator() -> torch.device | None:
-    """Return the current accelerator, if this is where the ranks compute."""
-    if dist.is_initialized():
-        kind = default_group_device().type
-    else:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return None if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 # The ways in and out.
