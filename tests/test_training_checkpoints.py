@@ -537,7 +537,7 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     found = job(1, None, root / "1", 2) + job(2, root / "1", root / "2", 2) + job(1, root / "2", None, 2)
     assert found == [pytest.approx(each, abs=1e-9) for each in expected]
     about = checkpoint_files.read_about(root / "2")
-    saved = checkpoint_files.Reader(root / "2", about).read_metadata().state_dict_metadata
+    saved = checkpoint_files.read_metadata(root / "2", about).state_dict_metadata
     assert [name for name in saved if name.startswith("model.")] == ["model.embed.weight"]
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     model = Ends(mesh.is_first("pp"), mesh.is_last("pp"))

@@ -21,7 +21,7 @@ from training_checks import alone, loaded_alone, train_one_step, train_through
 import namedmesh
 from namedmesh import training
 from namedmesh.training import seeds
-from namedmesh.training.comparison import digest
+from namedmesh.training.data import digest
 
 if TYPE_CHECKING:
     from pathlib import Path

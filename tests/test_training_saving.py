@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import traceback
+import zlib
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from training_checks import states_of
 from namedmesh import training
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files
-from namedmesh.training.comparison import digest
+from namedmesh.training.data import digest
 
 INTERRUPTED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=KeyboardInterrupt)
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
@@ -91,10 +92,9 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     for step in (3, 4):
         run.save(step, model)
     # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
-    (tmp_path / "step-000003" / "tokenizer.json").touch()
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(5, model)
-    assert [path.name for path, _ in checkpoint_files.in_order(tmp_path)] == ["step-000004", "step-000005"]
+    assert files_left(tmp_path) == ["step-000003", "step-000004", "step-000005"]
     assert training.latest(tmp_path) == tmp_path / "step-000005"
     run.save(3, model)
     assert files_left(tmp_path) == ["step-000003", "step-000005"]
@@ -116,7 +116,7 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
 
 def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    names = ("step-000001/data-mine", "step-000002", "step-mine", "step-000001.removed", "mine.removed")
+    names = ("step-000001/data-mine", "step-000002", "step-mine", "mine.removed")
     mine = [tmp_path / name for name in names]
     for each in mine:
         each.mkdir(parents=True)
@@ -274,14 +274,16 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             training.load(place, None, model)
     training.save(tmp_path / "two", None, model)
     (data,) = (tmp_path / "two").glob("data-*")
-    with (data / ".metadata").open("wb") as file:
-        pickle.dump(Harm(), file)
-    with pytest.raises(pickle.UnpicklingError, match="not a part of a checkpoint"):
-        checkpoint_files.Reader(tmp_path / "two", {"data": data.name}).read_metadata()
+    (data / ".metadata").write_bytes(pickle.dumps(Harm()))
+    about = checkpoint_files.read_about(tmp_path / "two")
+    torch.save(about | {"metadata": zlib.crc32(pickle.dumps(Harm()))}, tmp_path / "two" / "namedmesh.pt")
+    with pytest.raises(CheckpointError, match="not a part of a checkpoint"):
+        training.load(tmp_path / "two", None, model)
     training.save(tmp_path / "three", None, model)
     (data,) = (tmp_path / "three").glob("data-*/*.distcp")
-    reader = checkpoint_files.Reader(tmp_path / "three", {"data": data.parent.name})
-    offset = max(each.offset for each in reader.read_metadata().storage_data.values())
+    about = checkpoint_files.read_about(tmp_path / "three")
+    places = checkpoint_files.read_metadata(tmp_path / "three", about).storage_data.values()
+    offset = max(each.offset for each in places)
     data.write_bytes(data.read_bytes()[:offset] + contents)
     with pytest.raises(CheckpointError, match=r"not as it was written|could not be read"):
         training.load(tmp_path / "three", None, model)

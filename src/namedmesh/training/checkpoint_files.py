@@ -8,6 +8,7 @@ import pickle
 import secrets
 import shutil
 import stat
+import struct
 import time
 import warnings
 import zipfile
@@ -113,21 +114,31 @@ class _Metadata(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a part of a checkpoint")
 
 
+def read_metadata(path: Path, about: dict[str, Any]) -> dcp.Metadata:
+    """Return what DCP says about the tensors of a checkpoint; refuse what is not as it was written."""
+    file = path / about["data"] / ".metadata"
+    contents = file.read_bytes() if file.exists() else b""
+    if zlib.crc32(contents) != about["metadata"]:
+        raise _damaged(file.name, path)
+    metadata: dcp.Metadata = _Metadata(io.BytesIO(contents)).load()
+    return metadata
+
+
 class Reader(dcp.FileSystemReader):
-    """DCP's, but it runs no code that a file names, and refuses what is not as it was written."""
+    """DCP's, with metadata that the first rank has read and sent; it refuses what is not as it was written."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         super().__init__(path / about["data"])
         self._where = path
+        self._metadata: dcp.Metadata = about["tensors"]
 
     def read_metadata(self) -> dcp.Metadata:
         """Return what DCP says about the tensors."""
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: dcp.Metadata = _Metadata(file).load()
-        metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
-        return metadata
+        self._metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
+        return self._metadata
 
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+    @torch.no_grad()
+    def read_data(self, plan: dcp.LoadPlan, planner: Any) -> Any:
         """Read this rank's part; each byte once, as it is checked."""
         for item in plan.items:
             self._read(item, planner)
@@ -135,7 +146,7 @@ class Reader(dcp.FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read(self, item: Any, planner: dcp.LoadPlanner) -> None:
+    def _read(self, item: Any, planner: Any) -> None:
         place = self.storage_data[item.storage_index]
         try:
             with (Path(self.path) / place.relative_path).open("rb") as file:
@@ -147,16 +158,13 @@ class Reader(dcp.FileSystemReader):
             tensor = torch.load(contents, map_location="cpu", weights_only=True)
         except Exception as error:
             raise _damaged(place.relative_path, self._where) from error
+        room = planner.lookup_tensor(item.dest_index)
+        if room.is_cpu and (room.shape, room.stride()) == (tensor.shape, tensor.stride()):
+            room.set_(tensor)  # all of it, without a copy
+            return
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dim, offset, length)
-        planner.resolve_tensor(item).detach().copy_(tensor)
-
-
-def check_metadata(path: Path, about: dict[str, Any]) -> None:
-    """Refuse what DCP says about the tensors where it is not as it was written; DCP itself hides the error of its reader."""
-    file = path / about["data"] / ".metadata"
-    if not file.exists() or zlib.crc32(file.read_bytes()) != about["metadata"]:
-        raise _damaged(file.name, path)
+        planner.resolve_tensor(item).copy_(tensor)
 
 
 def _damaged(name: str, path: Path) -> DamagedError:
@@ -164,10 +172,18 @@ def _damaged(name: str, path: Path) -> DamagedError:
 
 
 def _checked(contents: bytes) -> io.BytesIO:
-    """Return what torch.load reads, if it is as torch.save wrote it: with checksums, which torch does not compare."""
-    file = io.BytesIO(contents)
-    if zipfile.ZipFile(file).testzip() is not None:
-        raise zipfile.BadZipFile
+    """Return what torch.load reads, if it is as torch.save wrote it: with checksums, which torch does not compare.
+
+    ``ZipFile.testzip`` does the same, and copies all of it several times.
+    """
+    file, view = io.BytesIO(contents), memoryview(contents)
+    for each in zipfile.ZipFile(file).infolist():
+        name = each.header_offset + 30  # behind a header of this size, which ends with two lengths
+        length, padding = struct.unpack_from("<HH", contents, name - 4)
+        start = name + length + padding
+        known = contents[name : name + length] == each.filename.encode()
+        if not known or zlib.crc32(view[start : start + each.file_size]) != each.CRC:
+            raise zipfile.BadZipFile
     file.seek(0)
     return file
 
@@ -208,7 +224,7 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
-        if is_whole(path) and path.suffix != ".removed":
+        if is_whole(path):
             try:
                 found[path] = read_about(path)
             except DamagedError as error:
@@ -218,9 +234,8 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint; an interruption leaves nothing that is taken for one."""
-    aside = path.with_name(f"{path.name}-{secrets.token_hex(8)}.removed")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    (path / ABOUT).unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:

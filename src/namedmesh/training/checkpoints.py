@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-import shutil
 import warnings
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases, refuse_untied
+from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases
 from namedmesh.training.checkpoint_ranks import DamagedError, Ranks, error_of_dcp, quiet
 from namedmesh.training.checkpoint_state import State, plain
 
@@ -165,8 +163,7 @@ def _about(path: Path) -> dict[str, Any]:
         nothing: dict[str, Any] = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}}
         return nothing | dict.fromkeys(("data", "layout", "run"))
     about = files.read_about(path)
-    files.check_metadata(path, about)
-    return about
+    return about | {"tensors": files.read_metadata(path, about)}
 
 
 def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
@@ -185,7 +182,7 @@ def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> d
     with ranks.told(f"the checkpoint {path} could not be read"):
         reader = own or dcp.HuggingFaceStorageReader(str(path))
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
-    refuse_untied(chain.from_iterable(ranks.from_all(planner.tied)), path)
+    ranks.from_all(planner.refuse_untied)
     ranks.from_all(planner.put)
     return about
 
@@ -335,8 +332,6 @@ class Checkpoints:
         for each in self.directory.glob("step-*"):
             if _NAME.fullmatch(each.name):
                 files.clear(each)
-        for each in self.directory.glob("*-" + 16 * "[0-9a-f]" + ".removed"):
-            shutil.rmtree(each, ignore_errors=True)
         return run
 
     def _remove_older(self) -> None:
