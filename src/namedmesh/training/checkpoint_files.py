@@ -41,10 +41,6 @@ class Writer(dcp.FileSystemWriter):
         self.target, self.about, self._finished = target, about, finished
         self.made = False  # the directory, by this rank
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy nothing: what is given has been copied; DCP would take a DTensor's gradient along, and fails at FSDP2's."""
-        return state_dict
-
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Make nothing: the first rank does."""
         return plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -81,16 +81,16 @@ class Ranks:
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
-        """Raise what DCP raises in the block as an error of ours, and leave out what it says of one process alone."""
+        """Raise what DCP raises in the block as an error of ours."""
         try:
-            with quiet():
+            with _quiet() if "no_dist" in self.arguments else nullcontext():
                 yield
         except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
-            raise error_of_dcp(error, what, self.rank) from None
+            raise _error_of_dcp(error, what, self.rank) from None
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Leave out what DCP says where one process saves or loads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -113,7 +113,7 @@ def in_words(error: Exception) -> NamedMeshError:
     return CheckpointError(f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
-def error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
+def _error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
     """Return what DCP raises on every rank as one error, with a sentence for each cause and its ranks."""
     failures = error.failures if isinstance(error, dcp.api.CheckpointException) else {rank: (error, None)}
     causes = {each: cause for each, (cause, _) in failures.items()}

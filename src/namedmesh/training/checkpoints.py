@@ -8,6 +8,7 @@ import warnings
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases
-from namedmesh.training.checkpoint_ranks import DamagedError, Ranks, error_of_dcp, quiet
+from namedmesh.training.checkpoint_ranks import DamagedError, Ranks
 from namedmesh.training.checkpoint_state import State, plain
 
 if TYPE_CHECKING:
@@ -80,43 +81,38 @@ def _save(
 ) -> Future[Path]:
     ranks = Ranks.of(mesh)
     ranks.finish()
-    async_ = async_ and mesh is not None
+    background = async_ and mesh is not None
     state: State | Exception
     try:
         state = State(mesh, *saved)
         state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
-        if async_:
+        if background:
             state.copy()
         values = state.values
     except Exception as error:  # noqa: BLE001  DCP's first step tells it on every rank
         state, values = error, {}
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     writer = files.Writer(path, {"layout": layout, "run": run}, finished)
-    arguments = {"storage_writer": writer, "planner": SavePlanner(state, writer), **ranks.arguments}
     future: Future[Path] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it, which the other ranks would not hear of
 
-    def end(error: BaseException | None) -> None:
-        if error is None:
+    def write() -> None:
+        try:
+            with ranks.told(f"the checkpoint {path} could not be written"):
+                dcp.save(values, storage_writer=writer, planner=SavePlanner(state, writer), **ranks.arguments)
+        except BaseException as error:  # noqa: BLE001  what is interrupted, too
+            if writer.made:  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
+                files.clear(path)
+            future.set_exception(error)
+        else:
             future.set_result(path)
-            return
-        if writer.made:  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
-            files.clear(path)
-        future.set_exception(error_of_dcp(error, f"the checkpoint {path} could not be written", ranks.rank))
 
-    if async_:
-        future.set_running_or_notify_cancel()  # nobody can cancel it, which the other ranks would not hear of
+    if background:
         ranks.saving = future
-        started: Any = dcp.async_save(values, **arguments)
-        started.add_done_callback(lambda done: end(done.exception()))
-        return future
-    try:
-        with quiet():
-            dcp.save(values, **arguments)
-    except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
-        end(error)
+        Thread(target=write).start()
     else:
-        end(None)
-    future.result()
+        write()
+        future.result()
     return future
 
 
@@ -330,8 +326,7 @@ class Checkpoints:
         """Remove what interrupted saves have left, and return what the run is called."""
         run = self._own_run()
         for each in self.directory.glob("step-*"):
-            if _NAME.fullmatch(each.name):
-                files.clear(each)
+            files.clear(each)
         return run
 
     def _remove_older(self) -> None:
