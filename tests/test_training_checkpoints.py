@@ -27,7 +27,7 @@ from namedmesh import training
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 from namedmesh.training import checkpoint_files
-from namedmesh.training.checkpoint_ranks import Ranks
+from namedmesh.training.checkpoint_files import Ranks
 from namedmesh.training.checkpoint_state import State
 
 if TYPE_CHECKING:

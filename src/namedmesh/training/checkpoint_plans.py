@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
 from namedmesh.tensor_parallel.gradients import fingerprint
-from namedmesh.training.checkpoint_ranks import by_ranks, in_words
+from namedmesh.training.checkpoint_files import by_ranks, in_words
 from namedmesh.training.checkpoint_state import of_owner, owner, shown
 from namedmesh.training.data import digest
 

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files as files
+from namedmesh.training.checkpoint_files import DamagedError, Ranks
 from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases
-from namedmesh.training.checkpoint_ranks import DamagedError, Ranks
 from namedmesh.training.checkpoint_state import State, plain
 
 if TYPE_CHECKING:

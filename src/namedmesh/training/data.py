@@ -59,7 +59,7 @@ def sampler_kwargs(mesh: NamedMesh) -> _SamplerKwargs:
     return {"num_replicas": ranks, "rank": place}
 
 
-def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -> None:
+def check_same_batch(batch: object, mesh: NamedMesh) -> None:
     """Refuse a batch that differs between ranks that must have the same samples, or is another data rank's; communicates.
 
     It copies the batch, as it is loaded, to the CPU and hashes it: for the first steps, or every thousandth.
@@ -68,7 +68,6 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         batch: tensors, NumPy arrays and anything else, in dicts, lists, tuples, dataclasses and other objects. None on a rank
             that loads nothing, such as a stage in the middle of a pipeline, which is then not compared.
         mesh: the mesh; every rank of it calls this.
-        distinct: whether ranks with other coordinates on the data axes must have other batches.
 
     Raises:
         AgreementError: on every rank, naming the ranks whose batches differ.
@@ -84,8 +83,7 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
     share = {rank: tuple(mesh.layout.coords(rank)[axis] for axis in axes) for rank in loaded}
     remedy = "give their samplers sampler_kwargs(mesh)"
     problems = _conflicts(share, loaded, f"different samples, and must load the same; {remedy} and one seed")
-    if distinct:
-        problems += _conflicts(loaded, share, f"the same samples, and must load different ones; {remedy}")
+    problems += _conflicts(loaded, share, f"the same samples, and must load different ones; {remedy}")
     if problems:
         raise AgreementError(*problems)
 
