@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import train
 import training_checks as checks
 from messages import error_of
+from parallel import IGNORED
 from ranks import fake_world, run_ranks
 from tensors import apart
 from torch import Tensor, nn
@@ -315,16 +318,20 @@ def test_a_step_with_a_compiled_layer_is_that_of_one_process(tmp_path: Path) -> 
 def averaged_by_ddp() -> float:
     """The gradients of a model that DistributedDataParallel averages over dp and cp."""
     mesh = namedmesh.init_mesh(dp=2, cp=2)
-    (expected,), (model,) = checks.parts([0], 1), checks.parts([0], 1)
+    expected, model = (train.new_model(checks.SETTINGS) for _ in range(2))
     tokens, targets = checks.batch(0)
-    (checks.loss_sum(expected(tokens), targets) / (targets != checks.IGNORED).sum()).backward()
-    checks.parallelized(model, mesh, ulysses=False)
-    tokens, targets, model.positions = training.shard_sequence(tokens, targets, mesh=mesh["cp"])
+    checks.mean_loss(expected, tokens, targets).backward()
+    for layer in model.layers.values():
+        attention: Any = layer.attention
+        attention.attend = partial(training.context_attention, mesh=mesh["cp"])
+    tokens, targets, positions = training.shard_sequence(tokens, targets, mesh=mesh["cp"])
     tokens, targets = (each.chunk(2)[mesh.rank("dp")] for each in (tokens, targets))
     group = training.fsdp_mesh(mesh).get_group()
     net = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
-    count = training.count_tokens(int((targets != checks.IGNORED).sum()), mesh)
-    training.token_mean(checks.loss_sum(net(tokens), targets), count, mesh).backward()
+    count = training.count_tokens(int((targets != IGNORED).sum()), mesh)
+    logits = net(tokens, positions).flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    training.token_mean(total, count, mesh).backward()
     wanted = dict(expected.named_parameters())
     difference = max(apart(each.grad, wanted[name].grad) for name, each in model.named_parameters())
     with pytest.raises(namedmesh.ShapeError) as raised:
