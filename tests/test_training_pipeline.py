@@ -19,6 +19,7 @@ from ranks import fake_world, run_ranks
 from tensors import apart
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from training_checks import alone, loaded_alone, train_one_step, train_through
 
 import namedmesh
@@ -338,6 +339,8 @@ def averaged_by_ddp() -> float:
         training.token_mean(torch.ones(2, 3), count, mesh)
     assert str(raised.value) == 'a loss of shape (2, 3) is no sum; give it reduction="sum"'
     assert training.token_mean(torch.zeros(()), torch.tensor(0), mesh).isnan()
+    parts = DTensor.from_local(torch.ones(()), mesh["dp"], [Partial()])  # as loss_parallel returns them
+    assert training.token_mean(parts, torch.tensor(8), mesh) == 1
     torch.distributed.barrier()
     mesh.close()
     return difference

@@ -233,12 +233,6 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     return sorted(found.items(), key=lambda each: each[1]["order"])
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint; an interruption leaves nothing that is taken for one."""
-    (path / ABOUT).unlink()
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the finished checkpoint at ``path``, or the one in that directory that was finished last.
 
@@ -318,20 +312,15 @@ class Ranks:
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
-        """Raise what DCP raises in the block as an error of ours."""
+        """Raise what DCP raises in the block as an error of ours, and leave out what it says of one process alone."""
+        alone = "no_dist" in self.arguments
         try:
-            with _quiet() if "no_dist" in self.arguments else nullcontext():
+            with warnings.catch_warnings() if alone else nullcontext():
+                if alone:
+                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 yield
         except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
             raise _error_of_dcp(error, what, self.rank) from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what DCP says where one process saves or loads."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:

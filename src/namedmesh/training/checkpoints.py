@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import shutil
 import warnings
 from concurrent.futures import Future
 from functools import partial
@@ -333,4 +334,7 @@ class Checkpoints:
         own = [path for path, about in self._of_runs() if about["run"] == self._run]
         own = [path for path in own if _NAME.fullmatch(path.name)]
         for path in own[: -self.keep] if self.keep else ():
-            files.remove(path)
+            (
+                path / files.ABOUT
+            ).unlink()  # first: an interruption leaves nothing that is taken for a checkpoint
+            shutil.rmtree(path, ignore_errors=True)
