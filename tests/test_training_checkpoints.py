@@ -410,34 +410,46 @@ def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
 # --- weights with two names ------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    def __init__(self, tied: bool) -> None:
+class Ends(nn.Module):
+    """The first stage, the last one, or both, of an embedding that is the output, too, unless it is untied."""
+
+    def __init__(self, first: bool = True, last: bool = True, *, tied: bool = True) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
-        if tied:
+        torch.manual_seed(first)
+        self.embed = nn.Embedding(4, 2).double() if first else None
+        self.head = nn.Linear(2, 4, bias=False).double() if last else None
+        if self.embed is not None and self.head is not None and tied:
             self.head.weight = self.embed.weight
 
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        return x if self.head is None else self.head(x)
+
     def stepped(self) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
-        self.head(self.embed(torch.arange(4))).square().sum().backward()
+        self(torch.arange(4)).square().sum().backward()
+        optimizer = adam(self.parameters())
         optimizer.step()
         return optimizer
 
+    def tie(self, mesh: namedmesh.NamedMesh) -> Callable[[], None]:
+        ends = [None if each is None else each.weight for each in (self.embed, self.head)]
+        return training.tie_stages(mesh, *ends)
+
 
 def test_a_weight_with_two_names_is_saved_once_and_loads_as_one_or_two(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    one, two = Tied(tied=True), Tied(tied=False)
+    one, two = (Ends(tied=each) for each in (True, False))
+    embedding, head = two.parameters()
     optimizer, other = one.stepped(), two.stepped()
     training.save(tmp_path / "tied", None, one, optimizer)
     training.load(tmp_path / "tied", None, two, other)
-    assert torch.equal(two.head.weight, two.embed.weight)
+    assert torch.equal(head, embedding)
     kept = [other.state[each]["exp_avg"] for each in two.parameters()]
-    assert all(torch.equal(each, optimizer.state[one.embed.weight]["exp_avg"]) for each in kept)
+    assert all(torch.equal(each, optimizer.state[next(one.parameters())]["exp_avg"]) for each in kept)
     assert kept[0].data_ptr() != kept[1].data_ptr()
     training.save(tmp_path / "equal", None, two, other)
     training.load(tmp_path / "equal", None, one, optimizer)  # two of one value
     with torch.no_grad():
-        two.head.weight.add_(1)
+        head.add_(1)
     training.save(tmp_path / "apart", None, two, other)
     assert error_of(lambda: training.load(tmp_path / "apart", None, one, optimizer)) == (
         "CheckpointError: 'embed.weight' and 'head.weight' are tied here, and are two weights with other values in the checkpoint "
@@ -856,42 +868,7 @@ def drawn_from(name: str) -> list[float]:
         return [torch.rand(1).item()]
 
 
-# --- weights of two stages -------------------------------------------------------------------------------------
-
-
-class Ends(nn.Module):
-    """The first stage, the last one, or both, of an embedding that is the output, too."""
-
-    def __init__(self, first: bool, last: bool) -> None:
-        super().__init__()
-        torch.manual_seed(first)
-        self.embed = nn.Embedding(4, 2).double() if first else None
-        self.head = nn.Linear(2, 4, bias=False).double() if last else None
-        if self.embed is not None and self.head is not None:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.embed is None else self.embed(x)
-        return x if self.head is None else self.head(x)
-
-    def tied(self, mesh: namedmesh.NamedMesh) -> Callable[[], None]:
-        ends = [None if each is None else each.weight for each in (self.embed, self.head)]
-        return training.tie_stages(mesh, *ends)
-
-
-def steps(
-    mesh: namedmesh.NamedMesh, model: Ends, optimizer: Any, sum_gradients: Any, count: int
-) -> list[float]:
-    pipe = training.pipeline(model, mesh, microbatches=2, loss=lambda out, y: (out - y).square().mean())
-    told = []
-    for _ in range(count):
-        loss = pipe.step(torch.arange(4), target=torch.eye(4, dtype=torch.float64))
-        told.append(training.mean_loss(loss, mesh).item())
-        sum_gradients()
-        told.append(training.clip_grad_norm_(model.parameters(), 0.5, mesh).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return told
+# --- weights of two stages, whose class stands with those of two names ------------------------------------------
 
 
 def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
@@ -900,10 +877,18 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     def job(pp: int, source: Path | None, target: Path | None, count: int) -> list[float]:
         mesh = namedmesh.init_mesh(pp=pp, dp=2 // pp, device="cpu")
         model = Ends(mesh.is_first("pp"), mesh.is_last("pp"))
-        sum_gradients, optimizer = model.tied(mesh), adam(model.parameters())
+        sum_gradients, optimizer = model.tie(mesh), adam(model.parameters())
         if source is not None:
             training.load(source, mesh, model, optimizer)
-        told = steps(mesh, model, optimizer, sum_gradients, count)
+        pipe = training.pipeline(model, mesh, microbatches=2, loss=lambda out, y: (out - y).square().mean())
+        told = []
+        for _ in range(count):
+            loss = pipe.step(torch.arange(4), target=torch.eye(4, dtype=torch.float64))
+            told.append(training.mean_loss(loss, mesh).item())
+            sum_gradients()
+            told.append(training.clip_grad_norm_(model.parameters(), 0.5, mesh).item())
+            optimizer.step()
+            optimizer.zero_grad()
         if target is not None:
             training.save(target, mesh, model, optimizer)
         dist.barrier()
@@ -921,7 +906,7 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     with torch.no_grad():
         next(model.parameters()).add_(mesh.rank())
     training.save(root / "untied", mesh, model)
-    model.tied(mesh)
+    model.tie(mesh)
     said = error_of(lambda: training.load(root / "untied", mesh, model))
     assert "'embed.weight' and 'head.weight' are tied here, and are two weights with other values" in said
     with torch.no_grad():

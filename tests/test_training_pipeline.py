@@ -286,33 +286,42 @@ def test_layers_of_a_dict_keep_their_names() -> None:
 # --- one run, continued on one layout after the other -----------------------------------------------------------
 
 
-def test_every_layout_continues_the_run_of_one_process(tmp_path: Path) -> None:
-    on_eight = checks.ON_EIGHT + checks.PIPELINED
-    steps, first = len(checks.ON_FOUR + on_eight), len(checks.ON_FOUR)
+@pytest.mark.parametrize(
+    ("settings", "four", "eight"),
+    [
+        (checks.SETTINGS, checks.ON_FOUR, checks.ON_EIGHT),
+        (checks.WITH_EXPERTS, checks.EXPERTS_ON_FOUR, checks.EXPERTS_ON_EIGHT),
+    ],
+    ids=["dense", "experts"],
+)
+def test_every_layout_continues_the_run_of_one_process(
+    settings: train.Settings, four: list[checks.Job], eight: list[checks.Job], tmp_path: Path
+) -> None:
+    steps, first = len(four + eight), len(four)
     paths = [str(tmp_path / str(number)) for number in range(steps + 1)]
-    ((expected, state),) = run_ranks(1, alone, paths[0], steps, init=False)
+    ((expected, state),) = run_ranks(1, alone, settings, paths[0], steps, init=False)
     assert all(after < before - 1e-3 for before, after, *_ in expected)
-    on_four = run_ranks(4, train_through, checks.ON_FOUR, paths[: first + 1], timeout=120.0)
-    by_rank = run_ranks(8, train_through, on_eight, paths[first:], timeout=200.0)
+    on_four = run_ranks(4, train_through, settings, four, paths[: first + 1], timeout=120.0)
+    by_rank = run_ranks(8, train_through, settings, eight, paths[first:], timeout=200.0)
     for told in (on_four, by_rank):
         assert all(each == told[0] for each in told)
     assert on_four[0] + by_rank[0] == [pytest.approx(each, abs=1e-9) for each in expected]
-    (loaded,) = run_ranks(1, loaded_alone, paths[-1], init=False)
+    (loaded,) = run_ranks(1, loaded_alone, settings, paths[-1], init=False)
     assert loaded == [pytest.approx(each, abs=1e-9) for each in state]
 
 
 def compiled(source: str, target: str) -> list[float]:
     warnings.simplefilter("ignore")  # the compiler warns about what torch itself does
-    sizes = {"pp": 1, "dp": 1, "cp": 2, "tp": 2}
-    return train_one_step(sizes, "1F1B", 3, source, target, compiled=True)
+    job: checks.Job = {"pp": 1, "dp": 1, "cp": 2, "tp": 2}, "1F1B", 3, {}
+    return train_one_step(checks.SETTINGS, job, source, target, compiled=True)
 
 
 def test_a_step_with_a_compiled_layer_is_that_of_one_process(tmp_path: Path) -> None:
     paths = str(tmp_path / "0"), str(tmp_path / "1")
-    ((expected, state),) = run_ranks(1, alone, paths[0], 1, init=False)
+    ((expected, state),) = run_ranks(1, alone, checks.SETTINGS, paths[0], 1, init=False)
     for told in run_ranks(4, compiled, *paths):
         assert told == pytest.approx(expected[0], abs=1e-9)
-    (loaded,) = run_ranks(1, loaded_alone, paths[1], init=False)
+    (loaded,) = run_ranks(1, loaded_alone, checks.SETTINGS, paths[1], init=False)
     assert loaded == [pytest.approx(each, abs=1e-9) for each in state]
 
 

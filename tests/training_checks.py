@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,25 +26,38 @@ if TYPE_CHECKING:
 ROWS, LENGTH, CLIP = 8, 8, 0.5  # which is below the norms that come up
 ORDERS = (1.0, 2.0, 3.0, math.inf)
 SETTINGS = train.Settings(dim=64, layers=4, verify=True)
+WITH_EXPERTS = replace(SETTINGS, dim=32, layers=2, moe=True)
 
-Job = tuple[dict[str, Any], str, int]
-"""The sizes of the axes, the schedule and the number of microbatches."""
+Job = tuple[dict[str, Any], str, int, dict[str, Any]]
+"""The sizes of the axes, the schedule, the number of microbatches, and the sizes of the experts' view."""
 # On as many ranks as a layout needs: what one job saved another reads that has more of them.
 ON_FOUR: list[Job] = [
-    ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1),
-    ({"pp": 1, "dp": 2, "tp": 2}, "GPipe", 3),
-    ({"pp": 1, "tp": 4}, "1F1B", 2),
+    ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1, {}),
+    ({"pp": 1, "dp": 2, "tp": 2}, "GPipe", 3, {}),
+    ({"pp": 1, "tp": 4}, "1F1B", 2, {}),
 ]
 ON_EIGHT: list[Job] = [
-    ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 2}, "1F1B", 1),
-    ({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, "1F1B", 1),
-    ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}, "1F1B", 1),
-    ({"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 2, "tp": 2}, "1F1B", 2),
-]
-PIPELINED: list[Job] = [
+    ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 2}, "1F1B", 1, {}),
+    ({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, "1F1B", 1, {}),
+    ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}, "1F1B", 1, {}),
+    ({"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 2, "tp": 2}, "1F1B", 2, {}),
     # Up to torch 2.12 schedules of two backward passes refuse functions written in Python, such as our layers' and DTensor's.
-    ({"pp": 2, "dp": 2, "tp": 2}, "ZBV" if TORCH.release >= (2, 13) else "Interleaved1F1B", 4),
-    ({"pp": 4, "tp": 2}, "1F1B", 4),
+    ({"pp": 2, "dp": 2, "tp": 2}, "ZBV" if TORCH.release >= (2, 13) else "Interleaved1F1B", 4, {}),
+    ({"pp": 4, "tp": 2}, "1F1B", 4, {}),
+]
+EXPERTS_ON_FOUR: list[Job] = [
+    ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1, {"ep": 1, "etp": 1}),
+    ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1, {"ep": 2, "etp": 1}),
+    ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1, {"ep": 4, "etp": 1}),
+    ({"pp": 1, "dp": 2, "tp": 2}, "1F1B", 1, {"ep": 2, "etp": 1}),
+]
+EXPERTS_ON_EIGHT: list[Job] = [
+    ({"pp": 1, "dp": 8, "tp": 1}, "1F1B", 1, {"ep": 8, "etp": 1}),
+    ({"pp": 1, "dp": 4, "tp": 2}, "1F1B", 1, {"ep": 8, "etp": 1}),
+    ({"pp": 1, "dp": 4, "tp": 2}, "1F1B", 1, {"ep": 4, "etp": 2}),
+    ({"pp": 2, "dp": 4, "tp": 1}, "1F1B", 2, {"ep": 2, "etp": 1}),
+    ({"pp": 2, "dp": 2, "tp": 2}, "1F1B", 2, {"ep": 4, "etp": 1}),
+    ({"pp": 2, "dp": 2, "tp": 2}, "1F1B", 2, {"ep": 2, "etp": 2}),
 ]
 
 
@@ -68,9 +82,9 @@ def optimizer_for(*model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def alone(first: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
+def alone(settings: train.Settings, first: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
     """Of one process the losses before and after each step and the norms between, and all that it has in the end; its start is saved."""
-    model = train.new_model(SETTINGS)
+    model = train.new_model(settings)
     optimizer = optimizer_for(model)
     training.save(first, None, model, optimizer, step=0)
     told = []
@@ -85,8 +99,8 @@ def alone(first: str, steps: int) -> tuple[list[list[float]], list[list[float]]]
     return told, state_of(model, optimizer)
 
 
-def loaded_alone(path: str) -> list[list[float]]:
-    model = train.new_model(SETTINGS)
+def loaded_alone(settings: train.Settings, path: str) -> list[list[float]]:
+    model = train.new_model(settings)
     optimizer = optimizer_for(model)
     training.load(path, None, model, optimizer)
     return state_of(model, optimizer)
@@ -98,8 +112,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[fl
     return [each.flatten().tolist() for each in (*model.state_dict().values(), *remembered)]
 
 
-def check_first_weights(model: Sequence[nn.Module]) -> None:
-    alone = train.new_model(SETTINGS)
+def check_first_weights(settings: train.Settings, model: Sequence[nn.Module]) -> None:
+    alone = train.new_model(settings)
     for each in (alone, *model):
         training.init_parameters(each, 5)
     expected = dict(alone.named_parameters())
@@ -108,43 +122,41 @@ def check_first_weights(model: Sequence[nn.Module]) -> None:
             assert torch.equal(whole(parameter), expected[name]), name
 
 
-def train_through(layouts: list[Job], paths: list[str]) -> list[list[float]]:
+def train_through(settings: train.Settings, layouts: list[Job], paths: list[str]) -> list[list[float]]:
     """One step on each layout, each from the checkpoint of the one before."""
     steps = zip(layouts, itertools.pairwise(paths), strict=True)
-    return [train_one_step(*layout, *pair) for layout, pair in steps]
+    return [train_one_step(settings, layout, *pair) for layout, pair in steps]
 
 
 def train_one_step(
-    sizes: dict[str, Any],
-    schedule: str,
-    microbatches: int,
-    source: str,
-    target: str,
-    *,
-    compiled: bool = False,
+    settings: train.Settings, job: Job, source: str, target: str, *, compiled: bool = False
 ) -> list[float]:
     """Continue from a checkpoint for one step, and save: the loss before and after the step, and the norms between."""
+    sizes, schedule, microbatches, expert = job
     mesh = namedmesh.init_mesh(**sizes, device="cpu")
+    if expert:
+        settings = replace(settings, **expert)
+        mesh.add_view("expert", pp=sizes["pp"], edp=-1, **expert)
     per_rank = 1 if schedule in {"1F1B", "GPipe"} else 2
     model = []
     for index in training.stage_indices(mesh, schedule, per_rank):
         count = per_rank * mesh.size("pp")
         part = train.new_model(
-            SETTINGS, training.stage_layers(SETTINGS.layers, None, stage=index, stages=count)
+            settings, training.stage_layers(settings.layers, None, stage=index, stages=count)
         )
         for name, layer in part.layers.items():
             if compiled and name == "1":  # without one break in its graph; one layer is enough
                 layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
         if {"dp", "dp_shard"} & sizes.keys():
-            shard_model(part, SETTINGS, mesh)
+            shard_model(part, settings, mesh)
         else:  # without FSDP2
-            parallelize(part, mesh["tp"], llama_plan(SETTINGS.dim // HEAD, None), missing="ignore")
+            parallelize(part, mesh["tp"], llama_plan(settings.dim // HEAD, None), missing="ignore")
         for layer in part.layers.values():
             if "cp" in mesh.layout and microbatches > 1:
                 attention: Any = layer.attention
                 attention.attend = partial(training.context_attention, mesh=mesh["cp"], ulysses=True)
         model.append(part)
-    check_first_weights(model)
+    check_first_weights(settings, model)
     optimizer = optimizer_for(*model)
     step = training.load(source, mesh, model, optimizer)["step"]
     tokens, targets = batch(step)
