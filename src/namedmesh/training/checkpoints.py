@@ -334,7 +334,6 @@ class Checkpoints:
         own = [path for path, about in self._of_runs() if about["run"] == self._run]
         own = [path for path in own if _NAME.fullmatch(path.name)]
         for path in own[: -self.keep] if self.keep else ():
-            (
-                path / files.ABOUT
-            ).unlink()  # first: an interruption leaves nothing that is taken for a checkpoint
+            # First, so that an interruption leaves nothing that is taken for a checkpoint.
+            (path / files.ABOUT).unlink()
             shutil.rmtree(path, ignore_errors=True)
