@@ -108,7 +108,9 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Let the generators go on from a state; those that are not here are left out."""
     setters: dict[str, Any] = {"cpu": torch.set_rng_state, "data": _data.set_state}
-    setters["python"] = lambda state: random.setstate((state[0], tuple(state[1].tolist()), *state[2:]))
+    setters["python"] = lambda state: random.setstate(
+        (state[0], tuple(torch.as_tensor(state[1]).tolist()), *state[2:])
+    )
     for device in _devices:
         setters[device.type] = partial(torch.get_device_module(device).set_rng_state, device=device)
     if "numpy" in sys.modules:
