@@ -1,12 +1,21 @@
-"""Checkpoints of several ranks: marked shards, DTensors and one process; what is refused, lost or failed, on every rank alike."""
+"""What a checkpoint promises: any layout reads it, nothing is lost in silence, and what fails on one rank is told on every rank."""
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import random
 import resource
+import shutil
+import signal
+import sys
 import threading
+import traceback
+import zlib
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -15,29 +24,446 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from messages import error_of
+from messages import error_of, problems_of
 from ranks import run_ranks
 from tensors import apart, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from training_checks import Part, optimizer_for, parallelized, parts, sharded, states_of
 
 import namedmesh
 from namedmesh import training
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
+from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files
-from namedmesh.training.checkpoint_ranks import Ranks
+from namedmesh.training.checkpoint_files import Ranks
 from namedmesh.training.checkpoint_state import State
+from namedmesh.training.data import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
+INTERRUPTED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=KeyboardInterrupt)
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
 
+# --- the directory ---------------------------------------------------------------------------------------------
+
+
+def files_left(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir())
+
+
+def test_the_one_that_was_finished_last_is_gone_on_from(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    run = training.Checkpoints(tmp_path, None, keep=4)
+    assert run.resume_or_start(model) == {"step": 0}
+    for step in (600, 800, 1000):
+        run.save(step, model, note=f"first {step}")
+    again = training.Checkpoints(tmp_path, None, keep=4)
+    assert again.resume_or_start(model, resume=tmp_path / "step-000800")["step"] == 800
+    again.save(850, model)
+    requeued = training.Checkpoints(tmp_path, None, keep=3)
+    assert requeued.latest() == tmp_path / "step-000850"
+    assert requeued.resume_or_start(model)["step"] == 850
+    requeued.save(900, model)  # three are left: what was finished last
+    assert files_left(tmp_path) == ["step-000850", "step-000900", "step-001000"]
+    assert training.latest(tmp_path / "step-001000") == tmp_path / "step-001000"
+
+
+def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    assert training.latest(tmp_path) is None
+    assert training.latest(tmp_path / "none") is None
+    first = training.Checkpoints(tmp_path, None, keep=1)
+    first.save(3, model)
+    second = training.Checkpoints(tmp_path, None, keep=1)
+    for call in (lambda: second.resume_or_start(model, resume=False), lambda: second.save(1, model)):
+        assert error_of(call) == (
+            f"CheckpointError: {tmp_path} holds another run, up to step-000003; go on with it by resume_or_start(), "
+            "or give this run a directory of its own"
+        )
+    assert files_left(tmp_path) == ["step-000003"]
+    assert second.resume_or_start(model) == {"step": 3}  # what the sentence says
+    second.save(4, model)
+    training.save(tmp_path / "mine", None, model)  # by itself, of no run of theirs
+    second.save(5, model)
+    assert error_of(lambda: second.resume_or_start(model, resume=tmp_path / "mine")) == (
+        f"CheckpointError: {tmp_path}/mine has no step to go on from; load it with training.load"
+    )
+    assert files_left(tmp_path) == ["mine", "step-000005"]
+    assert error_of(lambda: training.Checkpoints(tmp_path, None, keep=0)).startswith(
+        "CheckpointError: keep is 0; "
+    )
+
+
+def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    run = training.Checkpoints(tmp_path, None, keep=2)
+    with REFUSED, pytest.raises(CheckpointError, match="No space left"):
+        run.save(1, model)
+    assert files_left(tmp_path) == []
+    with INTERRUPTED, pytest.raises(KeyboardInterrupt):
+        run.save(2, model)
+    assert files_left(tmp_path) == []
+    assert training.latest(tmp_path) is None
+    for step in (3, 4):
+        run.save(step, model)
+    # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
+    with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run.save(5, model)
+    assert files_left(tmp_path) == ["step-000003", "step-000004", "step-000005"]
+    with pytest.raises(CheckpointError, match="no finished checkpoint"):
+        training.load(tmp_path / "step-000003", None, model)
+    run.save(3, model)
+    assert files_left(tmp_path) == ["step-000003", "step-000005"]
+    # Replaced, and the replacement interrupted: the one before is whole all the while.
+    with INTERRUPTED, pytest.raises(KeyboardInterrupt):
+        run.save(5, model)
+    assert len(files_left(tmp_path / "step-000005")) == 2
+    assert training.load(tmp_path / "step-000005", None, model) == {"step": 5}
+    (tmp_path / "step-000005" / "tokenizer.json").touch()
+    run.save(5, model)
+    assert (
+        len(files_left(tmp_path / "step-000005")) == 3
+    )  # what somebody put there stays with it, and goes with it
+    run.save(6, model)
+    run.save(7, model)
+    assert files_left(tmp_path) == ["step-000006", "step-000007"]
+    assert [len(files_left(tmp_path / name)) for name in files_left(tmp_path)] == [2, 2]
+
+
+def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
+    """Directories of others, and checkpoints that somebody copied or renamed."""
+    model = nn.Linear(1, 1)
+    mine = [tmp_path / name / "notes" for name in ("step-000001/data-mine", "step-000002", "step-mine")]
+    for each in mine:
+        each.parent.mkdir(parents=True)
+        each.touch()
+    run = training.Checkpoints(tmp_path, None, keep=1)
+    run.save(3, model)
+    shutil.copytree(tmp_path / "step-000003", tmp_path / "step-000003-copy")
+    (tmp_path / "step-000003").rename(tmp_path / "best")
+    for step in (4, 5):
+        run.save(step, model)
+    kept = ["best", "step-000001", "step-000002", "step-000003-copy", "step-000005", "step-mine"]
+    assert files_left(tmp_path) == kept
+    assert training.latest(tmp_path) == tmp_path / "step-000005"
+    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+        run.save(1, model)
+    assert all(each.exists() for each in mine)
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_is_not_removed(tmp_path: Path) -> None:
+    """An I/O error is not the absence of a file, which it is for is_file() of Python 3.14."""
+    model = nn.Linear(1, 1)
+    run = training.Checkpoints(tmp_path, None)
+    run.save(1, model)
+    stat = Path.stat
+
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path == tmp_path / "step-000001" / "namedmesh.pt":
+            raise OSError(5, "Input/output error")
+        return stat(path, **options)
+
+    with (
+        mock.patch.object(Path, "stat", failing),
+        mock.patch.object(Path, "is_file", os.path.isfile),
+        pytest.raises(CheckpointError, match="Input/output error"),
+    ):
+        run.save(2, model)
+    assert training.load(tmp_path / "step-000001", None, model) == {"step": 1}
+
+
+def numbered(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer of which every number is the same."""
+    model = nn.ModuleDict({str(each): nn.Linear(4, 4) for each in range(2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
+    return model, optimizer
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
+    found = [*model.parameters(), *(kept["momentum_buffer"] for kept in optimizer.state.values())]
+    return {value for each in found for value in each.flatten().tolist()}
+
+
+def flipped(contents: bytes) -> bytes:
+    middle = len(contents) // 2
+    return contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
+
+
+def test_a_damaged_one_is_refused_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    run = training.Checkpoints(tmp_path, None, keep=None)
+    good, last = (run.save(step, model).result() for step in (1, 2))
+    for file in [each for each in last.rglob("*") if each.is_file()]:
+        contents = file.read_bytes()
+        for harm in (contents[:9], flipped(contents), None):
+            if harm is not None:
+                file.write_bytes(harm)
+            elif file.name == "namedmesh.pt":
+                continue  # then it is no checkpoint
+            else:
+                file.unlink()
+            with pytest.raises(CheckpointError, match=file.name):
+                training.load(last, None, model)
+            with pytest.warns(UserWarning, match="left out"):
+                assert training.Checkpoints(tmp_path, None).resume_or_start(model) == {"step": 1}
+            if harm != flipped(contents) or file.name == "namedmesh.pt":  # without reading all of it
+                with pytest.warns(UserWarning, match="left out"):
+                    assert training.latest(tmp_path) == good
+            file.write_bytes(contents)
+
+
+def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    """Of what a checkpoint has, all but padding and what torch does not read."""
+    model, optimizer = numbered(1)
+    training.save(tmp_path / "one", None, model, optimizer, number=1)
+    files = [each for each in (tmp_path / "one").rglob("*") if each.is_file()]
+    bytes_of = {each: each.read_bytes() for each in files}
+    flips, refused = random.Random(0), 0
+    for number in range(240):
+        file = files[number % len(files)]
+        changed = bytearray(bytes_of[file])
+        changed[flips.randrange(len(changed))] ^= 1 << flips.randrange(8)
+        file.write_bytes(changed)
+        other = numbered(2)
+        try:
+            training.load(tmp_path / "one", None, *other)
+        except CheckpointError:
+            refused += 1
+            assert values_of(*other) == {2.0}
+        else:
+            assert values_of(*other) == {1.0}
+        file.write_bytes(bytes_of[file])
+    assert refused > 190
+
+
+def test_a_run_of_which_nothing_is_whole_does_not_begin_again(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    training.Checkpoints(tmp_path, None).save(1, model)
+    (tmp_path / "step-000001" / "namedmesh.pt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="left out"):
+        said = error_of(lambda: training.Checkpoints(tmp_path, None).resume_or_start(model))
+    assert said == (f"CheckpointError: no checkpoint in {tmp_path} is whole; begin in another directory")
+
+
+class Harm:
+    """What runs code when it is read."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(os.environ["HARM"]),)
+
+
+def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARM", str(tmp_path / "harm"))
+    model = nn.Linear(1, 1)
+    said = error_of(lambda: training.save(tmp_path / "one", None, model, thing=Harm()))
+    assert said.startswith("CheckpointError: the extra value thing is not plain data (")
+    (tmp_path / "harm").unlink(missing_ok=True)
+    training.save(tmp_path / "one", None, model, things=[1, {"a": (2.0, None, "b")}, torch.ones(2)])
+    written = io.BytesIO()
+    torch.save({"extra": Harm()}, written)
+    contents = written.getvalue()
+    (tmp_path / "one" / "namedmesh.pt").write_bytes(contents)
+    with pytest.raises(CheckpointError, match="in the checkpoint"):
+        training.load(tmp_path / "one", None, model)
+    training.save(tmp_path / "two", None, model)
+    (data,) = (tmp_path / "two").glob("data-*")
+    (data / ".metadata").write_bytes(pickle.dumps(Harm()))
+    about = checkpoint_files.read_about(tmp_path / "two")
+    torch.save(about | {"metadata": zlib.crc32(pickle.dumps(Harm()))}, tmp_path / "two" / "namedmesh.pt")
+    with pytest.raises(CheckpointError, match="not a part of a checkpoint"):
+        training.load(tmp_path / "two", None, model)
+    training.save(tmp_path / "three", None, model)
+    (data,) = (tmp_path / "three").glob("data-*/*.distcp")
+    about = checkpoint_files.read_about(tmp_path / "three")
+    places = checkpoint_files.read_metadata(tmp_path / "three", about).storage_data.values()
+    offset = max(each.offset for each in places)
+    data.write_bytes(data.read_bytes()[:offset] + contents)
+    with pytest.raises(CheckpointError, match=r"not as it was written|could not be read"):
+        training.load(tmp_path / "three", None, model)
+    assert not (tmp_path / "harm").exists()
+
+
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+def save_and_be_killed(directory: Path, number: int, at: int) -> bool:
+    """Save in a child that is killed before it does so much to the file system; whether it was."""
+    child = os.fork()
+    if child == 0:
+        left = [at]
+
+        def before(event: str, about: tuple[Any, ...]) -> None:
+            if event in WRITES or (event == "open" and about[2] & (os.O_WRONLY | os.O_RDWR)):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            run = training.Checkpoints(directory, None, keep=1)
+            run.resume_or_start(*numbered(0))
+            sys.addaudithook(before)
+            run.save(number, *numbered(number))
+            os._exit(0)
+        except BaseException:  # noqa: BLE001  nothing of pytest's may run twice
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_killed_at_any_write_the_last_good_one_loads(tmp_path: Path) -> None:
+    training.Checkpoints(tmp_path, None, keep=1).save(1, *numbered(1))
+    at, number = 0, 2
+    while save_and_be_killed(tmp_path, number, at):
+        model, optimizer = numbered(-1)
+        found = training.Checkpoints(tmp_path, None).resume_or_start(model, optimizer)["step"]
+        assert found in {number - 1, number}
+        assert values_of(model, optimizer) == {found}
+        number, at = found + 1, at + 1
+    assert at > 10
+    assert files_left(tmp_path) == [f"step-{number:06}"]  # nothing is left of all that were killed
+
+
 # --- what is refused -------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    root = tmp_path
+    saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2, bias=False)})
+    path = root / "last"
+    assert problems_of(lambda: training.load(path, None, saved)) == [
+        f"there is no finished checkpoint at {path}; name one that was saved"
+    ]
+    training.save(path, None, saved)
+    other = nn.ModuleDict({"a": nn.Linear(2, 4, bias=False), "c": nn.Linear(1, 1)})
+    before = [each.clone() for each in other.state_dict().values()]
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert problems_of(lambda: training.load(path, None, other, optimizer)) == [
+        f"'a.weight': of shape (4, 2) here, and (3, 2) in the checkpoint {path}",
+        f"'c.weight', 'c.bias': not in the checkpoint {path}",
+        f"'a.weight', 'c.weight', 'c.bias': not optimized in the checkpoint {path}; load it without the optimizer",
+        f"'a.bias', 'b.weight': in the checkpoint {path}, and on no rank in the model",
+    ]
+    assert all(torch.equal(one, two) for one, two in zip(before, other.state_dict().values(), strict=True))
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(5))], lr=0.1)
+    assert problems_of(lambda: training.save(path, None, saved, stranger)) == [
+        "the optimizer has parameters of shape (5,) that the model has not; make it from the parameters that "
+        "the model has now"
+    ]
+    grouped = [{"params": saved["a"].parameters(), "lr": 0.1}, {"params": saved["b"].parameters(), "lr": 0.2}]
+    training.save(path, None, saved, torch.optim.SGD(grouped))
+    together = torch.optim.SGD(saved.parameters(), lr=0.1)
+    assert problems_of(lambda: training.load(path, None, saved, together)) == [
+        f"'b.weight': in a group of the optimizer with others, that had other options in the checkpoint {path}; group them as they "
+        "were"
+    ]
+    assert files_left(root) == ["last"]
+
+
+# --- what state_dict means -------------------------------------------------------------------------------------
+
+
+def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def optimizers(first: Any = torch.optim.SGD) -> list[torch.optim.Optimizer]:
+        options = {"momentum": 0.9} if first is torch.optim.SGD else {}
+        return [
+            first(model[0].parameters(), lr=0.3, **options),
+            torch.optim.AdamW(model[1].parameters(), lr=0.2),
+        ]
+
+    pair = optimizers()
+    model(torch.ones(1, 2)).sum().backward()
+    for each in pair:
+        each.step()
+    training.save(tmp_path / "two", None, model, pair, step=1)
+    again = optimizers()
+    for each in again:
+        each.param_groups[0]["lr"] = 0.0
+    training.load(tmp_path / "two", None, model, list(reversed(again)))
+    for one, other in zip(again, pair, strict=True):
+        assert str(one.state_dict()["param_groups"]) == str(other.state_dict()["param_groups"])
+        assert states_of(one) == states_of(other)
+    said = error_of(lambda: training.load(tmp_path / "two", None, model, optimizers(torch.optim.Adagrad)))
+    assert said == (
+        f"CheckpointError: '0.weight', '0.bias': optimized by SGD in the checkpoint {tmp_path}/two, and by Adagrad here; make that "
+        "one, or load without the optimizer"
+    )
+    twice = [torch.optim.AdamW(model[1].parameters()), pair[1]]
+    twice[0].step()
+    said = error_of(lambda: training.save(tmp_path / "twice", None, model, twice))
+    assert "'1.weight:step' is the name of two values; " in said
+    half: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    before = half[0].weight.clone()
+    said = error_of(lambda: training.load(tmp_path / "two", None, half))
+    assert "torch.float16 here, and torch.float32 in the checkpoint" in said
+    assert torch.equal(half[0].weight, before)
+    training.load(tmp_path / "two", None, half, cast=True)
+    assert torch.equal(half[0].weight, model[0].weight.half())
+
+
+# --- weights with two names ------------------------------------------------------------------------------------
+
+
+class Ends(nn.Module):
+    """The first stage, the last one, or both, of an embedding that is the output, too, unless it is untied."""
+
+    def __init__(self, first: bool = True, last: bool = True, *, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(first)
+        self.embed = nn.Embedding(4, 2).double() if first else None
+        self.head = nn.Linear(2, 4, bias=False).double() if last else None
+        if self.embed is not None and self.head is not None and tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        return x if self.head is None else self.head(x)
+
+    def stepped(self) -> torch.optim.Optimizer:
+        self(torch.arange(4)).square().sum().backward()
+        optimizer = adam(self.parameters())
+        optimizer.step()
+        return optimizer
+
+    def tie(self, mesh: namedmesh.NamedMesh) -> Callable[[], None]:
+        ends = [None if each is None else each.weight for each in (self.embed, self.head)]
+        return training.tie_stages(mesh, *ends)
+
+
+def test_a_weight_with_two_names_is_saved_once_and_loads_as_one_or_two(tmp_path: Path) -> None:
+    one, two = (Ends(tied=each) for each in (True, False))
+    embedding, head = two.parameters()
+    optimizer, other = one.stepped(), two.stepped()
+    training.save(tmp_path / "tied", None, one, optimizer)
+    training.load(tmp_path / "tied", None, two, other)
+    assert torch.equal(head, embedding)
+    kept = [other.state[each]["exp_avg"] for each in two.parameters()]
+    assert all(torch.equal(each, optimizer.state[next(one.parameters())]["exp_avg"]) for each in kept)
+    assert kept[0].data_ptr() != kept[1].data_ptr()
+    training.save(tmp_path / "equal", None, two, other)
+    training.load(tmp_path / "equal", None, one, optimizer)  # two of one value
+    with torch.no_grad():
+        head.add_(1)
+    training.save(tmp_path / "apart", None, two, other)
+    assert error_of(lambda: training.load(tmp_path / "apart", None, one, optimizer)) == (
+        "CheckpointError: 'embed.weight' and 'head.weight' are tied here, and are two weights with other values in the checkpoint "
+        f"{tmp_path}/apart; untie them, or load another checkpoint"
+    )
+
+
+def test_a_conjugate_is_another_value() -> None:
+    z = torch.tensor([1 + 2j])
+    assert digest(z) != digest(z.conj()) == digest(z.conj().resolve_conj())
+
+
+# --- what is refused and fails on several ranks -------------------------------------------------------------------------------------------
 
 
 def what_does_not_fit_is_refused_by_name(root: Path) -> None:
@@ -92,45 +518,36 @@ class OddError(Exception):
 class OnOneRank(nn.Module):
     """A module of which one rank can write the state, and another one cannot read it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.fails = ""
-
-    def fail(self, call: str) -> None:
-        if self.fails == call:
-            raise OddError(call, "failed")
+    fails = ""
 
     def get_extra_state(self) -> list[int]:
-        self.fail("get")
+        if self.fails == "get":
+            raise OddError("get", "failed")
         return [1]
 
     def set_extra_state(self, state: list[int]) -> None:  # noqa: ARG002
-        self.fail("set")
+        if self.fails == "set":
+            raise OddError("set", "failed")
 
 
 def what_fails_on_one_rank_is_told_on_every_rank(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     model, second = OnOneRank(), mesh.rank() == 1
     training.save(root / "one", mesh, model)
-
-    def told(call: Any) -> str:
-        said = error_of(call)
+    calls: dict[str, Any] = {
+        "get": partial(training.save, root / "two"),
+        "set": partial(training.load, root / "one"),
+    }
+    for name, call in calls.items():
+        model.fails = name if second else ""
+        assert error_of(partial(call, mesh, model)) == f"CheckpointError: rank 1: OddError: {name} failed"
         dist.barrier()
-        return said
-
-    model.fails = "get" if second else ""
-    refused = "CheckpointError: rank 1: OddError: {} failed"
-    assert told(lambda: training.save(root / "two", mesh, model)) == refused.format("get")
-    model.fails = "set" if second else ""
-    assert told(lambda: training.load(root / "one", mesh, model)) == refused.format("set")
     model.fails = ""
     run = training.Checkpoints(root / "run", mesh)
     assert run.resume_or_start(model, resume=second) == {"step": 0}  # what the first rank says
     with mock.patch.object(State, "copy", side_effect=MemoryError("full") if second else None):
         training.save(root / "two", mesh, model, async_=True)
-        said = told(run.close)
-    assert said == "CheckpointError: rank 1: MemoryError: full"
+        assert error_of(run.close) == "CheckpointError: rank 1: MemoryError: full"
     mesh.close()
 
 
@@ -138,42 +555,34 @@ def what_fails_on_one_rank_is_told_on_every_rank(root: Path) -> None:
 
 # Whole shape, and dim that is cut (None: whole on every rank).
 CUTS: dict[str, tuple[tuple[int, ...], int | None]] = {
-    "up.weight": ((12, 10), 0),
-    "up.bias": ((12,), 0),
-    "down.weight": ((10, 12), 1),
-    "norm.weight": ((10,), None),
+    "up": ((12, 10), 0),
+    "down": ((10, 12), 1),
+    "norm": ((10,), None),
 }
 
 
-def numbers(name: str, seed: int) -> Tensor:
-    return torch.randn(
-        CUTS[name][0], generator=torch.Generator().manual_seed(seed + len(name)), dtype=torch.float64
-    )
-
-
-def shard(name: str, tensor: Tensor, rank: int, size: int) -> Tensor:
-    _, dim = CUTS[name]
-    return tensor if dim is None else tensor.chunk(size, dim)[rank]
-
-
-class Net(nn.Module):
-    """The tensors of CUTS as modules; a rank's shards of them with Megatron's marks."""
+class Marked(nn.Module):
+    """The tensors of CUTS, or a rank's shards of them with Megatron's marks, and gradients."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__()
-        for name, (_, dim) in CUTS.items():
-            module, _, leaf = name.partition(".")
-            if not hasattr(self, module):
-                setattr(self, module, nn.Linear(1, 1, bias=False))
-            parameter = nn.Parameter(shard(name, numbers(name, 0), rank, size))
+        for number, (name, (shape, dim)) in enumerate(CUTS.items()):
+            numbers = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+            shard = numbers if dim is None else numbers.chunk(size, dim)[rank]
+            self.register_parameter(name, parameter := nn.Parameter(shard.clone()))
+            parameter.grad = shard.sin()
             if dim is not None and size > 1:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
-            getattr(self, module).register_parameter(leaf, parameter)
 
-    def step(self, optimizer: torch.optim.Optimizer, rank: int = 0, size: int = 1) -> None:
-        for name, parameter in self.named_parameters():
-            parameter.grad = shard(name, numbers(name, 1), rank, size)
-        optimizer.step()
+    def stepped(self, count: int) -> torch.optim.Optimizer:
+        optimizer = adam(self.parameters())
+        for _ in range(count):
+            optimizer.step()
+        return optimizer
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [str(sorted(each.items())) for each in optimizer.state.values()]
 
 
 def adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -184,7 +593,7 @@ def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     found = dict(net.state_dict())
     for name, parameter in net.named_parameters():
         found |= {f"{name}:{key}": value for key, value in optimizer.state[parameter].items()}
-    return {key: whole(each) for key, each in found.items()}
+    return {key: whole(each).clone() for key, each in found.items()}
 
 
 def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -194,39 +603,20 @@ def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 def marked_shards_are_whole_tensors(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
-    rank = mesh.rank("tp")
-    marked = Net(rank, 2)
-    optimizer = adam(marked.parameters())
-    marked.step(optimizer, rank, 2)
-    training.save(root / "marked", mesh, marked, optimizer)
-    expected, one = Net(), Net()
-    expecting, filled = adam(expected.parameters()), adam(one.parameters())
-    expected.step(expecting)
-    training.load(root / "marked", None, one, filled)
-    differences = [largest(everything(one, filled), everything(expected, expecting))]
-
-    expected.step(expecting)
-    if rank == 0:
-        training.save(root / "whole", None, expected, expecting)
+    place = mesh.rank("tp"), 2
+    shards, one = Marked(*place), Marked()
+    training.save(root / "marked", mesh, shards, shards.stepped(1))
+    compiled: Any = torch.compile(one, backend="eager")
+    training.load(root / "marked", None, compiled, filled := one.stepped(0))
+    expected = Marked()
+    assert largest(everything(one, filled), everything(expected, expected.stepped(1))) == 0
+    filled.step()
+    if mesh.rank() == 0:
+        training.save(root / "whole", None, one, filled)
     dist.barrier()
-    training.load(root / "whole", mesh, marked, optimizer)
-    wanted = {
-        key: value if key.endswith("step") else shard(key.partition(":")[0], value, rank, 2)
-        for key, value in everything(expected, expecting).items()
-    }
-    differences.append(largest(everything(marked, optimizer), wanted))
-
-    # DTensors, of a model that torch has compiled, on an optimizer that has stepped before.
-    spread = Net()
-    parallelize(spread, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    spreading = adam(spread.parameters())
-    compiled: Any = torch.compile(spread, backend="eager")
-    for parameter in spread.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    spreading.step()
-    training.load(root / "marked", mesh, compiled, spreading)
-    differences.append(largest(everything(spread, spreading), everything(one, filled)))
-    assert differences == [0.0] * 3
+    training.load(root / "whole", mesh, shards, optimizer := shards.stepped(1))
+    wanted = Marked(*place)
+    assert largest(everything(shards, optimizer), everything(wanted, wanted.stepped(2))) == 0
     mesh.close()
 
 
@@ -281,11 +671,12 @@ def the_end_of_the_block_waits_for_the_last_save(root: Path) -> None:
 
 
 def what_changes_while_it_is_written_is_not_in_the_checkpoint(root: Path) -> None:
-    mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
 
-    def make() -> tuple[Part, torch.optim.Optimizer]:
-        net = sharded(parallelized(parts([0], 1)[0], mesh, ulysses=False), mesh)
-        return net, optimizer_for([net])
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Linear(4, 4).double()
+        fully_shard(net, mesh=mesh["dp"])
+        return net, adam(net.parameters())
 
     def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for parameter in net.parameters():
@@ -294,7 +685,7 @@ def what_changes_while_it_is_written_is_not_in_the_checkpoint(root: Path) -> Non
         return everything(net, optimizer)
 
     net, optimizer = make()
-    then = {name: each.clone() for name, each in step(net, optimizer).items()}
+    then = step(net, optimizer)
     changed = threading.Event()
     write = dcp.FileSystemWriter.write_data
 
@@ -304,7 +695,6 @@ def what_changes_while_it_is_written_is_not_in_the_checkpoint(root: Path) -> Non
 
     with mock.patch.object(dcp.FileSystemWriter, "write_data", write_later):
         written = training.save(root / "last", mesh, net, optimizer, async_=True)
-        assert written is not None
         assert not written.cancel()  # what is written is not given up
         now = step(net, optimizer)
         changed.set()
@@ -479,42 +869,7 @@ def drawn_from(name: str) -> list[float]:
         return [torch.rand(1).item()]
 
 
-# --- weights of two stages -------------------------------------------------------------------------------------
-
-
-class Ends(nn.Module):
-    """The first stage, the last one, or both, of an embedding that is the output, too."""
-
-    def __init__(self, first: bool, last: bool) -> None:
-        super().__init__()
-        torch.manual_seed(first)
-        self.embed = nn.Embedding(4, 2).double() if first else None
-        self.head = nn.Linear(2, 4, bias=False).double() if last else None
-        if self.embed is not None and self.head is not None:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.embed is None else self.embed(x)
-        return x if self.head is None else self.head(x)
-
-    def tied(self, mesh: namedmesh.NamedMesh) -> Callable[[], None]:
-        ends = [None if each is None else each.weight for each in (self.embed, self.head)]
-        return training.tie_stages(mesh, *ends)
-
-
-def steps(
-    mesh: namedmesh.NamedMesh, model: Ends, optimizer: Any, sum_gradients: Any, count: int
-) -> list[float]:
-    pipe = training.pipeline(model, mesh, microbatches=2, loss=lambda out, y: (out - y).square().mean())
-    told = []
-    for _ in range(count):
-        loss = pipe.step(torch.arange(4), target=torch.eye(4, dtype=torch.float64))
-        told.append(training.mean_loss(loss, mesh).item())
-        sum_gradients()
-        told.append(training.clip_grad_norm_(model.parameters(), 0.5, mesh).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return told
+# --- weights of two stages, whose class stands with those of two names ------------------------------------------
 
 
 def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
@@ -523,10 +878,18 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     def job(pp: int, source: Path | None, target: Path | None, count: int) -> list[float]:
         mesh = namedmesh.init_mesh(pp=pp, dp=2 // pp, device="cpu")
         model = Ends(mesh.is_first("pp"), mesh.is_last("pp"))
-        sum_gradients, optimizer = model.tied(mesh), adam(model.parameters())
+        sum_gradients, optimizer = model.tie(mesh), adam(model.parameters())
         if source is not None:
             training.load(source, mesh, model, optimizer)
-        told = steps(mesh, model, optimizer, sum_gradients, count)
+        pipe = training.pipeline(model, mesh, microbatches=2, loss=lambda out, y: (out - y).square().mean())
+        told = []
+        for _ in range(count):
+            loss = pipe.step(torch.arange(4), target=torch.eye(4, dtype=torch.float64))
+            told.append(training.mean_loss(loss, mesh).item())
+            sum_gradients()
+            told.append(training.clip_grad_norm_(model.parameters(), 0.5, mesh).item())
+            optimizer.step()
+            optimizer.zero_grad()
         if target is not None:
             training.save(target, mesh, model, optimizer)
         dist.barrier()
@@ -537,14 +900,14 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     found = job(1, None, root / "1", 2) + job(2, root / "1", root / "2", 2) + job(1, root / "2", None, 2)
     assert found == [pytest.approx(each, abs=1e-9) for each in expected]
     about = checkpoint_files.read_about(root / "2")
-    saved = checkpoint_files.Reader(root / "2", about).read_metadata().state_dict_metadata
+    saved = checkpoint_files.read_metadata(root / "2", about).state_dict_metadata
     assert [name for name in saved if name.startswith("model.")] == ["model.embed.weight"]
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     model = Ends(mesh.is_first("pp"), mesh.is_last("pp"))
     with torch.no_grad():
         next(model.parameters()).add_(mesh.rank())
     training.save(root / "untied", mesh, model)
-    model.tied(mesh)
+    model.tie(mesh)
     said = error_of(lambda: training.load(root / "untied", mesh, model))
     assert "'embed.weight' and 'head.weight' are tied here, and are two weights with other values" in said
     with torch.no_grad():
@@ -584,13 +947,11 @@ ON_RANKS = {
         random_numbers_and_loaders_go_on_where_they_were,
         a_failure_in_the_background_is_told_on_every_rank,
         the_end_of_the_block_waits_for_the_last_save,
+        what_changes_while_it_is_written_is_not_in_the_checkpoint,
         tied_stages_are_one_weight_in_every_layout,
         a_rank_that_dies_after_the_end_leaves_the_checkpoint,
     ),
-    4: (
-        what_changes_while_it_is_written_is_not_in_the_checkpoint,
-        states_before_a_checkpoint_are_those_after_it,
-    ),
+    4: (states_before_a_checkpoint_are_those_after_it,),
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny
 import torch
-import training_checks as checks
+from parallel import IGNORED
 from ranks import fake_world, run_ranks
 from tensors import apart, whole
 from torch import Tensor, nn
@@ -221,14 +221,14 @@ def compiled_step() -> list[float]:
     logits = torch.randn(
         4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).requires_grad_()
-    targets = torch.tensor([1, 2, checks.IGNORED, 3])
+    targets = torch.tensor([1, 2, IGNORED, 3])
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")
         return training.token_mean(total, tokens, mesh)
 
     differences = []
-    tokens = training.count_tokens(targets != checks.IGNORED, mesh)
+    tokens = training.count_tokens(targets != IGNORED, mesh)
     compiled = torch.compile(loss, backend=counter, fullgraph=True)
     for some in (targets, targets.flip(0)):
         found, expected = compiled(logits, some), loss(logits, some)

@@ -5,23 +5,27 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import train
 import training_checks as checks
 from messages import error_of
+from parallel import IGNORED
 from ranks import fake_world, run_ranks
 from tensors import apart
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from training_checks import alone, loaded_alone, train_one_step, train_through
 
 import namedmesh
 from namedmesh import training
 from namedmesh.training import seeds
-from namedmesh.training.comparison import digest
+from namedmesh.training.data import digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -282,55 +286,70 @@ def test_layers_of_a_dict_keep_their_names() -> None:
 # --- one run, continued on one layout after the other -----------------------------------------------------------
 
 
-def test_every_layout_continues_the_run_of_one_process(tmp_path: Path) -> None:
-    on_eight = checks.ON_EIGHT + checks.PIPELINED
-    steps, first = len(checks.ON_FOUR + on_eight), len(checks.ON_FOUR)
+@pytest.mark.parametrize(
+    ("settings", "four", "eight"),
+    [
+        (checks.SETTINGS, checks.ON_FOUR, checks.ON_EIGHT),
+        (checks.WITH_EXPERTS, checks.EXPERTS_ON_FOUR, checks.EXPERTS_ON_EIGHT),
+    ],
+    ids=["dense", "experts"],
+)
+def test_every_layout_continues_the_run_of_one_process(
+    settings: train.Settings, four: list[checks.Job], eight: list[checks.Job], tmp_path: Path
+) -> None:
+    steps, first = len(four + eight), len(four)
     paths = [str(tmp_path / str(number)) for number in range(steps + 1)]
-    ((expected, state),) = run_ranks(1, alone, paths[0], steps, init=False)
+    ((expected, state),) = run_ranks(1, alone, settings, paths[0], steps, init=False)
     assert all(after < before - 1e-3 for before, after, *_ in expected)
-    on_four = run_ranks(4, train_through, checks.ON_FOUR, paths[: first + 1], timeout=120.0)
-    by_rank = run_ranks(8, train_through, on_eight, paths[first:], timeout=200.0)
+    on_four = run_ranks(4, train_through, settings, four, paths[: first + 1], timeout=120.0)
+    by_rank = run_ranks(8, train_through, settings, eight, paths[first:], timeout=200.0)
     for told in (on_four, by_rank):
         assert all(each == told[0] for each in told)
     assert on_four[0] + by_rank[0] == [pytest.approx(each, abs=1e-9) for each in expected]
-    (loaded,) = run_ranks(1, loaded_alone, paths[-1], init=False)
+    (loaded,) = run_ranks(1, loaded_alone, settings, paths[-1], init=False)
     assert loaded == [pytest.approx(each, abs=1e-9) for each in state]
 
 
 def compiled(source: str, target: str) -> list[float]:
     warnings.simplefilter("ignore")  # the compiler warns about what torch itself does
-    sizes = {"pp": 1, "dp": 1, "cp": 2, "tp": 2}
-    return train_one_step(sizes, "1F1B", 3, source, target, compiled=True)
+    job: checks.Job = {"pp": 1, "dp": 1, "cp": 2, "tp": 2}, "1F1B", 3, {}
+    return train_one_step(checks.SETTINGS, job, source, target, compiled=True)
 
 
 def test_a_step_with_a_compiled_layer_is_that_of_one_process(tmp_path: Path) -> None:
     paths = str(tmp_path / "0"), str(tmp_path / "1")
-    ((expected, state),) = run_ranks(1, alone, paths[0], 1, init=False)
+    ((expected, state),) = run_ranks(1, alone, checks.SETTINGS, paths[0], 1, init=False)
     for told in run_ranks(4, compiled, *paths):
         assert told == pytest.approx(expected[0], abs=1e-9)
-    (loaded,) = run_ranks(1, loaded_alone, paths[1], init=False)
+    (loaded,) = run_ranks(1, loaded_alone, checks.SETTINGS, paths[1], init=False)
     assert loaded == [pytest.approx(each, abs=1e-9) for each in state]
 
 
 def averaged_by_ddp() -> float:
     """The gradients of a model that DistributedDataParallel averages over dp and cp."""
     mesh = namedmesh.init_mesh(dp=2, cp=2)
-    (expected,), (model,) = checks.parts([0], 1), checks.parts([0], 1)
+    expected, model = (train.new_model(checks.SETTINGS) for _ in range(2))
     tokens, targets = checks.batch(0)
-    (checks.loss_sum(expected(tokens), targets) / (targets != checks.IGNORED).sum()).backward()
-    checks.parallelized(model, mesh, ulysses=False)
-    tokens, targets, model.positions = training.shard_sequence(tokens, targets, mesh=mesh["cp"])
+    checks.mean_loss(expected, tokens, targets).backward()
+    for layer in model.layers.values():
+        attention: Any = layer.attention
+        attention.attend = partial(training.context_attention, mesh=mesh["cp"])
+    tokens, targets, positions = training.shard_sequence(tokens, targets, mesh=mesh["cp"])
     tokens, targets = (each.chunk(2)[mesh.rank("dp")] for each in (tokens, targets))
     group = training.fsdp_mesh(mesh).get_group()
     net = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
-    count = training.count_tokens(int((targets != checks.IGNORED).sum()), mesh)
-    training.token_mean(checks.loss_sum(net(tokens), targets), count, mesh).backward()
+    count = training.count_tokens(int((targets != IGNORED).sum()), mesh)
+    logits = net(tokens, positions).flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    training.token_mean(total, count, mesh).backward()
     wanted = dict(expected.named_parameters())
     difference = max(apart(each.grad, wanted[name].grad) for name, each in model.named_parameters())
     with pytest.raises(namedmesh.ShapeError) as raised:
         training.token_mean(torch.ones(2, 3), count, mesh)
     assert str(raised.value) == 'a loss of shape (2, 3) is no sum; give it reduction="sum"'
     assert training.token_mean(torch.zeros(()), torch.tensor(0), mesh).isnan()
+    parts = DTensor.from_local(torch.ones(()), mesh["dp"], [Partial()])  # as loss_parallel returns them
+    assert training.token_mean(parts, torch.tensor(8), mesh) == 1
     torch.distributed.barrier()
     mesh.close()
     return difference

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: DCP's writer and reader with our checks in their steps, and the directories that they work in."""
+"""Where a checkpoint lies, and who writes it: DCP's writer and reader with our checks in their steps, directories, and ranks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,37 @@ import pickle
 import secrets
 import shutil
 import stat
-import time
+import struct
 import warnings
 import zipfile
 import zlib
-from contextlib import suppress
+from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from namedmesh.errors import CheckpointError, listing
-from namedmesh.training.checkpoint_ranks import DamagedError
+from namedmesh._torch import dcp_ranks, default_timeout
+from namedmesh.errors import CheckpointError, NamedMeshError, listing, ranks_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from concurrent.futures import Future
+
+    from namedmesh.mesh import NamedMesh
 
 _SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 ABOUT = "namedmesh.pt"  # names the directory of tensors beside it; put in its place last, and at once
-_APPEARS_WITHIN = 10.0  # some network file systems show a directory on other hosts after a while only
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not as it was written."""
 
 
 class Writer(dcp.FileSystemWriter):
@@ -39,10 +48,6 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(target)
         self.target, self.about, self._finished = target, about, finished
         self.made = False  # the directory, by this rank
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy nothing: what is given has been copied; DCP would take a DTensor's gradient along, and fails at FSDP2's."""
-        return state_dict
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Make nothing: the first rank does."""
@@ -61,11 +66,8 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         """Write, unless the directory is another one on this host than on that of the first rank."""
         self.path = data = self.target / plan.planner_data
-        deadline = time.monotonic() + _APPEARS_WITHIN
-        while not data.is_dir():
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
-            time.sleep(0.1)
+        if not data.is_dir():
+            raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
         return super().write_data(plan, planner)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[Any]]) -> None:
@@ -113,21 +115,31 @@ class _Metadata(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a part of a checkpoint")
 
 
+def read_metadata(path: Path, about: dict[str, Any]) -> dcp.Metadata:
+    """Return what DCP says about the tensors of a checkpoint; refuse what is not as it was written."""
+    file = path / about["data"] / ".metadata"
+    contents = file.read_bytes() if file.exists() else b""
+    if zlib.crc32(contents) != about["metadata"]:
+        raise _damaged(file.name, path)
+    metadata: dcp.Metadata = _Metadata(io.BytesIO(contents)).load()
+    return metadata
+
+
 class Reader(dcp.FileSystemReader):
-    """DCP's, but it runs no code that a file names, and refuses what is not as it was written."""
+    """DCP's, with metadata that the first rank has read and sent; it refuses what is not as it was written."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         super().__init__(path / about["data"])
         self._where = path
+        self._metadata: dcp.Metadata = about["tensors"]
 
     def read_metadata(self) -> dcp.Metadata:
         """Return what DCP says about the tensors."""
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: dcp.Metadata = _Metadata(file).load()
-        metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
-        return metadata
+        self._metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
+        return self._metadata
 
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+    @torch.no_grad()
+    def read_data(self, plan: dcp.LoadPlan, planner: Any) -> Any:
         """Read this rank's part; each byte once, as it is checked."""
         for item in plan.items:
             self._read(item, planner)
@@ -135,7 +147,7 @@ class Reader(dcp.FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read(self, item: Any, planner: dcp.LoadPlanner) -> None:
+    def _read(self, item: Any, planner: Any) -> None:
         place = self.storage_data[item.storage_index]
         try:
             with (Path(self.path) / place.relative_path).open("rb") as file:
@@ -147,16 +159,13 @@ class Reader(dcp.FileSystemReader):
             tensor = torch.load(contents, map_location="cpu", weights_only=True)
         except Exception as error:
             raise _damaged(place.relative_path, self._where) from error
+        room = planner.lookup_tensor(item.dest_index)
+        if room.is_cpu and (room.shape, room.stride()) == (tensor.shape, tensor.stride()):
+            room.set_(tensor)  # all of it, without a copy
+            return
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dim, offset, length)
-        planner.resolve_tensor(item).detach().copy_(tensor)
-
-
-def check_metadata(path: Path, about: dict[str, Any]) -> None:
-    """Refuse what DCP says about the tensors where it is not as it was written; DCP itself hides the error of its reader."""
-    file = path / about["data"] / ".metadata"
-    if not file.exists() or zlib.crc32(file.read_bytes()) != about["metadata"]:
-        raise _damaged(file.name, path)
+        planner.resolve_tensor(item).copy_(tensor)
 
 
 def _damaged(name: str, path: Path) -> DamagedError:
@@ -164,10 +173,18 @@ def _damaged(name: str, path: Path) -> DamagedError:
 
 
 def _checked(contents: bytes) -> io.BytesIO:
-    """Return what torch.load reads, if it is as torch.save wrote it: with checksums, which torch does not compare."""
-    file = io.BytesIO(contents)
-    if zipfile.ZipFile(file).testzip() is not None:
-        raise zipfile.BadZipFile
+    """Return what torch.load reads, if it is as torch.save wrote it: with checksums, which torch does not compare.
+
+    ``ZipFile.testzip`` does the same, and copies all of it several times.
+    """
+    file, view = io.BytesIO(contents), memoryview(contents)
+    for each in zipfile.ZipFile(file).infolist():
+        name = each.header_offset + 30  # behind a header of this size, which ends with two lengths
+        length, padding = struct.unpack_from("<HH", contents, name - 4)
+        start = name + length + padding
+        known = contents[name : name + length] == each.filename.encode()
+        if not known or zlib.crc32(view[start : start + each.file_size]) != each.CRC:
+            raise zipfile.BadZipFile
     file.seek(0)
     return file
 
@@ -208,19 +225,12 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
-        if is_whole(path) and path.suffix != ".removed":
+        if is_whole(path):
             try:
                 found[path] = read_about(path)
             except DamagedError as error:
                 found[path] = {"order": float("inf"), "error": error}
     return sorted(found.items(), key=lambda each: each[1]["order"])
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint; an interruption leaves nothing that is taken for one."""
-    aside = path.with_name(f"{path.name}-{secrets.token_hex(8)}.removed")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -242,3 +252,110 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
             problem = f"{each}, of which {listing(absent, 4)} is missing or has another size"
         warnings.warn(f"left out: {problem}", stacklevel=2)
     return None
+
+
+# --- ranks ---
+
+
+class Ranks:
+    """All ranks of a mesh (without one, this process), on a gloo group that nothing else uses: DCP communicates in the background."""
+
+    _of: ClassVar[WeakKeyDictionary[Any, dict[tuple[int, ...], Ranks]]] = WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._dcp = dcp_ranks(group)
+        self.rank: int = self._dcp.rank
+        self.arguments: dict[str, Any] = {"no_dist": True} if group is None else {"process_group": group}
+        self.saving: Future[Path] | None = None
+
+    @classmethod
+    def of(cls, mesh: NamedMesh | None) -> Ranks:
+        """Return those of a mesh; the first time, in the life of the default group, every rank calls this."""
+        if mesh is None:
+            return cls(None)
+        ranks = tuple(mesh.layout.ranks)
+        known = cls._of.setdefault(dist.group.WORLD, {})
+        if ranks not in known:
+            part = len(ranks) < dist.get_world_size()  # then the others do not call this
+            limit = default_timeout()  # torch gives a new group its own
+            known[ranks] = cls(dist.new_group(ranks, limit, "gloo", use_local_synchronization=part))
+        return known[ranks]
+
+    def wait(self) -> None:
+        """Wait for the end of the save in the background."""
+        if self.saving is not None:
+            wait([self.saving])
+
+    def finish(self) -> None:
+        """Wait for the end of the save in the background, and raise its error, once; every rank has the same."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
+
+    def from_first(self, function: Callable[[], Any]) -> Any:
+        """Return on every rank what a function returns, or raise what it raises, on the first."""
+        return self._together(self._dcp.broadcast, function)
+
+    def from_all(self, function: Callable[[], Any]) -> Any:
+        """Call a function on every rank, and return all results; all raise what it raises on any."""
+        return self._together(self._dcp.all_gather, function)
+
+    def _together(self, collective: Any, function: Callable[[], Any]) -> Any:
+        def call() -> Any:
+            try:
+                return function()
+            except Exception as error:
+                raise in_words(error) from error
+
+        with self.told(""):
+            return collective("checkpoint", call)
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Raise what DCP raises in the block as an error of ours, and leave out what it says of one process alone."""
+        alone = "no_dist" in self.arguments
+        try:
+            with warnings.catch_warnings() if alone else nullcontext():
+                if alone:
+                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                yield
+        except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
+            raise _error_of_dcp(error, what, self.rank) from None
+
+
+def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:
+    """Return the problems of ranks, each once, with the ranks that have it; what the first one says concerns all of them."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, some in problems.items():
+        for each in some:
+            ranks_of.setdefault(each, []).append(rank)
+    return [each if 0 in ranks else f"{ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items()]
+
+
+def in_words(error: Exception) -> NamedMeshError:
+    """Return an error that can be sent to another rank."""
+    if isinstance(error, NamedMeshError):
+        return error
+    return CheckpointError(f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def _error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
+    """Return what DCP raises on every rank as one error, with a sentence for each cause and its ranks."""
+    failures = error.failures if isinstance(error, dcp.api.CheckpointException) else {rank: (error, None)}
+    causes: dict[int, Any] = {each: cause for each, (cause, _) in failures.items()}
+    if isinstance(causes.get(rank), KeyboardInterrupt | SystemExit):  # DCP catches these, too
+        return causes[rank]  # type: ignore[no-any-return]
+    ours: dict[int, Iterable[str]] = {}
+    others: dict[str, list[int]] = {}
+    for each, cause in sorted(causes.items()):
+        if isinstance(cause, NamedMeshError):
+            ours[each] = cause.problems
+        else:
+            others.setdefault(str(in_words(cause)), []).append(each)
+    problems = by_ranks(ours)
+    for how, ranks in others.items():
+        problems.append(
+            f"{what} by {ranks_in_words(ranks)} ({how}); see to room and permission there, and start the job again"
+        )
+    damaged = all(isinstance(cause, DamagedError) for cause in causes.values())
+    return (DamagedError if damaged else CheckpointError)(*problems)

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
-from namedmesh.training.checkpoint_ranks import by_ranks, in_words
+from namedmesh.tensor_parallel.gradients import fingerprint
+from namedmesh.training.checkpoint_files import by_ranks, in_words
 from namedmesh.training.checkpoint_state import of_owner, owner, shown
-from namedmesh.training.comparison import alike, digest, numbers_of
+from namedmesh.training.data import digest
 
 if TYPE_CHECKING:
     import io
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from namedmesh.training.checkpoint_files import Writer
     from namedmesh.training.checkpoint_state import State
 
-
+_SAMPLE = 1024  # elements of a tensor that are compared
+_TOLERANCE = 1e-3  # replicas may differ by what rounding adds up to over a run; different tensors by more
 _ABSENT = {  # what is said of an entry that a checkpoint does not have, by its kind
     "model": "not in {}",
     "optimizer": "kept by the optimizer for the part of a rank, which no rank has now; load {} in its own layout, or without the optimizer",
@@ -49,9 +51,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
         if isinstance(state, Exception):
             raise in_words(state)
         plan = super().create_local_plan()
-        marks = [_mark(state, item.index.fqn) for item in plan.items]
-        told = {"extra": state.extra, "digest": digest(state.extra), "options": state.options}
-        return replace(plan, planner_data=told | {"aliases": (state.aliases, state.ties), "marks": marks})
+        told: dict[str, Any] = {"extra": state.extra, "digest": digest(state.extra), "options": state.options}
+        told |= {"aliases": (state.aliases, state.ties)}
+        told |= {"marks": [_mark(state, item.index.fqn) for item in plan.items]}
+        return replace(plan, planner_data=told)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         """Compare, on the first rank, and let each rank save what only it has."""
@@ -79,15 +82,31 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return super().lookup_object(replace(index, fqn=shared_name(index.fqn)))
 
 
-def _mark(state: State, name: str) -> tuple[Any, ...]:
-    """Return what ranks compare of a value: whether they have to agree, and two numbers or a hash."""
+def _mark(state: State, name: str) -> list[float] | int:
+    """Return what ranks compare of a value: numbers, where they have to agree, or a hash."""
     value = state.values[name]
     parameter = state.values.get(f"model.{owner(name)}") if name.startswith("optimizer.") else None
     if isinstance(value, Tensor) and parameter is not None and parameter.shape == value.shape:
-        return True, []  # as the parameters are
-    if isinstance(value, DTensor) or name in state.parameters:
-        return True, numbers_of(value)
-    return False, digest(value)
+        return []  # they agree as the parameters do
+    agreed = isinstance(value, DTensor) or name in state.parameters
+    return _numbers_of(value) if agreed else digest(value)
+
+
+@torch.no_grad()
+def _numbers_of(tensor: Tensor) -> list[float]:
+    """Return two numbers of some of a tensor's elements on this rank, that differ between different tensors."""
+    flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLE)].resolve_conj()
+    some = torch.view_as_real(some) if some.is_complex() else some
+    return fingerprint(some.double().nan_to_num(nan=1e100, posinf=2e100, neginf=-2e100))
+
+
+def _same(one: list[float] | int, other: list[float] | int) -> bool:
+    """Return whether the marks of two values are those of one, but for rounding."""
+    if isinstance(one, int) or isinstance(other, int):
+        return one == other
+    limit = _TOLERANCE * max((abs(each) for each in (*one, *other)), default=0.0)
+    return all(abs(a - b) <= limit for a, b in zip(one, other, strict=True))
 
 
 def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[str, tuple[str, str]]]]) -> dict[str, str]:
@@ -118,20 +137,16 @@ def _compared(
     for index, marks in held.items():
         first, mark = marks[0]
         differ = [rank for rank, each in marks if not _same(each, mark)]
-        if differ and mark[0]:
+        if differ and isinstance(mark, list):
             wrong.setdefault(f"other values on rank {differ[0]} than on rank {first}", {})[index.fqn] = None
         elif differ:
-            copies[index.fqn] = {rank: each[1] for rank, each in marks}
+            copies[index.fqn] = dict(marks)
     tail = (
         "and a checkpoint holds one tensor of a name; replicas have to be equal, a layer has its number in the whole model in its "
         "name (training.stage_layers), and plain shards are marked with tensor_model_parallel and partition_dim"
     )
     found = _in_words({f"{how}, {tail}": map(shown, names) for how, names in wrong.items()})
     return copies, found
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return alike(one[1], other[1]) if one[0] and other[0] else one == other
 
 
 def _own(
@@ -160,7 +175,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state, self._about, self._where = state, about, f"the checkpoint {where}"
-        self._aliases = {**aliases, **about["aliases"]}
+        self._tied, self._aliases = aliases, {**aliases, **about["aliases"]}
         self._cast, self._pretrained = cast, about["data"] is None
         self._prefix = "model." if self._pretrained else ""  # which Hugging Face's names do not have
         self._wrong: dict[str, list[str]] = {}  # what does not fit, and the names of which it is said
@@ -171,19 +186,24 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self._saved = {self._prefix + name: each for name, each in metadata.state_dict_metadata.items()}
         wanted: dict[str, Any] = {}
         names = [name for name in self.state.values if name.startswith(("model.", "data."))]
-        # What was two parameters is read twice, to be compared.
-        names += [f"model.{alias}" for alias in self.state.aliases if f"model.{alias}" in self._saved]
         names += dict.fromkeys(each for each in map(shared_name, self._saved) if each.startswith("random."))
         for name in names:
             self._find(name, wanted)
         for name in self._of_optimizers():  # the problems of the model come first
             self._find(name, wanted)
+        for alias, whose in self._tied.items():  # what was two parameters is read twice, to be compared
+            name = f"model.{alias}"
+            if name in self._saved and (name in self.state.values or alias in self.state.aliases):
+                self._find(name, wanted)
+                self._find(f"model.{whose}", wanted, name)
         super().set_up_planner(wanted, metadata, is_coordinator)
 
-    def _find(self, name: str, wanted: dict[str, Any]) -> None:
+    def _find(self, name: str, wanted: dict[str, Any], like: str = "") -> None:
         if source := self._source(name):
             self._sources[name] = source
-            wanted.setdefault(source.removeprefix(self._prefix), self._room(name, self._saved[source]))
+            wanted.setdefault(
+                source.removeprefix(self._prefix), self._room(like or name, self._saved[source])
+            )
 
     def _source(self, name: str) -> str | None:
         """Return the name of an entry in the checkpoint, of which there may be a copy for each rank that had one."""
@@ -281,17 +301,20 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def _read(self, name: str) -> Any:
         return self.state_dict[self._sources[name].removeprefix(self._prefix)]
 
-    def tied(self) -> list[tuple[object, str, list[float]]]:
-        """Return of weights with several names, after reading, which they are, and their numbers."""
-        coords = {} if self.state.mesh is None else self.state.mesh.coords
-        place = {axis: at for axis, at in coords.items() if axis != "pp"}
-        found: list[tuple[object, str]] = [
-            (f"{tie} {place}", name) for name, (tie, _) in self.state.ties.items()
-        ]
-        for alias, whose in self.state.aliases.items():
-            if f"model.{alias}" in self._sources:
-                found += [(f"{whose} {coords}", whose), (f"{whose} {coords}", alias)]
-        return [(tie, name, numbers_of(self._read(f"model.{name}"))) for tie, name in found]
+    def refuse_untied(self) -> None:
+        """Refuse what is one weight now, and was two with other values."""
+        problems = []
+        for alias, whose in self._tied.items():
+            both = [f"model.{name}" for name in (whose, alias)]
+            if self._sources.keys() >= set(both) and not _same(
+                *(_numbers_of(self._read(each)) for each in both)
+            ):
+                problems.append(
+                    f"{whose!r} and {alias!r} are tied here, and are two weights with other values in {self._where}; untie them, or "
+                    "load another checkpoint"
+                )
+        if problems:
+            raise CheckpointError(*problems)
 
     def put(self) -> None:
         """Give what was read to the model and all others."""
@@ -306,18 +329,3 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 def _in_words(wrong: Mapping[str, Iterable[str]]) -> list[str]:
     return [f"{listing(names)}: {how}" for how, names in wrong.items()]
-
-
-def refuse_untied(by_rank: Iterable[tuple[object, str, list[float]]], where: Path) -> None:
-    """Refuse what is one weight now, and was two with other values."""
-    first: dict[object, tuple[str, list[float]]] = {}
-    problems = []
-    for tied, name, numbers in by_rank:
-        other, expected = first.setdefault(tied, (name, numbers))
-        if not alike(numbers, expected):
-            problems.append(
-                f"{other!r} and {name!r} are tied here, and are two weights with other values in the checkpoint {where}; untie them, or "
-                "load another checkpoint"
-            )
-    if problems:
-        raise CheckpointError(*dict.fromkeys(problems))

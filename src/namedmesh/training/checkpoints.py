@@ -8,8 +8,8 @@ import shutil
 import warnings
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases, refuse_untied
-from namedmesh.training.checkpoint_ranks import DamagedError, Ranks, error_of_dcp, quiet
+from namedmesh.training.checkpoint_files import DamagedError, Ranks
+from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases
 from namedmesh.training.checkpoint_state import State, plain
 
 if TYPE_CHECKING:
@@ -82,43 +82,38 @@ def _save(
 ) -> Future[Path]:
     ranks = Ranks.of(mesh)
     ranks.finish()
-    async_ = async_ and mesh is not None
+    background = async_ and mesh is not None
     state: State | Exception
     try:
         state = State(mesh, *saved)
         state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
-        if async_:
+        if background:
             state.copy()
         values = state.values
     except Exception as error:  # noqa: BLE001  DCP's first step tells it on every rank
         state, values = error, {}
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     writer = files.Writer(path, {"layout": layout, "run": run}, finished)
-    arguments = {"storage_writer": writer, "planner": SavePlanner(state, writer), **ranks.arguments}
     future: Future[Path] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it, which the other ranks would not hear of
 
-    def end(error: BaseException | None) -> None:
-        if error is None:
+    def write() -> None:
+        try:
+            with ranks.told(f"the checkpoint {path} could not be written"):
+                dcp.save(values, storage_writer=writer, planner=SavePlanner(state, writer), **ranks.arguments)
+        except BaseException as error:  # noqa: BLE001  what is interrupted, too
+            if writer.made:  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
+                files.clear(path)
+            future.set_exception(error)
+        else:
             future.set_result(path)
-            return
-        if writer.made:  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
-            files.clear(path)
-        future.set_exception(error_of_dcp(error, f"the checkpoint {path} could not be written", ranks.rank))
 
-    if async_:
-        future.set_running_or_notify_cancel()  # nobody can cancel it, which the other ranks would not hear of
+    if background:
         ranks.saving = future
-        started: Any = dcp.async_save(values, **arguments)
-        started.add_done_callback(lambda done: end(done.exception()))
-        return future
-    try:
-        with quiet():
-            dcp.save(values, **arguments)
-    except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
-        end(error)
+        Thread(target=write).start()
     else:
-        end(None)
-    future.result()
+        write()
+        future.result()
     return future
 
 
@@ -165,8 +160,7 @@ def _about(path: Path) -> dict[str, Any]:
         nothing: dict[str, Any] = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}}
         return nothing | dict.fromkeys(("data", "layout", "run"))
     about = files.read_about(path)
-    files.check_metadata(path, about)
-    return about
+    return about | {"tensors": files.read_metadata(path, about)}
 
 
 def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
@@ -185,7 +179,7 @@ def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> d
     with ranks.told(f"the checkpoint {path} could not be read"):
         reader = own or dcp.HuggingFaceStorageReader(str(path))
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
-    refuse_untied(chain.from_iterable(ranks.from_all(planner.tied)), path)
+    ranks.from_all(planner.refuse_untied)
     ranks.from_all(planner.put)
     return about
 
@@ -333,14 +327,13 @@ class Checkpoints:
         """Remove what interrupted saves have left, and return what the run is called."""
         run = self._own_run()
         for each in self.directory.glob("step-*"):
-            if _NAME.fullmatch(each.name):
-                files.clear(each)
-        for each in self.directory.glob("*-" + 16 * "[0-9a-f]" + ".removed"):
-            shutil.rmtree(each, ignore_errors=True)
+            files.clear(each)
         return run
 
     def _remove_older(self) -> None:
         own = [path for path, about in self._of_runs() if about["run"] == self._run]
         own = [path for path in own if _NAME.fullmatch(path.name)]
         for path in own[: -self.keep] if self.keep else ():
-            files.remove(path)
+            # First, so that an interruption leaves nothing that is taken for a checkpoint.
+            (path / files.ABOUT).unlink()
+            shutil.rmtree(path, ignore_errors=True)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+import ctypes
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -11,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import concatenate_meshes
 from namedmesh.errors import AgreementError, AxisError, ShapeError, listing
-from namedmesh.training.comparison import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,7 +59,7 @@ def sampler_kwargs(mesh: NamedMesh) -> _SamplerKwargs:
     return {"num_replicas": ranks, "rank": place}
 
 
-def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -> None:
+def check_same_batch(batch: object, mesh: NamedMesh) -> None:
     """Refuse a batch that differs between ranks that must have the same samples, or is another data rank's; communicates.
 
     It copies the batch, as it is loaded, to the CPU and hashes it: for the first steps, or every thousandth.
@@ -63,7 +68,6 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         batch: tensors, NumPy arrays and anything else, in dicts, lists, tuples, dataclasses and other objects. None on a rank
             that loads nothing, such as a stage in the middle of a pipeline, which is then not compared.
         mesh: the mesh; every rank of it calls this.
-        distinct: whether ranks with other coordinates on the data axes must have other batches.
 
     Raises:
         AgreementError: on every rank, naming the ranks whose batches differ.
@@ -79,8 +83,7 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
     share = {rank: tuple(mesh.layout.coords(rank)[axis] for axis in axes) for rank in loaded}
     remedy = "give their samplers sampler_kwargs(mesh)"
     problems = _conflicts(share, loaded, f"different samples, and must load the same; {remedy} and one seed")
-    if distinct:
-        problems += _conflicts(loaded, share, f"the same samples, and must load different ones; {remedy}")
+    problems += _conflicts(loaded, share, f"the same samples, and must load different ones; {remedy}")
     if problems:
         raise AgreementError(*problems)
 
@@ -92,6 +95,44 @@ def _conflicts(one: Mapping[int, object], several: Mapping[int, object], what: s
         found.setdefault(each, {}).setdefault(several[rank], []).append(rank)
     groups = [[f"ranks {listing(ranks)}" for ranks in each.values()] for each in found.values()]
     return [f"{' and '.join(each)} loaded {what}" for each in groups if len(each) > 1]
+
+
+def digest(value: object) -> int:
+    """Return a hash of what a value holds, never 0; dicts in any order, and NumPy's numbers and arrays are as torch's.
+
+    Example:
+        >>> digest({"a": [1], "b": torch.ones(2)}) == digest({"b": torch.ones(2), "a": [1]}) != digest({"a": [1]})
+        True
+    """
+    found = hashlib.sha256()
+    _add(found, value)
+    return int.from_bytes(found.digest()[:8], "little") >> 1 | 1
+
+
+def _add(found: Any, value: Any) -> None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        plain = value.ndim == 0 or value.dtype.hasobject
+        value = value.tolist() if plain else torch.from_numpy(value)
+    if isinstance(value, Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        flat = local.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        found.update(repr((flat.dtype, tuple(flat.shape))).encode())
+        found.update(ctypes.string_at(flat.data_ptr(), flat.nbytes))
+    elif isinstance(value, Mapping):
+        _add(found, [(key, value[key]) for key in sorted(value, key=repr)])  # which ranks fill in any order
+    elif isinstance(value, list | tuple):
+        found.update(b"(%d" % len(value))
+        for each in value:
+            _add(found, each)
+    elif isinstance(value, AbstractSet):
+        _add(found, sorted(map(digest, value)))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        _add(found, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    elif hasattr(value, "__dict__") and repr(value) == object.__repr__(value):  # where it lies in memory
+        _add(found, vars(value))
+    else:
+        found.update(b"\0" + repr(value).encode())
 
 
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:

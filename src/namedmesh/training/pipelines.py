@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,17 +83,8 @@ def _schedule_class(name: str) -> Any:
         raise LayoutError(f"{error}; name one of them") from None
 
 
-def pipeline(
-    model: nn.Module | Sequence[nn.Module],
-    mesh: NamedMesh,
-    schedule: str = "1F1B",
-    *,
-    microbatches: int,
-    loss: Loss,
-    reduction: Literal["mean", "sum"] = "mean",
-    whole: Sequence[str] = (),
-) -> Pipeline:
-    """Return a pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
+class Pipeline:
+    """A pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
 
     FSDP2 modules whose ``reshard_after_forward`` was left to FSDP2 keep their weights until the last backward of a step. One
     that was given as True counts, but is refused where weights are needed later (zero bubble, ZBV, DualPipeV).
@@ -109,31 +99,27 @@ def pipeline(
         reduction: whether ``loss`` is a mean over its rows, or a part of a sum, as of :func:`token_mean`.
         whole: the names of keyword arguments that every micro-batch gets as they are; other tensors have the rows of the batch.
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model)
-    how: dict[str, Any] = {"microbatches": microbatches, "loss": loss, "reduction": reduction, "whole": whole}
-    return Pipeline(modules, mesh, schedule, **how)
-
-
-class Pipeline:
-    """What :func:`pipeline` returns."""
 
     def __init__(
         self,
-        modules: list[nn.Module],
+        model: nn.Module | Sequence[nn.Module],
         mesh: NamedMesh,
-        schedule: str,
+        schedule: str = "1F1B",
         *,
         microbatches: int,
         loss: Loss,
-        reduction: str,
-        whole: Sequence[str],
+        reduction: Literal["mean", "sum"] = "mean",
+        whole: Sequence[str] = (),
     ) -> None:
-        self._modules, self._mesh, self._kind = modules, mesh, _schedule_class(schedule)
+        self._modules = modules = [model] if isinstance(model, nn.Module) else list(model)
+        self._mesh, self._kind = mesh, _schedule_class(schedule)
         self._indices = stage_indices(mesh, schedule, len(modules))
         self._microbatches, self._loss, self._reduction, self._whole = microbatches, loss, reduction, whole
         self._built: dict[str, tuple[object, int, Any]] = {}  # by what runs: shape, rows, schedule
+        # Of the batch that runs.
         self._target: Any = None
         self._count = 0
+        self._kept: dict[str, Any] = {}  # keyword arguments that torch is not to split
         inside = [each for module in modules for each in module.modules()]
         self._sharded = [each for each in inside if isinstance(each, FSDPModule)]
         several = mesh.size("pp") > 1 or not issubclass(self._kind, PipelineScheduleSingle)
@@ -145,7 +131,7 @@ class Pipeline:
             if frees is None:
                 each.set_reshard_after_forward(False, recurse=False)
         for module in modules:
-            module.register_forward_pre_hook(_unpacked, with_kwargs=True)
+            module.register_forward_pre_hook(self._with_kept, with_kwargs=True)
 
     def step(self, *args: Tensor, target: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward over a batch, of any size, which every rank of ``pp`` is given.
@@ -177,8 +163,9 @@ class Pipeline:
     def _run(
         self, what: str, args: tuple[Tensor, ...], kwargs: dict[str, Any], target: Any, losses: list[Tensor]
     ) -> Tensor | None:
-        by_row = [each for key, each in kwargs.items() if key not in self._whole]
-        cut = [each for each in (*args, *by_row) if isinstance(each, Tensor)]
+        kept = {key: each for key, each in kwargs.items() if key in self._whole}
+        by_row = {key: each for key, each in kwargs.items() if key not in self._whole}
+        cut = [each for each in (*args, *by_row.values()) if isinstance(each, Tensor)]
         with_rows = cut if target is None else [*cut, *tree_leaves(target)]
         counts = {each.shape[0] if each.ndim else 0 for each in with_rows}
         if len(counts) != 1 or not args or 0 in counts:
@@ -201,13 +188,13 @@ class Pipeline:
             return value[filled.to(value.device)] if short else value
 
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
-        named = {key: _Whole(value) if key in self._whole else fill(value) for key, value in kwargs.items()}
+        named = {key: fill(each) for key, each in by_row.items()}
         if what != "output":  # torch splits numbers of rows in place of the target, which may be of any form
             named |= {"target": index, "losses": losses, "return_outputs": False}
-        self._target = target
+        self._target, self._kept = target, kept
         with _gradients_kept(self._modules if new else []):
             output = (schedule.step if what == "step" else schedule.eval)(*given, **named)
-        self._target = None
+        self._target, self._kept = None, {}
         return None if output is None else output[: self._count]
 
     def _schedule(self, what: str) -> Any:
@@ -225,15 +212,23 @@ class Pipeline:
             remove_backwards(schedule)
         return schedule
 
+    def _with_kept(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | self._kept
+
     def _part(self, output: Tensor, index: Tensor) -> Tensor:
         """Return what the rows of one micro-batch add to the loss of the batch."""
         first = int(index[0])
-        rows = min(len(index), self._count - first)
-        if rows < 1:  # times zero, so that the backward is the same on every rank
-            return 0 * self._loss(output[:1], _rows_of(self._target, slice(self._count - 1, self._count)))
-        real = output if rows == len(index) else output[:rows]  # whose backward has memory of its size
-        loss = self._loss(real, _rows_of(self._target, slice(first, first + rows)))
-        return loss * (rows / self._count) if self._reduction == "mean" else loss
+        count = max(0, min(len(index), self._count - first))
+        # Where all rows are repeated ones, times zero, so that the backward is the same on every rank.
+        rows = slice(first, first + count) if count else slice(self._count - 1, self._count)
+        real = (
+            output if count == len(index) else output[: max(count, 1)]
+        )  # whose backward has memory of its size
+        loss = self._loss(real, tree_map(lambda each: each[rows], self._target))
+        return loss * (count / self._count if self._reduction == "mean" else min(count, 1))
+
+
+pipeline = Pipeline  # called as a function, as its neighbours
 
 
 class _Stage(PipelineStage):
@@ -244,21 +239,6 @@ class _Stage(PipelineStage):
         if self.is_last and not self.has_backward:
             self.fwd_cache[fwd_chunk_id] = (), []
         return output
-
-
-@dataclass
-class _Whole:
-    """A keyword argument that torch is not to split; what is no tensor, every micro-batch gets."""
-
-    value: Any
-
-
-def _unpacked(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, {key: each.value if isinstance(each, _Whole) else each for key, each in kwargs.items()}
-
-
-def _rows_of(target: Any, rows: slice) -> Any:
-    return tree_map(lambda each: each[rows], target)
 
 
 @contextmanager

@@ -95,18 +95,22 @@ def streams(name: str) -> Iterator[None]:
 def random_state() -> dict[str, Any]:
     """Return the states of the default generators of Python, NumPy (where it is imported) and torch, and that of the data."""
     found: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": _data.get_state()}
-    found["python"] = random.getstate()
+    version, numbers, *rest = random.getstate()
+    found["python"] = (version, torch.tensor(numbers), *rest)
     for device in _devices:
         found[device.type] = torch.get_device_module(device).get_rng_state(device)
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy"] = (name, keys.tolist(), *rest)
+        found["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return found
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Let the generators go on from a state; those that are not here are left out."""
-    setters: dict[str, Any] = {"cpu": torch.set_rng_state, "data": _data.set_state, "python": random.setstate}
+    setters: dict[str, Any] = {"cpu": torch.set_rng_state, "data": _data.set_state}
+    setters["python"] = lambda state: random.setstate(
+        (state[0], tuple(torch.as_tensor(state[1]).tolist()), *state[2:])
+    )
     for device in _devices:
         setters[device.type] = partial(torch.get_device_module(device).set_rng_state, device=device)
     if "numpy" in sys.modules:
