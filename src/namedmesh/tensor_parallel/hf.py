@@ -14,10 +14,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.collectives import Group, enter
-from namedmesh.tensor_parallel.experts import ShardedExperts
-from namedmesh.tensor_parallel.modules import KeyValueParallel, LocalParameters
+from namedmesh.tensor_parallel.modules import LocalParameters, ShardedExperts
 from namedmesh.tensor_parallel.plan import matches
-from namedmesh.tensor_parallel.styles import ColwiseParallel, RowEmbedding, RowwiseParallel
+from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowEmbedding, RowwiseParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -14,6 +14,8 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import has_hooks, local_parameters
+from namedmesh.errors import PlanError
+from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave, split
 from namedmesh.tensor_parallel.loss import refuse_strangers
 
@@ -307,3 +309,94 @@ def _share(  # noqa: PLR0917  a hook's
     first = next(iter(inspect.signature(module.forward).parameters))
     name = first if first in kwargs else next(iter(kwargs))  # wrappers take ``*args, **kwargs``
     return args, kwargs | {name: shared(kwargs[name])}
+
+
+# --- heads, and layers that are several in one --------------------------------------------------------------
+
+
+class KeyValueLinear(ColumnLinear):
+    """A linear for keys or values that every rank has whole, of which it computes the heads of its queries."""
+
+    rows: list[int]
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """Return the features of the heads that this rank's queries attend to."""
+        weight, bias = local(self.weight, self.bias, parts=(True, True))
+        mine = None if bias is None else bias[self.rows]
+        return delivered(self, F.linear(column_input(input, self.wiring), weight[self.rows], mine))
+
+
+class KeyValueParallel(ColwiseParallel):
+    """Give each rank the keys, or the values, of the heads that its queries attend to.
+
+    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for two ranks), every
+    rank keeps the whole weight and computes the heads that its queries need; the gradients are summed. The attention then
+    finds one kv head for each group of its queries, and has to take the number of repetitions from the shapes.
+    """
+
+    def __init__(
+        self, query_heads: int, kv_heads: int | None = None, *, input_layouts: Placement | None = None
+    ) -> None:
+        super().__init__(input_layouts=input_layouts)
+        self.query_heads, self.kv_heads = query_heads, kv_heads or query_heads
+
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
+        """Return how the parameters are laid out: whole where ranks share heads."""
+        columns = super().layout(module, tp_size)
+        return columns if self.kv_heads % tp_size == 0 else dict.fromkeys(columns, Replicate())
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
+        """Return why so many ranks cannot share the heads."""
+        queries, heads, features = self.query_heads, self.kv_heads, getattr(module, "out_features", 1)
+        if features % heads:
+            return [f"{heads} kv heads do not divide out_features {features}"]
+        if heads % tp_size and not SharedHeads(queries, heads, tp_size).possible:
+            counts = f"{queries} query heads and {heads} kv heads"
+            return [f"{counts} cannot be shared by {tp_size} ranks; choose a tp size that divides {queries}"]
+        if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
+            return [f"ranks share kv heads with the forward of nn.Linear only, not {type(module).__name__}'s"]
+        return []
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.kv_heads % device_mesh.size() == 0:
+            applied: nn.Module = super()._apply(module, device_mesh)
+            return applied
+        linear: Any = module
+        self._partition_linear_fn("", linear, device_mesh)
+        rewire(linear, KeyValueLinear, self, device_mesh)
+        heads = SharedHeads(self.query_heads, self.kv_heads, device_mesh.size())
+        width = linear.out_features // self.kv_heads
+        mine = heads.of_rank(device_mesh.get_local_rank())
+        linear.rows = [head * width + row for head in mine for row in range(width)]
+        return module
+
+
+class Joined(nn.ModuleList):
+    """Linears with the same input, their outputs one after the other. Made by :func:`split_linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the one linear would, or this rank's part of every one."""
+        return torch.cat([part(x) for part in self], -1)
+
+
+def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
+    """Replace a linear that is several in one (q|k|v, gate|up, one after the other) by those, their outputs joined.
+
+    The parts are modules ``{name}.0``, ``{name}.1`` and so on, for a plan to name; the model's own ``chunk`` or ``split`` of the
+    output has to take the sizes from the shapes. Names in the state dict change, too: load a checkpoint of the one linear
+    before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
+
+    Raises:
+        PlanError: the module is no ``nn.Linear``, or the sizes do not add up to its output features.
+    """
+    fused = model.get_submodule(name)
+    if type(fused) is not nn.Linear or sum(sizes) != fused.out_features:
+        raise PlanError(
+            f"{name} is {fused}; give an nn.Linear and sizes that add up to its out_features, not {list(sizes)}"
+        )
+    bias = fused.bias is not None
+    parts = Joined(nn.Linear(fused.in_features, size, bias, device="meta") for size in sizes)
+    for key, whole in fused.named_parameters():
+        for part, rows in zip(parts, whole.detach().split([*sizes]), strict=True):
+            part.register_parameter(key, nn.Parameter(rows.clone(), requires_grad=whole.requires_grad))
+    model.set_submodule(name, parts.train(fused.training))

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import from_all, tree_leaves, tree_map
 from namedmesh.errors import PlanError, count_of
-from namedmesh.tensor_parallel.apply import parallelize
-from namedmesh.tensor_parallel.plan import resolve
+from namedmesh.tensor_parallel.plan import parallelize, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
