@@ -190,7 +190,7 @@ def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Pl
     if hasattr(style, "layout"):
         placements = style.layout(module, tp_size)
     elif isinstance(style, _FEATURES):
-        placements = layer_placements(module, column=isinstance(style, ColwiseParallel))
+        placements = layer_placements(style, module)
     elif isinstance(style, SequenceParallel):
         placements = {name: Replicate() for name, _ in module.named_parameters()}
     for name, parameter in module.named_parameters():

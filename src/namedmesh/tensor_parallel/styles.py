@@ -29,23 +29,30 @@ _WHOLE, _PARTS = (Replicate(),), (Partial(),)
 
 
 class Wiring(NamedTuple):
-    """How a sharded layer is connected: its ranks, the sharded dim of its input and of its output (None: whole)."""
+    """How a sharded layer is connected: its ranks, the sharded dim of its input and of its output (None: whole).
+
+    ``rows``: of a linear that every rank has whole, which output features this one computes.
+    """
 
     group: Group
     input_dim: int | None
     output_dim: int | None
-    use_local_output: bool = True
+    use_local_output: bool
+    rows: Sequence[int] | None
 
 
 class ColumnLinear(nn.Linear):
-    """An ``nn.Linear`` of whose output features each rank has some. Made by :class:`ColwiseParallel`."""
+    """An ``nn.Linear`` of whose output features each rank computes some. Made by :class:`ColwiseParallel`."""
 
     wiring: Wiring
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or those of all ranks."""
-        group, _, output_dim, _ = self.wiring
-        weight, bias = local(self.weight, self.bias)
+        group, _, output_dim, _, rows = self.wiring
+        shared = rows is not None
+        weight, bias = local(self.weight, self.bias, parts=(shared, shared))
+        if shared:
+            weight, bias = weight[rows], None if bias is None else bias[rows]
         y = F.linear(column_input(input, self.wiring), weight, bias)
         return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
 
@@ -57,7 +64,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the sum of all ranks' products: whole, or this rank's shard of another dim."""
-        group, input_dim, output_dim, _ = self.wiring
+        group, input_dim, output_dim, *_ = self.wiring
         if isinstance(input, DTensor):
             x = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
         else:
@@ -77,7 +84,7 @@ class RowEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' vectors, of which one is not zero: whole, or this rank's shard of a dim."""
-        group, input_dim, output_dim, _ = self.wiring
+        group, input_dim, output_dim, *_ = self.wiring
         ids = input.full_tensor() if isinstance(input, DTensor) else input
         if ids is input and input_dim is not None:
             ids = all_gather(input, group, input_dim)
@@ -154,15 +161,10 @@ class _Short:
     """A style with a short way for the layers and layouts that it knows; all others go torch's way."""
 
     kinds: Mapping[type, type]
-    column: bool
 
     def __init__(self, *, heads: int | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
         self.heads = heads
-
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
-        """Return how the parameters are laid out."""
-        return layer_placements(module, column=self.column)
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return what of a module the style cannot keep, a sentence each."""
@@ -178,8 +180,7 @@ class _Short:
 
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if not name:  # torch's own would take the modules inside of a subclass for linears, too
-            layout = self.layout(module, device_mesh.size())
-            shard_parameters(module, device_mesh, layout, self.src_data_rank)
+            shard_parameters(module, device_mesh, layer_placements(self, module), self.src_data_rank)
 
     _partition_embedding_fn = _partition_linear_fn
 
@@ -199,12 +200,12 @@ class _Short:
         return module
 
 
-def rewire(module: Any, kind: Any, style: Any, mesh: DeviceMesh) -> None:
+def rewire(module: Any, kind: Any, style: Any, mesh: DeviceMesh, rows: Sequence[int] | None = None) -> None:
     """Give a layer with sharded parameters the forward for them."""
     module.__class__ = kind
     (given,), (made,) = style.input_layouts, style.output_layouts
     dims = getattr(given, "dim", None), getattr(made, "dim", None)
-    module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output)
+    module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output, rows)
 
 
 def _synchronous(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -230,7 +231,6 @@ class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
     """
 
     kinds = {nn.Linear: ColumnLinear}  # noqa: RUF012  a table
-    column = True
 
     def knows(self, _module: nn.Module) -> bool:
         """Return whether the short way is right for the style's layouts."""
@@ -253,7 +253,6 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
     """
 
     kinds = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}  # noqa: RUF012  a table
-    column = False
 
     def knows(self, module: nn.Module) -> bool:
         """Return whether the short way is right for the style's layouts."""
@@ -263,8 +262,9 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
         return takes and (made == Replicate() or (isinstance(made, Shard) and made.dim >= 0))
 
 
-def layer_placements(module: nn.Module, *, column: bool) -> dict[str, Placement]:
-    """Return how a column or row style lays out the parameters of a linear or an embedding."""
+def layer_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
+    """Return how a column or row style, torch's too, lays out the parameters of a linear or an embedding."""
+    column = isinstance(style, torch_styles.ColwiseParallel)
     if isinstance(module, nn.Embedding):
         return {"weight": Shard(1) if column else Shard(0)}
     placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
@@ -314,18 +314,6 @@ def _share(  # noqa: PLR0917  a hook's
 # --- heads, and layers that are several in one --------------------------------------------------------------
 
 
-class KeyValueLinear(ColumnLinear):
-    """A linear for keys or values that every rank has whole, of which it computes the heads of its queries."""
-
-    rows: list[int]
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """Return the features of the heads that this rank's queries attend to."""
-        weight, bias = local(self.weight, self.bias, parts=(True, True))
-        mine = None if bias is None else bias[self.rows]
-        return delivered(self, F.linear(column_input(input, self.wiring), weight[self.rows], mine))
-
-
 class KeyValueParallel(ColwiseParallel):
     """Give each rank the keys, or the values, of the heads that its queries attend to.
 
@@ -342,7 +330,7 @@ class KeyValueParallel(ColwiseParallel):
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return how the parameters are laid out: whole where ranks share heads."""
-        columns = super().layout(module, tp_size)
+        columns = layer_placements(self, module)
         return columns if self.kv_heads % tp_size == 0 else dict.fromkeys(columns, Replicate())
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
@@ -361,13 +349,12 @@ class KeyValueParallel(ColwiseParallel):
         if self.kv_heads % device_mesh.size() == 0:
             applied: nn.Module = super()._apply(module, device_mesh)
             return applied
-        linear: Any = module
-        self._partition_linear_fn("", linear, device_mesh)
-        rewire(linear, KeyValueLinear, self, device_mesh)
-        heads = SharedHeads(self.query_heads, self.kv_heads, device_mesh.size())
-        width = linear.out_features // self.kv_heads
-        mine = heads.of_rank(device_mesh.get_local_rank())
-        linear.rows = [head * width + row for head in mine for row in range(width)]
+        size = device_mesh.size()
+        heads = SharedHeads(self.query_heads, self.kv_heads, size).of_rank(device_mesh.get_local_rank())
+        width = len(module.get_parameter("weight")) // self.kv_heads
+        rows = [head * width + row for head in heads for row in range(width)]
+        shard_parameters(module, device_mesh, self.layout(module, size), self.src_data_rank)
+        rewire(module, ColumnLinear, self, device_mesh, rows)
         return module
 
 
