@@ -86,7 +86,7 @@ def test_layers_that_differ_get_entries_of_their_own() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([Layer(linear=True, tail=0), Layer(linear=False, tail=2)])
     model.layers.append(Layer(linear=False, tail=3))
-    model.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])  # a list of layers stays whole
     model._tp_plan = {  # type: ignore[assignment]  # as transformers writes it
         "layers.*.q_proj": "colwise",
         "layers.*.sinks": "colwise",
@@ -104,8 +104,6 @@ def test_layers_that_differ_get_entries_of_their_own() -> None:
         "layers.2": "LocalParameters({'sinks': Shard(dim=0)})",
         "layers.2.q_proj": "ColwiseParallel",
         "layers.2.o_proj": "RowwiseParallel",
-        "heads.0": "ColwiseParallel",
-        "heads.1": "ColwiseParallel",
     }
     tails: Any = [plan[f"layers.{layer}.kv_a_proj"] for layer in range(3)]
     assert [tail.width for tail in tails] == [0, 2, 3]

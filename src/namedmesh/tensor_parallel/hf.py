@@ -119,9 +119,6 @@ def plan_from_hf(model: nn.Module) -> dict[str, ParallelStyle]:
     problems = []
     for fqn, module in modules.items():
         key, name = _stated_for(stated, fqn)
-        around = fqn.rpartition(".")[0]
-        if not key and isinstance(modules[around], nn.ModuleList):
-            key, name = _stated_for(stated, around)
         if not key or name == "replicate" or isinstance(module, nn.ModuleList):
             continue
         try:
@@ -165,11 +162,11 @@ def _style(
     if name in _OWNERS:
         return _owner(stated, fqn, module, name)
     if name == _LATENT:
-        around, config = modules[fqn.rpartition(".")[0]], _text_config(model)
-        width = getattr(around, "qk_rope_head_dim", getattr(config, "qk_rope_head_dim", None))
-        if width is None:
-            raise LookupError("depends on the model: its config has no qk_rope_head_dim")
-        return TailGradient(width)
+        sources: tuple[Any, ...] = modules[fqn.rpartition(".")[0]], _text_config(model)
+        for source in sources:
+            if hasattr(source, "qk_rope_head_dim"):
+                return TailGradient(source.qk_rope_head_dim)
+        raise LookupError("depends on the model: its config has no qk_rope_head_dim")
     if name not in _STYLES:
         raise LookupError(f"is not supported{did_you_mean(name, [*_STYLES, *_OWNERS])}")
     heads = _heads(modules, fqn) if name == "colwise" and isinstance(module, nn.Linear) else None
