@@ -32,7 +32,7 @@ LONGEST = (
     "test_book",
     "test_training_pipeline",
     "test_tp_kv_heads",
-    "test_tp_parity",
+    "test_tp_checks",
     "test_training_experts",
     "test_megatron_state",
     "test_mesh_training",

@@ -1,4 +1,4 @@
-"""Every collective of the styles matters: without it, or with it twice, some check sees it.
+"""Layers under a plan are as in one process, and every collective matters: without it, or with it twice, some check sees it.
 
 The call sites are read from the source. For each of them a mutant of the collective takes its place, at that
 site only, and the checks that pass through the site run again.
@@ -20,10 +20,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from threads import run_threads
+from torch import nn
+from torch.distributed.tensor import Replicate
 from tp_checks import CHECKS, largest_difference
+from tp_compare import assert_right, sharded
 
 import namedmesh.tensor_parallel as package
-from namedmesh.tensor_parallel import collectives
+from namedmesh.tensor_parallel import RowwiseParallel, collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,9 +144,9 @@ def run_check(
 def survivors() -> tuple[set[Site], list[str], int]:
     """The sites that no check reaches, the mutants that no check sees, and how many mutants there were."""
     reached: dict[Site, list[Callable[[], Any]]] = {}
-    for check in CHECKS:
+    for name, check in CHECKS.items():
         worst, sites = run_check(check)
-        assert worst < TOLERANCE, f"{check.__name__}: {worst}"
+        assert worst < TOLERANCE, f"{name}: {worst}"
         for site in sites:
             reached.setdefault(site, []).append(check)
     every = {site for module in modules() for site in sites_of(module)}
@@ -169,6 +172,22 @@ def test_a_check_sees_every_collective_that_is_removed_or_doubled() -> None:
     assert count > 35
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_checks_hold_on_four_ranks(check: Callable[[], Any]) -> None:
-    assert max(run_ranks(1, run_threads, 4, largest_difference, check, init=False)[0]) < TOLERANCE
+def differences() -> dict[str, float]:
+    return {name: largest_difference(check) for name, check in CHECKS.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_every_layout_and_option_is_as_in_one_process(tp_size: int) -> None:
+    assert_right(run_ranks(tp_size, differences), TOLERANCE, len(CHECKS))
+
+
+def stranger() -> str:
+    model = sharded(nn.Embedding(16, 8), RowwiseParallel(input_layouts=Replicate()))
+    with pytest.raises(IndexError) as caught:
+        model(torch.tensor([[3, 16]]))
+    return str(caught.value)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
+    text = "index out of range in self: the ids run from 3 to 16, the vocabulary from 0 to 15"
+    assert run_ranks(2, stranger) == [text] * 2
