@@ -22,8 +22,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from tp_compare import Recorded, tp_mesh
-from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Net, llama_plan
-from tp_wirings import Gain, OfHeads
+from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Net, OfHeads, llama_plan
 
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (

@@ -64,14 +64,6 @@ def test_a_llama_with_any_number_of_kv_heads_trains_as_the_whole_one(size: int) 
         assert max(found.values()) < 1e-11, found
 
 
-class Biased(Attention):
-    """As the attention of Qwen2: with biases on q, k and v."""
-
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
-        super().__init__(dim, n_heads, n_kv_heads)
-        self.wq, self.wk, self.wv = (nn.Linear(dim, old.out_features) for old in (self.wq, self.wk, self.wv))
-
-
 def attention_plan(queries: int, heads: int, between: Any = None) -> dict[str, Any]:
     inputs = between or Replicate()
     return {
@@ -86,7 +78,7 @@ def bias_differences() -> list[float]:
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        reference: nn.Module = Biased(24, 6, 2).double()
+        reference: nn.Module = Attention(24, 6, 2, bias=True).double()
         model = sharded(reference, attention_plan(6, 2))
         if compiled:
             model.compile(backend="aot_eager")
