@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import check_shards, scatter
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave
-from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    all_gather,
+    enter,
+    gather,
+    leave,
+    rows_cross_entropy,
+    target_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,9 +2,9 @@
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
+from namedmesh.tensor_parallel.collectives import cross_entropy
 from namedmesh.tensor_parallel.gradients import compare_gradients, reduce_gradients
 from namedmesh.tensor_parallel.hf import plan_from_hf
-from namedmesh.tensor_parallel.loss import cross_entropy
 from namedmesh.tensor_parallel.modules import (
     ExpertParallel,
     KeepWhole,

@@ -16,8 +16,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh._torch import has_hooks, local_parameters
 from namedmesh.errors import PlanError
 from namedmesh.sizes import SharedHeads
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave, split
-from namedmesh.tensor_parallel.loss import refuse_strangers
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    all_gather,
+    enter,
+    gather,
+    leave,
+    refuse_strangers,
+    split,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
