@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from tp_compare import assert_right, sharded, tp_mesh, training_difference
-from tp_models import Attention, Llama, llama_plan
+from tp_compare import sharded, tp_mesh, training_difference
+from tp_models import Attention, Llama, attention_plan, llama_plan
 
 from namedmesh.errors import PlanError
 from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     KeyValueParallel,
-    RowwiseParallel,
     plan_report,
 )
 
@@ -62,33 +59,6 @@ def test_a_llama_with_any_number_of_kv_heads_trains_as_the_whole_one(size: int) 
     for found in run_ranks(size, llama_differences):
         assert found
         assert max(found.values()) < 1e-11, found
-
-
-def attention_plan(queries: int, heads: int, between: Any = None) -> dict[str, Any]:
-    inputs = between or Replicate()
-    return {
-        "wq": ColwiseParallel(input_layouts=inputs),
-        "wk": KeyValueParallel(queries, heads, input_layouts=inputs),
-        "wv": KeyValueParallel(queries, heads, input_layouts=inputs),
-        "wo": RowwiseParallel(output_layouts=inputs),
-    }
-
-
-def bias_differences() -> list[float]:
-    found = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        reference: nn.Module = Attention(24, 6, 2, bias=True).double()
-        model = sharded(reference, attention_plan(6, 2))
-        if compiled:
-            model.compile(backend="aot_eager")
-        found.append(training_difference(model, reference, torch.randn(2, 5, 24, dtype=torch.float64)))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
-def test_biases_and_the_gradient_of_the_input_also_compiled() -> None:
-    assert_right(run_ranks(3, bias_differences))
 
 
 def counts_difference() -> float:

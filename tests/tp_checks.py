@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from tp_compare import gradient_of, sharded, tp_mesh
-from tp_models import UP_DOWN, Llama, Mlp, Net, OwnForward, llama_plan
+from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, OwnForward, attention_plan, llama_plan
 
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
@@ -315,6 +315,11 @@ CASES |= {
     "columns, gathered": (_embedding, ColwiseParallel(output_layouts=WHOLE), IDS),
     "columns, sequence": (_embedding, ColwiseParallel(output_layouts=SEQUENCE), IDS, None, 1),
     "heads": (heads_and_tail, HEADS, noise(2, 3, 8)),
+    "biases of shared heads": (
+        partial(Attention, 32, 8, 1, bias=True),
+        attention_plan(8, 1),
+        noise(2, 5, 32),
+    ),
     "parts": (parts, {"": SumOutput(), "inner": ColwiseParallel()}, noise(2, 3, 4)),
     "experts": (mixture, {"experts": ShardedExperts({"up": Shard(1), "down": Shard(2)})}, noise(2, 3, 4)),
     "exchanged tokens": (routed, {"experts": Undivided()}, noise(16, 4), 0, 0),

@@ -221,3 +221,9 @@ def llama_plan(
     for name in ("attention.wo", "feed_forward.w2"):
         plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=between)
     return plan | (dict.fromkeys(NORMS, LocalParameters()) if sequence_parallel else {})
+
+
+def attention_plan(queries: int, heads: int) -> dict[str, Any]:
+    """The plan of :class:`Attention`."""
+    kv = KeyValueParallel(queries, heads)
+    return {"wq": ColwiseParallel(), "wk": kv, "wv": kv, "wo": RowwiseParallel()}
