@@ -31,7 +31,6 @@ LONGEST = (
     "test_tp_wirings",
     "test_book",
     "test_training_pipeline",
-    "test_tp_kv_heads",
     "test_tp_checks",
     "test_training_experts",
     "test_megatron_state",
