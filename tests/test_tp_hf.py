@@ -70,47 +70,6 @@ def test_local_parameters_shared_norms_and_latent_attention(tp_size: int) -> Non
     assert max(run_ranks(tp_size, stated_difference)) < 1e-12
 
 
-class Layer(nn.Module):
-    """Attention of one of two kinds, with names that the plan of the model has for either."""
-
-    def __init__(self, *, linear: bool, tail: int) -> None:
-        super().__init__()
-        self.qk_rope_head_dim = tail
-        self.mixed = nn.Linear(4, 8)
-        if not linear:
-            self.q_proj, self.sinks = nn.Linear(4, 8), nn.Parameter(torch.zeros(2))
-        self.kv_a_proj, self.o_proj = nn.Linear(4, 6), nn.Linear(8, 4)
-
-
-def test_layers_that_differ_get_entries_of_their_own() -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList([Layer(linear=True, tail=0), Layer(linear=False, tail=2)])
-    model.layers.append(Layer(linear=False, tail=3))
-    model.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    model._tp_plan = {  # type: ignore[assignment]  # as transformers writes it
-        "layers.*.q_proj": "colwise",
-        "layers.*.sinks": "colwise",
-        "layers.*": "local_params",
-        "layers.*.kv_a_proj": "mla_kv_a_proj",
-        "layers.*.o_proj": "rowwise",
-        "heads": "colwise_gather_output",
-    }
-    plan = plan_from_hf(model)
-    assert {key: repr(style).partition("(input")[0] for key, style in plan.items() if "kv" not in key} == {
-        "layers.0.o_proj": "RowwiseParallel",
-        "layers.1": "LocalParameters({'sinks': Shard(dim=0)})",
-        "layers.1.q_proj": "ColwiseParallel",
-        "layers.1.o_proj": "RowwiseParallel",
-        "layers.2": "LocalParameters({'sinks': Shard(dim=0)})",
-        "layers.2.q_proj": "ColwiseParallel",
-        "layers.2.o_proj": "RowwiseParallel",
-        "heads.0": "ColwiseParallel",
-        "heads.1": "ColwiseParallel",
-    }
-    tails: Any = [plan[f"layers.{layer}.kv_a_proj"] for layer in range(3)]
-    assert [tail.width for tail in tails] == [0, 2, 3]
-
-
 # --- transformers itself ------------------------------------------------------------------------------------
 
 

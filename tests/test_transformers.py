@@ -11,6 +11,7 @@ import torch
 from ranks import fake_world, live_groups, run_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
+from tp_models import hf_model
 
 import namedmesh
 from namedmesh import NamedMesh
@@ -26,18 +27,9 @@ def transformers() -> Any:
 
 
 def tiny(*, tied: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = transformers().LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        vocab_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
-    return transformers().LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    return hf_model("Llama", **sizes, **heads).float().eval()
 
 
 def ids() -> torch.Tensor:

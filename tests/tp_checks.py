@@ -1,4 +1,4 @@
-"""Small checks that together pass through every collective of the tensor-parallel styles and layers.
+"""Small checks that together pass through every collective, layout and option of the tensor-parallel styles and layers.
 
 Each runs as one rank of a world, and yields pairs: what this rank has, and what it should have by the arithmetic
 of one process.
@@ -6,8 +6,8 @@ of one process.
 
 from __future__ import annotations
 
-import copy
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from tp_compare import tp_mesh
-from tp_models import Llama, Net, llama_plan
+from tp_compare import gradient_of, sharded, tp_mesh
+from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, OwnForward, attention_plan, llama_plan
 
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
@@ -27,7 +27,6 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     ShardedExperts,
     SumOutput,
-    parallelize,
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
-SEQUENCE, WHOLE = Shard(1), Replicate()
+SEQUENCE, WHOLE, LAST = Shard(1), Replicate(), Shard(-1)
 
 
 def noise(*shape: int) -> Tensor:
@@ -59,40 +58,52 @@ def shard(tensor: Tensor, dim: int | None) -> Tensor:
     return tensor if dim is None else tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
-def against_whole(
-    module: nn.Module,
-    plan: dict[str, Any],
+def as_whole(
+    make: Callable[[], nn.Module],
+    plan: Any,
     value: Tensor,
-    *,
     cut_in: int | None = None,
     cut_out: int | None = None,
+    *,
+    as_dtensor: bool = False,
 ) -> Pairs:
     """A module under a plan against itself: output, input gradient, parameter gradients whole and as shards."""
-    reference = filled(module)
-    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan, src_data_rank=None)
+    reference, mesh = filled(make()), tp_mesh()
+    model = sharded(reference, plan, src_data_rank=None)
     differentiable = value.is_floating_point()
-    theirs = value.clone().requires_grad_(differentiable)
-    mine = shard(value, cut_in).clone().requires_grad_(differentiable)
+    theirs, mine = value.clone().requires_grad_(differentiable), shard(value, cut_in).clone()
+    if as_dtensor:
+        mine = DTensor.from_local(mine, mesh, [WHOLE if cut_in is None else Shard(cut_in)])
+    mine.requires_grad_(differentiable)
     wanted, got = reference(theirs), model(mine)
     weights = noise(*wanted.shape)
     (wanted * weights).sum().backward()
-    (got * shard(weights, cut_out)).sum().backward()
+    if isinstance(got, DTensor):
+        (got.full_tensor() * weights).sum().backward()
+        got = got.to_local()
+    else:
+        assert type(got) is Tensor
+        (got * shard(weights, cut_out)).sum().backward()
     yield got, shard(wanted, cut_out)
-    if mine.grad is not None and theirs.grad is not None:
-        yield mine.grad, shard(theirs.grad, cut_in)
-    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert parameter.grad is not None, name
-        assert other.grad is not None, name
-        if isinstance(parameter.grad, DTensor):
-            yield parameter.grad.full_tensor(), other.grad
-            reduce_gradients([parameter])
-            assert isinstance(parameter, DTensor)
-            cut = distribute_tensor(
-                other.grad, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-            yield parameter.grad.to_local(), cut.to_local()
-        else:
-            yield parameter.grad, other.grad
+    if isinstance(mine.grad, DTensor):
+        yield mine.grad.full_tensor(), gradient_of(theirs)
+    elif differentiable:
+        yield gradient_of(mine), shard(gradient_of(theirs), cut_in)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.requires_grad == theirs.requires_grad
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is None:
+            continue
+        if isinstance(mine, DTensor) and isinstance(mine.grad, DTensor):
+            yield mine.grad.full_tensor(), theirs.grad
+            reduce_gradients([mine])
+            theirs.grad = distribute_tensor(theirs.grad, mesh, mine.placements, src_data_rank=None)
+        yield local(mine.grad), local(theirs.grad)
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def against_function(
@@ -115,26 +126,7 @@ def against_function(
         yield one.grad, shard(other.grad, dim)
 
 
-# --- styles -------------------------------------------------------------------------------------------------
-
-
-def column_and_row() -> Pairs:
-    two = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
-    yield from against_whole(two, {"0": ColwiseParallel(), "2": RowwiseParallel()}, noise(2, 4, 8))
-
-
-def sequence_column_and_row() -> Pairs:
-    two = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
-    plan = {"0": ColwiseParallel(input_layouts=SEQUENCE), "2": RowwiseParallel(output_layouts=SEQUENCE)}
-    yield from against_whole(two, plan, noise(2, 4, 8), cut_in=1, cut_out=1)
-
-
-def gathered_and_split() -> Pairs:
-    two = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
-    plan = {"0": ColwiseParallel(output_layouts=WHOLE), "2": RowwiseParallel(input_layouts=WHOLE)}
-    yield from against_whole(two, plan, noise(2, 4, 8))
-    # Alone: the gather's backward would not look at more of the gradient than its own shard.
-    yield from against_whole(nn.Sequential(nn.Linear(12, 8)), {"0": plan["2"]}, noise(2, 4, 12))
+# --- modules ------------------------------------------------------------------------------------------------
 
 
 class Normed(nn.Embedding):
@@ -147,28 +139,6 @@ class Normed(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         out: Tensor = self.norm(super().forward(input)) * torch.ones((), dtype=self.weight.dtype)
         return out
-
-
-def embeddings() -> Pairs:
-    ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
-    rows = RowwiseParallel(input_layouts=WHOLE)
-    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, ids)
-    own = RowwiseEmbedding()
-    yield from against_whole(nn.Sequential(Normed()), {"0": own}, ids)
-    scattered = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
-    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
-    columns = ColwiseParallel(output_layouts=WHOLE)
-    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": columns}, ids)
-    of_shards = RowwiseParallel(input_layouts=SEQUENCE)
-    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": of_shards}, ids, cut_in=1)
-
-
-def llamas() -> Pairs:
-    ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
-    for sequence_parallel in (False, True):
-        for kv_heads in (2, 1):
-            model = Llama(dim=16, n_heads=4, n_kv_heads=kv_heads, hidden=12, layers=1)
-            yield from against_whole(model, llama_plan(4, kv_heads, sequence_parallel=sequence_parallel), ids)
 
 
 def heads_and_tail() -> Net:
@@ -185,22 +155,18 @@ def heads_and_tail() -> Net:
     return Net(compute, scale=nn.Parameter(torch.randn(4)), norm=nn.LayerNorm(4), **linears)
 
 
-def heads() -> Pairs:
-    plan = {
-        "0": LocalParameters({"scale": Shard(0)}),
-        "0.up": ColwiseParallel(),
-        "0.norm": LocalParameters(),
-        "0.latent": TailGradient(2),
-        "0.expand": ColwiseParallel(),
-        "0.down": RowwiseParallel(),
-    }
-    yield from against_whole(nn.Sequential(heads_and_tail()), plan, noise(2, 3, 8))
+HEADS = {
+    "": LocalParameters({"scale": Shard(0)}),
+    "up": ColwiseParallel(),
+    "norm": LocalParameters(),
+    "latent": TailGradient(2),
+    "expand": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
 
 
-def parts() -> Pairs:
-    module = Net(lambda m, x: torch.tanh(m.inner(x)).sum(-1, keepdim=True), inner=nn.Linear(4, 8))
-    plan = {"0": SumOutput(), "0.inner": ColwiseParallel()}
-    yield from against_whole(nn.Sequential(module), plan, noise(2, 3, 4))
+def parts() -> Net:
+    return Net(lambda m, x: torch.tanh(m.inner(x)).sum(-1, keepdim=True), inner=nn.Linear(4, 8))
 
 
 def mixture() -> Net:
@@ -216,11 +182,6 @@ def mixture() -> Net:
     return Net(
         lambda m, x: m.experts(x, weights=m.router(x).softmax(-1)), router=nn.Linear(4, 2), experts=experts
     )
-
-
-def experts() -> Pairs:
-    plan = {"experts": ShardedExperts({"up": Shard(1), "down": Shard(2)})}
-    yield from against_whole(mixture(), plan, noise(2, 3, 4))
 
 
 def routed() -> Net:
@@ -246,9 +207,7 @@ class Undivided(ExpertParallel):
         self.gradient_scale, self.copies, self.skipped = 1.0, [], 0
 
 
-def exchanged_tokens() -> Pairs:
-    plan = {"experts": Undivided()}
-    yield from against_whole(routed(), plan, noise(16, 4), cut_in=0, cut_out=0)
+# --- other functions ----------------------------------------------------------------------------------------
 
 
 def vocabulary_loss() -> Pairs:
@@ -290,8 +249,8 @@ def comparison() -> Pairs:
     linears = {"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
     between = Net(lambda m, x: m.down(m.act(m.up(x))), act=nn.PReLU(), **linears)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    model = parallelize(filled(between), tp_mesh(), plan, src_data_rank=None)
-    found = torch.zeros(1)
+    model = sharded(filled(between), plan, src_data_rank=None)
+    found = torch.zeros(1) if dist.get_world_size() > 1 else torch.ones(1)
     try:
         model(noise(2, 8)).square().sum().backward()
     except GradientError:
@@ -299,20 +258,84 @@ def comparison() -> Pairs:
     yield found, torch.ones(1)
 
 
-CHECKS: tuple[Callable[[], Pairs], ...] = (
-    column_and_row,
-    sequence_column_and_row,
-    gathered_and_split,
-    embeddings,
-    llamas,
-    heads,
-    parts,
-    comparison,
-    experts,
-    exchanged_tokens,
-    vocabulary_loss,
-    regions,
-)
+# --- a table of module x plan x data x the dim along which the input, and the output, is cut ------------------
+
+
+def mlp(linear: type[nn.Linear] = nn.Linear, *frozen: str) -> Mlp:
+    """With linears of a kind, and frozen parameters."""
+    model = Mlp()
+    model.up.__class__ = model.down.__class__ = linear
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def up_down(up: dict[str, Any], down: dict[str, Any]) -> dict[str, Any]:
+    return {"up": ColwiseParallel(**up), "down": RowwiseParallel(**down)}
+
+
+DATA, IDS = noise(4, 8, 8), torch.tensor([[1, 7, 5, 3], [0, 5, 6, 2], [5, 5, 5, 5], [4, 15, 8, 9]])
+IN, OUT = "input_layouts", "output_layouts"
+CUT = up_down({IN: SEQUENCE}, {OUT: SEQUENCE}), DATA, 1, 1
+UNKNOWN = up_down({IN: LAST, OUT: SEQUENCE}, {IN: SEQUENCE}), DATA, 2
+CASES: dict[str, tuple[Any, ...]] = {
+    "default": (mlp, UP_DOWN, DATA),
+    "sequence": (mlp, *CUT),
+    "dim 0": (mlp, up_down({IN: Shard(0)}, {OUT: Shard(-3)}), DATA, 0, 0),
+    "gathered between": (mlp, up_down({OUT: WHOLE}, {IN: WHOLE}), DATA),
+    "DTensor between": (mlp, up_down({"use_local_output": False}, {}), DATA),
+    "DTensor out": (mlp, up_down({}, {OUT: SEQUENCE, "use_local_output": False}), DATA, None, 1),
+    "output features cut": (mlp, up_down({}, {OUT: LAST}), DATA, None, 2),
+    "positive dims": (mlp, up_down({OUT: Shard(2)}, {IN: Shard(2)}), DATA),
+    "unknown to the short way": (mlp, *UNKNOWN),
+    "cut between": (mlp, up_down({OUT: SEQUENCE}, {IN: SEQUENCE, OUT: SEQUENCE}), DATA, None, 1),
+    # Alone: the gather's backward would not look at more of the gradient than its own shard.
+    "split": (partial(nn.Linear, 8, 4), RowwiseParallel(input_layouts=WHOLE), DATA),
+}
+for _name, _case in (("default", (UP_DOWN, DATA)), ("sequence", CUT), ("unknown", UNKNOWN)):
+    CASES[f"{_name}, own forward"] = (partial(mlp, OwnForward), *_case)
+    for _frozen in (("up.weight",), ("down.weight", "up.bias"), ("down.bias", "up.bias", "up.weight")):
+        CASES[f"{_name}, {_frozen} frozen"] = (partial(mlp, nn.Linear, *_frozen), *_case)
+for _padding in (None, 0, 5, -1):
+    _make = partial(nn.Embedding, 16, 8, padding_idx=_padding)
+    CASES[f"rows, padding {_padding}"] = _make, RowwiseParallel(input_layouts=WHOLE), IDS
+    CASES[f"columns, padding {_padding}"] = _make, ColwiseParallel(), IDS, None, 2
+_embedding = partial(nn.Embedding, 16, 8)
+CASES |= {
+    "rows, sequence": (
+        _embedding,
+        RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE),
+        IDS,
+        None,
+        1,
+    ),
+    "rows, ids cut": (_embedding, RowwiseParallel(input_layouts=SEQUENCE), IDS, 1),
+    "rows, DTensor out": (_embedding, RowwiseParallel(input_layouts=WHOLE, use_local_output=False), IDS),
+    "rows, own forward": (Normed, {"": RowwiseEmbedding()}, IDS % 8),
+    "columns, gathered": (_embedding, ColwiseParallel(output_layouts=WHOLE), IDS),
+    "columns, sequence": (_embedding, ColwiseParallel(output_layouts=SEQUENCE), IDS, None, 1),
+    "heads": (heads_and_tail, HEADS, noise(2, 3, 8)),
+    "biases of shared heads": (
+        partial(Attention, 32, 8, 1, bias=True),
+        attention_plan(8, 1),
+        noise(2, 5, 32),
+    ),
+    "parts": (parts, {"": SumOutput(), "inner": ColwiseParallel()}, noise(2, 3, 4)),
+    "experts": (mixture, {"experts": ShardedExperts({"up": Shard(1), "down": Shard(2)})}, noise(2, 3, 4)),
+    "exchanged tokens": (routed, {"experts": Undivided()}, noise(16, 4), 0, 0),
+}
+for _sequence in (False, True):
+    for _heads in (2, 1):
+        _llama = partial(Llama, dim=16, n_heads=4, n_kv_heads=_heads, hidden=12, layers=1)
+        CASES[f"llama, {_heads}, {_sequence}"] = (
+            _llama,
+            llama_plan(4, _heads, sequence_parallel=_sequence),
+            IDS,
+        )
+CHECKS: dict[str, Callable[[], Pairs]] = {name: partial(as_whole, *case) for name, case in CASES.items()}
+for _name in ("default", "sequence", "unknown to the short way"):
+    CHECKS[f"{_name}, DTensor in"] = partial(as_whole, *CASES[_name], as_dtensor=True)
+CHECKS |= {"loss": vocabulary_loss, "regions": regions, "comparison": comparison}
 
 
 def largest_difference(check: Callable[[], Pairs]) -> float:

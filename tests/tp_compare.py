@@ -34,17 +34,26 @@ def gradient_of(tensor: Tensor) -> Tensor:
 
 
 class Recorded(TorchDispatchMode):
-    """The names of the operations below DTensors, in order."""
+    """The operations below DTensors, in order, and the bytes that a rank sends around a ring in those that communicate."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.sent: list[float] = []
+        self.writes = False  # whether a collective wrote into a tensor, which recomputation may have kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented
-        self.names.append(func._schema.name.partition("::")[2])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        space, _, name = func._schema.name.partition("::")
+        self.names.append(name)
+        self.writes |= space == "c10d"
+        if space == "_c10d_functional" and name != "wait_tensor":
+            ranks = torch.distributed.get_world_size()
+            larger = max(args[0].nbytes, result.nbytes) * (ranks - 1) / ranks
+            self.sent.append(2 * larger if name == "all_reduce" else larger)
+        return result
 
 
 def gradients_apart(model: nn.Module, reference: nn.Module) -> float:

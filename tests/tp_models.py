@@ -31,12 +31,12 @@ TORCHS_NORMS = dict.fromkeys(NORMS, SequenceParallel(use_local_output=True))
 
 
 class Attention(nn.Module):
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, *, bias: bool = False) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, dim // n_heads
-        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias)  # with biases as Qwen2 has them
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias)
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,6 +128,27 @@ class Net(nn.Module):
         return self.compute(self, *given, **named)
 
 
+class Gain(nn.Module):
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class OfHeads(nn.Module):
+    """Applies a module to the four features of each head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x.unflatten(-1, (-1, 4))).flatten(-2)
+        return out
+
+
 class Lora(nn.Module):
     """As PEFT wraps a linear."""
 
@@ -200,3 +221,9 @@ def llama_plan(
     for name in ("attention.wo", "feed_forward.w2"):
         plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=between)
     return plan | (dict.fromkeys(NORMS, LocalParameters()) if sequence_parallel else {})
+
+
+def attention_plan(queries: int, heads: int) -> dict[str, Any]:
+    """The plan of :class:`Attention`."""
+    kv = KeyValueParallel(queries, heads)
+    return {"wq": ColwiseParallel(), "wk": kv, "wv": kv, "wo": RowwiseParallel()}

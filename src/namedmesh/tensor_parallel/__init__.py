@@ -2,20 +2,24 @@
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from namedmesh.tensor_parallel.apply import parallelize
-from namedmesh.tensor_parallel.experts import ExpertParallel, ShardedExperts
+from namedmesh.tensor_parallel.collectives import cross_entropy
 from namedmesh.tensor_parallel.gradients import compare_gradients, reduce_gradients
 from namedmesh.tensor_parallel.hf import plan_from_hf
-from namedmesh.tensor_parallel.loss import cross_entropy
 from namedmesh.tensor_parallel.modules import (
+    ExpertParallel,
     KeepWhole,
-    KeyValueParallel,
     LocalParameters,
+    ShardedExperts,
     SumOutput,
+)
+from namedmesh.tensor_parallel.plan import parallelize, plan_report
+from namedmesh.tensor_parallel.styles import (
+    ColwiseParallel,
+    KeyValueParallel,
+    RowwiseParallel,
+    SharedInput,
     split_linear,
 )
-from namedmesh.tensor_parallel.plan import plan_report
-from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SharedInput
 from namedmesh.tensor_parallel.verification import VerifyReport, verify
 
 __all__ = [

@@ -14,13 +14,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.collectives import Group, enter
-from namedmesh.tensor_parallel.experts import ShardedExperts
-from namedmesh.tensor_parallel.modules import KeyValueParallel, LocalParameters
+from namedmesh.tensor_parallel.modules import LocalParameters, ShardedExperts
 from namedmesh.tensor_parallel.plan import matches
-from namedmesh.tensor_parallel.styles import ColwiseParallel, RowEmbedding, RowwiseParallel
+from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowEmbedding, RowwiseParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -92,8 +91,6 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 # Layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent.
 _BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj")
 _GROUPS = "num_key_value_groups"
-_QUERY_HEADS = ("num_heads", "num_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm"}
 # What a plan leaves out, by the type of the model: beside which entry, a module on each rank's features.
 _LEFT_OUT: dict[str, dict[str, str]] = {
@@ -122,9 +119,6 @@ def plan_from_hf(model: nn.Module) -> dict[str, ParallelStyle]:
     problems = []
     for fqn, module in modules.items():
         key, name = _stated_for(stated, fqn)
-        around = fqn.rpartition(".")[0]
-        if not key and isinstance(modules[around], nn.ModuleList):
-            key, name = _stated_for(stated, around)
         if not key or name == "replicate" or isinstance(module, nn.ModuleList):
             continue
         try:
@@ -168,10 +162,10 @@ def _style(
     if name in _OWNERS:
         return _owner(stated, fqn, module, name)
     if name == _LATENT:
-        for source in (modules[fqn.rpartition(".")[0]], _text_config(model)):
-            width = getattr(source, "qk_rope_head_dim", None)
-            if isinstance(width, int):
-                return TailGradient(width)
+        sources: tuple[Any, ...] = modules[fqn.rpartition(".")[0]], _text_config(model)
+        for source in sources:
+            if hasattr(source, "qk_rope_head_dim"):
+                return TailGradient(source.qk_rope_head_dim)
         raise LookupError("depends on the model: its config has no qk_rope_head_dim")
     if name not in _STYLES:
         raise LookupError(f"is not supported{did_you_mean(name, [*_STYLES, *_OWNERS])}")
@@ -217,32 +211,25 @@ def _tell_attention(modules: Mapping[str, nn.Module], plan: dict[str, ParallelSt
 
 def _heads(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int, int] | None:
     """Return how many heads of queries, and of keys and values, the nearest module around one states, or its configuration."""
-    for around in _around(fqn):
-        module = modules[around]
-        for source in (module, _own_config(module)):
-            queries = _first_count(source, _QUERY_HEADS)
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        module = modules[fqn]
+        config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        layers = getattr(config, "per_layer_config", None)  # where layers differ
+        for source in (module, config if layers is None or index is None else layers[index]):
+            queries = _first_count(source, "num_heads", "num_attention_heads")
             if queries:
-                groups = _first_count(module, (_GROUPS,))  # what the module says of itself counts more
-                keys = queries // groups if groups else _first_count(source, _KV_HEADS)
+                groups = _first_count(module, _GROUPS)  # what the module says of itself counts more
+                keys = (
+                    queries // groups
+                    if groups
+                    else _first_count(source, "num_key_value_heads", "num_kv_heads")
+                )
                 return queries, keys or queries
     return None
 
 
-def _around(fqn: str) -> Iterator[str]:
-    """Yield the names of the modules around one, the nearest first."""
-    while fqn:
-        fqn = fqn.rpartition(".")[0]
-        yield fqn
-
-
-def _own_config(module: nn.Module) -> object:
-    """Return a module's configuration; that of its layer, where transformers' layers differ."""
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    layers = getattr(config, "per_layer_config", None)
-    return config if layers is None or index is None else layers[index]
-
-
-def _first_count(source: object, names: tuple[str, ...]) -> int | None:
+def _first_count(source: object, *names: str) -> int | None:
     for name in names:
         with suppress(RuntimeError):  # transformers', of what differs between layers
             count = getattr(source, name, None)

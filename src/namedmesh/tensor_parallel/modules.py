@@ -1,4 +1,4 @@
-"""Styles for what is no plain linear: own parameters as plain tensors, what stays whole, sums, several layers in one."""
+"""Styles for what is no plain linear: own parameters as plain tensors, what stays whole, sums, and stacked experts."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import local_parameters, replaced_parameters
-from namedmesh.errors import PlanError
-from namedmesh.sizes import SharedHeads
-from namedmesh.tensor_parallel.collectives import Group, leave
-from namedmesh.tensor_parallel.styles import (
-    ColumnLinear,
-    ColwiseParallel,
-    column_input,
-    delivered,
-    local,
-    rewire,
-    shard_parameters,
+from namedmesh._torch import (
+    concatenate_meshes,
+    from_all,
+    group_named,
+    local_parameters,
+    replaced_parameters,
 )
+from namedmesh.errors import GradientError, ShapeError, ranks_in_words
+from namedmesh.tensor_parallel.collectives import Group, all_to_all, enter, exchange, leave
+from namedmesh.tensor_parallel.gradients import fingerprint
+from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+    from namedmesh.mesh import NamedMesh
 
 
 class LocalParameters(ParallelStyle):
@@ -118,95 +118,203 @@ def sum_output(group: Group, _module: nn.Module, _args: Any, output: Tensor) -> 
     return leave(output, group)
 
 
-# --- heads, and layers that are several in one --------------------------------------------------------------
+# --- experts -----------------------------------------------------------------------------------------------
 
 
-class KeyValueLinear(ColumnLinear):
-    """A linear for keys or values that every rank has whole, of which it computes the heads of its queries."""
+class ShardedExperts(LocalParameters):
+    """Run stacked experts on this rank's shard of every expert, and sum their outputs over the ranks.
 
-    rows: list[int]
+    For a module that owns the weights of all its experts as parameters of three dims. The inputs (hidden states, routing
+    weights) are the same on every rank; the gradient of each, of which a rank computes a part, is summed.
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """Return the features of the heads that this rank's queries attend to."""
-        weight, bias = local(self.weight, self.bias, parts=(True, True))
-        mine = None if bias is None else bias[self.rows]
-        return delivered(self, F.linear(column_input(input, self.wiring), weight[self.rows], mine))
-
-
-class KeyValueParallel(ColwiseParallel):
-    """Give each rank the keys, or the values, of the heads that its queries attend to.
-
-    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for two ranks), every
-    rank keeps the whole weight and computes the heads that its queries need; the gradients are summed. The attention then
-    finds one kv head for each group of its queries, and has to take the number of repetitions from the shapes.
+    Args:
+        placements: the layout of each parameter, by name; one that every rank had whole would be added by each.
+        fused: how many equal blocks the sharded dim of a parameter is made of, by name: 2 for gate and up. Such a parameter
+            becomes ``(experts, 2, features, ...)``, so that a shard has its part of both; ``full_tensor().flatten(1, 2)`` is
+            the weight of the whole model, and the forward sees the like.
     """
 
     def __init__(
-        self, query_heads: int, kv_heads: int | None = None, *, input_layouts: Placement | None = None
+        self, placements: Mapping[str, Placement], *, fused: Mapping[str, int] | None = None
     ) -> None:
-        super().__init__(input_layouts=input_layouts)
-        self.query_heads, self.kv_heads = query_heads, kv_heads or query_heads
-
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
-        """Return how the parameters are laid out: whole where ranks share heads."""
-        columns = super().layout(module, tp_size)
-        return columns if self.kv_heads % tp_size == 0 else dict.fromkeys(columns, Replicate())
+        super().__init__(placements)
+        self.fused = dict(fused or {})
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
-        """Return why so many ranks cannot share the heads."""
-        queries, heads, features = self.query_heads, self.kv_heads, getattr(module, "out_features", 1)
-        if features % heads:
-            return [f"{heads} kv heads do not divide out_features {features}"]
-        if heads % tp_size and not SharedHeads(queries, heads, tp_size).possible:
-            counts = f"{queries} query heads and {heads} kv heads"
-            return [f"{counts} cannot be shared by {tp_size} ranks; choose a tp size that divides {queries}"]
-        if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
-            return [f"ranks share kv heads with the forward of nn.Linear only, not {type(module).__name__}'s"]
-        return []
+        """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
+        layout = self.layout(module, tp_size)
+        kind = type(module).__name__
+        return super().problems(module, tp_size) + [
+            f"{name!r} of {kind} is whole on every rank and would count once for each; name a layout that shards it"
+            for name, _ in module.named_parameters(recurse=False)
+            if isinstance(layout.get(name, Replicate()), Replicate)
+        ]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self.kv_heads % device_mesh.size() == 0:
-            applied: nn.Module = super()._apply(module, device_mesh)
-            return applied
-        problems = self.problems(module, device_mesh.size())  # torch's parallelize_module asks nobody
-        if problems:
-            raise PlanError(*problems)
-        linear: Any = module
-        self._partition_linear_fn("", linear, device_mesh)
-        rewire(linear, KeyValueLinear, self, device_mesh)
-        heads = SharedHeads(self.query_heads, self.kv_heads, device_mesh.size())
-        width = linear.out_features // self.kv_heads
-        mine = heads.of_rank(device_mesh.get_local_rank())
-        linear.rows = [head * width + row for head in mine for row in range(width)]
+        layout: dict[str, Any] = self.layout(module, device_mesh.size())
+        dims = {name: layout[name].dim for name in self.fused}
+        for name, dim in dims.items():
+            blocks = module.get_parameter(name).detach().unflatten(dim, (self.fused[name], -1))
+            replace_parameter(module, name, blocks)
+            layout[name] = Shard(dim + 1)
+        shard_parameters(module, device_mesh, layout, self.src_data_rank)
+        module.forward = LocalForward(module, layout, dims)
+        group = Group.of(device_mesh)
+        module.register_forward_pre_hook(partial(_enter_all, group), with_kwargs=True)
+        module.register_forward_hook(partial(sum_output, group))
         return module
 
 
-class Joined(nn.ModuleList):
-    """Linears with the same input, their outputs one after the other. Made by :func:`split_linear`."""
+def _enter_all(group: Group, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let each rank make a part of the gradients of all inputs."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the one linear would, or this rank's part of every one."""
-        return torch.cat([part(x) for part in self], -1)
+    def entered(value: Any) -> Any:
+        return enter(value, group) if isinstance(value, Tensor) and value.requires_grad else value
+
+    return tuple(map(entered, args)), {name: entered(each) for name, each in kwargs.items()}
 
 
-def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
-    """Replace a linear that is several in one (q|k|v, gate|up, one after the other) by those, their outputs joined.
+class ExpertParallel(ParallelStyle):
+    """Give each rank some of a module's stacked experts, and send every token to the rank that has its expert.
 
-    The parts are modules ``{name}.0``, ``{name}.1`` and so on, for a plan to name; the model's own ``chunk`` or ``split`` of the
-    output has to take the sizes from the shapes. Names in the state dict change, too: load a checkpoint of the one linear
-    before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
+    For a module that owns the weights of all its experts as parameters ``(experts, ...)``, and is called with
+    tokens ``(tokens, features)``, sorted by expert, and the number of each expert's tokens ``(experts,)``. Its
+    forward then sees its own experts only: their weights as plain tensors, the tokens of all ranks for them,
+    sorted by expert, and their numbers. What it returns, one row for each token, travels back; none is dropped or padded.
+
+    Every rank along ``ep`` and ``edp`` has **tokens of its own**, or their gradients count several times. Where tp is inside ep,
+    leave each rank its part of the sequence (``SequenceParallel``), or cut the experts over ``etp`` first, with
+    :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a digest of their tokens in the first forward that trains
+    (with pipelines the second: torch runs the first one on memory as it lies there); not in compiled code.
+
+    Afterwards ``fully_shard(experts, mesh=mesh["edp"])``, which divides the sum of the gradients by the ranks along edp only, and
+    that of everything else by those along dp and cp: the experts' are multiplied by ``edp / (dp * cp)``. ``torch.compile`` follows
+    it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set before the first step.
+
+    Args:
+        mesh: the named mesh, with a view that has ``edp`` and ``ep``.
 
     Raises:
-        PlanError: the module is no ``nn.Linear``, or the sizes do not add up to its output features.
+        ShapeError: in the forward: the numbers of tokens are not one for each expert.
+        GradientError: in the forward, on every rank: ranks send the same tokens.
     """
-    fused = model.get_submodule(name)
-    if type(fused) is not nn.Linear or sum(sizes) != fused.out_features:
-        raise PlanError(
-            f"{name} is {fused}; give an nn.Linear and sizes that add up to its out_features, not {list(sizes)}"
-        )
-    bias = fused.bias is not None
-    parts = Joined(nn.Linear(fused.in_features, size, bias, device="meta") for size in sizes)
-    for key, whole in fused.named_parameters():
-        for part, rows in zip(parts, whole.detach().split([*sizes]), strict=True):
-            part.register_parameter(key, nn.Parameter(rows.clone(), requires_grad=whole.requires_grad))
-    model.set_submodule(name, parts.train(fused.training))
+
+    takes_distributed = True  # what ShardedExperts cut over etp
+    ranks_have_own_data = True
+
+    def __init__(self, mesh: NamedMesh) -> None:
+        super().__init__()
+        averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
+        self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
+        self.copies = [Group.of(mesh.group("edp"))]
+        self.skipped = int("pp" in mesh and mesh.size("pp") > 1)
+
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
+        """Return how the parameters are laid out."""
+        return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  for any number
+        """Return a sentence if the parameters are not stacked experts."""
+        shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
+        if len({shape[:1] for shape in shapes.values()} - {()}) == 1:
+            return []
+        got = f"{type(module).__name__} owns {shapes or 'none'}"
+        return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replace_parameter(module, name, _cut(parameter, device_mesh, self.src_data_rank))
+        module.forward = ExpertForward(module, Group.of(device_mesh), self)
+        return module
+
+
+def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
+    """Return this rank's experts of a parameter, which may be cut over another axis already."""
+    if not isinstance(parameter, DTensor):
+        return distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=source)
+    mine = parameter.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    both = concatenate_meshes([mesh, parameter.device_mesh])
+    placements = (Shard(0), *parameter.placements)
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(mine, both, placements, run_check=False, shape=shape, stride=stride)
+
+
+class ExpertForward(LocalForward):
+    """The forward of a module of experts, between the way of the tokens to their experts and the way back."""
+
+    def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
+        super().__init__(module, [name for name, _ in module.named_parameters(recurse=False)])
+        self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
+        self.scale, self.skipped = style.gradient_scale, style.skipped
+        self.to_compare = [group, *style.copies]
+
+    def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
+        """Return the module's output for this rank's tokens, of which each expert has a number."""
+        if counts.shape != (self.experts,):
+            got = f"the numbers of tokens have shape {tuple(counts.shape)}"
+            raise ShapeError(f"{got}; pass one number for each of the {self.experts} experts")
+        if torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad:
+            if self.skipped:
+                self.skipped -= 1
+            elif self.to_compare and not torch.compiler.is_compiling():
+                self.to_compare = [group for group in self.to_compare if not _have_their_own(tokens, group)]
+        ranks = self.group.size
+        if ranks == 1:
+            return super().__call__(tokens, counts)
+        # Of each rank, how many tokens come for each of this rank's experts.
+        arriving = all_to_all(counts, self.group).view(ranks, -1)
+        totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
+        send, receive = totals.tolist()
+        arrived = exchange(tokens, self.group, (send, receive))
+        expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
+        expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
+        order = expert.argsort(stable=True)
+        output = super().__call__(arrived[order], arriving.sum(0))
+        return exchange(output[order.argsort()], self.group, (receive, send))
+
+    def plain(self, name: str) -> Tensor:
+        """Return this rank's experts of a weight."""
+        weight = super().plain(name)
+        return weight if self.scale == 1 else _scaled(weight, self.scale)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Pass a tensor; multiply its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+_scaled: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply
+
+# How far sums of the same tokens may be apart, as a part of their size: two ranks may round otherwise, in 16 bits.
+_ALIKE = 5e-3
+
+
+def _have_their_own(tokens: Tensor, group: Group) -> bool:
+    """Return whether the ranks of a group are known to have different tokens; some that are all alike, or no numbers, say nothing.
+
+    Raises:
+        GradientError: some have the same.
+    """
+    if tokens.is_meta or dist.get_backend() == "fake":
+        return False
+    says = bool(len(tokens) and (tokens != tokens[0]).any() and tokens.isfinite().all())
+    # Several sums, because tokens that were normalized have the same size.
+    digests = from_all(group_named(group.name), fingerprint(tokens, (1.0, 0.7, 0.3)) if says else [])
+    for one in filter(None, digests):
+        far = [
+            max(abs(a - b) for a, b in zip(one, each, strict=True)) if each else one[0] for each in digests
+        ]
+        alike = [rank for rank, each in enumerate(far) if each <= _ALIKE * one[0]]
+        if len(alike) > 1:
+            got = f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens"
+            remedy = "leave each rank its part of the sequence (SequenceParallel), or cut the experts over etp (ShardedExperts)"
+            raise GradientError(f"{got}, whose gradients would count {len(alike)} times; {remedy}")
+    return all(digests)

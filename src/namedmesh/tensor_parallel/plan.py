@@ -1,10 +1,11 @@
-"""From a plan to the modules it means, strict and pure: every problem is found before anything changes; and what it would do."""
+"""Plans: every problem is found before anything changes, torch's ``parallelize_module`` applies them, a report says what it would do."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -15,14 +16,17 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 
 from namedmesh._torch import has_hooks
 from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.tensor_parallel.collectives import check_divides
+from namedmesh.tensor_parallel.gradients import compare_gradients, sum_before_steps
 from namedmesh.tensor_parallel.styles import layer_placements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -44,6 +48,67 @@ class Entry(NamedTuple):
 
 Place: TypeAlias = "tuple[nn.Module, str]"
 """Where a parameter is: in a module, under a name."""
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    *,
+    src_data_rank: int | None = 0,
+    must_divide: Mapping[str, int] | None = None,
+    missing: str = "raise",
+    check: bool = True,
+) -> nn.Module:
+    """Apply tensor parallelism to a model, strictly: a plan that does not fit changes nothing.
+
+    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``. Sharded parameters become
+    DTensors; tied ones stay tied. What a forward does with the parameters that the plan leaves out, or with what the sharded
+    layers make, is not guessed: the ranks compare gradients (:func:`compare_gradients`), :func:`verify` compares with the whole model.
+
+    Args:
+        model: the model; changed in place, and returned. It may be on the meta device.
+        mesh: a one-dimensional mesh, such as ``mesh["tp"]``.
+        plan: a parallel style for the model itself, or a dict of module names to parallel styles. In a name
+            every token may be a pattern (``"layers.*.attention.wq"``); ``""`` is the model.
+        src_data_rank: the group rank whose values everybody gets a part of; None to let each rank take its
+            own copy, without communication.
+        must_divide: further sizes that the number of ranks has to divide, such as ``{"heads": 32}``.
+        missing: what a name means that matches nothing: ``"raise"`` a PlanError, or ``"ignore"`` it, for a stage of a pipeline.
+        check: compare gradients. False is for a model whose gradients the caller sums over the axis after the backward.
+
+    Raises:
+        PlanError: with every problem there is.
+        GradientError: in the first backward, or before a step, on every rank: something that is whole on every rank differs.
+    """
+    entries, ties = resolve(model, mesh, plan, must_divide, missing)
+    for entry in entries:
+        short_way = getattr(entry.style, "short_way", None)
+        if isinstance(entry.style, _FEATURES) and not (short_way and short_way(entry.module)):
+            entry.module.register_forward_hook(
+                partial(_refuse_uneven, entry.style.output_layouts[0], mesh.size())
+            )
+        # One style at a time: with a dict, torch drops src_data_rank at the name "".
+        frozen = [name for name, each in entry.module.named_parameters() if not each.requires_grad]
+        applied = parallelize_module(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
+        for name in frozen:  # which some of torch's styles forget
+            applied.get_parameter(name).requires_grad_(False)
+        if entry.module is model:
+            model = applied
+    for (first, own_name), *others in ties:
+        for module, name in others:
+            module.register_parameter(name, first.get_parameter(own_name))
+    # Ranks that have data of their own have other gradients of everything.
+    if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
+        compare_gradients(model, mesh)
+    sum_before_steps()
+    return model
+
+
+def _refuse_uneven(layout: Placement, tp_size: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    """Check what torch's arithmetic makes, a DTensor until its own hook: the next gather of unequal shards ends the process."""
+    if isinstance(layout, Shard) and output.placements[0] not in {layout, Shard(layout.dim % output.ndim)}:
+        check_divides(output.shape, layout.dim, tp_size)
 
 
 def resolve(
@@ -70,7 +135,8 @@ def resolve(
         if value % tp_size:
             places[f"{value} is not divisible by the tp size {tp_size} (from must_divide)"].append(name)
     problems += [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
-    ties = _find_ties(model, entries, tp_size, problems)
+    ties = _ties_of(model)
+    problems += _broken_ties(model, entries, ties, tp_size)
     if problems:
         raise PlanError(*problems)
     return entries, ties
@@ -124,7 +190,7 @@ def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Pl
     if hasattr(style, "layout"):
         placements = style.layout(module, tp_size)
     elif isinstance(style, _FEATURES):
-        placements = layer_placements(module, column=isinstance(style, ColwiseParallel))
+        placements = layer_placements(style, module)
     elif isinstance(style, SequenceParallel):
         placements = {name: Replicate() for name, _ in module.named_parameters()}
     for name, parameter in module.named_parameters():
@@ -192,31 +258,30 @@ def _shards_features(entry: Entry, kind: type, side: str) -> bool:
     return isinstance(layout, Shard) and layout.dim in {-1, 2}
 
 
-def _find_ties(
-    model: nn.Module, entries: Sequence[Entry], tp_size: int, problems: list[str]
-) -> list[list[Place]]:
-    """Return the ties to restore after a plan is applied; note those that the plan would break."""
+def _broken_ties(
+    model: nn.Module, entries: Sequence[Entry], ties: Iterable[Sequence[Place]], tp_size: int
+) -> Iterator[str]:
+    """Yield a sentence for each parameter in several places that a plan lays out differently."""
     layouts: dict[Place, Placement] = {}
     for entry in entries:
         layouts.update({(entry.module, name): each for name, _, each in laid_out(entry, tp_size)})
-    modules = dict(model.named_modules(remove_duplicate=False))
-    # Of each parameter; one module under two names is no tie: it is sharded once.
-    holders: dict[nn.Parameter, dict[Place, str]] = defaultdict(dict)
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, name = fqn.rpartition(".")
-        holders[parameter].setdefault((modules[owner], name), fqn)
-    ties = []
-    for shared in holders.values():
-        found = {layouts.get(place) for place in shared}
-        if len(found) > 1:
-            how = listing((f"{fqn}: {_words(layouts.get(place))}" for place, fqn in shared.items()), 4)
-            problems.append(
-                f"one parameter (tied) is laid out differently ({how}); give all the same layout, such as RowwiseParallel for an "
-                f"embedding and ColwiseParallel for the output head, or untie them first"
+    modules = {module: f"{fqn}." if fqn else "" for fqn, module in model.named_modules()}
+    for places in ties:
+        if len({layouts.get(place) for place in places}) > 1:
+            how = [f"{modules[place[0]]}{place[1]}: {_words(layouts.get(place))}" for place in places]
+            yield (
+                f"one parameter (tied) is laid out differently ({listing(how, 4)}); give all the same layout, such as "
+                f"RowwiseParallel for an embedding and ColwiseParallel for the output head, or untie them first"
             )
-        elif len(shared) > 1 and found != {None}:
-            ties.append([*shared])
-    return ties
+
+
+def _ties_of(model: nn.Module) -> list[list[Place]]:
+    """Return the places of each parameter that has several; one module under two names is no tie: it is sharded once."""
+    places: dict[nn.Parameter, list[Place]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places[parameter].append((module, name))
+    return [each for each in places.values() if len(each) > 1]
 
 
 # --- the dry run --------------------------------------------------------------------------------------------

@@ -14,8 +14,17 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import has_hooks, local_parameters
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave, split
-from namedmesh.tensor_parallel.loss import refuse_strangers
+from namedmesh.errors import PlanError
+from namedmesh.sizes import SharedHeads
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    all_gather,
+    enter,
+    gather,
+    leave,
+    refuse_strangers,
+    split,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,23 +36,30 @@ _WHOLE, _PARTS = (Replicate(),), (Partial(),)
 
 
 class Wiring(NamedTuple):
-    """How a sharded layer is connected: its ranks, the sharded dim of its input and of its output (None: whole)."""
+    """How a sharded layer is connected: its ranks, the sharded dim of its input and of its output (None: whole).
+
+    ``rows``: of a linear that every rank has whole, which output features this one computes.
+    """
 
     group: Group
     input_dim: int | None
     output_dim: int | None
-    use_local_output: bool = True
+    use_local_output: bool
+    rows: Sequence[int] | None
 
 
 class ColumnLinear(nn.Linear):
-    """An ``nn.Linear`` of whose output features each rank has some. Made by :class:`ColwiseParallel`."""
+    """An ``nn.Linear`` of whose output features each rank computes some. Made by :class:`ColwiseParallel`."""
 
     wiring: Wiring
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or those of all ranks."""
-        group, _, output_dim, _ = self.wiring
-        weight, bias = local(self.weight, self.bias)
+        group, _, output_dim, _, rows = self.wiring
+        shared = rows is not None
+        weight, bias = local(self.weight, self.bias, parts=(shared, shared))
+        if shared:
+            weight, bias = weight[rows], None if bias is None else bias[rows]
         y = F.linear(column_input(input, self.wiring), weight, bias)
         return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
 
@@ -55,7 +71,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the sum of all ranks' products: whole, or this rank's shard of another dim."""
-        group, input_dim, output_dim, _ = self.wiring
+        group, input_dim, output_dim, *_ = self.wiring
         if isinstance(input, DTensor):
             x = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
         else:
@@ -75,7 +91,7 @@ class RowEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' vectors, of which one is not zero: whole, or this rank's shard of a dim."""
-        group, input_dim, output_dim, _ = self.wiring
+        group, input_dim, output_dim, *_ = self.wiring
         ids = input.full_tensor() if isinstance(input, DTensor) else input
         if ids is input and input_dim is not None:
             ids = all_gather(input, group, input_dim)
@@ -152,15 +168,10 @@ class _Short:
     """A style with a short way for the layers and layouts that it knows; all others go torch's way."""
 
     kinds: Mapping[type, type]
-    column: bool
 
     def __init__(self, *, heads: int | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
         self.heads = heads
-
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
-        """Return how the parameters are laid out."""
-        return layer_placements(module, column=self.column)
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return what of a module the style cannot keep, a sentence each."""
@@ -176,8 +187,7 @@ class _Short:
 
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if not name:  # torch's own would take the modules inside of a subclass for linears, too
-            layout = self.layout(module, device_mesh.size())
-            shard_parameters(module, device_mesh, layout, self.src_data_rank)
+            shard_parameters(module, device_mesh, layer_placements(self, module), self.src_data_rank)
 
     _partition_embedding_fn = _partition_linear_fn
 
@@ -197,12 +207,12 @@ class _Short:
         return module
 
 
-def rewire(module: Any, kind: Any, style: Any, mesh: DeviceMesh) -> None:
+def rewire(module: Any, kind: Any, style: Any, mesh: DeviceMesh, rows: Sequence[int] | None = None) -> None:
     """Give a layer with sharded parameters the forward for them."""
     module.__class__ = kind
     (given,), (made,) = style.input_layouts, style.output_layouts
     dims = getattr(given, "dim", None), getattr(made, "dim", None)
-    module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output)
+    module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output, rows)
 
 
 def _synchronous(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -228,7 +238,6 @@ class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
     """
 
     kinds = {nn.Linear: ColumnLinear}  # noqa: RUF012  a table
-    column = True
 
     def knows(self, _module: nn.Module) -> bool:
         """Return whether the short way is right for the style's layouts."""
@@ -251,7 +260,6 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
     """
 
     kinds = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}  # noqa: RUF012  a table
-    column = False
 
     def knows(self, module: nn.Module) -> bool:
         """Return whether the short way is right for the style's layouts."""
@@ -261,8 +269,9 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
         return takes and (made == Replicate() or (isinstance(made, Shard) and made.dim >= 0))
 
 
-def layer_placements(module: nn.Module, *, column: bool) -> dict[str, Placement]:
-    """Return how a column or row style lays out the parameters of a linear or an embedding."""
+def layer_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
+    """Return how a column or row style, torch's too, lays out the parameters of a linear or an embedding."""
+    column = isinstance(style, torch_styles.ColwiseParallel)
     if isinstance(module, nn.Embedding):
         return {"weight": Shard(1) if column else Shard(0)}
     placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
@@ -307,3 +316,81 @@ def _share(  # noqa: PLR0917  a hook's
     first = next(iter(inspect.signature(module.forward).parameters))
     name = first if first in kwargs else next(iter(kwargs))  # wrappers take ``*args, **kwargs``
     return args, kwargs | {name: shared(kwargs[name])}
+
+
+# --- heads, and layers that are several in one --------------------------------------------------------------
+
+
+class KeyValueParallel(ColwiseParallel):
+    """Give each rank the keys, or the values, of the heads that its queries attend to.
+
+    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for two ranks), every
+    rank keeps the whole weight and computes the heads that its queries need; the gradients are summed. The attention then
+    finds one kv head for each group of its queries, and has to take the number of repetitions from the shapes.
+    """
+
+    def __init__(
+        self, query_heads: int, kv_heads: int | None = None, *, input_layouts: Placement | None = None
+    ) -> None:
+        super().__init__(input_layouts=input_layouts)
+        self.query_heads, self.kv_heads = query_heads, kv_heads or query_heads
+
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
+        """Return how the parameters are laid out: whole where ranks share heads."""
+        columns = layer_placements(self, module)
+        return columns if self.kv_heads % tp_size == 0 else dict.fromkeys(columns, Replicate())
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
+        """Return why so many ranks cannot share the heads."""
+        queries, heads, features = self.query_heads, self.kv_heads, getattr(module, "out_features", 1)
+        if features % heads:
+            return [f"{heads} kv heads do not divide out_features {features}"]
+        if heads % tp_size and not SharedHeads(queries, heads, tp_size).possible:
+            counts = f"{queries} query heads and {heads} kv heads"
+            return [f"{counts} cannot be shared by {tp_size} ranks; choose a tp size that divides {queries}"]
+        if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
+            return [f"ranks share kv heads with the forward of nn.Linear only, not {type(module).__name__}'s"]
+        return []
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.kv_heads % device_mesh.size() == 0:
+            applied: nn.Module = super()._apply(module, device_mesh)
+            return applied
+        size = device_mesh.size()
+        heads = SharedHeads(self.query_heads, self.kv_heads, size).of_rank(device_mesh.get_local_rank())
+        width = len(module.get_parameter("weight")) // self.kv_heads
+        rows = [head * width + row for head in heads for row in range(width)]
+        shard_parameters(module, device_mesh, self.layout(module, size), self.src_data_rank)
+        rewire(module, ColumnLinear, self, device_mesh, rows)
+        return module
+
+
+class Joined(nn.ModuleList):
+    """Linears with the same input, their outputs one after the other. Made by :func:`split_linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the one linear would, or this rank's part of every one."""
+        return torch.cat([part(x) for part in self], -1)
+
+
+def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
+    """Replace a linear that is several in one (q|k|v, gate|up, one after the other) by those, their outputs joined.
+
+    The parts are modules ``{name}.0``, ``{name}.1`` and so on, for a plan to name; the model's own ``chunk`` or ``split`` of the
+    output has to take the sizes from the shapes. Names in the state dict change, too: load a checkpoint of the one linear
+    before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
+
+    Raises:
+        PlanError: the module is no ``nn.Linear``, or the sizes do not add up to its output features.
+    """
+    fused = model.get_submodule(name)
+    if type(fused) is not nn.Linear or sum(sizes) != fused.out_features:
+        raise PlanError(
+            f"{name} is {fused}; give an nn.Linear and sizes that add up to its out_features, not {list(sizes)}"
+        )
+    bias = fused.bias is not None
+    parts = Joined(nn.Linear(fused.in_features, size, bias, device="meta") for size in sizes)
+    for key, whole in fused.named_parameters():
+        for part, rows in zip(parts, whole.detach().split([*sizes]), strict=True):
+            part.register_parameter(key, nn.Parameter(rows.clone(), requires_grad=whole.requires_grad))
+    model.set_submodule(name, parts.train(fused.training))

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import from_all, tree_leaves, tree_map
 from namedmesh.errors import PlanError, count_of
-from namedmesh.tensor_parallel.apply import parallelize
-from namedmesh.tensor_parallel.plan import resolve
+from namedmesh.tensor_parallel.plan import parallelize, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,27 +97,25 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _copied(value: Any) -> Any:
+    """Return a leaf of the inputs for one run: in double precision, with a gradient."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = value.detach().clone()
-    return value.double() if value.is_floating_point() else value
+    return value.double().requires_grad_() if value.is_floating_point() else value
 
 
 def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
     """Return what a model makes of inputs, and the gradients of a weighted sum of it; all draw from a fixed seed, and put it back."""
     leaves = tree_map(_copied, given)
-    for leaf in _tensors(leaves):
-        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     # A model may write into its inputs, but into no leaf.
     args, named = tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, leaves)
     with torch.random.fork_rng(range(torch.accelerator.device_count())):
         torch.manual_seed(0)
         output = model(*args, **named)
-    outputs = [_whole(each) for each in _tensors(output)]
+    outputs = [each.full_tensor() if isinstance(each, DTensor) else each for each in _tensors(output)]
     if not outputs:
-        raise PlanError(
-            f"no tensor is in the output, a {type(output).__name__}; return some in plain containers"
-        )
+        kind = type(output).__name__
+        raise PlanError(f"no tensor is in the output, a {kind}; return some in plain containers")
     trained = [each for each in outputs if each.requires_grad]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each) for each in trained]
@@ -127,14 +124,11 @@ def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
     found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}
     differentiated = {f"input {i}": each for i, each in enumerate(_tensors(leaves))}
     for name, each in (differentiated | dict(model.named_parameters())).items():
-        if each.grad is not None:
-            found[f"gradient of {name}"] = _whole(each.grad.detach())
+        gradient: Any = each.grad
+        if gradient is not None:
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            found[f"gradient of {name}"] = whole.to_dense()
     return found
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    plain: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return plain.to_dense()
 
 
 def _size(tensor: Tensor) -> float:
@@ -145,7 +139,7 @@ def _difference(mine: Any, wanted: Any, tolerance: float, rounding: float) -> st
     """Return torch's sentence on how far a tensor is from the one of one process; nothing where it is near enough."""
     mine = torch.zeros_like(wanted) if mine is None else mine
     wanted = torch.zeros_like(mine) if wanted is None else wanted
-    if mine.shape != wanted.shape and mine.numel() == wanted.numel():
+    if mine.numel() == wanted.numel():
         mine = mine.reshape(wanted.shape)  # fused experts have a dim more
     try:
         within = max(tolerance * _size(wanted), rounding)

@@ -1,4 +1,4 @@
-"""Every collective of the styles matters: without it, or with it twice, some check sees it.
+"""Layers under a plan are as in one process, and every collective matters: without it, or with it twice, some check sees it.
 
 The call sites are read from the source. For each of them a mutant of the collective takes its place, at that
 site only, and the checks that pass through the site run again.
@@ -7,11 +7,13 @@ site only, and the checks that pass through the site run again.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import math
 import pkgutil
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -20,10 +22,16 @@ import pytest
 import torch
 from ranks import run_ranks
 from threads import run_threads
-from tp_checks import CHECKS, largest_difference
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+from tp_checks import CHECKS, as_whole, largest_difference
+from tp_compare import assert_right, sharded, tp_mesh, training_difference
+from tp_models import Attention, Llama, attention_plan, llama_plan
 
 import namedmesh.tensor_parallel as package
-from namedmesh.tensor_parallel import collectives
+from namedmesh.sizes import SharedHeads
+from namedmesh.tensor_parallel import RowwiseParallel, collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,9 +149,9 @@ def run_check(
 def survivors() -> tuple[set[Site], list[str], int]:
     """The sites that no check reaches, the mutants that no check sees, and how many mutants there were."""
     reached: dict[Site, list[Callable[[], Any]]] = {}
-    for check in CHECKS:
+    for name, check in CHECKS.items():
         worst, sites = run_check(check)
-        assert worst < TOLERANCE, f"{check.__name__}: {worst}"
+        assert worst < TOLERANCE, f"{name}: {worst}"
         for site in sites:
             reached.setdefault(site, []).append(check)
     every = {site for module in modules() for site in sites_of(module)}
@@ -169,6 +177,75 @@ def test_a_check_sees_every_collective_that_is_removed_or_doubled() -> None:
     assert count > 35
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_checks_hold_on_four_ranks(check: Callable[[], Any]) -> None:
-    assert max(run_ranks(1, run_threads, 4, largest_difference, check, init=False)[0]) < TOLERANCE
+def differences() -> dict[str, float]:
+    return {name: largest_difference(check) for name, check in CHECKS.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_every_layout_and_option_is_as_in_one_process(tp_size: int) -> None:
+    assert_right(run_ranks(tp_size, differences), TOLERANCE, len(CHECKS))
+
+
+def stranger() -> str:
+    model = sharded(nn.Embedding(16, 8), RowwiseParallel(input_layouts=Replicate()))
+    with pytest.raises(IndexError) as caught:
+        model(torch.tensor([[3, 16]]))
+    return str(caught.value)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
+    text = "index out of range in self: the ids run from 3 to 16, the vocabulary from 0 to 15"
+    assert run_ranks(2, stranger) == [text] * 2
+
+
+# --- grouped attention over any number of ranks that divides the queries ----------------------------------------
+
+COUNTS = [
+    (queries, heads, size)
+    for size in (2, 3, 4)
+    for queries in (size, 2 * size, 3 * size)
+    for heads in range(1, queries + 1)
+    if queries % heads == 0 and heads % size
+]
+
+
+@pytest.mark.parametrize(("queries", "heads", "size"), [*COUNTS, (32, 4, 8), (64, 8, 16), (48, 6, 8)])
+def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> None:
+    shared = SharedHeads(queries, heads, size)
+    given = [head for rank in range(size) for head in shared.of_rank(rank) for _ in range(shared.repeats)]
+    assert given == [query // (queries // heads) for query in range(queries)]
+
+
+def llama_differences() -> list[float]:
+    size = torch.distributed.get_world_size()
+    found = []
+    for queries, heads, of_size in COUNTS:
+        if of_size != size or queries == size:
+            continue
+        make = partial(
+            Llama, dim=4 * queries, n_heads=queries, n_kv_heads=heads, vocab=24, hidden=12 * size, layers=1
+        )
+        for sequence in (False, True):
+            plan = llama_plan(queries, heads, sequence_parallel=sequence)
+            ids = torch.arange(24).view(2, 12)
+            found.append(largest_difference(partial(as_whole, make, plan, ids)))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_llama_with_any_number_of_kv_heads_is_as_in_one_process(size: int) -> None:
+    for found in run_ranks(size, llama_differences):
+        assert found
+        assert max(found) < TOLERANCE, found
+
+
+def counts_difference() -> float:
+    """Plain torch applies the style too, with counts that the caller gives."""
+    torch.manual_seed(0)
+    reference = Attention(16, 4, 1).double()
+    model = parallelize_module(copy.deepcopy(reference), tp_mesh(), attention_plan(4, 1))
+    return training_difference(model, reference, torch.randn(2, 5, 16, dtype=torch.float64))
+
+
+def test_torch_applies_the_style_with_given_counts() -> None:
+    assert max(run_ranks(2, counts_difference)) < 1e-12
