@@ -14,7 +14,14 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import frees_after_forward, from_all, remove_backwards, tree_leaves, tree_map
+from namedmesh._torch import (
+    forget_forward,
+    frees_after_forward,
+    from_all,
+    remove_backwards,
+    tree_leaves,
+    tree_map,
+)
 from namedmesh.errors import LayoutError, ShapeError, TrainingError
 from namedmesh.sizes import stage_range
 from namedmesh.training.data import sum_of
@@ -237,7 +244,7 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last and not self.has_backward:
-            self.fwd_cache[fwd_chunk_id] = (), []
+            forget_forward(self, fwd_chunk_id)
         return output
 
 
