@@ -473,6 +473,7 @@ def test_with_fairscale_its_own_modules_answer_from_our_meshes(late: bool) -> No
 def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
     """In another order of the axes: where model-parallel ranks are no neighbors, the original has another first rank."""
     theirs = original(START)
+    names = set(vars(theirs))
     for rank in range(4):
         with fake_world(4, rank):
             mesh = namedmesh.init_mesh(tp=2, dp=-1, device="cpu")
@@ -490,6 +491,7 @@ def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
                 assert theirs.get_pipeline_parallel_ranks() == [rank]
             theirs._DATA_PARALLEL_GROUP = None
             fairscale.uninstall()
+            assert set(vars(theirs)) == names  # without the variables of later sources
             mesh.close()
 
 

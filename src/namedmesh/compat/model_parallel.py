@@ -60,18 +60,20 @@ class ModelParallel:
         names = [variable for row in self.rows for variable in (row.variable, row.ranks) if variable]
         vars(module).update(dict.fromkeys(names))
         self.state = State(f"{name}'s model parallelism", function, module)
+        self._added: list[str] = []  # variables, to the original's module
         (tensor_group,) = (row.variable for row in self.rows if row.axes == ("tp",))
         self._tensor_group = self.getter(tensor_group, itself)
 
     def answer_from(self, module: ModuleType) -> None:
         """Let the variables of a module answer from now on, namedmesh's own or the original's; those of a shown mesh move."""
         state, old, new = self.state, vars(self.state.module), vars(module)
-        without = state.values.get(None, {})
-        for name in state.names:
-            new.setdefault(name, None)  # what only later sources have
-            if state.shown is not None:
-                new[name], old[name], without[name] = old[name], without[name], new[name]
-        state.module = module
+        without, added = state.values.get(None, {}), [name for name in state.names if name not in new]
+        new.update(dict.fromkeys(added))  # what only later sources have
+        for name in state.names if state.shown is not None else ():
+            new[name], old[name], without[name] = old[name], without[name], new[name]
+        for name in self._added:
+            del old[name]
+        self._added, state.module = added, module
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.
