@@ -223,11 +223,12 @@ class Accessors:
             options = self.groups.gloo_options(options)
         group = self.groups.find(self._views.layouts[view], ordered, options)
         if group is None:
-            kind = "gloo group" if gloo else "group"
-            remedy = f" yet; call mesh.flatten({quoted(ordered)}) once, on every rank, before it is asked for"
+            axes = join_names(ordered)
             if gloo:
-                remedy = "; ask for one when the group is made, with options=GroupOptions(gloo_twin=True)"
-            raise MeshError(f"there is no {kind} over {join_names(ordered)}{remedy}")
+                remedy = "ask for one when the group is made, with options=GroupOptions(gloo_twin=True)"
+                raise MeshError(f"there is no gloo group over {axes}; {remedy}")
+            remedy = f"call mesh.flatten({quoted(ordered)}) once, on every rank, before it is asked for"
+            raise MeshError(f"there is no group over {axes} yet; {remedy}")
         return group
 
     @constant_under_compile

@@ -1,4 +1,4 @@
-"""The process groups of this process, and their options: one communicator for each way to cut the world, and each options.
+"""The process groups of this process, and their options: one for each way to cut the world and set of options.
 
 Every rank of the world makes every group, in the same order, so the table of what exists is the same on every rank.
 """

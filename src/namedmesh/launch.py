@@ -23,7 +23,7 @@ from namedmesh.errors import LaunchError, count_of, listing
 from namedmesh.groups import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
 __all__ = ["init"]
@@ -202,9 +202,8 @@ def _check_environment(environment: Mapping[str, str]) -> None:
 # What other launchers set.
 
 _DEFAULT_PORT = 29500  # what torch itself uses where nothing else is known
-_FIRST_STEP_OF_A_SHELL = (
-    0xFFFFFFF0  # those that SLURM starts for an allocation are no tasks of a parallel step
-)
+# Shells that SLURM starts for an allocation are no tasks of a parallel step.
+_FIRST_STEP_OF_A_SHELL = 0xFFFFFFF0
 # What tells two jobs apart that may share a machine, the narrowest first.
 _JOB_IDS = (
     "PALS_APID",
@@ -215,6 +214,7 @@ _JOB_IDS = (
     "SLURM_JOB_ID",
 )
 _HOST_FILES = ("PALS_HOSTFILE", "HYDRA_HOST_FILE", "PBS_NODEFILE")
+_SLURM_HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _LOCAL = {"LOCAL_RANK": "local_rank", "LOCAL_WORLD_SIZE": "local_size"}
 
 
@@ -304,16 +304,20 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     launchers = [launcher for launcher in _LAUNCHERS if launcher.started(environment)]
     if not launchers:
         return {}
-    launcher, place = launchers[0], launchers[0].place(environment)
-    jobs, hosts = [environment[name] for name in _JOB_IDS if name in environment], ""
+    launcher, hosts = launchers[0], ""
+    place = launcher.place(environment)
     for each in launchers:
         other = each.place(environment)
-        if any(place.get(what, at) != at for what, at in other.items() if what in ("rank", "size")):
+        sizes = {one["size"] for one in (place, other) if "size" in one}
+        if place.get("rank") != other.get("rank") or len(sizes) > 1:
             continue  # it started other processes: daemons of the inner one
         place = other | place
         if each.name == "SLURM":
-            jobs = [f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}"]
-            hosts = environment.get("SLURM_STEP_NODELIST", "")
+            hosts = _first_set(environment, _SLURM_HOSTS)
+    # Of the inner one: the daemons of mpirun are a step of SLURM's, and what mpirun starts beside them is none.
+    job = _first_set(environment, _JOB_IDS)
+    if launcher.name == "SLURM":
+        job = f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}"
     given = {"rank": int_variable(environment, "RANK"), "size": int_variable(environment, "WORLD_SIZE")}
     if None not in given.values() and given != {what: place.get(what) for what in given}:
         return {}  # started by something else within: torchrun, or a test
@@ -325,8 +329,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     found |= {name: place[what] for name, what in _LOCAL.items() if what in place}
     if "MASTER_ADDR" not in environment:
         alone = place.get("nodes") == 1 or place.get("local_size") == size
-        found["MASTER_ADDR"] = "127.0.0.1" if alone else _first_host(launcher, size, hosts, environment)
-    found["MASTER_PORT"] = 15000 + crc32(jobs[0].encode()) % 15000 if jobs else _DEFAULT_PORT
+        found["MASTER_ADDR"] = "127.0.0.1" if alone else _address(launcher, size, hosts, environment)
+    found["MASTER_PORT"] = 15000 + crc32(job.encode()) % 15000 if job else _DEFAULT_PORT
     return {name: str(value) for name, value in found.items() if name not in environment}
 
 
@@ -347,13 +351,17 @@ def _check_place(
         )
 
 
-def _first_host(launcher: _Launcher, size: object, hosts: str, environment: Mapping[str, str]) -> str:
+def _first_set(environment: Mapping[str, str], names: Sequence[str]) -> str:
+    return next((environment[name] for name in names if name in environment), "")
+
+
+def _address(launcher: _Launcher, size: object, hosts: str, environment: Mapping[str, str]) -> str:
     """Return where rank 0 runs: the first of some hosts, of the launcher's file, or of the allocation."""
-    for name in _HOST_FILES:
-        if name in environment and not hosts:
-            lines = Path(environment[name]).read_text(encoding="utf-8").splitlines()
-            named = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
-            return named[0].partition(":")[0]  # a number of slots may follow
+    file = _first_set(environment, _HOST_FILES)
+    if file and not hosts:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        named = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        return named[0].partition(":")[0]  # a number of slots may follow
     hosts = hosts or environment.get("SLURM_JOB_NODELIST", "")
     if not hosts:
         raise LaunchError(

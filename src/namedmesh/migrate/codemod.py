@@ -154,7 +154,9 @@ def migrate(arguments: Namespace) -> int:
     imports = [one for changes in found.values() for one in changes.imports]
     kept = {name for module, name, _ in imports if name and not {module, f"{module}.{name}"} & {*APIS}}
     rewrite = arguments.diff or arguments.write
-    for path in [path for path, changes in found.items() if changes.findings]:  # now that all files are known
+    # Now that all files are known; otherwise it is what was found.
+    again = [path for path, changes in found.items() if changes.findings and (rewrite or bound)]
+    for path in again:
         found[path] = changes = Changes(found[path].before, bound=bound, kept=kept, rewrite=rewrite)
         if arguments.write and changes.after != changes.before:
             path.write_bytes(changes.after.encode("utf-8"))
@@ -177,8 +179,8 @@ def _check_clean(paths: Sequence[Path]) -> None:
         words = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
         done = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603  our own words
         if done.returncode or done.stdout:
-            said = done.stderr or f"uncommitted changes:\n{done.stdout}"
-            raise UsageError(f"git says of {path}: {said}Commit, or give --force to write anyway")
+            words_of_git = done.stderr or f"uncommitted changes:\n{done.stdout}"
+            raise UsageError(f"git says of {path}: {words_of_git}Commit, or give --force to write anyway")
 
 
 def _scan(paths: Sequence[Path]) -> tuple[dict[Path, Changes], list[str]]:
@@ -201,7 +203,9 @@ def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
     lines, once, count, sure, readers = list[str](), dict[str, None](), 0, 0, list[str]()
     for path, changes in found.items():
         for line, old, (new, statements, doubt) in sorted(changes.findings, key=lambda one: one.line):
-            count, sure = count + 1, sure + (not doubt)
+            count += 1
+            if not doubt:
+                sure += 1
             once |= dict.fromkeys(statements)
             if certain or doubt:
                 words = f" (not certain: {doubt})" if doubt else ""

@@ -228,14 +228,13 @@ class Pipeline:
         count = max(0, min(len(index), self._count - first))
         # Where all rows are repeated ones, times zero, so that the backward is the same on every rank.
         rows = slice(first, first + count) if count else slice(self._count - 1, self._count)
-        real = (
-            output if count == len(index) else output[: max(count, 1)]
-        )  # whose backward has memory of its size
+        # Its backward has memory of its size.
+        real = output if count == len(index) else output[: max(count, 1)]
         loss = self._loss(real, tree_map(lambda each: each[rows], self._target))
         return loss * (count / self._count if self._reduction == "mean" else min(count, 1))
 
 
-pipeline = Pipeline  # called as a function, as its neighbours
+pipeline = Pipeline  # called as a function, as its neighbors
 
 
 class _Stage(PipelineStage):

@@ -295,9 +295,12 @@ def _texts(arguments: Mapping[str, Any], pipelines: Sequence[Sequence[int]]) -> 
     """Return arguments as they are compared between ranks; callbacks by an answer, and if they stay in each pipeline."""
     texts = {}
     for name, value in arguments.items():
-        texts[name] = repr(value([*pipelines[0]]) if callable(value) else value)
-        for pipeline in pipelines if callable(value) else ():
-            ranks = value([*pipeline])
+        if not callable(value):
+            texts[name] = repr(value)
+            continue
+        answers = [value([*pipeline]) for pipeline in pipelines]
+        texts[name] = repr(answers[0])
+        for pipeline, ranks in zip(pipelines, answers, strict=True):
             if not {*ranks} <= {*pipeline}:
                 raise ContractError(
                     f"{name} chose the ranks {[*ranks]} of the pipeline {[*pipeline]}; it chooses from those that it is given"
