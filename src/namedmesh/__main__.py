@@ -10,14 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from namedmesh._version import __version__
 from namedmesh.errors import NamedMeshError, UsageError, did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 COMMANDS: dict[str, str] = {
     "plan": "namedmesh.plan.describe",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,10 +21,7 @@ from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414
 from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from datetime import timedelta
-
+if TYPE_CHECKING:  # a second and a half, for whoever only wants a mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 

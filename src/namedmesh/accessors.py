@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import constant_under_compile
 from namedmesh.errors import MeshError, count_of, listing
-from namedmesh.groups import GroupOptions
-from namedmesh.views import ROOT_VIEW, join_names, quoted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from namedmesh.groups import Communicator, Groups
-    from namedmesh.layout import Layout
-    from namedmesh.views import Views
+from namedmesh.groups import Communicator, GroupOptions, Groups
+from namedmesh.layout import Layout
+from namedmesh.views import ROOT_VIEW, Views, join_names, quoted
 
 
 class Place(NamedTuple):

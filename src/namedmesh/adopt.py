@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import is_registered
 from namedmesh.errors import LayoutError, listing
 from namedmesh.layout import Layout
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> Layout:

@@ -11,19 +11,17 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from namedmesh._torch import default_store, default_timeout
 from namedmesh.errors import AgreementError, NamedMeshError, ranks_in_words
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _TELLING = timedelta(seconds=5)
 """How long a rank that has failed waits for the others before it tells them, so that it can name those that are absent."""

@@ -5,15 +5,13 @@ Pure data and arithmetic on :class:`namedmesh.Layout`, for the dialects, the pla
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
 from namedmesh.layout import Layout
 from namedmesh.sizes import nearest_axis
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 DENSE, EXPERT = "dense", "expert"
 AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp")

@@ -11,6 +11,8 @@ import socket
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -21,9 +23,6 @@ from namedmesh.errors import AgreementError, PlanError, count_of, listing, ranks
 from namedmesh.plan.describe import add_layout, as_text, layout_arguments, parse_spec, resolve
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Callable, Sequence
-
     import torch
     import torch.distributed as dist
 

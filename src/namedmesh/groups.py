@@ -6,20 +6,17 @@ Every rank of the world makes every group, in the same order, so the table of wh
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from namedmesh._torch import bound_device, default_timeout, forget_operations, is_registered, usual_timeout
 from namedmesh.errors import LayoutError, MeshError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-
-    from namedmesh.layout import Layout
+from namedmesh.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

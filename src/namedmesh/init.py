@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,6 @@ from namedmesh.groups import GroupOptions, kept_groups
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh, close_all
 from namedmesh.views import options_by_axes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from datetime import timedelta
 
 _NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a world of its own; start 8 of them with: "

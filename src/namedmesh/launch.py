@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -21,10 +23,6 @@ from namedmesh._torch import bound_device
 from namedmesh.agreement import Meetings, agreed, meet_on
 from namedmesh.errors import LaunchError, count_of, listing
 from namedmesh.groups import GroupOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from datetime import timedelta
 
 __all__ = ["init"]
 

@@ -7,15 +7,13 @@ in torch's ``DeviceMesh``: the first axis is the slowest, the last one the faste
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean, listing
 from namedmesh.sizes import as_int, fitted_sizes, nearest_axis, product
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import agreement, current
 from namedmesh.accessors import Accessors, Place
@@ -16,13 +18,6 @@ from namedmesh.groups import GroupOptions, Groups, destroy_unused
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.views import ROOT_VIEW, Views, options_by_axes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Self
 
 
 class NamedMesh(Accessors):
@@ -240,7 +235,7 @@ class NamedMesh(Accessors):
 
     # Selecting a mesh for code that names none.
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> NamedMesh:
         """Make this the current mesh of the process, for :func:`current_mesh` and the dialects, until the block is left."""
         self._check_open()
         current.select(self)
@@ -249,11 +244,11 @@ class NamedMesh(Accessors):
     def __exit__(self, *_error: object) -> None:
         current.deselect(self)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> NamedMesh:
         """Return the same mesh: a copy of something that holds a mesh shares it."""
         return self
 
-    def __copy__(self) -> Self:
+    def __copy__(self) -> NamedMesh:
         return self
 
     def __repr__(self) -> str:

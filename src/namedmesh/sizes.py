@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
 from math import gcd, prod
-from typing import TYPE_CHECKING, SupportsIndex, cast
+from typing import SupportsIndex, cast
 
 from namedmesh.errors import did_you_mean, listing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 # The names that the field uses; any identifier will do.
 USUAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh._torch import concatenate_meshes, flattened, without_modes
 from namedmesh.errors import AxisError, LayoutError, listing
+from namedmesh.groups import GroupOptions, Groups
+from namedmesh.layout import Layout
 from namedmesh.sizes import nearest_axis
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch.distributed as dist
-
-    from namedmesh.groups import GroupOptions, Groups
-    from namedmesh.layout import Layout
 
 ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""

@@ -22,7 +22,7 @@ Example:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -35,9 +35,6 @@ from namedmesh.compat.layers import (
     split_tensor_along_last_dim,
 )
 from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 _DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh

@@ -22,7 +22,8 @@ Example:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from namedmesh.compat import ContractError
 from namedmesh.compat.install import Original
 from namedmesh.compat.layers import (
+    Initializer,
     ParallelLayer,
     VocabEmbedding,
     VocabUtility,
@@ -44,11 +46,6 @@ from namedmesh.compat.layers import (
 from namedmesh.compat.layers import cross_entropy as _cross_entropy
 from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself
 from namedmesh.tensor_parallel.collectives import all_gather, enter, gather, leave
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from namedmesh.compat.layers import Initializer
 
 _DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh

@@ -5,20 +5,17 @@ Where an original is installed it answers from our meshes; where it is not, our 
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping, Sequence
-    from importlib.machinery import ModuleSpec
+from typing import Any
 
 DIALECTS = {
     "megatron": "megatron.core.parallel_state",

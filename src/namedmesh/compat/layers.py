@@ -6,7 +6,8 @@ layer keeps the group that it was made with. A length that its ranks do not divi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -14,9 +15,6 @@ from torch import Tensor, nn
 
 from namedmesh.compat import ContractError
 from namedmesh.tensor_parallel.collectives import Group, rows_cross_entropy, split, target_problems
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ALONE = Group("", 1, 0)
 Initializer: TypeAlias = "Callable[[Tensor], Any]"

@@ -7,9 +7,13 @@ variables, and its getters read them.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from namedmesh.agreement import agreed
 from namedmesh.compat import ContractError
@@ -28,16 +32,8 @@ from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
+from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from datetime import timedelta
-    from types import ModuleType
-
-    from torch import Tensor
-
-    from namedmesh.mesh import NamedMesh
 
 T = TypeVar("T")
 

@@ -7,25 +7,20 @@ asks at the end of this file where the axes of a legacy API are in a mesh, which
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from namedmesh import current
 from namedmesh.compat import ContractError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.groups import kept_groups
+from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-    from types import ModuleType
-
-    from torch.distributed import ProcessGroup
-
-    from namedmesh.layout import Layout
 
 
 class State:

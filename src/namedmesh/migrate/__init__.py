@@ -6,20 +6,17 @@ Here is the table of the calls: rows as data, each of which a test runs beside t
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from namedmesh.dialects import DIALECTS, EXPERT_AXES
+from namedmesh.dialects import DIALECTS, EXPERT_AXES, GroupSpec
 from namedmesh.errors import LayoutError
 
-if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Sequence
-
-    from namedmesh.dialects import GroupSpec
-
-    Arguments = Sequence[tuple[str, str]]  # each a keyword, which may be empty, and its source
-    ByFlags = dict[tuple[str, ...], tuple[str, ...]]
+Arguments: TypeAlias = Sequence[tuple[str, str]]
+"""Each a keyword, which may be empty, and its source."""
+ByFlags: TypeAlias = dict[tuple[str, ...], tuple[str, ...]]
 
 _EXPERT_VIEW = 'mesh.add_view("expert", pp=mesh.size("pp"), edp=-1, ep=expert_model_parallel_size, etp=expert_tensor_parallel_size)'
 

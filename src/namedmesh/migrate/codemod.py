@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Collection, Sequence
 from difflib import unified_diff
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import libcst as cst
 from libcst import metadata
@@ -16,10 +18,6 @@ from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 
 from namedmesh.errors import UsageError, count_of
 from namedmesh.migrate import APIS, Advice, advise
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Collection, Sequence
 
 # What stands in every file that can name something of the tables: others are not parsed.
 _MARKS = re.compile(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from namedmesh.plan.model import Axes, Hardware, Job, Model
 from namedmesh.sizes import stage_range
-
-if TYPE_CHECKING:
-    from namedmesh.plan.model import Axes, Hardware, Job, Model
 
 _FSDP = 3  # the stage of ZeRO that shards the weights
 _NUMBER = 2  # bytes of an activation and of a weight that computes, in bf16

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from namedmesh.dialects import (
     AXES,
@@ -20,10 +22,6 @@ from namedmesh.dialects import (
 from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean, listing
 from namedmesh.layout import Layout
 from namedmesh.plan.svg import draw_svg
-
-if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterable, Sequence
 
 STATUS = 3  # where layouts differ, or none fits; beside 1, a layout that is wrong, and 2, arguments that are
 _DATA = ("dp", "dp_replicate", "dp_shard")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-from argparse import BooleanOptionalAction, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, isqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from namedmesh.errors import LayoutError, UsageError, count_of
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
 from namedmesh.plan.model import CARDS, Axes, Job, Model, knobs, load_hardware, read_config
 from namedmesh.sizes import SharedHeads
-
-if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 MARGIN = 0.08
 """The part of a GPU's memory that stays free by default, for CUDA, NCCL and what the estimate does not know."""

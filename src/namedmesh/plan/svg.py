@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from itertools import groupby
 from math import ceil, sqrt
-from typing import TYPE_CHECKING
 
 from namedmesh.errors import AxisError, did_you_mean
-
-if TYPE_CHECKING:
-    from namedmesh.layout import Layout
+from namedmesh.layout import Layout
 
 _LARGEST, _DETAILED = 512, 128  # cells that are drawn; ranks up to which a cell has its coordinates
 _ROW, _MARGIN, _LABEL, _PAD, _GAP, _WIDEST, _NARROWEST = 8, 24, 18, 12, 8, 1360, 640

@@ -5,21 +5,18 @@ All of them return new tensors and write into none: selective checkpointing may 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import functional_collective
 from namedmesh.errors import ShapeError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Group(NamedTuple):

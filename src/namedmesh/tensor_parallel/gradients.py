@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from namedmesh._torch import at_end_of_backward, from_all, gradient_like, group_named, synchronous
 from namedmesh.errors import GradientError, listing
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
 LAST_STEP = 1024

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.sizes import SharedHeads
@@ -17,12 +20,6 @@ from namedmesh.tensor_parallel.collectives import Group, enter
 from namedmesh.tensor_parallel.modules import LocalParameters, ShardedExperts
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowEmbedding, RowwiseParallel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
 
 class RowwiseEmbedding(RowwiseParallel):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import (
     concatenate_meshes,
@@ -19,17 +22,10 @@ from namedmesh._torch import (
     replaced_parameters,
 )
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
+from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_to_all, enter, exchange, leave
 from namedmesh.tensor_parallel.gradients import fingerprint
 from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
-
-    from namedmesh.mesh import NamedMesh
 
 
 class LocalParameters(ParallelStyle):

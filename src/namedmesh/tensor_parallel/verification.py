@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import from_all, tree_leaves, tree_map
 from namedmesh.errors import PlanError, count_of
-from namedmesh.tensor_parallel.plan import parallelize, resolve
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from namedmesh.tensor_parallel.plan import Plan
+from namedmesh.tensor_parallel.plan import Plan, parallelize, resolve
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import struct
 import warnings
 import zipfile
 import zlib
-from concurrent.futures import wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,12 +27,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from namedmesh._torch import dcp_ranks, default_timeout
 from namedmesh.errors import CheckpointError, NamedMeshError, listing, ranks_in_words
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from concurrent.futures import Future
-
-    from namedmesh.mesh import NamedMesh
+from namedmesh.mesh import NamedMesh
 
 _SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 ABOUT = "namedmesh.pt"  # names the directory of tensors beside it; put in its place last, and at once

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,17 +16,9 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
 from namedmesh.tensor_parallel.gradients import fingerprint
-from namedmesh.training.checkpoint_files import by_ranks, in_words
-from namedmesh.training.checkpoint_state import of_owner, owner, shown
+from namedmesh.training.checkpoint_files import Writer, by_ranks, in_words
+from namedmesh.training.checkpoint_state import State, of_owner, owner, shown
 from namedmesh.training.data import digest
-
-if TYPE_CHECKING:
-    import io
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from namedmesh.training.checkpoint_files import Writer
-    from namedmesh.training.checkpoint_state import State
 
 _SAMPLE = 1024  # elements of a tensor that are compared
 _TOLERANCE = 1e-3  # replicas may differ by what rounding adds up to over a run; different tensors by more

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from namedmesh.errors import CheckpointError, listing
+from namedmesh.mesh import NamedMesh
 from namedmesh.training import seeds
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from namedmesh.mesh import NamedMesh
-
-    Model = nn.Module | Sequence[nn.Module]
-    Optimizers = Optimizer | Sequence[Optimizer] | None
+Model: TypeAlias = nn.Module | Sequence[nn.Module]
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
 Options = dict[str, tuple[list[str], dict[str, Any], int]]
 """Of each optimized parameter the kinds of its optimizer, the options, and the number of its group."""

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from namedmesh.errors import CheckpointError
+from namedmesh.mesh import NamedMesh
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_files import DamagedError, Ranks
 from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases
-from namedmesh.training.checkpoint_state import State, plain
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
-
-    from typing_extensions import Self
-
-    from namedmesh.mesh import NamedMesh
-    from namedmesh.training.checkpoint_state import Model, Optimizers
+from namedmesh.training.checkpoint_state import Model, Optimizers, State, plain
 
 _NAME = re.compile(r"step-\d+")
 
@@ -232,7 +226,7 @@ class Checkpoints:
         self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
         self._run = ""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

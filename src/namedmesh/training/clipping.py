@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from namedmesh._torch import functional_collective
 from namedmesh.errors import TrainingError
+from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch.distributed import ProcessGroup
-
-    from namedmesh.mesh import NamedMesh
 
 _SHORT = {torch.float16, torch.bfloat16}
 

@@ -6,24 +6,19 @@ import ctypes
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import concatenate_meshes
 from namedmesh.errors import AgreementError, AxisError, ShapeError, listing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from namedmesh.mesh import NamedMesh
+from namedmesh.mesh import NamedMesh
 
 _DATA = ("dp", "dp_replicate", "dp_shard")
 _SAME_SAMPLES = ("pp", "cp", "tp")

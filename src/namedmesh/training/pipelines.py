@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,12 @@ from namedmesh._torch import (
     tree_map,
 )
 from namedmesh.errors import LayoutError, ShapeError, TrainingError
+from namedmesh.mesh import NamedMesh
 from namedmesh.sizes import stage_range
 from namedmesh.training.data import sum_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from namedmesh.mesh import NamedMesh
-
-    Layers = Sequence[nn.Module] | nn.ModuleList | nn.ModuleDict
-    Loss = Callable[[Tensor, Any], Tensor]
+Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.ModuleDict
+Loss: TypeAlias = Callable[[Tensor, Any], Tensor]
 
 _RETURNING = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}  # their stages go to the last rank and back
 _SPLIT = {*_RETURNING, "ScheduleInterleavedZeroBubble"}  # they compute the gradients of weights later

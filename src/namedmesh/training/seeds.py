@@ -5,23 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import get_worker_info
 
 from namedmesh.errors import TrainingError, listing
-from namedmesh.mesh import current_mesh
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import Tensor, nn
-
-    from namedmesh.mesh import NamedMesh
+from namedmesh.mesh import NamedMesh, current_mesh
 
 _places: dict[str, str] = {}  # of each stream, the coordinates that its numbers depend on
 _devices: list[torch.device] = []  # the accelerator, where there is one

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from namedmesh.compat.deepspeed import topology
@@ -22,11 +23,7 @@ from namedmesh.compat.install import Original, as_imported
 from namedmesh.compat.state import USUAL_AXES, Bound, State, agreed_groups, check_axes, require_open
 from namedmesh.dialects import EXPERT_AXES
 from namedmesh.errors import PlanError, listing
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from namedmesh.mesh import NamedMesh
+from namedmesh.mesh import NamedMesh
 
 __all__ = ["ModelParallelUnit", "SequenceParallelUnit", "bind", "install", "mark_parameters", "mpu"]
 __all__ += ["unbind", "uninstall"]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,14 +22,8 @@ from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
+from namedmesh.mesh import NamedMesh
 from namedmesh.sizes import product
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from typing_extensions import Self
-
-    from namedmesh.mesh import NamedMesh
 
 __all__ = [
     "PipeDataParallelTopology",
@@ -242,7 +237,7 @@ class PipelineParallelGrid(Getters):
             self._fill(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
 
     @classmethod
-    def from_mesh(cls, mesh: NamedMesh) -> Self:
+    def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
         """Make a grid over a mesh that exists, with axes pp and dp, whose groups it uses; every rank calls it; communicates."""
         require_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
         words = {name: kind for kind, name in _CANONICAL.items()}

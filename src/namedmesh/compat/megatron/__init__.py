@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, update_wrapper
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,13 +47,8 @@ from namedmesh.compat.state import (
 )
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from types import ModuleType
-
-    from namedmesh.layout import Layout
-    from namedmesh.mesh import NamedMesh
+from namedmesh.layout import Layout
+from namedmesh.mesh import NamedMesh
 
 __all__ = [
     "Bound",

@@ -6,11 +6,13 @@ Below, t is the number of its ranks; a length that t does not divide is a Contra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from namedmesh.compat import ContractError
 from namedmesh.compat.layers import (
@@ -25,11 +27,6 @@ from namedmesh.compat.layers import (
     split_tensor_along_last_dim,
 )
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, exchange, gather, leave
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "VocabUtility",

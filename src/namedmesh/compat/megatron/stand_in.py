@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,8 @@ import torch.distributed as dist
 from namedmesh._torch import from_all, set_group_timeout
 from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.compat.state import own_axes
-from namedmesh.dialects import DENSE, MEGATRON_GROUPS, parse_order
+from namedmesh.dialects import DENSE, MEGATRON_GROUPS, GroupSpec, parse_order
 from namedmesh.layout import Layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from namedmesh.dialects import GroupSpec
 
 WORDS = {"etp": "tp", "edp": "dp", "egtp_remat": "gtp_remat"}
 """Our words for the experts' axes, and Megatron's, which are those of the dense ones."""

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from namedmesh._torch import group_named
 from namedmesh.compat import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import ALONE, ParallelLayer, VocabEmbedding, check_shards, scatter
+from namedmesh.compat.layers import ALONE, Initializer, ParallelLayer, VocabEmbedding, check_shards, scatter
 from namedmesh.compat.megatron import mappings as _functions
 from namedmesh.compat.megatron.mappings import *
 from namedmesh.launch import default_group_device
 from namedmesh.tensor_parallel.collectives import enter, gather, leave
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from namedmesh.compat.layers import Initializer
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += _functions.__all__
