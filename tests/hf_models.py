@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from torch.overrides import TorchFunctionMode
 
 # What the sizes of a configuration become, by the name of the field.
 SIZES: dict[str, Any] = {
@@ -50,11 +50,17 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    **dict.fromkeys(("n_embd", "n_inner"), 64),
+    "n_layer": 2,
+    "n_head": 8,
+    "n_positions": 64,
+    "rotary_dim": 4,
     "mamba_n_heads": 8,
     "mamba_num_heads": 8,
     "mamba_d_head": 16,
     "mamba_head_dim": 16,
     "mamba_d_state": 8,
+    "mamba_d_ssm": 128,
     "ssm_state_size": 8,
     "mamba_chunk_size": 4,
     "chunk_size": 4,
@@ -117,6 +123,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Gemma3nTextConfig": _LAYERS_THAT_REUSE_KEYS,
     "Gemma4TextConfig": {**_GLOBAL_HEADS, **_LAYERS_THAT_REUSE_KEYS},
     "Gemma4UnifiedTextConfig": _GLOBAL_HEADS,
+    "Glm4MoeConfig": {"use_qk_norm": True},
     "Glm4vTextConfig": {"rope_parameters": _WHOLE_HEADS},
     "Glm4vMoeTextConfig": {"rope_parameters": _WHOLE_HEADS},
     "GlmImageTextConfig": {"rope_parameters": _WHOLE_HEADS},
@@ -128,6 +135,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 0,
     },
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "HunYuanVLTextConfig": {"rope_parameters": _HALVES},
+    "HYV4VLTextConfig": {"rope_parameters": _HALVES, "indexer_types": ["full", "shared"]},
+    "Inkling2LoopTextConfig": {
+        "num_hidden_layers": 3,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    },
     "JambaConfig": {"num_hidden_layers": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "LongcatFlashConfig": {"qk_head_dim": None},
@@ -163,8 +179,24 @@ AS_MANY_AS_QUERIES = (
 )
 # Where the model to build is not the first that its name suggests.
 CLASSES = {"T5GemmaModuleConfig": "T5GemmaEncoder"}
-# Models that mix single precision into what they compute, so that they do not run in double precision.
-SINGLE = ("Inkling2TextConfig",)
+# Models that mix single precision into what they compute, which would hide what is right in its rounding.
+SINGLE = ("Inkling2TextConfig", "Inkling2LoopTextConfig")
+
+
+class _Double(TorchFunctionMode):
+    """Double precision where the code of a model says single precision."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        named = {key: _doubled(value) for key, value in (kwargs or {}).items()}
+        return function(*map(_doubled, args), **named)
+
+
+def _doubled(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def _noise(*shape: int) -> torch.Tensor:
@@ -220,6 +252,8 @@ def configurations() -> dict[str, type]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
+    # What Llama 4 in 5.24 reads from the answer of its language model, which lacks it.
+    transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     found = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/configuration_*.py")):
         if "base_model_tp_plan" in path.read_text():
@@ -300,12 +334,14 @@ def model_class(config_class: Any) -> Any:
 
 
 def tiny_model(name: str, kv_heads: int | None = None) -> Any:
-    """A random model whose every parameter matters, in double precision if it runs in that."""
+    """A random model whose every parameter matters, in double precision."""
     torch.manual_seed(0)
     config_class = configurations()[name]
-    kind = model_class(config_class)
-    model = kind._from_config(tiny_config(config_class, kv_heads), experts_implementation="eager").eval()
-    model = model.float() if name in SINGLE else model.double()
+    kind, config = model_class(config_class), tiny_config(config_class, kv_heads)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind._from_config(config).parameters())
+    assert size < 1e6, f"{name} has {size:,} parameters: a name of its sizes is missing in SIZES"
+    model = kind._from_config(config, experts_implementation="eager").eval().double()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # some are left as they were allocated
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
@@ -321,6 +357,10 @@ def inputs(name: str) -> dict[str, Any]:
 
 def forward(model: Any, name: str) -> torch.Tensor:
     """The logits, or the last hidden states."""
-    output = model(**inputs(name), **({"use_cache": False} if hasattr(model.config, "use_cache") else {}))
+    options = inputs(name)
+    if hasattr(model.config, "use_cache"):
+        options["use_cache"] = False
+    with _Double() if name in SINGLE else nullcontext():
+        output = model(**options)
     value: torch.Tensor = output[0]
     return value

@@ -92,7 +92,11 @@ _HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self
 # What a plan leaves out, by the type of the model: beside which entry, a module on each rank's features.
 _LEFT_OUT: dict[str, dict[str, str]] = {
     "apertus": {"mlp.up_proj": "mlp.act_fn"},
-    **dict.fromkeys(("muse_glimmer_assistant", "qwen3_omni_moe_text", "qwen3_vl_moe_text"), _HEAD_NORMS),
+    "apertus1p5_text": {"mlp.up_proj": "mlp.act_fn"},
+    **dict.fromkeys(
+        ("glm4_moe", "muse_glimmer_assistant", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "sarvam_moe"),
+        _HEAD_NORMS,
+    ),
 }
 # Where a plan shards attention of which something needs the features of all heads.
 _WRONG_ATTENTION = {
