@@ -1,4 +1,4 @@
-"""Stands in for ``megatron.core.parallel_state`` where megatron-core is not installed: names and answers of 0.19.
+"""Stands in for ``megatron.core.parallel_state`` where megatron-core is not installed: names and answers of 0.16.1.
 
 Like the original it is a module with variables; ``initialize_model_parallel`` fills them, and an accessor reads its
 own. One whose group is not there raises :class:`~namedmesh.compat.ContractError`, an ``AssertionError``. Flags
@@ -52,25 +52,18 @@ _MODEL_PARALLEL_GLOBAL_RANKS = _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = NOTHING
 _DATA_PARALLEL_GROUP = _DATA_PARALLEL_GLOBAL_RANKS = _DATA_PARALLEL_GROUP_GLOO = NOTHING
 _DATA_PARALLEL_GROUP_WITH_CP = _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP = NOTHING
 _DATA_PARALLEL_GROUP_WITH_CP_GLOO = _DATA_PARALLEL_GROUP_WITH_CP_AG = NOTHING
-_DATA_PARALLEL_GROUP_WITH_GTP_REMAT = _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT = NOTHING
 _EMBEDDING_GROUP = _EMBEDDING_GLOBAL_RANKS = _POSITION_EMBEDDING_GROUP = _POSITION_EMBEDDING_GLOBAL_RANKS = (
     NOTHING
 )
 _TENSOR_AND_DATA_PARALLEL_GROUP = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = NOTHING
 _TENSOR_AND_CONTEXT_PARALLEL_GROUP = NOTHING
 _HYBRID_DP_CP_GROUPS: dict[int, Any] = {}
-_GTP_WEIGHT_REMAT_GROUP = _GTP_WEIGHT_REMAT_GLOBAL_RANKS = NOTHING
 _EXPERT_MODEL_PARALLEL_GROUP = _EXPERT_MODEL_PARALLEL_RANKS = _EXPERT_TENSOR_PARALLEL_GROUP = NOTHING
 _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP = NOTHING
 _EXPERT_DATA_PARALLEL_GROUP = _EXPERT_DATA_PARALLEL_GROUP_GLOO = NOTHING
-_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT = NOTHING
-_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP = NOTHING
-_EXPERT_GTP_WEIGHT_REMAT_GROUP = _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS = NOTHING
 _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = NOTHING
 _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = NOTHING
-_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT = NOTHING
 _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO = NOTHING
-_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT = NOTHING
 _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = _MPU_TENSOR_MODEL_PARALLEL_RANK = NOTHING
 _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = _MPU_PIPELINE_MODEL_PARALLEL_RANK = NOTHING
 _MPU_DATA_PARALLEL_WORLD_SIZE = _MPU_DATA_PARALLEL_RANK = NOTHING
@@ -159,15 +152,6 @@ def get_position_embedding_group(check_initialized: bool = True) -> Any:
     return _POSITION_EMBEDDING_GROUP or missing("_POSITION_EMBEDDING_GROUP", check_initialized)
 def is_rank_in_position_embedding_group() -> bool:
     return dist.get_rank() in (_POSITION_EMBEDDING_GLOBAL_RANKS or ())
-def get_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
-    return _GTP_WEIGHT_REMAT_GROUP or missing("_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
-    return _GTP_WEIGHT_REMAT_GLOBAL_RANKS or missing(
-        "_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-def get_gtp_weight_remat_world_size() -> int:
-    return _GTP_WEIGHT_REMAT_GROUP.size() if _GTP_WEIGHT_REMAT_GROUP else 0
-def get_gtp_weight_remat_rank() -> int:
-    return _GTP_WEIGHT_REMAT_GROUP.rank() if _GTP_WEIGHT_REMAT_GROUP else 0
 def get_context_parallel_group(check_initialized: bool = True) -> Any:
     return _CONTEXT_PARALLEL_GROUP or missing("_CONTEXT_PARALLEL_GROUP", check_initialized)
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> Any:
@@ -195,15 +179,6 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     if with_context_parallel:
         return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
     return (_DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
-def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP or missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
-    return _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS or missing(
-        "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-def get_expert_gtp_weight_remat_world_size() -> int:
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
-def get_expert_gtp_weight_remat_rank() -> int:
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
 def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
     return _EXPERT_MODEL_PARALLEL_GROUP or missing("_EXPERT_MODEL_PARALLEL_GROUP", check_initialized)
 def get_expert_model_parallel_src_rank() -> int:
@@ -251,7 +226,7 @@ def get_expert_tensor_and_model_parallel_world_size() -> int:
 def get_expert_tensor_and_model_parallel_rank() -> int:
     group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
     return group.rank() if group else _zero("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True, with_egtp_remat: bool = False) -> Any:
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> Any:
     return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP or missing(
         "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
@@ -433,10 +408,9 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def get_all_ranks() -> str:
-    """Return this rank's coordinates in tp, gtp_remat, dp, cp, pp and ep, joined by underscores."""
+    """Return this rank's coordinates in tp, dp, cp, pp and ep, joined by underscores."""
     ranks = (
         get_tensor_model_parallel_rank(),
-        get_gtp_weight_remat_rank(),
         get_data_parallel_rank(),
         get_context_parallel_rank(),
         get_pipeline_model_parallel_rank(),
