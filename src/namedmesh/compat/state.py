@@ -7,7 +7,7 @@ asks at the end of this file where the axes of a legacy API are in a mesh, which
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -67,21 +67,21 @@ class State:
         for name, value in self.empty.items():
             vars(self.module)[name] = values[name] if name in values else _copied(value)
 
-    @contextmanager
-    def blank(self) -> Iterator[dict[str, Any]]:
-        """Let an initialize function fill the variables as if there were no other mesh; yield what they become.
+    def filled(self, initialize: Callable[[], object], **functions: Any) -> dict[str, Any]:
+        """Return what a function makes of the variables, as if there were no other mesh; they stay as they are.
 
-        Afterwards they are as before, until :meth:`take` is given what they became.
+        For this call some functions of the module are others.
         """
-        before = self._read()
-        made: dict[str, Any] = {}
+        module = vars(self.module)
+        before = self._read() | {name: module[name] for name in functions}
         # Without a mesh, what was assigned by hand stays, as in the original, which fills containers in place.
-        self._write({} if self.shown else {name: _copied(value) for name, value in before.items()})
+        self._write({} if self.shown else {name: _copied(value) for name, value in self._read().items()})
+        module.update(functions)
         try:
-            yield made
-            made |= self._read()
+            initialize()
+            return self._read()
         finally:
-            self._write(before)
+            module.update(before)
 
     def take(
         self, mesh: NamedMesh, values: Mapping[str, Any], request: object = None, *, owned: bool = False
