@@ -179,16 +179,14 @@ class _Seam:
     def __init__(self, module: ModuleType) -> None:
         self.module, self.create_own = vars(module), module.create_group
         self.axes_of: AxesOf = {}
+        self.known: dict[Any, Any] = {}
         self.mesh: Any = None
         self.usual = False
-        self.own: list[Any] = []
-        self.known: dict[Any, Any] = {}
 
     def use(self, mesh: NamedMesh, *, usual: bool = False) -> None:
         """Take the groups of a mesh; ``usual``: those over several axes have no options that their axes set."""
         self.mesh, self.usual = mesh, usual
         self.axes_of.setdefault(tuple(mesh.layout.ranks), (mesh.layout, mesh.layout.axes))
-        mesh.before_close(self.destroy_own)
 
     def create(  # noqa: PLR0917  the original's signature
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
@@ -204,13 +202,7 @@ class _Seam:
         over = self.axes_of.get(members)
         key = over or members, backend
         if key not in self.known:
-            if len(members) == 1:
-                self.known[key] = self.mesh.groups.alone()
-            elif over is None:
-                timeout = self.mesh.groups.defaults.timeout
-                self.known[key] = self._create_own(members, timeout, backend, None, False, group_desc)
-            else:
-                self.known[key] = self._over(*over, backend)
+            self.known[key] = self._make(members, over, backend, group_desc)
         if self.mesh.global_rank not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
         group = self.known[key]
@@ -219,25 +211,29 @@ class _Seam:
             self.module["_global_process_group_list"] = [*listed, group]
         return group
 
-    def _over(self, layout: Layout, axes: tuple[str, ...], backend: str | None) -> Any:
+    def _make(self, members: tuple[int, ...], over: Any, backend: str | None, group_desc: Any) -> Any:
+        groups = self.mesh.groups
+        if len(members) == 1:
+            return groups.alone()
+        if over is None:
+            return self._create_own(members, groups.defaults.timeout, backend, None, False, group_desc)
+        layout, axes = over
         options = GroupOptions() if self.usual and len(axes) > 1 else self.mesh.options_of(axes)
         if backend == "gloo":
-            options = self.mesh.groups.gloo_options(options)
-        return self.mesh.groups.over(layout, axes, options)
+            options = groups.gloo_options(options)
+        return groups.over(layout, axes, options)
 
     def _create_own(self, ranks: Any, *arguments: Any) -> Any:
-        """Create a group that this call alone has, by the original's function."""
+        """Create a group for this call alone, by the original's function; it ends with the mesh."""
         group = self.create_own(list(ranks), *arguments)
         if dist.get_rank() in ranks:
-            self.own.append(group)
+            self.mesh.before_close(partial(_destroy, group))
         return group
 
-    def destroy_own(self) -> None:
-        """Destroy the groups that were made for this call alone."""
-        while self.own:
-            group = self.own.pop()
-            if is_registered(group):
-                dist.destroy_process_group(group)
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if is_registered(group):
+        dist.destroy_process_group(group)
 
 
 _WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()}

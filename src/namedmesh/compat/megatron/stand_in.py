@@ -274,7 +274,7 @@ class Maker:
         for group in self.module["_global_process_group_list"] if pg is None else [pg]:
             set_group_timeout(timeout, group)
 
-    def initialize_model_parallel(  # noqa: C901, PLR0912, PLR0917  one row of the table after the other
+    def initialize_model_parallel(  # noqa: C901, PLR0912, PLR0917  the original's signature, and its checks
         self,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
@@ -349,16 +349,9 @@ class Maker:
         for row in MEGATRON_GROUPS:
             if row.members in unwanted:
                 continue
-            sets = (dense if row.view == DENSE else expert).get_ranks(_token(row))
-            each = len(sets[0]) // instances
+            sets = _sets(row, dense, expert, instances)
             if row.members in choose:
                 sets = [[*choose[row.members](ranks)] for ranks in sets]
-            elif row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
-                sets = split(expert.get_ranks("tp-ep-pp"), each)  # whole models
-            elif row.members == "instance":
-                sets = split(sets, each)
-            elif row.members == "peers":
-                sets = split(sets, instances, each)
             self._make(row, sets, timeout, gloo=create_gloo_process_groups)
         rank, levels = dist.get_rank(), hierarchical_context_parallel_sizes
         for ranks in dense.get_ranks("cp") if levels else ():
@@ -386,9 +379,18 @@ class Maker:
             self.module[row.gloo] = second
 
 
-def _token(row: GroupSpec) -> str:
-    """Return the axes of a row, as a RankGenerator takes them."""
-    return "-".join([WORDS.get(axis, axis) for axis in row.axes])
+def _sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: int) -> list[list[int]]:
+    """Return the sets of ranks that have a group of a row of the table; of embeddings, whole pipelines."""
+    token = "-".join([WORDS.get(axis, axis) for axis in row.axes])
+    sets = (dense if row.view == DENSE else expert).get_ranks(token)
+    each = len(sets[0]) // instances
+    if row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
+        return split(expert.get_ranks("tp-ep-pp"), each)  # whole models
+    if row.members == "instance":
+        return split(sets, each)
+    if row.members == "peers":
+        return split(sets, instances, each)
+    return sets
 
 
 def _what_is_left(world: int, *sizes: int) -> int:
