@@ -372,7 +372,7 @@ def test_a_part_of_the_world_has_the_original_s_groups_and_no_mesh() -> None:
 SETTABLE = sorted(name[4:] for name in dir(parallel_state) if name.startswith("set_"))
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # the original's
 @pytest.mark.parametrize("initialized", [True, False])
 def test_what_is_set_takes_precedence_as_in_the_original(theirs: Any, initialized: bool) -> None:
     told = []

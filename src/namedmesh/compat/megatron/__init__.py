@@ -19,7 +19,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial, update_wrapper
 from importlib import import_module
@@ -54,8 +53,6 @@ __all__ = [
     "Bound",
     "bind",
     "current_mesh",
-    "destroy_model_parallel",
-    "initialize_model_parallel",
     "install",
     "parallel_state",
     "tensor_parallel",
@@ -120,8 +117,7 @@ class Megatron:
     def make(self, *args: Any, **kwargs: Any) -> None:
         """Make Megatron's groups, and a mesh and a view of its experts' on them; communicates.
 
-        An axis that an open mesh has over the same ranks, on groups that differ in the timeout alone, is on that mesh's
-        groups: torch takes equal names over equal ranks for one.
+        An axis that an open mesh has over the same ranks is on its groups: torch takes equal names over equal ranks for one.
         """
         require_default_group()
         bound = self.accepted.bind(*args, **kwargs)
@@ -257,15 +253,13 @@ def _ranks_of(mesh: NamedMesh, axes_of: AxesOf) -> tuple[MeshRanks, MeshRanks]:
 
 
 def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
-    """Return the options of axes that an open mesh has over the same ranks, where only the timeout is another one."""
+    """Return the options of the axes that an open mesh has over the same ranks."""
     options = {}
     for mesh in current.alive():
         for view in (mesh.layout, *mesh.views.values()):
             for axis in {*view} & {*layout}:
-                theirs = mesh.groups.completed(mesh.options_of((axis,)))
-                usual = replace(theirs, timeout=None) == GroupOptions()
-                if usual and view.partition(axis) == layout.partition(axis):
-                    options[axis] = theirs
+                if view.partition(axis) == layout.partition(axis):
+                    options[axis] = mesh.groups.completed(mesh.options_of((axis,)))
     return options
 
 
@@ -348,16 +342,6 @@ def unbind() -> None:
 def current_mesh() -> NamedMesh:
     """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
     return _answers.state.current_mesh()
-
-
-def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-    """Make a mesh of Megatron's sizes, and answer from it; the arguments are those of the release. Communicates."""
-    _answers.make(*args, **kwargs)
-
-
-def destroy_model_parallel() -> None:
-    """Forget every answer and assignment; the groups that ``initialize_model_parallel`` made are destroyed."""
-    _answers.end()
 
 
 def _original(module: ModuleType) -> Megatron:

@@ -19,14 +19,13 @@ from namedmesh.compat.layers import (
     ALONE,
     VocabUtility,
     check_even,
-    check_shards,
     cross_entropy,
     divide,
     ensure_divisibility,
     scatter,
     split_tensor_along_last_dim,
 )
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, exchange, gather, leave
+from namedmesh.tensor_parallel.collectives import Group, enter, exchange, gather, leave
 
 __all__ = [
     "VocabUtility",
@@ -40,7 +39,6 @@ __all__ = [
     "ensure_divisibility",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
-    "gather_split_1d_tensor",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
@@ -50,7 +48,6 @@ __all__ = [
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
     "split_tensor_along_last_dim",
-    "split_tensor_into_1d_equal_chunks",
     "vocab_parallel_cross_entropy",
 ]
 
@@ -112,9 +109,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Ranks
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
     """Sum the ranks' ``(..., n)``, of which each keeps its ``(..., n / t)``; the gradient is gathered."""
-    ranks = current_group(group)
-    check_even(input_, -1, ranks.size)
-    return leave(input_, ranks, -1)
+    return sum_shards(input_, current_group(group), -1)
 
 
 def gather_from_sequence_parallel_region(
@@ -155,8 +150,7 @@ def reduce_scatter_to_sequence_parallel_region(
     """Sum the ranks' ``(s, ...)``, of which each keeps ``(s / t, ...)``, or a shard of its length in ``input_split_sizes``."""
     ranks = current_group(group)
     if input_split_sizes is None:
-        check_even(input_, 0, ranks.size)
-        return leave(input_, ranks, 0)
+        return sum_shards(input_, ranks, 0)
     length = int(input_split_sizes[ranks.rank])
     received = _exchange(input_, ranks, input_split_sizes, [length] * ranks.size)
     parts: Tensor = received.unflatten(0, (ranks.size, length))
@@ -191,6 +185,12 @@ def all_to_all_hp2sp(input_: Tensor, group: Ranks = None) -> Tensor:
     return torch.cat(exchange(rows, ranks).chunk(ranks.size), dim=-1)
 
 
+def sum_shards(parts: Tensor, group: Group, dim: int) -> Tensor:
+    """Sum the ranks' parts, of which each keeps its shard of a dim that can be split; the gradient is gathered."""
+    check_even(parts, dim, group.size)
+    return leave(parts, group, dim)
+
+
 def _exchange(x: Tensor, group: Group, send: Sequence[int] | None, receive: Sequence[int] | None) -> Tensor:
     """Send a shard of dim 0 to each rank, and join what is received; of equal lengths, unless they are given."""
     if send is None:
@@ -217,25 +217,6 @@ def vocab_parallel_cross_entropy(
 
 
 # Helpers.
-
-
-def split_tensor_into_1d_equal_chunks(
-    tensor: Tensor, new_buffer: bool = False, tp_group: Ranks = None
-) -> Tensor:
-    """Return this rank's shard of the numbers of a contiguous tensor: a view, with ``new_buffer`` a copy outside of any graph."""
-    group = current_group(tp_group)
-    check_shards(
-        tensor.numel(), group.size, what=f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
-    )
-    shard = tensor.view(group.size, -1)[group.rank]
-    return shard.detach().clone() if new_buffer else shard
-
-
-def gather_split_1d_tensor(tensor: Tensor, tp_group: Ranks = None) -> Tensor:
-    """Gather all ranks' shards, of equal lengths, in one dim; a new tensor, through which no gradient flows."""
-    group = current_group(tp_group)
-    shard = tensor.detach()
-    return shard.clone() if group.size == 1 else all_gather(shard, group, 0)
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:

@@ -20,7 +20,6 @@ from namedmesh.compat.megatron.stand_in import (  # noqa: F401  names of this mo
     RankGenerator,
     default_embedding_ranks,
     default_position_embedding_ranks,
-    deprecated,
     generate_masked_orthogonal_rank_groups,
     get_nccl_options,
     missing,
@@ -78,7 +77,6 @@ _GLOBAL_MEMORY_BUFFER = _GLOBAL_SYMMETRIC_MEMORY_BUFFER = _global_process_group_
 def is_initialized() -> bool:
     return _DATA_PARALLEL_GROUP is not None
 def is_unitialized() -> bool:
-    deprecated("is_unitialized", "is_initialized")
     return not is_initialized()
 def model_parallel_is_initialized() -> bool:
     if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
@@ -144,7 +142,6 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
     _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
-    deprecated("set_virtual_pipeline_model_parallel_rank", "is_pipeline_first_stage(vp_stage=...)")
     _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
 def get_embedding_group(check_initialized: bool = True) -> Any:
     return _EMBEDDING_GROUP or missing("_EMBEDDING_GROUP", check_initialized)
@@ -351,7 +348,6 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
-    deprecated("get_data_modulo_expert_parallel_group", "get_expert_data_parallel_group")
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -413,12 +412,6 @@ def missing(variable: str, check_initialized: bool = True) -> Any:
         "initialize_model_parallel(...), with the option that makes this group, or "
         "namedmesh.compat.megatron.bind(mesh)"
     )
-
-
-def deprecated(name: str, instead: str) -> None:
-    """Warn the caller of an accessor."""
-    if not torch.compiler.is_compiling():  # a warning would break the graph
-        warnings.warn(f"{name} is deprecated; call {instead} instead", DeprecationWarning, stacklevel=3)
 
 
 class GlobalMemoryBuffer:
