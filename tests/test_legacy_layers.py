@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 V, H, OUT = 16, 12, 24
 S, B = 8, 3  # sequence and batch
 COLUMN, ROW = our_layers.ColumnParallelLinear, our_layers.RowParallelLinear
-VOCABULARY = our_layers.VocabParallelEmbedding
-GATHER = tensor_parallel.gather_from_sequence_parallel_region
-SUM = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+VOCABULARY, EXCHANGE = our_layers.VocabParallelEmbedding, tensor_parallel.all_to_all
 LOSS, FAIRSCALE_LOSS = tensor_parallel.vocab_parallel_cross_entropy, fairscale.vocab_parallel_cross_entropy
 
 
@@ -410,32 +408,6 @@ def test_megatron_s_are_megatron_core_s(world_size: int) -> None:
 # --- Megatron's, where the original has nothing to compare --------------------------------------------------
 
 
-def uneven() -> list[float]:
-    """Shards of different lengths, against all ranks' tensors put together here."""
-    ranks, me = dist.get_world_size(), dist.get_rank()
-    group, lengths = dist.group.WORLD, [3, 0, 4, 1][:ranks]
-    start, total = sum(lengths[:me]), sum(lengths)
-    mine = slice(start, start + lengths[me])
-    shards = [numbers(length, 2, seed=rank) for rank, length in enumerate(lengths)]
-    parts = [numbers(total, 2, seed=10 + rank) for rank in range(ranks)]
-    gradients = [numbers(total, 2, seed=50 + rank) for rank in range(ranks)]  # as ``results`` draws them
-    gather = partial(GATHER, group=group, output_split_sizes=lengths)
-    out, back = results(gather, shards[me])
-    found = [apart(out, torch.cat(shards)), apart(back, torch.stack(gradients).sum(0)[mine])]
-    out, back = results(partial(gather, tensor_parallel_output_grad=False), shards[me])
-    found += [apart(out, torch.cat(shards)), apart(back, gradients[me][mine])]
-    out, back = results(partial(SUM, group=group, input_split_sizes=lengths), parts[me])
-    cut = [numbers(length, 2, seed=50 + rank) for rank, length in enumerate(lengths)]
-    found += [apart(out, torch.stack(parts).sum(0)[mine]), apart(back, torch.cat(cut))]
-    return found
-
-
-def test_shards_of_different_lengths() -> None:
-    for found in run_ranks(4, uneven):
-        assert len(found) == 6
-        assert max(found) <= 1e-12, found
-
-
 def default_groups() -> list[Any]:
     """Layers and functions without a group, over the tensor-parallel half of the world; frozen weights."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -543,7 +515,7 @@ def test_mistakes_with_plain_layers(text: str) -> None:
 
 
 FUSED, IN_SEQUENCE = SimpleNamespace(gradient_accumulation_fusion=True), SimpleNamespace(**SEQUENCE)
-LENGTHS, MARK = [1, 2, 3, 4], our_layers.set_tensor_model_parallel_attributes
+MARK = our_layers.set_tensor_model_parallel_attributes
 # What rank 0 of 4 says; the last four are RuntimeErrors.
 MEGATRON: dict[str, Callable[[], Any]] = {
     "output_size is 10, which ... 4 equal shards; ...": lambda: COLUMN(4, 10),
@@ -554,10 +526,9 @@ MEGATRON: dict[str, Callable[[], Any]] = {
     "the length of dim 0 ... (5, 2, 4) is 5, ...": lambda: VOCABULARY(8, 4, reduce_scatter_embeddings=True)(
         zeros(2, 5).long()
     ),
-    "output_split_sizes are ...": lambda: GATHER(zeros(2), True, None, LENGTHS),
-    "the lengths to send are ...": lambda: SUM(zeros(9), None, LENGTHS),
-    "the length ... (6,) is 6, ...": lambda: tensor_parallel.all_to_all(dist.group.WORLD, zeros(6)),
-    "all_to_all was called without a group; ...": lambda: tensor_parallel.all_to_all(None, zeros(6)),
+    "the lengths to send are ...": lambda: EXCHANGE(dist.group.WORLD, zeros(9), None, [1, 2, 3, 4]),
+    "the length ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
+    "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
     "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3), 1.0),
     "the tensor of shape (2, 4) has ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
