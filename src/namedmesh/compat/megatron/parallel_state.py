@@ -274,12 +274,10 @@ def get_data_parallel_group(
             raise ContractError("partial_data_parallel goes with with_context_parallel=True only; say it too")
         return _DATA_PARALLEL_GROUP or missing("_DATA_PARALLEL_GROUP")
     if partial_data_parallel:
-        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
-    elif independent_all_gather:
-        group = _DATA_PARALLEL_GROUP_WITH_CP_AG
-    else:
-        group = _DATA_PARALLEL_GROUP_WITH_CP
-    return group or missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP")
+    if independent_all_gather:
+        return _DATA_PARALLEL_GROUP_WITH_CP_AG or missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+    return _DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP")
 
 
 def get_data_parallel_group_gloo(
@@ -289,10 +287,9 @@ def get_data_parallel_group_gloo(
         if partial_data_parallel:
             raise ContractError("partial_data_parallel goes with with_context_parallel=True only; say it too")
         return _DATA_PARALLEL_GROUP_GLOO or missing("_DATA_PARALLEL_GROUP_GLOO")
-    group = _DATA_PARALLEL_GROUP_WITH_CP_GLOO
     if partial_data_parallel:
-        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    return group or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+        return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+    return _DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
 
 
 def get_data_parallel_world_size(
@@ -319,8 +316,9 @@ def get_expert_data_parallel_group(
     check_initialized: bool = True, *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> Any:
     if partial_expert_data_parallel:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-        return group or missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or missing(
+            "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized
+        )
     return _EXPERT_DATA_PARALLEL_GROUP or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
 
 
@@ -341,10 +339,9 @@ def get_expert_data_parallel_rank(
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
-    group = _EXPERT_DATA_PARALLEL_GROUP_GLOO
     if partial_expert_data_parallel:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO
-    return group or missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO or missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+    return _EXPERT_DATA_PARALLEL_GROUP_GLOO or missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
@@ -360,10 +357,11 @@ def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, grou
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Any:
-    group = _TENSOR_AND_DATA_PARALLEL_GROUP
     if with_context_parallel:
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
-    return group or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or missing(
+            "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", check_initialized
+        )
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
