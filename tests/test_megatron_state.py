@@ -434,12 +434,14 @@ def test_the_original_s_own_initializations_before(theirs: Any) -> None:
 
 
 def test_containers_belong_to_one_initialization() -> None:
+    """The original fills them in place, those of no mesh and those of an import, too."""
     with fake_world(8, 3):
-        for expected in ({2}, set()):
-            options = asked(tp=2, cp=4, hybrid_context_parallel=bool(expected)) | NO_GLOO
-            parallel_state.initialize_model_parallel(**options)
-            assert set(parallel_state._HYBRID_DP_CP_GROUPS) == expected
-            parallel_state.destroy_model_parallel()
+        mesh = namedmesh.init_mesh(cp=4, tp=2, device="cpu")
+        for hybrid in (True, False, True, False):
+            megatron.bind(mesh, hybrid_context_parallel=hybrid, **NO_GLOO)
+            assert set(parallel_state._HYBRID_DP_CP_GROUPS) == ({2} if hybrid else set())
+        mesh.close()
+        assert not parallel_state._HYBRID_DP_CP_GROUPS
 
 
 # What is made beside the mesh.
