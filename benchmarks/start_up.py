@@ -13,7 +13,7 @@ import warnings
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import paired
 import torch.distributed as dist
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Maker = Callable[[], Callable[[], object]]
 
 SIZES = {"pp": 2, "dp": -1, "cp": 2, "tp": 2}
-DEGREES = {
+DEGREES: dict[str, Any] = {
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 2,
     "context_parallel_size": 2,
@@ -67,8 +67,8 @@ def torchs_job() -> Callable[[], object]:
 
 def our_megatron() -> Callable[[], object]:
     """Make the groups that Megatron has at start-up, by our stand-in."""
-    megatron.initialize_model_parallel(**DEGREES)
-    return megatron.destroy_model_parallel
+    megatron.parallel_state.initialize_model_parallel(**DEGREES)
+    return megatron.parallel_state.destroy_model_parallel
 
 
 def megatrons_own() -> Callable[[], object]:

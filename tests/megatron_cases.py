@@ -111,15 +111,26 @@ def answers(module: Any, original: Any = None) -> dict[str, Any]:
     original = original or module
     told: dict[str, Any] = {}
     for name, flags in _flags(original).items():
-        function = getattr(module, name)
+        function: Any = getattr(module, name, None)
         for values in product(*flags.values()):
             arguments = dict(zip(flags, values, strict=True))
             told[f"{name}({arguments})"] = outcome(function, **arguments)
     for name in variable_names(original):
         # The list of groups is as long as a rank holds communicators, which is what sharing makes shorter.
         if name != "_global_process_group_list":
-            told[name] = comparable(getattr(module, name))
+            told[name] = comparable(getattr(module, name, None))
     return told
+
+
+NOT_OWED = {"gtp_remat", "with_egtp_remat"}
+"""Arguments of the newest release that only weights gathered for each use (gtp) need."""
+
+
+def owed(told: Any, newest: bool) -> Any:
+    """What our own module answers, too: all that does not come of such weights, which are megatron-core's."""
+    if not newest or not isinstance(told, dict):
+        return told
+    return {name: told[name] for name in told if not re.search(r"^\w*(gtp|GTP)|with_egtp|all_ranks", name)}
 
 
 def reset(module: Any) -> None:

@@ -267,7 +267,7 @@ SHARED = [{"pp": 2, "dp": 2, "tp": 2}, {"tp": 2, "dp": 4}, {"dp": 8}]
 SHARED += [{"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
 CYCLES: list[tuple[Any, Any]] = [
     (state.initialize_model_parallel, state.destroy_model_parallel),
-    (megatron.initialize_model_parallel, megatron.parallel_state.destroy_model_parallel),
+    (megatron.parallel_state.initialize_model_parallel, megatron.parallel_state.destroy_model_parallel),
 ]
 
 
@@ -565,7 +565,7 @@ def test_a_size_above_the_world_is_cut_down() -> None:
 STARTS: dict[str, Callable[[int], Any]] = {
     "fairscale.initialize_model_parallel": fairscale.initialize_model_parallel,
     "ezpz.initialize_tensor_parallel": tp.initialize_tensor_parallel,
-    "megatron.initialize_model_parallel": megatron.initialize_model_parallel,
+    "megatron.initialize_model_parallel": megatron.parallel_state.initialize_model_parallel,
     "deepspeed.PipelineParallelGrid": lambda size: deepspeed.PipelineParallelGrid(
         deepspeed.PipeDataParallelTopology(size, 4 // size if size != 3 else 2)
     ),

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 V, H, OUT = 16, 12, 24
 S, B = 8, 3  # sequence and batch
 COLUMN, ROW = our_layers.ColumnParallelLinear, our_layers.RowParallelLinear
-VOCABULARY, CHUNKS = our_layers.VocabParallelEmbedding, tensor_parallel.split_tensor_into_1d_equal_chunks
-GATHER = tensor_parallel.gather_from_sequence_parallel_region
-SUM = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+VOCABULARY, EXCHANGE = our_layers.VocabParallelEmbedding, tensor_parallel.all_to_all
 LOSS, FAIRSCALE_LOSS = tensor_parallel.vocab_parallel_cross_entropy, fairscale.vocab_parallel_cross_entropy
 
 
@@ -384,19 +382,8 @@ def compare_losses(group: Any) -> dict[str, Any]:
 
 
 def compare_helpers(group: Any) -> dict[str, bool]:
-    theirs = original("megatron.core.tensor_parallel.utils")
     value = numbers(4, 6, seed=dist.get_rank())
-    cut = [module.split_tensor_into_1d_equal_chunks for module in (theirs, tensor_parallel)]
-    view = cut[1](value, tp_group=group)
-    joined = [module.gather_split_1d_tensor(view, tp_group=group) for module in (theirs, tensor_parallel)]
     first = tensor_parallel.param_is_not_tensor_parallel_duplicate(value, group)
-    found = {
-        "chunks": torch.equal(cut[0](value, tp_group=group), view),
-        "new chunks": torch.equal(cut[0](value, new_buffer=True, tp_group=group), cut[1](value, True, group)),
-        "a view": view.untyped_storage().data_ptr() == value.untyped_storage().data_ptr(),
-        "joined": torch.equal(*joined),
-        "duplicate": first == (dist.get_rank() == 0),
-    }
     marked = []
     for module in (original("megatron.core.tensor_parallel.layers"), our_layers):
         one, other, plain = (zeros(2) for _ in range(3))
@@ -405,7 +392,7 @@ def compare_helpers(group: Any) -> dict[str, bool]:
         for tensor in (other, plain):
             module.set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)
         marked.append([vars(tensor) for tensor in (one, other, plain)])
-    return found | {"marks": marked[0] == marked[1]}
+    return {"duplicate": first == (dist.get_rank() == 0), "marks": marked[0] == marked[1]}
 
 
 @pytest.mark.oracle("megatron.core")
@@ -415,36 +402,10 @@ def test_megatron_s_are_megatron_core_s(world_size: int) -> None:
     for rank, found in enumerate(run_ranks(world_size, compare_megatron)):
         wrong = {name: one for name, one in found.items() if not agrees(one)}
         assert not wrong, (rank, wrong)
-        assert len(found) == len(CASES) + 5 + 6 + len(MAPPINGS) + 1 + 8 + 6
+        assert len(found) == len(CASES) + 5 + 6 + len(MAPPINGS) + 1 + 8 + 2
 
 
 # --- Megatron's, where the original has nothing to compare --------------------------------------------------
-
-
-def uneven() -> list[float]:
-    """Shards of different lengths, against all ranks' tensors put together here."""
-    ranks, me = dist.get_world_size(), dist.get_rank()
-    group, lengths = dist.group.WORLD, [3, 0, 4, 1][:ranks]
-    start, total = sum(lengths[:me]), sum(lengths)
-    mine = slice(start, start + lengths[me])
-    shards = [numbers(length, 2, seed=rank) for rank, length in enumerate(lengths)]
-    parts = [numbers(total, 2, seed=10 + rank) for rank in range(ranks)]
-    gradients = [numbers(total, 2, seed=50 + rank) for rank in range(ranks)]  # as ``results`` draws them
-    gather = partial(GATHER, group=group, output_split_sizes=lengths)
-    out, back = results(gather, shards[me])
-    found = [apart(out, torch.cat(shards)), apart(back, torch.stack(gradients).sum(0)[mine])]
-    out, back = results(partial(gather, tensor_parallel_output_grad=False), shards[me])
-    found += [apart(out, torch.cat(shards)), apart(back, gradients[me][mine])]
-    out, back = results(partial(SUM, group=group, input_split_sizes=lengths), parts[me])
-    cut = [numbers(length, 2, seed=50 + rank) for rank, length in enumerate(lengths)]
-    found += [apart(out, torch.stack(parts).sum(0)[mine]), apart(back, torch.cat(cut))]
-    return found
-
-
-def test_shards_of_different_lengths() -> None:
-    for found in run_ranks(4, uneven):
-        assert len(found) == 6
-        assert max(found) <= 1e-12, found
 
 
 def default_groups() -> list[Any]:
@@ -554,23 +515,21 @@ def test_mistakes_with_plain_layers(text: str) -> None:
 
 
 FUSED, IN_SEQUENCE = SimpleNamespace(gradient_accumulation_fusion=True), SimpleNamespace(**SEQUENCE)
-LENGTHS, MARK = [1, 2, 3, 4], our_layers.set_tensor_model_parallel_attributes
+MARK = our_layers.set_tensor_model_parallel_attributes
 # What rank 0 of 4 says; the last four are RuntimeErrors.
 MEGATRON: dict[str, Callable[[], Any]] = {
     "output_size is 10, which ... 4 equal shards; ...": lambda: COLUMN(4, 10),
     "the bias of is_expert would count ...": lambda: ROW(4, 4, is_expert=True),
-    "the length of dim 0 of the output is 6, ...": lambda: ROW(
+    "the length of dim 0 ... (6, 2, 4) is 6, ...": lambda: ROW(
         4, 4, config=IN_SEQUENCE, input_is_parallel=True
     )(zeros(6, 2, 1)),
-    "the length of dim 1 of the ids is 5, ...": lambda: VOCABULARY(8, 4, reduce_scatter_embeddings=True)(
+    "the length of dim 0 ... (5, 2, 4) is 5, ...": lambda: VOCABULARY(8, 4, reduce_scatter_embeddings=True)(
         zeros(2, 5).long()
     ),
-    "output_split_sizes are ...": lambda: GATHER(zeros(2), True, None, LENGTHS),
-    "the lengths to send are ...": lambda: SUM(zeros(9), None, LENGTHS),
-    "the length ... (6,) is 6, ...": lambda: tensor_parallel.all_to_all(dist.group.WORLD, zeros(6)),
-    "all_to_all was called without a group; ...": lambda: tensor_parallel.all_to_all(None, zeros(6)),
+    "the lengths to send are ...": lambda: EXCHANGE(dist.group.WORLD, zeros(9), None, [1, 2, 3, 4]),
+    "the length ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
+    "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
     "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3), 1.0),
-    "the number of elements ... is 6, ...": lambda: CHUNKS(zeros(2, 3)),
     "the tensor of shape (2, 4) has ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
     "sequence_parallel needs ...": lambda: ROW(4, 4, config=IN_SEQUENCE),

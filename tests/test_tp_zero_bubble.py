@@ -92,7 +92,7 @@ def all_passes() -> dict[str, dict[str, Any]]:
             found[f"{sequence=}, {shared=}"] = two_passes(
                 model, lambda: torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32)
             )
-    megatron.initialize_model_parallel(tensor_model_parallel_size=2)
+    megatron.parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     layers = megatron_layers
     torch.manual_seed(0)
     up = layers.ColumnParallelLinear(8, 16, gather_output=False)

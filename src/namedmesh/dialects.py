@@ -22,8 +22,9 @@ SHARDING_AXES = ("pp", "dp_shard", "tp")
 """The axes that shard one copy of the parameters."""
 _DATA = ("dp_replicate", "dp_shard", "dp")
 
-Members = Literal["all", "ends", "first", "part"]
-"""All ranks over some axes, the two ends, the first, or a part of them that does not follow from whole axes."""
+Members = Literal["all", "ends", "first", "instance", "peers", "second", "several"]
+"""All ranks over some axes, the two ends, or the first. On request only: those of this rank's optimizer instance, the ranks at
+its place in the others, a second group over all ranks, or several groups."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Dialect:
 def _row(
     name: str, axes: str, variable: str = "", ranks: str = "", *, gloo: bool = False, members: Members = "all"
 ) -> GroupSpec:
-    view = EXPERT if axes.rsplit(maxsplit=1)[-1] in {*EXPERT_AXES, "egtp_remat"} else DENSE
+    view = EXPERT if axes.rsplit(maxsplit=1)[-1] in EXPERT_AXES else DENSE
     return GroupSpec(
         name, tuple(axes.split()), view, members, variable, ranks, f"{variable}_GLOO" if gloo else ""
     )
@@ -81,46 +82,29 @@ MEGATRON_GROUPS = (
          "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
     _row("tensor_and_data_parallel", "dp tp", "_TENSOR_AND_DATA_PARALLEL_GROUP"),
     _row("tensor_and_context_parallel", "cp tp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
-    _row("gtp_weight_remat", "gtp_remat", "_GTP_WEIGHT_REMAT_GROUP", "_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    _row("data_parallel with_gtp_remat", "dp", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    _row("data_parallel with_context_parallel with_gtp_remat", "dp cp",
-         "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
     _row("expert_model_parallel", "ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
     _row("expert_tensor_parallel", "etp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
     _row("expert_tensor_and_model_parallel", "ep etp", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
     _row("expert_tensor_model_pipeline_parallel", "pp ep etp",
          "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
     _row("expert_data_parallel", "edp", "_EXPERT_DATA_PARALLEL_GROUP", gloo=True),
-    _row("expert_gtp_weight_remat", "egtp_remat",
-         "_EXPERT_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    _row("expert_tensor_model_pipeline_parallel with_egtp_remat", "pp ep etp",
-         "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
-    _row("expert_data_parallel with_gtp_remat", "edp",
-         "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
     _row("intra_distributed_optimizer_instance", "pp edp ep etp",
          "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
     _row("data_parallel with_context_parallel independent_all_gather", "dp cp",
-         "_DATA_PARALLEL_GROUP_WITH_CP_AG", members="part"),
+         "_DATA_PARALLEL_GROUP_WITH_CP_AG", members="second"),
     _row("data_parallel with_context_parallel partial_data_parallel", "dp cp",
-         "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", gloo=True, members="part"),
-    _row("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", "dp cp",
-         "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", members="part"),
-    _row("hierarchical_context_parallel", "cp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", members="part"),
-    _row("hybrid_data_context_parallel", "dp cp", "_HYBRID_DP_CP_GROUPS", members="part"),
+         "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", gloo=True, members="instance"),
+    _row("hierarchical_context_parallel", "cp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", members="several"),
+    _row("hybrid_data_context_parallel", "dp cp", "_HYBRID_DP_CP_GROUPS", members="several"),
     _row("expert_data_parallel partial_expert_data_parallel", "edp",
-         "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", gloo=True, members="part"),
-    _row("expert_data_parallel partial_expert_data_parallel with_gtp_remat", "edp",
-         "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", members="part"),
+         "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", gloo=True, members="instance"),
     _row("inter_distributed_optimizer_instance", "edp",
-         "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", members="part"),
+         "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", members="peers"),
 )
 # fmt: on
-"""Megatron's groups, in the order in which they are made; those with ``members="part"`` only on request.
+"""Megatron's groups, in the order in which they are made."""
 
-Weights that are gathered for each use (``gtp_remat``) are not sharded here: a group that spans that axis is the one without it.
-"""
-
-_MEGATRON_KINDS = tuple(row for row in MEGATRON_GROUPS if row.members != "part" and "gtp" not in row.name)
+_MEGATRON_KINDS = tuple(row for row in MEGATRON_GROUPS if row.members in {"all", "ends", "first"})
 _DEEPSPEED_KINDS = (_row("ds_model", "pp tp"), _row("data", "dp"), _row("pipe", "pp"), _row("slice", "tp"))
 _FAIRSCALE_KINDS = (
     _row("data", "dp", "_DATA_PARALLEL_GROUP"),

@@ -7,9 +7,10 @@ asks at the end of this file where the axes of a legacy API are in a mesh, which
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType, ModuleType
+from copy import copy
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -63,42 +64,41 @@ class State:
         return {name: vars(self.module)[name] for name in self.names}
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        """Fill the variables; those without a value are as at import, with containers of their own."""
-        for name, value in self.empty.items():
-            vars(self.module)[name] = values[name] if name in values else _copied(value)
+        """Fill the variables; those without a value are as at import."""
+        vars(self.module).update({**_copied(self.empty), **values})
 
-    @contextmanager
-    def blank(self) -> Iterator[dict[str, Any]]:
-        """Let an initialize function fill the variables as if there were no other mesh; yield what they become.
+    def filled(self, initialize: Callable[[], object], **functions: Any) -> dict[str, Any]:
+        """Return what a function makes of the variables, as if there were no other mesh; they stay as they are.
 
-        Afterwards they are as before, until :meth:`take` is given what they became.
+        For this call some functions of the module are others.
         """
-        before = self._read()
-        made: dict[str, Any] = {}
-        # Without a mesh, what was assigned by hand stays, as in the original, which fills containers in place.
-        self._write({} if self.shown else {name: _copied(value) for name, value in before.items()})
+        module = vars(self.module)
+        before = self._read() | {name: module[name] for name in functions}
+        # Without a mesh, what was assigned by hand stays, as in the original.
+        self._write({} if self.shown else _copied(self._read()))
+        module.update(functions)
         try:
-            yield made
-            made |= self._read()
+            initialize()
+            return self._read()
         finally:
-            self._write(before)
+            module.update(before)
 
     def take(
         self, mesh: NamedMesh, values: Mapping[str, Any], request: object = None, *, owned: bool = False
     ) -> Bound:
         """Answer from a mesh with the variables that were made for it, with a request; ``destroy`` closes an owned one."""
+        self.values[mesh], self.requests[mesh] = dict(values), request
         if self.shown is mesh:
             self._write(values)
-        self.values[mesh], self.requests[mesh] = dict(values), request
         if owned:
             self.owned = mesh
         return self.bind(mesh)
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh whose variables were made."""
-        before, self.base = self.base, mesh
+        bound, self.base = Bound(self, mesh, self.base), mesh
         self.changed()
-        return Bound(self, mesh, before)
+        return bound
 
     def is_bound(self, mesh: NamedMesh, request: object = None) -> bool:
         """Return whether a mesh has its variables, made with a request."""
@@ -137,23 +137,20 @@ class State:
 
     def changed(self, closed: NamedMesh | None = None) -> None:
         """Follow a mesh that was selected, deselected or closed."""
-        gone = closed is not None and closed is self.shown
+        if closed is None or closed is not self.shown:
+            self.values[self.shown] = self._read()
         if closed is not None:
             self.values.pop(closed, None)
             self.requests.pop(closed, None)
             self.base = None if self.base is closed else self.base
             self.owned = None if self.owned is closed else self.owned
-        mesh = current.selection() or self.base
-        if mesh is self.shown and not gone:
-            return
-        if not gone:
-            self.values[self.shown] = self._read()
-        self._write(self.values.get(mesh, {}))
-        self.shown = mesh
+        self.shown = current.selection() or self.base
+        self._write(self.values.get(self.shown, {}))
 
 
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict)) else value
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with lists and dictionaries of their own, which the original fills in place."""
+    return {name: copy(value) if isinstance(value, (list, dict)) else value for name, value in values.items()}
 
 
 def _is_variable(name: str, value: object) -> bool:
@@ -197,7 +194,6 @@ def require_open(mesh: object, call: str) -> None:
 
 # The groups of a legacy API.
 
-_NOTHING: Mapping[str, object] = MappingProxyType({})
 USUAL_AXES = ("pp", "dp", "cp", "tp", "dp_replicate", "dp_shard")
 """The axes that every legacy API has groups over, with the two parts of dp."""
 
@@ -224,11 +220,11 @@ def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, li
 
 
 @contextmanager
-def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] = _NOTHING) -> Iterator[None]:
+def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] | None = None) -> Iterator[None]:
     """Make groups of a mesh in a context, once every rank has come with the same mesh and request; communicates."""
     with mesh.agreed(call) as compare:
         layouts = {"layout": repr(mesh.layout), "views": repr(mesh.views)}
-        compare({**layouts, **request, "groups that exist": kept_groups()})
+        compare({**layouts, **(request or {}), "groups that exist": kept_groups()})
         yield
 
 

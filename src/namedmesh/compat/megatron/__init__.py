@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial, update_wrapper
 from importlib import import_module
@@ -54,8 +53,6 @@ __all__ = [
     "Bound",
     "bind",
     "current_mesh",
-    "destroy_model_parallel",
-    "initialize_model_parallel",
     "install",
     "parallel_state",
     "tensor_parallel",
@@ -100,21 +97,27 @@ class Megatron:
             )
         if self.state.is_bound(mesh, options):
             return self.state.bind(mesh)
-        dense, expert = _ranks_of(mesh)
+        seam = _Seam(self.module)
+        dense, expert = ranks = _ranks_of(mesh, seam.axes_of)
+        generators = iter(ranks)
         sizes = {}
         for name, word in _SIZES.items():
             size = (expert if name.startswith("expert") else dense).size(word)
             if size != 1 or name in self.accepted.parameters:
                 sizes[name] = size
         with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp"))):
-            values = self._fill(_Seam(self.module, mesh, dense.axes_of), (dense, expert), **sizes, **options)
+            seam.use(mesh)
+            values = self.state.filled(
+                partial(self.initialize, **sizes, **options),
+                create_group=seam.create,
+                RankGenerator=lambda *_, **__: next(generators),
+            )
         return self.state.take(mesh, values, options)
 
     def make(self, *args: Any, **kwargs: Any) -> None:
         """Make Megatron's groups, and a mesh and a view of its experts' on them; communicates.
 
-        An axis that an open mesh has over the same ranks, on groups that differ in the timeout alone, is on that mesh's
-        groups: torch takes equal names over equal ranks for one.
+        An axis that an open mesh has over the same ranks is on its groups: torch takes equal names over equal ranks for one.
         """
         require_default_group()
         bound = self.accepted.bind(*args, **kwargs)
@@ -124,59 +127,35 @@ class Megatron:
         if given.get("rank_offset", 0) or given.get("local_world_size") not in {None, dist.get_world_size()}:
             self.initialize(*args, **kwargs)  # over a part of the world, for which it makes groups of its own
             return
-        mesh: NamedMesh | None = None
-        try:
-            with agreed("megatron.initialize_model_parallel") as compare:
-                dense, expert = self._ranks(*args, **kwargs)
+        seam, ranks, original = _Seam(self.module), list[MeshRanks](), self.module.RankGenerator
+
+        def generate(*args: Any, **kwargs: Any) -> MeshRanks:
+            ranks.append(MeshRanks.of(original(*args, **kwargs), seam.axes_of, experts=bool(ranks)))
+            return ranks[-1]
+
+        def create_group(*args: Any, **kwargs: Any) -> Any:
+            if seam.mesh is None:  # the original has checked its arguments
+                dense, expert = ranks
                 request, options = _texts(given, dense.get_ranks("pp")), _options_of_open_meshes(dense.layout)
                 defaults = GroupOptions(timeout=timedelta(minutes=given["distributed_timeout_minutes"]))
                 mesh = make_mesh(compare, dense.layout, request, options, defaults)
+                seam.use(mesh, usual=True)
                 options = _options_of_open_meshes(expert.layout)
                 mesh.take_view("expert", expert.layout, {(axis,): options[axis] for axis in options})
-                seam = _Seam(self.module, mesh, dense.axes_of, usual=True)
-                values = self._fill(seam, (dense, expert), *args, **kwargs)
-        except BaseException:
-            if mesh is not None:
-                mesh.close(destroy_groups=True)
-            raise
-        self.state.take(mesh, values, owned=True)
+            return seam.create(*args, **kwargs)
 
-    def _ranks(self, *args: Any, **kwargs: Any) -> list[MeshRanks]:
-        """Return the ranks of some arguments, and the experts', once the original has checked them: before its first group."""
-        ranks: list[MeshRanks] = []
-        axes_of: AxesOf = {}
-        original = self.module.RankGenerator
-
-        def generate(*args: Any, **kwargs: Any) -> MeshRanks:
-            ranks.append(MeshRanks.of(original(*args, **kwargs), axes_of, experts=bool(ranks)))
-            return ranks[-1]
-
-        def stop(*_: Any, **__: Any) -> None:
-            raise _FirstGroup
-
-        with suppress(_FirstGroup), self._calling(stop, generate):
-            self.initialize(*args, **kwargs)
-        return ranks
-
-    def _fill(self, seam: _Seam, ranks: Iterable[MeshRanks], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Let the original fill its variables over the ranks of a mesh, and return them; communicates."""
-        seam.mesh.before_close(seam.destroy_own)
-        generators = iter(ranks)
-        with self._calling(seam.create, lambda *_, **__: next(generators)) as values:
-            self.initialize(*args, **kwargs)
-        return values
-
-    @contextmanager
-    def _calling(self, create_group: Any, rank_generator: Any) -> Iterator[dict[str, Any]]:
-        """Let what the original calls be replaced for a while; yield what its variables become."""
-        module = vars(self.module)
-        before = {name: module[name] for name in ("create_group", "RankGenerator")}
-        module.update(create_group=create_group, RankGenerator=rank_generator)
         try:
-            with self.state.blank() as values:
-                yield values
-        finally:
-            module.update(before)
+            with agreed("megatron.initialize_model_parallel") as compare:
+                values = self.state.filled(
+                    partial(self.initialize, *args, **kwargs),
+                    create_group=create_group,
+                    RankGenerator=generate,
+                )
+        except BaseException:
+            if seam.mesh is not None:
+                seam.mesh.close(destroy_groups=True)
+            raise
+        self.state.take(seam.mesh, values, owned=True)
 
     def end(self) -> None:
         """Forget every answer and assignment; the groups that :meth:`make` made are destroyed."""
@@ -186,10 +165,6 @@ class Megatron:
         self.state.destroy()
 
 
-class _FirstGroup(Exception):  # noqa: N818  it is no mistake
-    """What ends a call of ``initialize_model_parallel`` that is made for its ranks alone."""
-
-
 class _Seam:
     """Takes the place of ``create_group`` for one call: one communicator for each set of ranks, those of a mesh first.
 
@@ -197,13 +172,17 @@ class _Seam:
     Those that no axes make (of embeddings), that are second ones, or have settings of their own are the original's own.
     """
 
-    def __init__(self, module: ModuleType, mesh: NamedMesh, axes_of: AxesOf, *, usual: bool = False) -> None:
+    def __init__(self, module: ModuleType) -> None:
         self.module, self.create_own = vars(module), module.create_group
-        self.mesh, self.axes_of = mesh, axes_of
-        self.usual = usual  # groups over several axes have no options that their axes set
-        self.axes_of.setdefault(tuple(mesh.layout.ranks), (mesh.layout, mesh.layout.axes))
-        self.own: list[Any] = []
+        self.axes_of: AxesOf = {}
         self.known: dict[Any, Any] = {}
+        self.mesh: Any = None
+        self.usual = False
+
+    def use(self, mesh: NamedMesh, *, usual: bool = False) -> None:
+        """Take the groups of a mesh; ``usual``: those over several axes have no options that their axes set."""
+        self.mesh, self.usual = mesh, usual
+        self.axes_of.setdefault(tuple(mesh.layout.ranks), (mesh.layout, mesh.layout.axes))
 
     def create(  # noqa: PLR0917  the original's signature
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
@@ -215,23 +194,12 @@ class _Seam:
             return self._create_own(
                 ranks, timeout, backend, pg_options, use_local_synchronization, group_desc
             )
-        mesh, members = self.mesh, tuple(sorted(ranks))
+        members = tuple(sorted(ranks))
         over = self.axes_of.get(members)
-        alone = len(members) == 1  # of these every rank has one
-        key = alone or over or members, backend
+        key = over or members, backend
         if key not in self.known:
-            if alone:
-                self.known[key] = mesh.groups.alone()
-            elif over is None:
-                timeout = mesh.groups.defaults.timeout
-                self.known[key] = self._create_own(members, timeout, backend, None, False, group_desc)
-            else:
-                axes = over[1]
-                options = GroupOptions() if self.usual and len(axes) > 1 else mesh.options_of(axes)
-                if backend == "gloo":
-                    options = mesh.groups.gloo_options(options)
-                self.known[key] = mesh.groups.over(*over, options)
-        if mesh.global_rank not in members:
+            self.known[key] = self._make(members, over, backend, group_desc)
+        if self.mesh.global_rank not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
         group = self.known[key]
         listed = self.module.get("_global_process_group_list") or [None]  # None: the default group
@@ -239,25 +207,35 @@ class _Seam:
             self.module["_global_process_group_list"] = [*listed, group]
         return group
 
+    def _make(self, members: tuple[int, ...], over: Any, backend: str | None, group_desc: Any) -> Any:
+        groups = self.mesh.groups
+        if len(members) == 1:
+            return groups.alone()
+        if over is None:
+            return self._create_own(members, groups.defaults.timeout, backend, None, False, group_desc)
+        layout, axes = over
+        options = GroupOptions() if self.usual and len(axes) > 1 else self.mesh.options_of(axes)
+        if backend == "gloo":
+            options = groups.gloo_options(options)
+        return groups.over(layout, axes, options)
+
     def _create_own(self, ranks: Any, *arguments: Any) -> Any:
-        """Create a group that this call alone has, by the original's function."""
+        """Create a group for this call alone, by the original's function; it ends with the mesh."""
         group = self.create_own(list(ranks), *arguments)
         if dist.get_rank() in ranks:
-            self.own.append(group)
+            self.mesh.before_close(partial(_destroy, group))
         return group
 
-    def destroy_own(self) -> None:
-        """Destroy the groups that were made for this call alone."""
-        while self.own:
-            group = self.own.pop()
-            if is_registered(group):
-                dist.destroy_process_group(group)
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if is_registered(group):
+        dist.destroy_process_group(group)
 
 
 _WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()}
 
 
-def _ranks_of(mesh: NamedMesh) -> tuple[MeshRanks, MeshRanks]:
+def _ranks_of(mesh: NamedMesh, axes_of: AxesOf) -> tuple[MeshRanks, MeshRanks]:
     """Return the ranks of a mesh, and of its experts, which are laid out as everything else where they have no view."""
     check_axes(
         mesh.layout,
@@ -267,7 +245,6 @@ def _ranks_of(mesh: NamedMesh) -> tuple[MeshRanks, MeshRanks]:
         instead="they factor the world another way; leave it out of the mesh and add a view for it: "
         "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
     )
-    axes_of: AxesOf = {}
     expert = MeshRanks(mesh.layout, axes_of, _WITHOUT_VIEW)
     for view in reversed(mesh.views.values()):
         if not {"ep", *WORDS}.isdisjoint(view):
@@ -276,15 +253,13 @@ def _ranks_of(mesh: NamedMesh) -> tuple[MeshRanks, MeshRanks]:
 
 
 def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
-    """Return the options of axes that an open mesh has over the same ranks, where only the timeout is another one."""
+    """Return the options of the axes that an open mesh has over the same ranks."""
     options = {}
     for mesh in current.alive():
         for view in (mesh.layout, *mesh.views.values()):
             for axis in {*view} & {*layout}:
-                theirs = mesh.groups.completed(mesh.options_of((axis,)))
-                usual = replace(theirs, timeout=None) == GroupOptions()
-                if usual and view.partition(axis) == layout.partition(axis):
-                    options[axis] = theirs
+                if view.partition(axis) == layout.partition(axis):
+                    options[axis] = mesh.groups.completed(mesh.options_of((axis,)))
     return options
 
 
@@ -367,16 +342,6 @@ def unbind() -> None:
 def current_mesh() -> NamedMesh:
     """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
     return _answers.state.current_mesh()
-
-
-def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-    """Make a mesh of Megatron's sizes, and answer from it; the arguments are those of the release. Communicates."""
-    _answers.make(*args, **kwargs)
-
-
-def destroy_model_parallel() -> None:
-    """Forget every answer and assignment; the groups that ``initialize_model_parallel`` made are destroyed."""
-    _answers.end()
 
 
 def _original(module: ModuleType) -> Megatron:

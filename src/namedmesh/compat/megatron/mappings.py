@@ -19,14 +19,13 @@ from namedmesh.compat.layers import (
     ALONE,
     VocabUtility,
     check_even,
-    check_shards,
     cross_entropy,
     divide,
     ensure_divisibility,
     scatter,
     split_tensor_along_last_dim,
 )
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, exchange, gather, leave
+from namedmesh.tensor_parallel.collectives import Group, enter, exchange, gather, leave
 
 __all__ = [
     "VocabUtility",
@@ -40,7 +39,6 @@ __all__ = [
     "ensure_divisibility",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
-    "gather_split_1d_tensor",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
@@ -50,7 +48,6 @@ __all__ = [
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
     "split_tensor_along_last_dim",
-    "split_tensor_into_1d_equal_chunks",
     "vocab_parallel_cross_entropy",
 ]
 
@@ -112,55 +109,33 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Ranks
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
     """Sum the ranks' ``(..., n)``, of which each keeps its ``(..., n / t)``; the gradient is gathered."""
-    ranks = current_group(group)
-    check_even(input_, -1, ranks.size)
-    return leave(input_, ranks, -1)
+    return sum_shards(input_, current_group(group), -1)
 
 
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
     group: Ranks = None,
-    output_split_sizes: Sequence[int] | None = None,
+    *,
     use_global_buffer: bool = False,  # noqa: ARG001  the result is a tensor of its own, which no next call overwrites
 ) -> Tensor:
-    """Join the ranks' ``(s / t, ...)`` to ``(s, ...)``, or shards of the lengths ``output_split_sizes``.
+    """Join the ranks' ``(s / t, ...)`` to ``(s, ...)``.
 
     The gradients are summed, and each rank gets its shard; without ``tensor_parallel_output_grad``, where all ranks go on
     alike, the gradient is only split.
     """
-    ranks = current_group(group)
-    if output_split_sizes is None:
-        return enter(input_, ranks, 0) if tensor_parallel_output_grad else gather(input_, ranks, 0)
-    lengths = [int(length) for length in output_split_sizes]
-    length = input_.shape[0]
-    if len(lengths) != ranks.size or lengths[ranks.rank] != length:
-        raise ContractError(
-            f"output_split_sizes are {lengths}, and rank {ranks.rank} of {ranks.size} has a shard of length {length}; pass the "
-            "length of every rank's shard, in rank order"
-        )
-    whole = _exchange(torch.cat([input_] * ranks.size), ranks, [length] * ranks.size, lengths)
-    if tensor_parallel_output_grad:
-        return whole
-    before = sum(lengths[: ranks.rank])
-    return torch.cat([whole[:before].detach(), input_, whole[before + length :].detach()])
+    join = enter if tensor_parallel_output_grad else gather
+    return join(input_, current_group(group), 0)
 
 
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
     group: Ranks = None,
-    input_split_sizes: Sequence[int] | None = None,
+    *,
     use_global_buffer: bool = False,  # noqa: ARG001  as above
 ) -> Tensor:
-    """Sum the ranks' ``(s, ...)``, of which each keeps ``(s / t, ...)``, or a shard of its length in ``input_split_sizes``."""
-    ranks = current_group(group)
-    if input_split_sizes is None:
-        check_even(input_, 0, ranks.size)
-        return leave(input_, ranks, 0)
-    length = int(input_split_sizes[ranks.rank])
-    received = _exchange(input_, ranks, input_split_sizes, [length] * ranks.size)
-    parts: Tensor = received.unflatten(0, (ranks.size, length))
-    return parts.sum(0)
+    """Sum the ranks' ``(s, ...)``, of which each keeps ``(s / t, ...)``; the gradient is gathered."""
+    return sum_shards(input_, current_group(group), 0)
 
 
 def all_to_all(
@@ -172,7 +147,15 @@ def all_to_all(
     """Send a shard of the first dim to each rank, and join what they send; shards are equal where no lengths are given."""
     if group is None:
         raise ContractError("all_to_all was called without a group; pass the process group of its ranks")
-    return _exchange(input_, current_group(group), input_split_sizes, output_split_sizes_)
+    ranks, send = current_group(group), input_split_sizes
+    if send is None:
+        check_even(input_, 0, ranks.size)
+    elif not torch.compiler.is_compiling() and (len(send) != ranks.size or sum(send) != input_.shape[0]):
+        raise ContractError(
+            f"the lengths to send are {[*map(int, send)]}, for {ranks.size} ranks and dim 0 of shape {tuple(input_.shape)}; "
+            "pass one for each rank, which add up to it"
+        )
+    return exchange(input_, ranks, (send, output_split_sizes_))
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Ranks = None) -> Tensor:
@@ -191,16 +174,10 @@ def all_to_all_hp2sp(input_: Tensor, group: Ranks = None) -> Tensor:
     return torch.cat(exchange(rows, ranks).chunk(ranks.size), dim=-1)
 
 
-def _exchange(x: Tensor, group: Group, send: Sequence[int] | None, receive: Sequence[int] | None) -> Tensor:
-    """Send a shard of dim 0 to each rank, and join what is received; of equal lengths, unless they are given."""
-    if send is None:
-        check_even(x, 0, group.size)
-    elif not torch.compiler.is_compiling() and (len(send) != group.size or sum(send) != x.shape[0]):
-        raise ContractError(
-            f"the lengths to send are {[*map(int, send)]}, for {group.size} ranks and dim 0 of shape {tuple(x.shape)}; pass "
-            "one for each rank, which add up to it"
-        )
-    return exchange(x, group, (send, receive))
+def sum_shards(parts: Tensor, group: Group, dim: int) -> Tensor:
+    """Sum the ranks' parts, of which each keeps its shard of a dim that can be split; the gradient is gathered."""
+    check_even(parts, dim, group.size)
+    return leave(parts, group, dim)
 
 
 def vocab_parallel_cross_entropy(
@@ -217,25 +194,6 @@ def vocab_parallel_cross_entropy(
 
 
 # Helpers.
-
-
-def split_tensor_into_1d_equal_chunks(
-    tensor: Tensor, new_buffer: bool = False, tp_group: Ranks = None
-) -> Tensor:
-    """Return this rank's shard of the numbers of a contiguous tensor: a view, with ``new_buffer`` a copy outside of any graph."""
-    group = current_group(tp_group)
-    check_shards(
-        tensor.numel(), group.size, what=f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
-    )
-    shard = tensor.view(group.size, -1)[group.rank]
-    return shard.detach().clone() if new_buffer else shard
-
-
-def gather_split_1d_tensor(tensor: Tensor, tp_group: Ranks = None) -> Tensor:
-    """Gather all ranks' shards, of equal lengths, in one dim; a new tensor, through which no gradient flows."""
-    group = current_group(tp_group)
-    shard = tensor.detach()
-    return shard.clone() if group.size == 1 else all_gather(shard, group, 0)
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:

@@ -1,4 +1,4 @@
-"""Stands in for ``megatron.core.parallel_state`` where megatron-core is not installed: names and answers of 0.19.
+"""Stands in for ``megatron.core.parallel_state`` where megatron-core is not installed: names and answers of 0.16.1.
 
 Like the original it is a module with variables; ``initialize_model_parallel`` fills them, and an accessor reads its
 own. One whose group is not there raises :class:`~namedmesh.compat.ContractError`, an ``AssertionError``. Flags
@@ -20,7 +20,6 @@ from namedmesh.compat.megatron.stand_in import (  # noqa: F401  names of this mo
     RankGenerator,
     default_embedding_ranks,
     default_position_embedding_ranks,
-    deprecated,
     generate_masked_orthogonal_rank_groups,
     get_nccl_options,
     missing,
@@ -52,25 +51,18 @@ _MODEL_PARALLEL_GLOBAL_RANKS = _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = NOTHING
 _DATA_PARALLEL_GROUP = _DATA_PARALLEL_GLOBAL_RANKS = _DATA_PARALLEL_GROUP_GLOO = NOTHING
 _DATA_PARALLEL_GROUP_WITH_CP = _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP = NOTHING
 _DATA_PARALLEL_GROUP_WITH_CP_GLOO = _DATA_PARALLEL_GROUP_WITH_CP_AG = NOTHING
-_DATA_PARALLEL_GROUP_WITH_GTP_REMAT = _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT = NOTHING
 _EMBEDDING_GROUP = _EMBEDDING_GLOBAL_RANKS = _POSITION_EMBEDDING_GROUP = _POSITION_EMBEDDING_GLOBAL_RANKS = (
     NOTHING
 )
 _TENSOR_AND_DATA_PARALLEL_GROUP = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = NOTHING
 _TENSOR_AND_CONTEXT_PARALLEL_GROUP = NOTHING
 _HYBRID_DP_CP_GROUPS: dict[int, Any] = {}
-_GTP_WEIGHT_REMAT_GROUP = _GTP_WEIGHT_REMAT_GLOBAL_RANKS = NOTHING
 _EXPERT_MODEL_PARALLEL_GROUP = _EXPERT_MODEL_PARALLEL_RANKS = _EXPERT_TENSOR_PARALLEL_GROUP = NOTHING
 _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP = NOTHING
 _EXPERT_DATA_PARALLEL_GROUP = _EXPERT_DATA_PARALLEL_GROUP_GLOO = NOTHING
-_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT = NOTHING
-_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP = NOTHING
-_EXPERT_GTP_WEIGHT_REMAT_GROUP = _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS = NOTHING
 _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = NOTHING
 _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = NOTHING
-_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT = NOTHING
 _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO = NOTHING
-_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT = NOTHING
 _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = _MPU_TENSOR_MODEL_PARALLEL_RANK = NOTHING
 _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = _MPU_PIPELINE_MODEL_PARALLEL_RANK = NOTHING
 _MPU_DATA_PARALLEL_WORLD_SIZE = _MPU_DATA_PARALLEL_RANK = NOTHING
@@ -85,7 +77,6 @@ _GLOBAL_MEMORY_BUFFER = _GLOBAL_SYMMETRIC_MEMORY_BUFFER = _global_process_group_
 def is_initialized() -> bool:
     return _DATA_PARALLEL_GROUP is not None
 def is_unitialized() -> bool:
-    deprecated("is_unitialized", "is_initialized")
     return not is_initialized()
 def model_parallel_is_initialized() -> bool:
     if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
@@ -151,7 +142,6 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
     _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
-    deprecated("set_virtual_pipeline_model_parallel_rank", "is_pipeline_first_stage(vp_stage=...)")
     _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
 def get_embedding_group(check_initialized: bool = True) -> Any:
     return _EMBEDDING_GROUP or missing("_EMBEDDING_GROUP", check_initialized)
@@ -159,15 +149,6 @@ def get_position_embedding_group(check_initialized: bool = True) -> Any:
     return _POSITION_EMBEDDING_GROUP or missing("_POSITION_EMBEDDING_GROUP", check_initialized)
 def is_rank_in_position_embedding_group() -> bool:
     return dist.get_rank() in (_POSITION_EMBEDDING_GLOBAL_RANKS or ())
-def get_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
-    return _GTP_WEIGHT_REMAT_GROUP or missing("_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
-    return _GTP_WEIGHT_REMAT_GLOBAL_RANKS or missing(
-        "_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-def get_gtp_weight_remat_world_size() -> int:
-    return _GTP_WEIGHT_REMAT_GROUP.size() if _GTP_WEIGHT_REMAT_GROUP else 0
-def get_gtp_weight_remat_rank() -> int:
-    return _GTP_WEIGHT_REMAT_GROUP.rank() if _GTP_WEIGHT_REMAT_GROUP else 0
 def get_context_parallel_group(check_initialized: bool = True) -> Any:
     return _CONTEXT_PARALLEL_GROUP or missing("_CONTEXT_PARALLEL_GROUP", check_initialized)
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> Any:
@@ -195,15 +176,6 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     if with_context_parallel:
         return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
     return (_DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
-def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Any:
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP or missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP", check_initialized)
-def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> Any:
-    return _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS or missing(
-        "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
-def get_expert_gtp_weight_remat_world_size() -> int:
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
-def get_expert_gtp_weight_remat_rank() -> int:
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
 def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
     return _EXPERT_MODEL_PARALLEL_GROUP or missing("_EXPERT_MODEL_PARALLEL_GROUP", check_initialized)
 def get_expert_model_parallel_src_rank() -> int:
@@ -251,7 +223,7 @@ def get_expert_tensor_and_model_parallel_world_size() -> int:
 def get_expert_tensor_and_model_parallel_rank() -> int:
     group = _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
     return group.rank() if group else _zero("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True, with_egtp_remat: bool = False) -> Any:
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> Any:
     return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP or missing(
         "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
@@ -302,12 +274,10 @@ def get_data_parallel_group(
             raise ContractError("partial_data_parallel goes with with_context_parallel=True only; say it too")
         return _DATA_PARALLEL_GROUP or missing("_DATA_PARALLEL_GROUP")
     if partial_data_parallel:
-        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
-    elif independent_all_gather:
-        group = _DATA_PARALLEL_GROUP_WITH_CP_AG
-    else:
-        group = _DATA_PARALLEL_GROUP_WITH_CP
-    return group or missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP")
+    if independent_all_gather:
+        return _DATA_PARALLEL_GROUP_WITH_CP_AG or missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+    return _DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP")
 
 
 def get_data_parallel_group_gloo(
@@ -317,10 +287,9 @@ def get_data_parallel_group_gloo(
         if partial_data_parallel:
             raise ContractError("partial_data_parallel goes with with_context_parallel=True only; say it too")
         return _DATA_PARALLEL_GROUP_GLOO or missing("_DATA_PARALLEL_GROUP_GLOO")
-    group = _DATA_PARALLEL_GROUP_WITH_CP_GLOO
     if partial_data_parallel:
-        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    return group or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+        return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+    return _DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
 
 
 def get_data_parallel_world_size(
@@ -347,8 +316,9 @@ def get_expert_data_parallel_group(
     check_initialized: bool = True, *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> Any:
     if partial_expert_data_parallel:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-        return group or missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or missing(
+            "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized
+        )
     return _EXPERT_DATA_PARALLEL_GROUP or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
 
 
@@ -369,14 +339,12 @@ def get_expert_data_parallel_rank(
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
-    group = _EXPERT_DATA_PARALLEL_GROUP_GLOO
     if partial_expert_data_parallel:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO
-    return group or missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO or missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+    return _EXPERT_DATA_PARALLEL_GROUP_GLOO or missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
-    deprecated("get_data_modulo_expert_parallel_group", "get_expert_data_parallel_group")
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 
@@ -389,10 +357,11 @@ def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, grou
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Any:
-    group = _TENSOR_AND_DATA_PARALLEL_GROUP
     if with_context_parallel:
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
-    return group or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or missing(
+            "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", check_initialized
+        )
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
@@ -433,10 +402,9 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def get_all_ranks() -> str:
-    """Return this rank's coordinates in tp, gtp_remat, dp, cp, pp and ep, joined by underscores."""
+    """Return this rank's coordinates in tp, dp, cp, pp and ep, joined by underscores."""
     ranks = (
         get_tensor_model_parallel_rank(),
-        get_gtp_weight_remat_rank(),
         get_data_parallel_rank(),
         get_context_parallel_rank(),
         get_pipeline_model_parallel_rank(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -89,14 +88,13 @@ class RankGenerator(MeshRanks):
         cp: int,
         order: str,
         rank_offset: int = 0,
-        gtp_remat: int = 1,
     ) -> None:
         if ep != 1 and cp != 1:
             raise ContractError(
                 f"ep is {ep} and cp is {cp}: one generator has one of them; cp is for the dense ranks, ep for the experts'"
             )
-        self.tp, self.ep, self.dp, self.pp, self.cp, self.gtp_remat = tp, ep, dp, pp, cp, gtp_remat
-        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "gtp_remat": gtp_remat}
+        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
+        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
         parsed = parse_order(order.lower(), tuple(self.name_to_size))
         for name in parsed.omitted:
             # As the original, which looks for a part of the text.
@@ -138,15 +136,15 @@ def generate_masked_orthogonal_rank_groups(
     return groups[:count]
 
 
-def split(ranks: Sequence[int], size: int, stride: int = 1) -> list[list[int]]:
-    """Split ranks into sets of some size, of every ``stride``-th rank each.
+def split(sets: Sequence[Sequence[int]], size: int, stride: int = 1) -> list[list[int]]:
+    """Split sets of ranks, taken together, into sets of some size, of every ``stride``-th rank each.
 
     Example:
-        >>> split(range(8), 2, 2)
+        >>> split([range(8)], 2, 2)
         [[0, 2], [1, 3], [4, 6], [5, 7]]
     """
-    span = size * stride
-    return [list(ranks[i : i + span : stride]) for i in range(len(ranks)) if i % span < stride]
+    ranks, span = list(chain(*sets)), size * stride
+    return [ranks[i : i + span : stride] for i in range(len(ranks)) if i % span < stride]
 
 
 def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
@@ -229,7 +227,7 @@ class Maker:
         options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
         groups, of_gloo = [], []
         for level, size in enumerate(sizes):
-            sets = split(ranks, size, prod(sizes[:level]))
+            sets = split([ranks], size, prod(sizes[:level]))
             name, second = f"HIERARCHICAL_{group_desc}_L{level}", None
             groups.append(self._create(sets, timeout=timeout, pg_options=options[level], group_desc=name))
             if create_gloo_process_groups:
@@ -242,7 +240,7 @@ class Maker:
         groups = {}
         for power in range(1, len(ranks).bit_length() - 1):
             name = f"HYBRID_DP_CP_GROUP_{2**power}"
-            groups[2**power] = self._create(split(ranks, 2**power), pg_options=pg_options, group_desc=name)
+            groups[2**power] = self._create(split([ranks], 2**power), pg_options=pg_options, group_desc=name)
         return groups if rank in ranks else {}
 
     def create_all_gather_groups(
@@ -275,7 +273,7 @@ class Maker:
         for group in self.module["_global_process_group_list"] if pg is None else [pg]:
             set_group_timeout(timeout, group)
 
-    def initialize_model_parallel(  # noqa: C901, PLR0912, PLR0917  one row of the table after the other
+    def initialize_model_parallel(  # noqa: C901, PLR0912, PLR0917  the original's signature, and its checks
         self,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
@@ -338,26 +336,21 @@ class Maker:
         if hybrid_context_parallel and dp * cp % 2:
             raise ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {dp * cp}")
         timeout = timedelta(minutes=distributed_timeout_minutes)
-        chosen = {
-            "_EMBEDDING_GROUP": get_embedding_ranks or default_embedding_ranks,
-            "_POSITION_EMBEDDING_GROUP": get_position_embedding_ranks or default_position_embedding_ranks,
+        unwanted = {"several"}
+        if instances == 1:
+            unwanted.add("peers")
+        if not create_all_gather_group:
+            unwanted.add("second")
+        choose = {
+            "ends": get_embedding_ranks or default_embedding_ranks,
+            "first": get_position_embedding_ranks or default_position_embedding_ranks,
         }
         for row in MEGATRON_GROUPS:
-            if row.variable in {"_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_HYBRID_DP_CP_GROUPS"}:
-                continue  # several groups
-            token = "-".join(WORDS.get(axis, axis) for axis in row.axes)
-            sets = (dense if row.view == DENSE else expert).get_ranks(token)
-            each = len(sets[0]) // instances
-            if row.variable in chosen:
-                sets = [list(chosen[row.variable](ranks)) for ranks in sets]
-            elif row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":  # whole models
-                sets = split(list(chain(*expert.get_ranks("tp-ep-pp"))), each)
-            elif row.variable == "_DATA_PARALLEL_GROUP_WITH_CP_AG":
-                sets = sets if create_all_gather_group else []
-            elif row.variable == "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP":
-                sets = split(list(chain(*sets)), instances, each) if instances > 1 else []
-            elif row.members == "part":
-                sets = split(list(chain(*sets)), each)
+            if row.members in unwanted:
+                continue
+            sets = _sets(row, dense, expert, instances)
+            if row.members in choose:
+                sets = [[*choose[row.members](ranks)] for ranks in sets]
             self._make(row, sets, timeout, gloo=create_gloo_process_groups)
         rank, levels = dist.get_rank(), hierarchical_context_parallel_sizes
         for ranks in dense.get_ranks("cp") if levels else ():
@@ -385,6 +378,20 @@ class Maker:
             self.module[row.gloo] = second
 
 
+def _sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: int) -> list[list[int]]:
+    """Return the sets of ranks that have a group of a row of the table; of embeddings, whole pipelines."""
+    token = "-".join([WORDS.get(axis, axis) for axis in row.axes])
+    sets = (dense if row.view == DENSE else expert).get_ranks(token)
+    each = len(sets[0]) // instances
+    if row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
+        return split(expert.get_ranks("tp-ep-pp"), each)  # whole models
+    if row.members == "instance":
+        return split(sets, each)
+    if row.members == "peers":
+        return split(sets, instances, each)
+    return sets
+
+
 def _what_is_left(world: int, *sizes: int) -> int:
     if min(sizes) < 1 or world % prod(sizes):
         raise ContractRuntimeError(
@@ -405,12 +412,6 @@ def missing(variable: str, check_initialized: bool = True) -> Any:
         "initialize_model_parallel(...), with the option that makes this group, or "
         "namedmesh.compat.megatron.bind(mesh)"
     )
-
-
-def deprecated(name: str, instead: str) -> None:
-    """Warn the caller of an accessor."""
-    if not torch.compiler.is_compiling():  # a warning would break the graph
-        warnings.warn(f"{name} is deprecated; call {instead} instead", DeprecationWarning, stacklevel=3)
 
 
 class GlobalMemoryBuffer:

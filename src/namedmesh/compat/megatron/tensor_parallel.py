@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from namedmesh._torch import group_named
 from namedmesh.compat import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import ALONE, Initializer, ParallelLayer, VocabEmbedding, check_shards, scatter
+from namedmesh.compat.layers import ALONE, Initializer, ParallelLayer, VocabEmbedding, scatter
 from namedmesh.compat.megatron import mappings as _functions
 from namedmesh.compat.megatron.mappings import *
 from namedmesh.launch import default_group_device
@@ -239,9 +239,8 @@ class RowParallelLinear(_Linear):
         group = ALONE if self.explicit_expert_comm else self.group
         if not self.input_is_parallel:
             input_ = scatter(input_, self.group, -1)
-        if self.sequence_parallel:
-            check_shards(input_.shape[0], group.size, what="the length of dim 0 of the output")
-        output = leave(F.linear(input_, self.weight), group, 0 if self.sequence_parallel else None)
+        parts = F.linear(input_, self.weight)
+        output = _functions.sum_shards(parts, group, 0) if self.sequence_parallel else leave(parts, group)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
@@ -283,8 +282,7 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
             vectors = self.look_up(input_, deterministic=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
             return leave(vectors, self.group)
-        check_shards(vectors.shape[1], self.group.size, what="the length of dim 1 of the ids")
-        return leave(vectors.transpose(0, 1), self.group, 0)
+        return _functions.sum_shards(vectors.transpose(0, 1), self.group, 0)
 
 
 # Both parts of the original's package are this module.
