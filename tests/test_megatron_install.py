@@ -205,14 +205,15 @@ def test_a_gpt_model_trains_on_our_groups_as_on_megatron_s_own(which: str) -> No
             assert mine_[-1] < mine_[0]
 
 
-def _pipelined() -> list[float]:
-    """Losses of megatron-core's own schedule, on the accessors' groups."""
+def _pipelined() -> list[list[float]]:
+    """Losses of megatron-core's own schedule: on the accessors' groups, and on those that are handed over."""
     warnings.simplefilter("ignore")
     zeros = torch.zeros
     vars(torch)["zeros"] = lambda *size, device=None, **rest: zeros(*size, **rest)  # noqa: ARG005  its "cuda"
     vars(torch.cuda).update(current_device=lambda: "cpu", synchronize=lambda: None)
     from megatron.core import ModelParallelConfig, parallel_state
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import p2p_communication, schedules
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     parallel_state.initialize_model_parallel(2, 2)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -230,17 +231,24 @@ def _pipelined() -> list[float]:
         out = model(next(batches) if given is None else given)
         return out, lambda out: (out.sum(), {"loss": out.sum().item()})
 
-    told = schedules.forward_backward_pipelining_without_interleaving(
-        forward_step_func=step,
-        data_iterator=iter([torch.full((3, 2, 4), float(batch)) for batch in range(5)]),
-        model=[model],
-        num_microbatches=5,
-        seq_length=3,
-        micro_batch_size=2,
-        forward_only=True,
-    )
+    def losses(**groups: Any) -> list[float]:
+        batches = iter([torch.full((3, 2, 4), float(batch)) for batch in range(5)])
+        sizes = {"num_microbatches": 5, "seq_length": 3, "micro_batch_size": 2}
+        groups |= {
+            "forward_step_func": step,
+            "data_iterator": batches,
+            "model": [model],
+            "forward_only": True,
+        }
+        told = schedules.forward_backward_pipelining_without_interleaving(**sizes, **groups)
+        return [each["loss"] for each in told]
+
+    told = [losses()]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    talks = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=model.config)
+    told.append(losses(p2p_communicator=talks, pg_collection=groups))
     parallel_state.destroy_model_parallel()
-    return [each["loss"] for each in told]
+    return told
 
 
 @pytest.mark.oracle("megatron.core")
@@ -248,7 +256,7 @@ def test_megatron_core_s_pipeline_schedule_runs_on_our_groups() -> None:
     with _gpt_on("installed", mine=True):
         importlib.import_module("megatron.core.pipeline_parallel.schedules")
         *first, second, last = run_ranks(4, _pipelined)
-    assert first == [[], []]
+    assert first == [[[], []]] * 2
     weights = []
     for stage in range(2):
         torch.manual_seed(stage)
@@ -258,4 +266,4 @@ def test_megatron_core_s_pipeline_schedule_runs_on_our_groups() -> None:
         for batch in range(5)
     ]
     for told in (second, last):
-        assert told == pytest.approx(expected, abs=1e-5)
+        assert told[0] == told[1] == pytest.approx(expected, abs=1e-5)
