@@ -118,7 +118,7 @@ def test_a_million_ranks_without_a_dictionary_of_them() -> None:
     assert topo.world_size() == 1_048_576
     assert topo.get_rank(**topo.get_coord(777_777)._asdict()) == 777_777
     assert topo.get_rank_repr(777_777, omit_axes=[]) == "pipe_11-data_7110-model_01"
-    assert topo.get_axis_comm_lists("pipe")[-1][-1] == 1_048_575
+    assert topo.get_axis_comm_lists("data")[-1][-1] == 1_048_575  # 128 lists: as many as ranks are slow
     assert topo.filter_match(pipe=1, model=3)[:2] == [65_539, 65_547]
     assert "mapping" not in vars(topo)
 

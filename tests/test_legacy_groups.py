@@ -473,7 +473,6 @@ def test_with_fairscale_its_own_modules_answer_from_our_meshes(late: bool) -> No
 def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
     """In another order of the axes: where model-parallel ranks are no neighbors, the original has another first rank."""
     theirs = original(START)
-    names = set(vars(theirs))
     for rank in range(4):
         with fake_world(4, rank):
             mesh = namedmesh.init_mesh(tp=2, dp=-1, device="cpu")
@@ -486,12 +485,11 @@ def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
                 assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
                 assert fairscale.get_data_parallel_group() is mesh.group("dp")
                 fairscale.install()
-            assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
+            assert theirs._MODEL_PARALLEL_GROUP is None
             with fairscale.bind(mesh):
                 assert theirs.get_pipeline_parallel_ranks() == [rank]
-            theirs._DATA_PARALLEL_GROUP = None
             fairscale.uninstall()
-            assert set(vars(theirs)) == names  # without the variables of later sources
+            theirs._DATA_PARALLEL_GROUP = None
             mesh.close()
 
 
@@ -553,10 +551,10 @@ def test_meshes_that_a_dialect_cannot_be_bound_to(place: str, axes: str, text: s
 
 def test_a_size_above_the_world_is_cut_down() -> None:
     with fake_world(4):
-        with pytest.warns(UserWarning, match="is 8") as caught:
+        with pytest.warns(UserWarning, match="tp=8") as caught:
             fairscale.initialize_model_parallel(8)
         assert fairscale.get_model_parallel_world_size() == 4
-    text = "tp is 8, but the world has 4 ranks; initialize_model_parallel goes on with 4"
+    text = "fairscale reduces tp=8 to the world of 4 ranks without an error"
     assert str(caught[0].message) == text
     assert caught[0].filename == __file__
 

@@ -27,33 +27,29 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from namedmesh.compat import fairscale
+from namedmesh.compat import layers as _helpers
 from namedmesh.compat.install import Original
-from namedmesh.compat.layers import (
-    VocabUtility,
-    divide_and_check_no_remainder,
-    ensure_divisibility,
-    split_tensor_along_last_dim,
-)
-from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself
+from namedmesh.compat.layers import *
+from namedmesh.compat.model_parallel import ModelParallel, first_rank
 
 _DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
 destroy_tensor_parallel = _DIALECT.state.destroy
-get_tensor_parallel_group = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", itself)
-get_tensor_parallel_ranks = _DIALECT.getter("_TENSOR_PARALLEL_RANKS", itself)
+get_tensor_parallel_group = _DIALECT.getter("_TENSOR_PARALLEL_GROUP")
+get_tensor_parallel_ranks = _DIALECT.getter("_TENSOR_PARALLEL_RANKS")
 get_tensor_parallel_src_rank = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", first_rank)
 get_tensor_parallel_rank = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", dist.get_rank, before=0)
 get_tensor_parallel_world_size = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", dist.get_world_size, before=1)
-get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
-get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
+get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP")
+get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS")
 get_pipeline_parallel_rank = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", dist.get_rank)
 get_pipeline_parallel_world_size = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", dist.get_world_size)
-get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
-get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
+get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP")
+get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS")
 get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
 get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
-get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
-get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_RANKS", itself)
+get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP")
+get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_RANKS")
 get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_rank)
 get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_world_size)
 
@@ -124,6 +120,6 @@ sys.modules.update({f"{__name__}.{part}": tp for part in _PARTS})
 _ORIGINAL = Original("ezpz.tp", None, dict.fromkeys([f"ezpz.{part}" for part in _PARTS], __name__))
 install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += ["VocabUtility", "bind", "current_mesh", "divide_and_check_no_remainder", "ensure_divisibility"]
-__all__ += ["install", "split_tensor_along_last_dim", "tp", "unbind", "uninstall"]
+__all__ += ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
+__all__ += _helpers.__all__
 __all__ += [name for name in dir() if "_parallel" in name and not name.startswith("_")]

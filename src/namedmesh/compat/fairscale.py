@@ -25,46 +25,36 @@ import sys
 from types import ModuleType
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh.compat import ContractError
+from namedmesh.compat import layers as _helpers
 from namedmesh.compat.install import Original
-from namedmesh.compat.layers import (
-    Initializer,
-    ParallelLayer,
-    VocabEmbedding,
-    VocabUtility,
-    divide_and_check_no_remainder,
-    draw_whole,
-    ensure_divisibility,
-    scatter,
-    split_tensor_along_last_dim,
-)
-from namedmesh.compat.layers import cross_entropy as _cross_entropy
-from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself
+from namedmesh.compat.layers import *
+from namedmesh.compat.layers import Initializer, ParallelLayer, VocabEmbedding, scatter
+from namedmesh.compat.model_parallel import ModelParallel, first_rank
 from namedmesh.tensor_parallel.collectives import all_gather, enter, gather, leave
 
 _DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
 destroy_model_parallel = _DIALECT.state.destroy
-get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP", itself)
+get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP")
 get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_world_size)
 get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_rank)
 get_model_parallel_ranks = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_process_group_ranks)
 get_model_parallel_src_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", first_rank)
-get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
+get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP")
 get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_world_size)
 get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_rank)
 get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_process_group_ranks)
-get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
+get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP")
 get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
 get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
-get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
-get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
-get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
+get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS")
+get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP")
+get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS")
 
 copy_to_model_parallel_region, reduce_from_model_parallel_region = _DIALECT.copy, _DIALECT.reduce
 scatter_to_model_parallel_region, gather_from_model_parallel_region = _DIALECT.scatter, _DIALECT.gather
@@ -107,7 +97,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     in the whole vocabulary, the same on every rank; a ContractError where the shapes do not go together.
     """
     dtype = vocab_parallel_logits.dtype
-    return _cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
+    return _helpers.cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
 
 
 class _Layer(ParallelLayer):
@@ -248,23 +238,6 @@ class ParallelEmbedding(_Embedding):
         return gather(vectors, self.group, -1)
 
 
-def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
-    weight: Tensor,
-    out_features: int,
-    in_features: int,
-    per_partition_size: int,
-    partition_dim: int,
-    init_method: Initializer,
-    stride: int = 1,
-    return_master_weight: bool = False,
-) -> Tensor | None:
-    """Draw a whole weight, ``(out_features, in_features)``, and copy this rank's shard of it into ``weight``."""
-    ensure_divisibility(per_partition_size, stride)
-    whole = torch.empty(out_features, in_features, dtype=weight.dtype)
-    draw_whole(weight, whole, partition_dim, _DIALECT.group(), init_method, stride)
-    return whole if return_master_weight else None
-
-
 # Every part of the original's package is this module.
 _PLACE, _PARTS = "fairscale.nn.model_parallel", ("cross_entropy", "initialize", "layers", "mappings", "utils")
 cross_entropy = initialize = layers = mappings = utils = sys.modules[__name__]
@@ -286,6 +259,6 @@ _ORIGINAL = Original(
 )
 install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += ["VocabUtility", "bind", "current_mesh", "divide_and_check_no_remainder", "ensure_divisibility"]
-__all__ += ["install", "split_tensor_along_last_dim", "unbind", "uninstall"]
+__all__ += ["bind", "current_mesh", "install", "unbind", "uninstall"]
+__all__ += _helpers.__all__
 __all__ += [name for name in dir() if "_parallel" in name and not name.startswith("_")]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -44,8 +44,7 @@ class Original:
     stand_ins: Mapping[str, str]
     restore: Callable[[], None] = lambda: None
     installed: bool = field(default=False, init=False)
-    _before: list[tuple[ModuleType, str, object]] = field(default_factory=list, init=False)
-    _modules: dict[str, ModuleType] = field(default_factory=dict, init=False)
+    _before: list[tuple[dict[str, Any], str, object]] = field(default_factory=list, init=False)
 
     def install(self) -> None:
         """Let the original answer from our meshes; a second call does nothing. Call it first of all, and bind meshes afterwards.
@@ -59,39 +58,30 @@ class Original:
             module = import_module(self.module)
             self._take_over(module, self.replace(module))
         else:
-            self._stand_in()
+            for name, ours in self.stand_ins.items():
+                self._set(sys.modules, name, import_module(ours))
+            for name in self.stand_ins:  # after all are there: the packages around them may import them
+                self._put_into_package(name)
         self.installed = True
 
     def uninstall(self) -> None:
         """Put everything back."""
         if self.installed:
             self.restore()
+        self.installed = False
         while self._before:
-            holder, name, value = self._before.pop()
+            names, name, value = self._before.pop()
             if value is _ABSENT:
-                vars(holder).pop(name, None)
+                names.pop(name, None)
             else:
-                vars(holder)[name] = value
-        if self._modules:
-            package = self.module.partition(".")[0]
-            for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-                del sys.modules[name]
-            sys.modules.update(self._modules)
-        self._modules, self.installed = {}, False
+                names[name] = value
 
     def _take_over(self, module: ModuleType, replaced: Mapping[str, object]) -> None:
         ours = {id(getattr(module, name)): value for name, value in replaced.items()}
         for holder in list(sys.modules.values()):
             for known, value in list(getattr(holder, "__dict__", {}).items()):
                 if id(value) in ours:
-                    self._set(holder, known, ours[id(value)])
-
-    def _stand_in(self) -> None:
-        stand_ins = {name: import_module(ours) for name, ours in self.stand_ins.items()}
-        self._modules = dict(sys.modules)
-        sys.modules.update(stand_ins)  # the packages around them may import them
-        for name in stand_ins:
-            self._put_into_package(name)
+                    self._set(vars(holder), known, ours[id(value)])
 
     def _put_into_package(self, name: str) -> None:
         """Let a module be found in its package, which is an empty one where none is installed."""
@@ -101,14 +91,15 @@ class Original:
         if is_installed(package):
             import_module(package)
         else:
-            sys.modules[package] = ModuleType(package, f"Stands in for {package}, which is not installed.")
-            sys.modules[package].__path__ = []
+            empty = ModuleType(package, f"Stands in for {package}, which is not installed.")
+            empty.__path__ = []
+            self._set(sys.modules, package, empty)
             self._put_into_package(package)
-        self._set(sys.modules[package], child, sys.modules[name])
+        self._set(vars(sys.modules[package]), child, sys.modules[name])
 
-    def _set(self, holder: ModuleType, name: str, value: object) -> None:
-        self._before.append((holder, name, vars(holder).get(name, _ABSENT)))
-        vars(holder)[name] = value
+    def _set(self, names: dict[str, Any], name: str, value: object) -> None:
+        self._before.append((names, name, names.get(name, _ABSENT)))
+        names[name] = value
 
 
 def is_installed(name: str) -> bool:
@@ -138,25 +129,19 @@ def when_imported(name: str, call: Callable[[], object]) -> None:
         call()
         return
 
-    def find_spec(
-        found: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_and_call(found: str, *_: object) -> ModuleSpec | None:
+        """Find the module as the other finders do, and let its loader call the function afterwards."""
         if found != name:
             return None
         sys.meta_path.remove(finder)
-        spec = PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
+        spec = find_spec(name)
+        if spec is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
-
-            def execute_and_call(module: ModuleType) -> None:
-                execute(module)
-                call()
-
-            loader.exec_module = execute_and_call
+            loader.exec_module = lambda module: (execute(module), call())
         return spec
 
-    finder: Any = SimpleNamespace(find_spec=find_spec)
+    finder: Any = SimpleNamespace(find_spec=find_and_call)
     sys.meta_path.insert(0, finder)
 
 

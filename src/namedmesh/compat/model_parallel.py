@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,20 +27,12 @@ from namedmesh.compat.state import (
     require_default_group,
     require_open,
 )
-from namedmesh.dialects import DIALECTS
+from namedmesh.dialects import DIALECTS, layouts_for
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
-from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave
-
-T = TypeVar("T")
-
-
-def itself(value: Any) -> Any:
-    """Return what a variable is."""
-    return value
 
 
 def first_rank(group: Any) -> int:
@@ -56,20 +48,15 @@ class ModelParallel:
         names = [variable for row in self.rows for variable in (row.variable, row.ranks) if variable]
         vars(module).update(dict.fromkeys(names))
         self.state = State(f"{name}'s model parallelism", function, module)
-        self._added: list[str] = []  # variables, to the original's module
         (tensor_group,) = (row.variable for row in self.rows if row.axes == ("tp",))
-        self._tensor_group = self.getter(tensor_group, itself)
+        self._tensor_group = self.getter(tensor_group)
 
     def answer_from(self, module: ModuleType) -> None:
-        """Let the variables of a module answer from now on, namedmesh's own or the original's; those of a shown mesh move."""
-        state, old, new = self.state, vars(self.state.module), vars(module)
-        without, added = state.values.get(None, {}), [name for name in state.names if name not in new]
-        new.update(dict.fromkeys(added))  # what only later sources have
-        for name in state.names if state.shown is not None else ():
-            new[name], old[name], without[name] = old[name], without[name], new[name]
-        for name in self._added:
-            del old[name]
-        self._added, state.module = added, module
+        """Let the variables of a module answer from now on, namedmesh's own or the original's: the two change their values."""
+        old, new = vars(self.state.module), vars(module)
+        for name in self.state.names:
+            new[name], old[name] = old[name], new.get(name)  # some are of later sources only
+        self.state.module = module
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.
@@ -97,8 +84,6 @@ class ModelParallel:
     ) -> None:
         """Make a mesh over the world, of sizes of tp, pp and cp, with a backend for each axis, and answer from it."""
         require_default_group()
-        world, axes = dist.get_world_size(), DIALECTS[self.name].axes
-        fitted = {"dp": -1, **sizes, "tp": min(sizes["tp"], world)}
         options = {axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None}
         with agreed(f"{self.name}.{self.function}") as compare:
             self.state.refuse_second()
@@ -108,15 +93,14 @@ class ModelParallel:
                     f"{', '.join(assigned)} were assigned; destroy {self.name}'s groups first"
                 )
             try:
-                layout = Layout.from_shape(axes, [fitted[axis] for axis in axes], world_size=world)
+                ranks = layouts_for(
+                    DIALECTS[self.name], {"dp": -1, **sizes}, world_size=dist.get_world_size()
+                )
             except LayoutError as error:
                 raise ContractError(*error.problems) from None
-            if fitted["tp"] < sizes["tp"]:
-                warnings.warn(
-                    f"tp is {sizes['tp']}, but the world has {world} ranks; {self.function} goes on with {world}",
-                    stacklevel=3,
-                )
-            mesh = make_mesh(compare, layout, {}, options, GroupOptions(timeout=timeout))
+            for note in ranks.notes:
+                warnings.warn(note, stacklevel=3)
+            mesh = make_mesh(compare, ranks.dense, {}, options, GroupOptions(timeout=timeout))
             values = self._values(mesh)
         self.state.take(mesh, values, owned=True)
 
@@ -124,13 +108,15 @@ class ModelParallel:
         """Return whether variables have values."""
         return all(getattr(self.state.module, name) is not None for name in variables)
 
-    def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
-        """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""
+    def getter(
+        self, variable: str, answer: Callable[[Any], Any] | None = None, before: int | None = None
+    ) -> Callable[[], Any]:
+        """Return a function that returns a variable, or an answer of it; without a value ``before``, or a ContractError."""
 
-        def get() -> T:
+        def get() -> Any:
             value = getattr(self.state.module, variable)
             if value is not None:
-                return answer(value)
+                return value if answer is None else answer(value)
             if before is not None:
                 return before
             raise ContractError(
@@ -138,7 +124,7 @@ class ModelParallel:
                 f"namedmesh.compat.{self.name}.bind(mesh) with a mesh that exists"
             )
 
-        get.__doc__ = f"Return {variable}." if answer is itself else f"Return {answer.__name__}({variable})."
+        get.__doc__ = f"Return {variable}." if answer is None else f"Return {answer.__name__}({variable})."
         return get
 
     def group(self) -> Group:
