@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from namedmesh.compat import fairscale
 from namedmesh.compat import layers as _helpers
+from namedmesh.compat.fairscale import ModelParallel, first_rank
 from namedmesh.compat.install import Original
 from namedmesh.compat.layers import *
-from namedmesh.compat.model_parallel import ModelParallel, first_rank
 
 _DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
