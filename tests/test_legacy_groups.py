@@ -477,7 +477,7 @@ def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
                 assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
                 assert fairscale.get_data_parallel_group() is mesh.group("dp")
                 fairscale.install()
-            assert theirs._MODEL_PARALLEL_GROUP is None
+            assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
             with fairscale.bind(mesh):
                 assert theirs.get_pipeline_parallel_ranks() == [rank]
             fairscale.uninstall()

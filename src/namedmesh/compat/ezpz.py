@@ -1,13 +1,8 @@
 """The ezpz dialect: ``ezpz.tp``, its accessors and its layers, over one NamedMesh.
 
-- *Unchanged code*: :func:`install` puts the dialect under ``ezpz.tp``.
-- *Code that imports the dialect*: ``from namedmesh.compat.ezpz import tp``; ``tp`` and its parts, such as ``tp.layers``, are
-  this one module.
-- *Code with a mesh*: :func:`bind` lets accessors and layers answer from a mesh that exists, and
-  :func:`current_mesh` leads from them back to the mesh; both have the same process groups.
-
-Ranks are laid out as (dp, pp, cp, tp), tp fastest. Variables, such as ``_TENSOR_PARALLEL_GROUP``, are read and assigned by
-clients.
+It is :mod:`namedmesh.compat.fairscale` in other words: *tensor* for *model*. :func:`install` puts it under ``ezpz.tp``; code
+that imports the dialect writes ``from namedmesh.compat.ezpz import tp``, and ``tp`` and its parts, such as ``tp.layers``, are
+this one module. Variables, such as ``_TENSOR_PARALLEL_GROUP``, are read and assigned by clients.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
