@@ -465,6 +465,7 @@ def test_with_fairscale_its_own_modules_answer_from_our_meshes(late: bool) -> No
 def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
     """In another order of the axes: where model-parallel ranks are no neighbors, the original has another first rank."""
     theirs = original(START)
+    names = set(vars(theirs))
     for rank in range(4):
         with fake_world(4, rank):
             mesh = namedmesh.init_mesh(tp=2, dp=-1, device="cpu")
@@ -480,8 +481,9 @@ def test_a_mesh_that_was_bound_before_is_bound_in_the_original_too() -> None:
             assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
             with fairscale.bind(mesh):
                 assert theirs.get_pipeline_parallel_ranks() == [rank]
-            fairscale.uninstall()
             theirs._DATA_PARALLEL_GROUP = None
+            fairscale.uninstall()
+            assert set(vars(theirs)) == names  # without the variables of later sources
             mesh.close()
 
 

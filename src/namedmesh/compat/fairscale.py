@@ -75,10 +75,8 @@ class ModelParallel:
         """Let the variables of a module answer from now on, namedmesh's own or the original's; those of a shown mesh move."""
         state, old, new = self.state, vars(self.state.module), vars(module)
         without = state.values.get(None, {})
-        for name in state.names:
-            new.setdefault(name, None)  # some are of later sources only
-            if state.shown is not None:
-                new[name], old[name], without[name] = old[name], without[name], new[name]
+        for name in state.names if state.shown is not None else ():
+            new[name], old[name], without[name] = old[name], without[name], new[name]
         state.module = module
 
     def bind(self, mesh: NamedMesh) -> Bound:
@@ -391,6 +389,9 @@ sys.modules.update({f"{__name__}.{part}": layers for part in _PARTS})
 
 def _replace(module: ModuleType) -> dict[str, object]:
     """Return what makes and destroys groups, and the first rank: the original's is right for neighboring ranks only."""
+    for name in _DIALECT.state.names:
+        if name not in vars(module):  # it is of later sources
+            _ORIGINAL.put(vars(module), name, None)
     _DIALECT.answer_from(module)
     names = ("initialize_model_parallel", "destroy_model_parallel", "get_model_parallel_src_rank")
     return {name: globals()[name] for name in names}

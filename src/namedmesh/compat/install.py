@@ -59,7 +59,7 @@ class Original:
             self._take_over(module, self.replace(module))
         else:
             for name, ours in self.stand_ins.items():
-                self._set(sys.modules, name, import_module(ours))
+                self.put(sys.modules, name, import_module(ours))
             for name in self.stand_ins:  # after all are there: the packages around them may import them
                 self._put_into_package(name)
         self.installed = True
@@ -81,7 +81,7 @@ class Original:
         for holder in list(sys.modules.values()):
             for known, value in list(getattr(holder, "__dict__", {}).items()):
                 if id(value) in ours:
-                    self._set(vars(holder), known, ours[id(value)])
+                    self.put(vars(holder), known, ours[id(value)])
 
     def _put_into_package(self, name: str) -> None:
         """Let a module be found in its package, which is an empty one where none is installed."""
@@ -93,11 +93,12 @@ class Original:
         else:
             empty = ModuleType(package, f"Stands in for {package}, which is not installed.")
             empty.__path__ = []
-            self._set(sys.modules, package, empty)
+            self.put(sys.modules, package, empty)
             self._put_into_package(package)
-        self._set(vars(sys.modules[package]), child, sys.modules[name])
+        self.put(vars(sys.modules[package]), child, sys.modules[name])
 
-    def _set(self, names: dict[str, Any], name: str, value: object) -> None:
+    def put(self, names: dict[str, Any], name: str, value: object) -> None:
+        """Put a value under a name, until everything is put back."""
         self._before.append((names, name, names.get(name, _ABSENT)))
         names[name] = value
 
@@ -114,10 +115,7 @@ def is_installed(name: str) -> bool:
 
 def as_imported(module: ModuleType) -> ModuleType:
     """Return a module as it is right after its import, whatever was assigned in it since: its code is executed again."""
-    file = module.__file__
-    spec = spec_from_file_location(module.__name__, file) if file else None
-    if spec is None or spec.loader is None:
-        return module
+    spec: Any = spec_from_file_location(module.__name__, module.__file__)
     fresh = module_from_spec(spec)
     spec.loader.exec_module(fresh)
     return fresh
