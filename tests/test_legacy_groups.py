@@ -508,6 +508,7 @@ def test_mistakes_are_reported() -> None:
         text = "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."
         refuses(lambda: start(2, 3), AssertionError, text)
         refuses(lambda: start(0), AssertionError, "axis 'tp' ...")
+        refuses(lambda: start(-1), AssertionError, "axes 'dp', 'tp' are all -1; ...")
         assert live_groups() == before
         start(4)
         refuses(lambda: start(2), AssertionError, "fairscale's ... for ... tp=4 ...")
