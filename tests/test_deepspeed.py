@@ -181,10 +181,7 @@ def test_a_grid_and_a_unit_have_the_groups_of_an_equal_mesh(theirs: Any) -> None
         with fake_world(12, rank):
             mesh = namedmesh.init_mesh(pp=2, dp=3, tp=2, device="cpu")
             own = theirs.PipeModelDataParallelTopology(2, 2, 3)
-            grid, unit = (
-                PipelineParallelGrid(topology=own),
-                deepspeed.mpu(mesh),
-            )  # DeepSpeed's own topology is as good
+            grid, unit = PipelineParallelGrid(topology=own), deepspeed.mpu(mesh)
             assert grid.topology() is own
             assert grid.get_data_parallel_group() is unit.get_data_parallel_group() is mesh.group("dp")
             expected, told = everything(theirs.PipelineParallelGrid(own)), asked(unit)
