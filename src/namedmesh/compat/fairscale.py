@@ -72,12 +72,9 @@ class ModelParallel:
         self._tensor_group = self.getter(tensor_group)
 
     def answer_from(self, module: ModuleType) -> None:
-        """Let the variables of a module answer from now on, namedmesh's own or the original's; those of a shown mesh move."""
-        state, old, new = self.state, vars(self.state.module), vars(module)
-        without = state.values.get(None, {})
-        for name in state.names if state.shown is not None else ():
-            new[name], old[name], without[name] = old[name], without[name], new[name]
-        state.module = module
+        """Let the variables of a module answer from now on, namedmesh's own or the original's; the meshes of before are forgotten."""
+        self.state.destroy()
+        self.state.module = module
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.

@@ -147,8 +147,6 @@ def when_imported(name: str, call: Callable[[], object]) -> None:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    text = "install only this one, once its original is imported; may be repeated (default: all)"
-    parser.add_argument("--dialect", action="append", choices=DIALECTS, help=text)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
     text = "the script, and its arguments"
     parser.add_argument("script", nargs="...", metavar="SCRIPT [ARGS]", help=text)
@@ -160,8 +158,8 @@ def _run(arguments: argparse.Namespace) -> int:
     words = arguments.script[arguments.script[:1] == ["--"] :]
     if not words or not (arguments.module or Path(words[0]).is_file()):
         arguments.parser.error(f"there is no script {words[0]!r}" if words else "name a script to run")
-    for dialect in arguments.dialect or DIALECTS:
-        when_imported(DIALECTS[dialect], partial(_install, dialect))
+    for dialect, original in DIALECTS.items():
+        when_imported(original, partial(_install, dialect))
     import runpy
 
     sys.path[0] = str(Path.cwd() if arguments.module else Path(words[0]).resolve().parent)

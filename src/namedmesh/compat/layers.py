@@ -163,11 +163,6 @@ class ParallelLayer(nn.Module):
         zeros = torch.zeros(self._shape[0], dtype=self.params_dtype, device=self.params_device)
         self.register_parameter("bias", nn.Parameter(zeros) if wanted else None)
 
-    def extra_repr(self) -> str:
-        """Return the lengths of the whole weight, and over how many ranks it is sharded."""
-        lengths = [f"{name}={getattr(self, name)}" for name in self.lengths]
-        return ", ".join([*lengths, f"TP={self.group.size}"])
-
 
 class VocabEmbedding(ParallelLayer):
     """An embedding whose vocabulary is sharded, with the ids from ``vocab_start_index`` up to ``vocab_end_index`` here."""
