@@ -62,15 +62,10 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
     data_parallel_backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Make a mesh of axes dp, pp, cp and tp over the world, and answer from it; every rank calls it alike; communicates.
+    """Make a mesh of axes dp, pp, cp and tp over the world as fairscale's ``initialize_model_parallel`` does; communicates.
 
     Of 16 ranks with sizes 2, 2 and 2, tensor groups are (0, 1), (2, 3), ..., context groups (0, 2), (1, 3), ..., pipeline
-    groups (0, 4), (1, 5), ..., and data groups (0, 8), (1, 9), ... A tp above the world is reduced to it, with a warning.
-    Backends are those of the groups over one axis, by default the default group's, as ``timeout`` is.
-
-    Raises:
-        ContractError: there is no default group, a second initialization, or sizes that do not divide the world.
-        AgreementError: the other ranks did not call this, or not with the same arguments.
+    groups (0, 4), (1, 5), ..., and data groups (0, 8), (1, 9), ... ``timeout`` is by default that of the default group.
     """
     sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "cp": context_parallel_size}
     backends = {"tp": tensor_parallel_backend, "pp": pipeline_parallel_backend}
