@@ -23,28 +23,28 @@ import torch.distributed as dist
 
 from namedmesh.compat import fairscale
 from namedmesh.compat import layers as _helpers
-from namedmesh.compat.fairscale import ModelParallel, first_rank
+from namedmesh.compat.fairscale import ModelParallel, first_rank, itself
 from namedmesh.compat.install import Original
 from namedmesh.compat.layers import *
 
 _DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
 destroy_tensor_parallel = _DIALECT.state.destroy
-get_tensor_parallel_group = _DIALECT.getter("_TENSOR_PARALLEL_GROUP")
-get_tensor_parallel_ranks = _DIALECT.getter("_TENSOR_PARALLEL_RANKS")
+get_tensor_parallel_group = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", itself)
+get_tensor_parallel_ranks = _DIALECT.getter("_TENSOR_PARALLEL_RANKS", itself)
 get_tensor_parallel_src_rank = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", first_rank)
 get_tensor_parallel_rank = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", dist.get_rank, before=0)
 get_tensor_parallel_world_size = _DIALECT.getter("_TENSOR_PARALLEL_GROUP", dist.get_world_size, before=1)
-get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP")
-get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS")
+get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
+get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
 get_pipeline_parallel_rank = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", dist.get_rank)
 get_pipeline_parallel_world_size = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", dist.get_world_size)
-get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP")
-get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS")
+get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
+get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
 get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
 get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
-get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP")
-get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_RANKS")
+get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
+get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_RANKS", itself)
 get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_rank)
 get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_world_size)
 

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -54,6 +54,13 @@ from namedmesh.init import make_mesh
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave
 
+T = TypeVar("T")
+
+
+def itself(value: Any) -> Any:
+    """Return what a variable is."""
+    return value
+
 
 def first_rank(group: Any) -> int:
     """Return the global rank of the first of a group."""
@@ -69,7 +76,7 @@ class ModelParallel:
         vars(module).update(dict.fromkeys(names))
         self.state = State(f"{name}'s model parallelism", function, module)
         (tensor_group,) = (row.variable for row in self.rows if row.axes == ("tp",))
-        self._tensor_group = self.getter(tensor_group)
+        self._tensor_group = self.getter(tensor_group, itself)
 
     def answer_from(self, module: ModuleType) -> None:
         """Let the variables of a module answer from now on, namedmesh's own or the original's; the meshes of before are forgotten."""
@@ -126,15 +133,13 @@ class ModelParallel:
         """Return whether variables have values."""
         return all(getattr(self.state.module, name) is not None for name in variables)
 
-    def getter(
-        self, variable: str, answer: Callable[[Any], Any] | None = None, before: int | None = None
-    ) -> Callable[[], Any]:
-        """Return a function that returns a variable, or an answer of it; without a value ``before``, or a ContractError."""
+    def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
+        """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""
 
-        def get() -> Any:
+        def get() -> T:
             value = getattr(self.state.module, variable)
             if value is not None:
-                return value if answer is None else answer(value)
+                return answer(value)
             if before is not None:
                 return before
             raise ContractError(
@@ -142,7 +147,7 @@ class ModelParallel:
                 f"namedmesh.compat.{self.name}.bind(mesh) with a mesh that exists"
             )
 
-        get.__doc__ = f"Return {variable}." if answer is None else f"Return {answer.__name__}({variable})."
+        get.__doc__ = f"Return {variable}." if answer is itself else f"Return {answer.__name__}({variable})."
         return get
 
     def group(self) -> Group:
@@ -180,21 +185,21 @@ class ModelParallel:
 _DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
 destroy_model_parallel = _DIALECT.state.destroy
-get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP")
+get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP", itself)
 get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_world_size)
 get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_rank)
 get_model_parallel_ranks = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_process_group_ranks)
 get_model_parallel_src_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", first_rank)
-get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP")
+get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
 get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_world_size)
 get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_rank)
 get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_process_group_ranks)
-get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP")
+get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
 get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
 get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
-get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS")
-get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP")
-get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS")
+get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
+get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
+get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
 
 copy_to_model_parallel_region, reduce_from_model_parallel_region = _DIALECT.copy, _DIALECT.reduce
 scatter_to_model_parallel_region, gather_from_model_parallel_region = _DIALECT.scatter, _DIALECT.gather
