@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -24,7 +25,6 @@ DIALECTS = {
     "ezpz": "",
 }
 """The dialects that can be installed, and the module whose import they wait for; ours always stands in for ezpz."""
-_ABSENT = object()
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Original:
     stand_ins: Mapping[str, str]
     restore: Callable[[], None] = lambda: None
     installed: bool = field(default=False, init=False)
-    _before: list[tuple[dict[str, Any], str, object]] = field(default_factory=list, init=False)
+    _undo: ExitStack = field(default_factory=ExitStack, init=False)
 
     def install(self) -> None:
         """Let the original answer from our meshes; a second call does nothing. Call it first of all, and bind meshes afterwards.
@@ -62,19 +62,13 @@ class Original:
                 self.put(sys.modules, name, import_module(ours))
             for name in self.stand_ins:  # after all are there: the packages around them may import them
                 self._put_into_package(name)
+        self._undo.callback(self.restore)
         self.installed = True
 
     def uninstall(self) -> None:
         """Put everything back."""
-        if self.installed:
-            self.restore()
         self.installed = False
-        while self._before:
-            names, name, value = self._before.pop()
-            if value is _ABSENT:
-                names.pop(name, None)
-            else:
-                names[name] = value
+        self._undo.close()
 
     def _take_over(self, module: ModuleType, replaced: Mapping[str, object]) -> None:
         ours = {id(getattr(module, name)): value for name, value in replaced.items()}
@@ -99,7 +93,10 @@ class Original:
 
     def put(self, names: dict[str, Any], name: str, value: object) -> None:
         """Put a value under a name, until everything is put back."""
-        self._before.append((names, name, names.get(name, _ABSENT)))
+        if name in names:
+            self._undo.callback(names.__setitem__, name, names[name])
+        else:
+            self._undo.callback(names.pop, name, None)
         names[name] = value
 
 
