@@ -28,6 +28,7 @@ OUTSIDE = {"tp": TENSOR, "cp": DATA, "pp": [(0, 4), (1, 5), (2, 6), (3, 7), (8, 
         ("megatron", 16, {"tp": 2, "pp": 4}, SIXTEEN),
         ("deepspeed", 16, {"tp": 2, "pp": 4}, SIXTEEN),
         ("mesh", 16, {"tp": 2, "pp": 4}, SIXTEEN),
+        ("mesh", 16, {"tp": -1, "pp": 8}, {"tp": TENSOR}),
         ("fairscale", 16, {"tp": 2, "pp": 2, "cp": 2}, OUTSIDE),
         ("ezpz", 16, {"tp": 2, "pp": 2, "cp": 2}, OUTSIDE),
         ("fairscale", 4, {"tp": 8}, {"tp": [(0, 1, 2, 3)]}),  # cut down to the world
@@ -110,6 +111,7 @@ def test_kinds_and_counts_are_megatrons(world: int, sizes: Sizes, monkeypatch: p
     [
         ("fairscale", {"tp": 2, "ep": 2}, None, AxisError),
         ("ezpz", {"tp": 2}, "tp-dp", LayoutError),
+        ("mesh", {"tp": 2, "dp_shard": 2}, None, LayoutError),  # is the rest dp_replicate, or more shards?
         ("mesh", {"tp": 2, "cp": 2}, "tpp-tp-cp", AxisError),
         ("mesh", {"tp": 2, "cp": 2}, "tp-tp", AxisError),
         ("mesh", {"tp": 2, "cp": 2}, "tp-tp-cp", LayoutError),

@@ -27,7 +27,7 @@ def _run(folder: Path, *words: str) -> list[str]:
     end: object = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            end = main(["run", "--dialect", "ezpz", *words])
+            end = main(["run", *words])
         except (OSError, SystemExit) as error:
             end = error
     errors = [line for line in err.getvalue().splitlines() if ": error: " in line]

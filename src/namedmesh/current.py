@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from namedmesh.errors import MeshError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    NamedMesh = Any  # its file is above this one
+NamedMesh: TypeAlias = Any  # its file imports this one
 
 _open: list[NamedMesh] = []  # the oldest first
 _selected: list[NamedMesh] = []  # of the process: autograd runs backward functions in threads of its own

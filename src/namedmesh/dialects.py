@@ -51,8 +51,7 @@ class Dialect:
     name: str
     axes: tuple[str, ...]  # of its dense layout, slowest first
     kinds: tuple[GroupSpec, ...] = ()  # the groups that it makes; by default one kind for each axis
-    expert: tuple[str, ...] = ()  # the axes of its experts' layout, if it has such a layout
-    orderable: bool = False  # by its user
+    has_experts: bool = False  # with a layout of their own; its user chooses the order
     shrinks_tp: bool = False  # to the world, where it is larger
 
 
@@ -118,12 +117,10 @@ _EZPZ_KINDS = (
     _row("context", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
     _row("tensor", "tp", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
 )
-PLAIN = Dialect("mesh", AXES, expert=("pp", *EXPERT_AXES), orderable=True)
+PLAIN = Dialect("mesh", AXES, has_experts=True)
 """A mesh of namedmesh with the usual names: only the axes that are named exist."""
 _ALL = (
-    Dialect(
-        "megatron", ("pp", "dp", "cp", "tp"), _MEGATRON_KINDS, expert=("pp", *EXPERT_AXES), orderable=True
-    ),
+    Dialect("megatron", ("pp", "dp", "cp", "tp"), _MEGATRON_KINDS, has_experts=True),
     Dialect("deepspeed", ("pp", "dp", "tp"), _DEEPSPEED_KINDS),
     Dialect("fairscale", ("dp", "pp", "cp", "tp"), _FAIRSCALE_KINDS, shrinks_tp=True),
     Dialect("ezpz", ("dp", "pp", "cp", "tp"), _EZPZ_KINDS, shrinks_tp=True),
@@ -150,23 +147,22 @@ class DialectLayout:
 
 
 class Order(NamedTuple):
-    """An order string: its axes, fastest first, those that it omits at the end; the allowed ones it omits; the others it names."""
+    """An order string: its axes, fastest first, and at the end those that it omits; and these alone."""
 
     tokens: list[str]
     omitted: list[str]
-    unknown: list[str]
 
 
-def parse_order(order: str, allowed: Sequence[str]) -> Order:
+def parse_order(order: str, axes: Sequence[str]) -> Order:
     """Read names of axes joined by hyphens, fastest first; whether mistakes matter, and which error they are, is up to the dialect.
 
     Example:
         >>> parse_order("tp-dpp", ("tp", "dp", "pp"))
-        Order(tokens=['tp', 'dpp', 'dp', 'pp'], omitted=['dp', 'pp'], unknown=['dpp'])
+        Order(tokens=['tp', 'dpp', 'dp', 'pp'], omitted=['dp', 'pp'])
     """
     tokens = order.split("-")
-    omitted = [name for name in allowed if name not in tokens]
-    return Order(tokens + omitted, omitted, [token for token in tokens if token not in allowed])
+    omitted = [axis for axis in axes if axis not in tokens]
+    return Order(tokens + omitted, omitted)
 
 
 def layouts_for(
@@ -174,8 +170,8 @@ def layouts_for(
 ) -> DialectLayout:
     """Return the layouts of a dialect for some sizes, and a world of ranks; by default as many as the sizes need.
 
-    An axis without a size is 1, the inferred one whatever is left. An order is fastest first, with ``ep`` where the experts'
-    axis goes; ``etp`` and ``edp`` take the places of ``tp`` and ``dp``.
+    An axis without a size is 1, but ``dp`` whatever is left of the world, unless another one is that or it has two parts. An
+    order is fastest first, with ``ep`` where the experts' axis goes; ``etp`` and ``edp`` take the places of ``tp`` and ``dp``.
 
     Raises:
         AxisError: an axis that the dialect does not have, or that the order does not name.
@@ -186,7 +182,7 @@ def layouts_for(
         >>> made.dense, made.expert
         (Layout(pp=4, dp=2, cp=1, tp=2), Layout(pp=4, edp=1, ep=2, etp=2))
     """
-    allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert)))
+    allowed = (*dialect.axes, *EXPERT_AXES) if dialect.has_experts else dialect.axes
     problems = [
         f"axis {axis!r} is not one of {dialect.name}'s {allowed}{nearest_axis(axis, allowed)}"
         for axis in sizes
@@ -202,11 +198,12 @@ def layouts_for(
         sizes = {**sizes, "tp": world_size}
     tokens = _tokens(dialect, sizes, order)
     axes = [token for token in reversed(tokens) if token not in EXPERT_AXES]
-    inferred = _inferred(dialect, sizes, axes, world_size)
+    inferred = -1 in [sizes.get(axis) for axis in axes]
+    if world_size is not None and not inferred and sizes.keys().isdisjoint(_DATA):
+        sizes = {**sizes, "dp": -1}
     if dialect is PLAIN:
-        axes = [axis for axis in axes if axis in sizes or axis == inferred]
-    filled = [sizes.get(axis, -1 if axis == inferred else 1) for axis in axes]
-    dense = Layout.from_shape(axes, filled, world_size=world_size)
+        axes = [axis for axis in axes if axis in sizes]
+    dense = Layout.from_shape(axes, [sizes.get(axis, 1) for axis in axes], world_size=world_size)
     expert = _expert(dialect, sizes, tokens, dense)
     if expert is not None and "pp" in dense and dense.partition("pp") != expert.partition("pp"):
         raise LayoutError(
@@ -229,8 +226,7 @@ def groups_of(of_dialect: DialectLayout) -> tuple[GroupSpec, ...]:
         if dialect.name == "fairscale" and dense["cp"] == 1:  # only later sources have cp
             kinds.pop()
         return tuple(kinds)
-    kinds = [_row(axis, axis) for axis in dense]
-    kinds += [GroupSpec(axis, (axis,), EXPERT) for axis in expert or () if axis not in dense]
+    kinds = [_row(axis, axis) for axis in dict.fromkeys((*dense, *(expert or ())))]
     data = [axis for axis in (*_DATA, "cp") if axis in dense]
     if len(data) > 1:
         kinds.append(_row("batch and context" if "cp" in data else "batch", " ".join(data)))
@@ -239,33 +235,22 @@ def groups_of(of_dialect: DialectLayout) -> tuple[GroupSpec, ...]:
     return tuple(kinds)
 
 
-def _inferred(
-    dialect: Dialect, sizes: Mapping[str, int], axes: Sequence[str], world_size: int | None
-) -> str | None:
-    """Return the axis that takes what is left, unless a size says so itself or nothing is left to take."""
-    if world_size is None or any(sizes.get(axis) == -1 for axis in axes):
-        return None
-    candidate = "dp"
-    if dialect is PLAIN and "dp" not in sizes and ("dp_replicate" in sizes or "dp_shard" in sizes):
-        candidate = "dp_replicate" if "dp_shard" in sizes else "dp_shard"
-    return candidate if candidate not in sizes and candidate in axes else None
-
-
 def _tokens(dialect: Dialect, sizes: Mapping[str, int], order: str | None) -> list[str]:
     """Return the axes, fastest first, with ep before the data axes; those that an order leaves out, of size 1, are the slowest."""
     default = list(reversed(dialect.axes))
-    if dialect.expert:
-        default.insert(min(default.index(axis) for axis in _DATA if axis in default), "ep")
+    if dialect.has_experts:
+        default.insert(default.index("dp"), "ep")
     if order is None:
         return default
-    if not dialect.orderable:
+    if not dialect.has_experts:
         raise LayoutError(
             f"{dialect.name} has one order, {'-'.join(default)!r}, not {order!r}; leave the order out, or the dialect"
         )
     parsed = parse_order(order, default)
     problems = [
         f"{token!r} in the order {order!r} is not one of {listing(default)}{did_you_mean(token, default)}"
-        for token in parsed.unknown
+        for token in parsed.tokens
+        if token not in default
     ]
     problems += [
         f"axis {axis!r} has size {size} but no place in the order {order!r}; add it"
@@ -281,10 +266,10 @@ def _expert(
     dialect: Dialect, sizes: Mapping[str, int], tokens: Sequence[str], dense: Layout
 ) -> Layout | None:
     asked = any(axis in sizes for axis in EXPERT_AXES)
-    if not dialect.expert or not (asked or dialect.name == "megatron"):
+    if not asked and dialect.name != "megatron":
         return None
     data = [axis for axis in _DATA if axis in dense] or _DATA  # an order may name only some of them
-    names = {**dict.fromkeys(data, "edp"), "tp": "etp", **{axis: axis for axis in dialect.expert}}
+    names = {**dict.fromkeys(data, "edp"), "pp": "pp", "ep": "ep", "tp": "etp"}
     axes = list(dict.fromkeys(names[token] for token in reversed(tokens) if token in names))
     etp = dense.size("tp") if "tp" in dense else 1
     inferred = -1 in [sizes.get(axis) for axis in EXPERT_AXES]

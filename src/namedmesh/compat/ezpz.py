@@ -1,13 +1,8 @@
 """The ezpz dialect: ``ezpz.tp``, its accessors and its layers, over one NamedMesh.
 
-- *Unchanged code*: :func:`install` puts the dialect under ``ezpz.tp``.
-- *Code that imports the dialect*: ``from namedmesh.compat.ezpz import tp``; ``tp`` and its parts, such as ``tp.layers``, are
-  this one module.
-- *Code with a mesh*: :func:`bind` lets accessors and layers answer from a mesh that exists, and
-  :func:`current_mesh` leads from them back to the mesh; both have the same process groups.
-
-Ranks are laid out as (dp, pp, cp, tp), tp fastest. Variables, such as ``_TENSOR_PARALLEL_GROUP``, are read and assigned by
-clients.
+It is :mod:`namedmesh.compat.fairscale` in other words: *tensor* for *model*. :func:`install` puts it under ``ezpz.tp``; code
+that imports the dialect writes ``from namedmesh.compat.ezpz import tp``, and ``tp`` and its parts, such as ``tp.layers``, are
+this one module. Variables, such as ``_TENSOR_PARALLEL_GROUP``, are read and assigned by clients.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -27,14 +22,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from namedmesh.compat import fairscale
+from namedmesh.compat import layers as _helpers
+from namedmesh.compat.fairscale import ModelParallel, first_rank, itself
 from namedmesh.compat.install import Original
-from namedmesh.compat.layers import (
-    VocabUtility,
-    divide_and_check_no_remainder,
-    ensure_divisibility,
-    split_tensor_along_last_dim,
-)
-from namedmesh.compat.model_parallel import ModelParallel, first_rank, itself
+from namedmesh.compat.layers import *
 
 _DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
@@ -71,15 +62,10 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
     data_parallel_backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Make a mesh of axes dp, pp, cp and tp over the world, and answer from it; every rank calls it alike; communicates.
+    """Make a mesh of axes dp, pp, cp and tp over the world as fairscale's ``initialize_model_parallel`` does; communicates.
 
     Of 16 ranks with sizes 2, 2 and 2, tensor groups are (0, 1), (2, 3), ..., context groups (0, 2), (1, 3), ..., pipeline
-    groups (0, 4), (1, 5), ..., and data groups (0, 8), (1, 9), ... A tp above the world is reduced to it, with a warning.
-    Backends are those of the groups over one axis, by default the default group's, as ``timeout`` is.
-
-    Raises:
-        ContractError: there is no default group, a second initialization, or sizes that do not divide the world.
-        AgreementError: the other ranks did not call this, or not with the same arguments.
+    groups (0, 4), (1, 5), ..., and data groups (0, 8), (1, 9), ... ``timeout`` is by default that of the default group.
     """
     sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "cp": context_parallel_size}
     backends = {"tp": tensor_parallel_backend, "pp": pipeline_parallel_backend}
@@ -124,6 +110,6 @@ sys.modules.update({f"{__name__}.{part}": tp for part in _PARTS})
 _ORIGINAL = Original("ezpz.tp", None, dict.fromkeys([f"ezpz.{part}" for part in _PARTS], __name__))
 install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += ["VocabUtility", "bind", "current_mesh", "divide_and_check_no_remainder", "ensure_divisibility"]
-__all__ += ["install", "split_tensor_along_last_dim", "tp", "unbind", "uninstall"]
+__all__ += ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
+__all__ += _helpers.__all__
 __all__ += [name for name in dir() if "_parallel" in name and not name.startswith("_")]

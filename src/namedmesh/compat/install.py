@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,7 +25,6 @@ DIALECTS = {
     "ezpz": "",
 }
 """The dialects that can be installed, and the module whose import they wait for; ours always stands in for ezpz."""
-_ABSENT = object()
 
 
 @dataclass
@@ -44,8 +44,7 @@ class Original:
     stand_ins: Mapping[str, str]
     restore: Callable[[], None] = lambda: None
     installed: bool = field(default=False, init=False)
-    _before: list[tuple[ModuleType, str, object]] = field(default_factory=list, init=False)
-    _modules: dict[str, ModuleType] = field(default_factory=dict, init=False)
+    _undo: ExitStack = field(default_factory=ExitStack, init=False)
 
     def install(self) -> None:
         """Let the original answer from our meshes; a second call does nothing. Call it first of all, and bind meshes afterwards.
@@ -59,39 +58,24 @@ class Original:
             module = import_module(self.module)
             self._take_over(module, self.replace(module))
         else:
-            self._stand_in()
+            for name, ours in self.stand_ins.items():
+                self.put(sys.modules, name, import_module(ours))
+            for name in self.stand_ins:  # after all are there: the packages around them may import them
+                self._put_into_package(name)
+        self._undo.callback(self.restore)
         self.installed = True
 
     def uninstall(self) -> None:
         """Put everything back."""
-        if self.installed:
-            self.restore()
-        while self._before:
-            holder, name, value = self._before.pop()
-            if value is _ABSENT:
-                vars(holder).pop(name, None)
-            else:
-                vars(holder)[name] = value
-        if self._modules:
-            package = self.module.partition(".")[0]
-            for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-                del sys.modules[name]
-            sys.modules.update(self._modules)
-        self._modules, self.installed = {}, False
+        self.installed = False
+        self._undo.close()
 
     def _take_over(self, module: ModuleType, replaced: Mapping[str, object]) -> None:
         ours = {id(getattr(module, name)): value for name, value in replaced.items()}
         for holder in list(sys.modules.values()):
             for known, value in list(getattr(holder, "__dict__", {}).items()):
                 if id(value) in ours:
-                    self._set(holder, known, ours[id(value)])
-
-    def _stand_in(self) -> None:
-        stand_ins = {name: import_module(ours) for name, ours in self.stand_ins.items()}
-        self._modules = dict(sys.modules)
-        sys.modules.update(stand_ins)  # the packages around them may import them
-        for name in stand_ins:
-            self._put_into_package(name)
+                    self.put(vars(holder), known, ours[id(value)])
 
     def _put_into_package(self, name: str) -> None:
         """Let a module be found in its package, which is an empty one where none is installed."""
@@ -101,14 +85,19 @@ class Original:
         if is_installed(package):
             import_module(package)
         else:
-            sys.modules[package] = ModuleType(package, f"Stands in for {package}, which is not installed.")
-            sys.modules[package].__path__ = []
+            empty = ModuleType(package, f"Stands in for {package}, which is not installed.")
+            empty.__path__ = []
+            self.put(sys.modules, package, empty)
             self._put_into_package(package)
-        self._set(sys.modules[package], child, sys.modules[name])
+        self.put(vars(sys.modules[package]), child, sys.modules[name])
 
-    def _set(self, holder: ModuleType, name: str, value: object) -> None:
-        self._before.append((holder, name, vars(holder).get(name, _ABSENT)))
-        vars(holder)[name] = value
+    def put(self, names: dict[str, Any], name: str, value: object) -> None:
+        """Put a value under a name, until everything is put back."""
+        if name in names:
+            self._undo.callback(names.__setitem__, name, names[name])
+        else:
+            self._undo.callback(names.pop, name, None)
+        names[name] = value
 
 
 def is_installed(name: str) -> bool:
@@ -123,10 +112,7 @@ def is_installed(name: str) -> bool:
 
 def as_imported(module: ModuleType) -> ModuleType:
     """Return a module as it is right after its import, whatever was assigned in it since: its code is executed again."""
-    file = module.__file__
-    spec = spec_from_file_location(module.__name__, file) if file else None
-    if spec is None or spec.loader is None:
-        return module
+    spec: Any = spec_from_file_location(module.__name__, module.__file__)
     fresh = module_from_spec(spec)
     spec.loader.exec_module(fresh)
     return fresh
@@ -138,25 +124,19 @@ def when_imported(name: str, call: Callable[[], object]) -> None:
         call()
         return
 
-    def find_spec(
-        found: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_and_call(found: str, *_: object) -> ModuleSpec | None:
+        """Find the module as the other finders do, and let its loader call the function afterwards."""
         if found != name:
             return None
         sys.meta_path.remove(finder)
-        spec = PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
+        spec = find_spec(name)
+        if spec is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
-
-            def execute_and_call(module: ModuleType) -> None:
-                execute(module)
-                call()
-
-            loader.exec_module = execute_and_call
+            loader.exec_module = lambda module: (execute(module), call())
         return spec
 
-    finder: Any = SimpleNamespace(find_spec=find_spec)
+    finder: Any = SimpleNamespace(find_spec=find_and_call)
     sys.meta_path.insert(0, finder)
 
 
@@ -164,8 +144,6 @@ def when_imported(name: str, call: Callable[[], object]) -> None:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    text = "install only this one, once its original is imported; may be repeated (default: all)"
-    parser.add_argument("--dialect", action="append", choices=DIALECTS, help=text)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
     text = "the script, and its arguments"
     parser.add_argument("script", nargs="...", metavar="SCRIPT [ARGS]", help=text)
@@ -177,8 +155,8 @@ def _run(arguments: argparse.Namespace) -> int:
     words = arguments.script[arguments.script[:1] == ["--"] :]
     if not words or not (arguments.module or Path(words[0]).is_file()):
         arguments.parser.error(f"there is no script {words[0]!r}" if words else "name a script to run")
-    for dialect in arguments.dialect or DIALECTS:
-        when_imported(DIALECTS[dialect], partial(_install, dialect))
+    for dialect, original in DIALECTS.items():
+        when_imported(original, partial(_install, dialect))
     import runpy
 
     sys.path[0] = str(Path.cwd() if arguments.module else Path(words[0]).resolve().parent)

@@ -16,6 +16,13 @@ from torch import Tensor, nn
 from namedmesh.compat import ContractError
 from namedmesh.tensor_parallel.collectives import Group, rows_cross_entropy, split, target_problems
 
+__all__ = [
+    "VocabUtility",
+    "divide_and_check_no_remainder",
+    "ensure_divisibility",
+    "split_tensor_along_last_dim",
+]
+
 ALONE = Group("", 1, 0)
 Initializer: TypeAlias = "Callable[[Tensor], Any]"
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
@@ -101,22 +108,12 @@ class VocabUtility:
 # The weights.
 
 
-def draw_whole(  # noqa: PLR0917  what a weight is
-    shard: Tensor, whole: Tensor, dim: int, group: Group, initialize: Initializer, stride: int
-) -> None:
-    """Fill a whole weight, and copy this rank's shard of ``dim`` of each of ``stride`` blocks, joined."""
-    initialize(whole)
-    with torch.no_grad():
-        blocks = whole.unflatten(dim, (stride if group.size > 1 else 1, group.size, -1))
-        shard.copy_(blocks.select(dim + 1, group.rank).flatten(dim, dim + 1))
-
-
 def fill_shard(shard: Tensor, initialize: Initializer, group: Group) -> None:
     """Fill this rank's shard with numbers of its own, on its device, also where ranks are seeded alike."""
     device = shard.device
     seed = int(torch.randint(2**62, (), device=device)) + group.rank
-    others = [device] if device.type not in {"cpu", "meta"} else []
-    with torch.random.fork_rng(devices=others, device_type=device.type if others else "cuda"):
+    others = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=others, device_type=device.type):
         torch.manual_seed(seed)
         initialize(shard)
 
@@ -155,7 +152,9 @@ class ParallelLayer(nn.Module):
             fill_shard(shard, initialize, self.group)
         elif self.perform_initialization:
             whole = torch.empty(shape, dtype=self.init_dtype or shard.dtype)
-            draw_whole(shard, whole, self.dim, self.group, initialize, stride)
+            initialize(whole)
+            blocks = whole.unflatten(self.dim, (stride if self.group.size > 1 else 1, self.group.size, -1))
+            shard.copy_(blocks.select(self.dim + 1, self.group.rank).flatten(self.dim, self.dim + 1))
             self.master_weight = whole if keep else None
         self.weight = nn.Parameter(shard)
 
@@ -163,15 +162,6 @@ class ParallelLayer(nn.Module):
         """Make the bias of a linear layer, of zeros, sharded where the output features are."""
         zeros = torch.zeros(self._shape[0], dtype=self.params_dtype, device=self.params_device)
         self.register_parameter("bias", nn.Parameter(zeros) if wanted else None)
-
-    def extra_repr(self) -> str:
-        """Return the lengths of the whole weight, and over how many ranks it is sharded."""
-        first, second = (getattr(self, name) for name in self.lengths)
-        if "bias" not in self._parameters:
-            return f"{first}, {second}, TP={self.group.size}"
-        return (
-            f"in_features={second}, out_features={first}, bias={self.bias is not None}, TP={self.group.size}"
-        )
 
 
 class VocabEmbedding(ParallelLayer):

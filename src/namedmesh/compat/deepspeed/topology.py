@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -55,9 +54,8 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = axes, dims
         coord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  a name per axis
-        coord(*[dims[place] for place in range(len(axes))])  # one size for each
+        coord(*[range(dims[place]) for place in range(len(axes))])  # one whole size for each
         self.ProcessCoord = coord
-        self._places = [range(size) for size in dims]
         names = [_CANONICAL.get(axis, axis) for axis in axes]
         self.layout = Layout.from_shape(names if len({*names}) == len(names) else axes, dims)
         self._names = dict(zip(axes, self.layout.axes, strict=True))
@@ -128,7 +126,7 @@ class ProcessTopology:
     @cached_property
     def mapping(self) -> dict[Any, int]:
         """Every coordinate with its rank, in the order of the ranks; computed on first use."""
-        return {self.ProcessCoord(*at): rank for rank, at in enumerate(itertools.product(*self._places))}
+        return {self.get_coord(rank): rank for rank in self.layout.ranks}
 
     def __str__(self) -> str:
         return str(self.mapping)
