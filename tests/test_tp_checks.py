@@ -12,10 +12,12 @@ import importlib
 import math
 import pkgutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -32,10 +34,6 @@ from tp_models import Attention, Llama, attention_plan, llama_plan
 import namedmesh.tensor_parallel as package
 from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel import RowwiseParallel, collectives
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
 
 WORLD = 2
 TOLERANCE = 1e-9

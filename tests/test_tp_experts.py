@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,6 @@ from namedmesh.tensor_parallel import (
     parallelize,
     plan_report,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EXPERTS, WIDTH = 4, 4
 

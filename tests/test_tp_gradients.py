@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +31,6 @@ from namedmesh.tensor_parallel import (
     parallelize,
     reduce_gradients,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 X = numbers(2, 8, seed=1)
 

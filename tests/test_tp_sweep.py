@@ -14,7 +14,8 @@ import sys
 import time
 import traceback
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import hf_models
 import pytest
@@ -26,9 +27,6 @@ from tp_compare import tp_mesh
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TOLERANCE = 1e-5
 

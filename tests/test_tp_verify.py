@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +26,6 @@ from namedmesh.tensor_parallel import (
     parallelize,
     verify,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def softened(softmax: bool) -> Net:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import tiny
@@ -22,9 +23,6 @@ from tp_models import Block, Net
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
 from namedmesh.tensor_parallel import ColwiseParallel, KeepWhole, RowwiseParallel, SharedInput, parallelize
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 

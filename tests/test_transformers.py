@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,6 @@ from tp_models import hf_model
 import namedmesh
 from namedmesh import NamedMesh
 from namedmesh.tensor_parallel import parallelize, plan_from_hf
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def transformers() -> Any:

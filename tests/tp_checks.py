@@ -7,8 +7,9 @@ of one process.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,7 @@ from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
 from namedmesh.tensor_parallel.collectives import Group, enter, exchange
 from namedmesh.tensor_parallel.hf import RowwiseEmbedding, TailGradient
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
+Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
 SEQUENCE, WHOLE, LAST = Shard(1), Replicate(), Shard(-1)
 
