@@ -21,12 +21,7 @@ from tp_compare import assert_right, tp_mesh
 from tp_models import Net
 
 import namedmesh
-from namedmesh.tensor_parallel import (
-    ExpertParallel,
-    ShardedExperts,
-    parallelize,
-    plan_report,
-)
+from namedmesh.tensor_parallel import ExpertParallel, ShardedExperts, parallelize, plan_report
 
 EXPERTS, WIDTH = 4, 4
 

@@ -25,12 +25,7 @@ from tp_compare import Recorded, tp_mesh
 from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Net, OfHeads, llama_plan
 
 from namedmesh.errors import GradientError
-from namedmesh.tensor_parallel import (
-    LocalParameters,
-    compare_gradients,
-    parallelize,
-    reduce_gradients,
-)
+from namedmesh.tensor_parallel import LocalParameters, compare_gradients, parallelize, reduce_gradients
 
 X = numbers(2, 8, seed=1)
 

@@ -22,13 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tp_compare import assert_right, gradients_apart, tp_mesh, training_difference
 from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, llama_plan
 
-from namedmesh.tensor_parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SharedInput,
-    parallelize,
-    split_linear,
-)
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize, split_linear
 
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 DATA = numbers(2, 4, 8, seed=0)
@@ -62,17 +56,14 @@ ADAPTERS: dict[str, Any] = {
     **{f"up.{name}": ColwiseParallel() for name in ("base_layer", "lora_B.default")},
     **{f"down.{name}": RowwiseParallel() for name in ("base_layer", "lora_A.default")},
 }
+WHOLE_BETWEEN: dict[str, Any] = {
+    "up": ColwiseParallel(output_layouts=Replicate()),
+    "down": RowwiseParallel(input_layouts=Replicate()),
+}
 SHARED_HEADS = partial(Llama, n_heads=8, n_kv_heads=1, layers=1)
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Tensor]] = {
     "mlp": (Mlp, UP_DOWN, DATA),
-    "whole between": (
-        Mlp,
-        {
-            "up": ColwiseParallel(output_layouts=Replicate()),
-            "down": RowwiseParallel(input_layouts=Replicate()),
-        },
-        DATA,
-    ),
+    "whole between": (Mlp, WHOLE_BETWEEN, DATA),
     "llama": (Llama, llama_plan(), IDS),
     "tied": (partial(Llama, tied=True), llama_plan(), IDS),
     "sequence": (Llama, llama_plan(sequence_parallel=True), IDS),

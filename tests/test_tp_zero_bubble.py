@@ -37,10 +37,7 @@ def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
     layout = Shard(1) if sequence else Replicate()
     # Each rank for itself is compared, without the sum of the norms' gradients.
     plan: dict[str, Any] = dict.fromkeys(("attention_norm", "ffn_norm"), KeepWhole())
-    for part, columns, row in (
-        ("attention", ("wq", "wk", "wv"), "wo"),
-        ("feed_forward", ("w1", "w3"), "w2"),
-    ):
+    for part, columns, row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
         column = ColwiseParallel(input_layouts=Replicate() if shared else layout)
         plan |= {f"{part}.{name}": column for name in columns}
         plan[f"{part}.{row}"] = RowwiseParallel(output_layouts=layout)

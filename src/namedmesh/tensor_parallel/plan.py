@@ -78,7 +78,7 @@ def parallelize(
         PlanError: with every problem there is.
         GradientError: in the first backward, or before a step, on every rank: something that is whole on every rank differs.
     """
-    entries, ties = resolve(model, mesh, plan, must_divide, missing)
+    entries, ties, _ = resolve(model, mesh, plan, must_divide, missing)
     for entry in entries:
         short_way = getattr(entry.style, "short_way", None)
         if isinstance(entry.style, _FEATURES) and not (short_way and short_way(entry.module)):
@@ -114,13 +114,22 @@ def resolve(
     plan: Plan,
     must_divide: Mapping[str, int] | None = None,
     missing: str = "raise",
-) -> tuple[list[Entry], list[list[Place]]]:
-    """Return what to apply of a plan, in order, and which parameters to tie again afterwards.
+) -> tuple[list[Entry], list[list[Place]], int]:
+    """Return what to apply of a plan, in order, which parameters to tie again afterwards, and the number of ranks.
 
     Raises:
         PlanError: with every problem that can be found without communication.
     """
-    tp_size, problems = ranks_of(mesh_or_tp_size)
+    problems = []
+    if isinstance(mesh_or_tp_size, int):
+        tp_size = mesh_or_tp_size
+    elif mesh_or_tp_size.ndim == 1:
+        tp_size = mesh_or_tp_size.size()
+    else:
+        tp_size, axes = 1, mesh_or_tp_size.mesh_dim_names
+        problems.append(
+            f"a plan is applied along one axis, but the mesh has {axes}; pass one, such as mesh['tp']"
+        )
     entries = _match(model, plan, missing, problems)
     places: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -136,17 +145,7 @@ def resolve(
     problems += _broken_ties(model, entries, ties, tp_size)
     if problems:
         raise PlanError(*problems)
-    return entries, ties
-
-
-def ranks_of(mesh_or_tp_size: DeviceMesh | int) -> tuple[int, list[str]]:
-    """Return the number of ranks to check with, and what is wrong with the mesh."""
-    if isinstance(mesh_or_tp_size, int):
-        return mesh_or_tp_size, []
-    if mesh_or_tp_size.ndim == 1:
-        return mesh_or_tp_size.size(), []
-    axes = mesh_or_tp_size.mesh_dim_names
-    return 1, [f"a plan is applied along one axis, but the mesh has {axes}; pass one, such as mesh['tp']"]
+    return entries, ties, tp_size
 
 
 def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> list[Entry]:
@@ -299,8 +298,7 @@ def plan_report(
     Raises:
         PlanError: the one that ``parallelize`` would raise.
     """
-    entries, _ = resolve(model, mesh_or_tp_size, plan, must_divide, missing)
-    tp_size, _ = ranks_of(mesh_or_tp_size)
+    entries, _, tp_size = resolve(model, mesh_or_tp_size, plan, must_divide, missing)
     rows = [("module", "style", "parameter", "placement", "global", "local")]
     held: dict[nn.Parameter, int] = {}
     for entry in entries:
