@@ -214,13 +214,10 @@ def _heads(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int, int] | None
         for source in (module, config if layers is None or index is None else layers[index]):
             queries = _first_count(source, "num_heads", "num_attention_heads")
             if queries:
-                groups = _first_count(module, _GROUPS)  # what the module says of itself counts more
-                keys = (
-                    queries // groups
-                    if groups
-                    else _first_count(source, "num_key_value_heads", "num_kv_heads")
-                )
-                return queries, keys or queries
+                groups = _first_count(module, _GROUPS)
+                if groups:  # what the module says of itself counts more
+                    return queries, queries // groups
+                return queries, _first_count(source, "num_key_value_heads", "num_kv_heads") or queries
     return None
 
 

@@ -13,13 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import has_hooks
@@ -31,7 +26,7 @@ from namedmesh.tensor_parallel.styles import layer_placements
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
 _MISSING = "missing='ignore' for a pipeline stage, which has some of them"
-_FEATURES = (ColwiseParallel, RowwiseParallel)
+_FEATURES = (torch_styles.ColwiseParallel, torch_styles.RowwiseParallel)
 
 
 class Entry(NamedTuple):
@@ -187,7 +182,7 @@ def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Pl
         placements = style.layout(module, tp_size)
     elif isinstance(style, _FEATURES):
         placements = layer_placements(style, module)
-    elif isinstance(style, SequenceParallel):
+    elif isinstance(style, torch_styles.SequenceParallel):
         placements = {name: Replicate() for name, _ in module.named_parameters()}
     for name, parameter in module.named_parameters():
         if name in placements:
@@ -229,11 +224,11 @@ def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     One of those is several layers in one, then (q|k|v, gate|up): the shapes fit a rank's rows, and the ranks agree on wrong
     gradients, but where the features lie head by head.
     """
-    columns = [entry for entry in entries if _shards_features(entry, ColwiseParallel, "output_layouts")]
+    columns = [each for each in entries if _shards_features(each, torch_styles.ColwiseParallel)]
     for entry in entries:
         block = entry.fqn
         found: list[Entry] = []
-        while block and not found and _shards_features(entry, RowwiseParallel, "input_layouts"):
+        while block and not found and _shards_features(entry, torch_styles.RowwiseParallel):
             block = block.rpartition(".")[0]
             found = [each for each in columns if f".{each.fqn}".startswith(f".{block}." if block else ".")]
         features = getattr(entry.module, "in_features", 0)
@@ -247,10 +242,12 @@ def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
             yield entry.fqn, f"{got}: {why}; {remedy}"
 
 
-def _shards_features(entry: Entry, kind: type, side: str) -> bool:
-    if not isinstance(entry.style, kind) or not isinstance(entry.module, nn.Linear):
+def _shards_features(entry: Entry, kind: Any) -> bool:
+    """Return whether a style of a kind leaves each rank some of the features between a column layer and a row layer."""
+    style: Any = entry.style
+    if not isinstance(style, kind) or not isinstance(entry.module, nn.Linear):
         return False
-    layout = getattr(entry.style, side)[0]
+    (layout,) = style.output_layouts if kind is torch_styles.ColwiseParallel else style.input_layouts
     return isinstance(layout, Shard) and layout.dim in {-1, 2}
 
 
