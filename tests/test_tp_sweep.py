@@ -66,9 +66,8 @@ def _difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float
     if mine is None or theirs is None:
         one = mine if theirs is None else theirs
         return 0.0 if one is None else float(one.detach().abs().max())
-    if isinstance(
-        mine, DTensor
-    ):  # this rank's shard, and that of the whole model's, whose experts may be fused
+    if isinstance(mine, DTensor):
+        # This rank's shard, and that of the whole model's, whose experts may be fused.
         theirs = theirs.reshape(mine.shape)
         theirs = distribute_tensor(theirs, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
         mine = mine.to_local()
