@@ -55,15 +55,10 @@ SIZES: dict[str, Any] = {
     "n_head": 8,
     "n_positions": 64,
     "rotary_dim": 4,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
-    "mamba_d_state": 8,
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_state", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     "mamba_d_ssm": 128,
-    "ssm_state_size": 8,
-    "mamba_chunk_size": 4,
-    "chunk_size": 4,
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 4),
     "mamba_n_groups": 1,
     "use_mamba_kernels": False,
     **dict.fromkeys(
@@ -214,11 +209,7 @@ def _grid() -> torch.Tensor:
 
 
 def _muse() -> dict[str, Any]:
-    return {
-        "input_ids": _ids(63, 63),
-        "pixel_values": _noise(16, 96),
-        "image_grid_thw": _grid(),
-    }
+    return {"input_ids": _ids(63, 63), "pixel_values": _noise(16, 96), "image_grid_thw": _grid()}
 
 
 # What goes into the models that want more than the ids of tokens.

@@ -12,10 +12,12 @@ import importlib
 import math
 import pkgutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,12 +32,8 @@ from tp_compare import assert_right, sharded, tp_mesh, training_difference
 from tp_models import Attention, Llama, attention_plan, llama_plan
 
 import namedmesh.tensor_parallel as package
-from namedmesh.sizes import SharedHeads
+from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel import RowwiseParallel, collectives
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
 
 WORLD = 2
 TOLERANCE = 1e-9
@@ -211,8 +209,8 @@ COUNTS = [
 
 @pytest.mark.parametrize(("queries", "heads", "size"), [*COUNTS, (32, 4, 8), (64, 8, 16), (48, 6, 8)])
 def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> None:
-    shared = SharedHeads(queries, heads, size)
-    given = [head for rank in range(size) for head in shared.of_rank(rank) for _ in range(shared.repeats)]
+    shared = shared_heads(queries, heads, size)
+    given = [head for rank in shared for head in rank for _ in range(queries // size // len(rank))]
     assert given == [query // (queries // heads) for query in range(queries)]
 
 

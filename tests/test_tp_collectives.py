@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import tiny
@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from tensors import whole
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import (
@@ -27,10 +29,6 @@ from tp_compare import Recorded, sharded, tp_mesh
 from tp_models import NORMS, FeedForward, Llama, llama_plan
 
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 TP = 2
 IDS = (2, 16)

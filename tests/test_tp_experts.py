@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +21,7 @@ from tp_compare import assert_right, tp_mesh
 from tp_models import Net
 
 import namedmesh
-from namedmesh.tensor_parallel import (
-    ExpertParallel,
-    ShardedExperts,
-    parallelize,
-    plan_report,
-)
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from namedmesh.tensor_parallel import ExpertParallel, ShardedExperts, parallelize, plan_report
 
 EXPERTS, WIDTH = 4, 4
 

@@ -25,21 +25,15 @@ def differences() -> dict[str, float]:
     mesh = tp_mesh()
     found = {}
     for reduction, smoothing, ignored in product(("mean", "sum", "none"), (0.0, 0.1), (-100, 5)):
-        options: dict[str, Any] = {
-            "reduction": reduction,
-            "label_smoothing": smoothing,
-            "ignore_index": ignored,
-        }
+        options: Any = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
         target = TARGET.masked_fill(TARGET == -100, ignored)
         logits = (numbers(2, 3, 8, seed=0) * 4).requires_grad_()
         expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
         expected = expected.view(target.shape) if reduction == "none" else expected
         weights = numbers(2, 3, seed=1) if reduction == "none" else torch.tensor(2.0)
         (expected * weights).sum().backward()
-        cut = DTensor.from_local(
-            logits.detach().chunk(mesh.size(), -1)[mesh.get_local_rank()], mesh, [Shard(2)]
-        )
-        placed: Any = cut.detach().requires_grad_()
+        part = logits.detach().chunk(mesh.size(), -1)[mesh.get_local_rank()]
+        placed: Any = DTensor.from_local(part, mesh, [Shard(2)]).detach().requires_grad_()
         loss = cross_entropy(placed.to_local(), target, mesh, **options)
         (loss * weights).sum().backward()
         apart_by = max(apart(loss, expected), apart(whole(gradient_of(placed)), logits.grad))

@@ -14,7 +14,8 @@ import sys
 import time
 import traceback
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import hf_models
 import pytest
@@ -26,9 +27,6 @@ from tp_compare import tp_mesh
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TOLERANCE = 1e-5
 
@@ -68,9 +66,8 @@ def _difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float
     if mine is None or theirs is None:
         one = mine if theirs is None else theirs
         return 0.0 if one is None else float(one.detach().abs().max())
-    if isinstance(
-        mine, DTensor
-    ):  # this rank's shard, and that of the whole model's, whose experts may be fused
+    if isinstance(mine, DTensor):
+        # This rank's shard, and that of the whole model's, whose experts may be fused.
         theirs = theirs.reshape(mine.shape)
         theirs = distribute_tensor(theirs, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
         mine = mine.to_local()

@@ -12,7 +12,8 @@ import copy
 import random
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,9 +33,6 @@ from namedmesh.tensor_parallel import (
     SharedInput,
     parallelize,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DIM, HIDDEN, HEAD = 8, 16, 4
 PARTS, EACH = 4, 50

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import tiny
@@ -23,9 +24,6 @@ from namedmesh.compat import megatron
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
 from namedmesh.tensor_parallel import ColwiseParallel, KeepWhole, RowwiseParallel, SharedInput, parallelize
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 
 
@@ -39,10 +37,7 @@ def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
     layout = Shard(1) if sequence else Replicate()
     # Each rank for itself is compared, without the sum of the norms' gradients.
     plan: dict[str, Any] = dict.fromkeys(("attention_norm", "ffn_norm"), KeepWhole())
-    for part, columns, row in (
-        ("attention", ("wq", "wk", "wv"), "wo"),
-        ("feed_forward", ("w1", "w3"), "w2"),
-    ):
+    for part, columns, row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
         column = ColwiseParallel(input_layouts=Replicate() if shared else layout)
         plan |= {f"{part}.{name}": column for name in columns}
         plan[f"{part}.{row}"] = RowwiseParallel(output_layouts=layout)

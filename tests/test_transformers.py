@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,6 @@ from tp_models import hf_model
 import namedmesh
 from namedmesh import NamedMesh
 from namedmesh.tensor_parallel import parallelize, plan_from_hf
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def transformers() -> Any:
@@ -39,10 +37,8 @@ def ids() -> torch.Tensor:
 @pytest.mark.oracle("transformers")
 def test_the_meshes_of_transformers_are_adopted_with_their_groups() -> None:
     transformers()
-    utils: Any = pytest.importorskip("transformers.distributed.utils")
+    utils: Any = importlib.import_module("transformers.distributed.utils")
     configuration: Any = importlib.import_module("transformers.distributed.configuration_utils")
-    if not hasattr(utils, "TransformersDeviceMesh"):
-        pytest.skip("this transformers has no such meshes")
     with fake_world(16, rank=5):
         sizes = configuration.DistributedConfig(fsdp_size=4, tp_size=2, dp_replicate_size=2, ep_size=4)
         _, manager = utils.initialize_distributed_mesh(sizes)
@@ -197,7 +193,6 @@ def _train_alone(folder: str) -> list[Any]:
 @pytest.mark.oracle("transformers", "accelerate")
 def test_accelerate_and_trainer_train_on_our_mesh(tmp_path: Path) -> None:
     tiny()
-    pytest.importorskip("transformers.distributed.configuration_utils")
     importlib.import_module("accelerate")
     (expected,) = run_ranks(1, _train_alone, f"{tmp_path}/alone", init=False)
     for told in run_ranks(2, _train_on_our_mesh, f"{tmp_path}/ours"):
@@ -205,10 +200,8 @@ def test_accelerate_and_trainer_train_on_our_mesh(tmp_path: Path) -> None:
             assert is_ours
             assert losses == pytest.approx(right, abs=2e-3)  # Trainer rounds what it logs
             assert losses[1] < losses[0]
-    ours, alone = (
-        transformers().LlamaForCausalLM.from_pretrained(tmp_path / which / "saved")
-        for which in ("ours", "alone")
-    )
+    load = transformers().LlamaForCausalLM.from_pretrained
+    ours, alone = (load(tmp_path / which / "saved") for which in ("ours", "alone"))
     for name, value in alone.named_parameters():
         torch.testing.assert_close(ours.get_parameter(name), value, atol=1e-6, rtol=1e-5)
 
@@ -258,15 +251,11 @@ def _fully_sharded_by_accelerate() -> tuple[bool, list[float]]:
     return is_ours, losses
 
 
-def _with_whole_batches() -> list[float]:
-    return _losses_alone(samples(), 3)
-
-
 @pytest.mark.oracle("transformers", "accelerate")
 def test_accelerate_shards_parameters_fully_on_our_mesh() -> None:
     tiny()
     importlib.import_module("accelerate")
-    (expected,) = run_ranks(1, _with_whole_batches, init=False)
+    (expected,) = run_ranks(1, _losses_alone, samples(), 3, init=False)
     for is_ours, losses in run_ranks(4, _fully_sharded_by_accelerate):
         assert is_ours
         assert losses == pytest.approx(expected, abs=1e-5)
@@ -309,7 +298,6 @@ def _loaded_onto_our_mesh(folder: str) -> dict[str, bool]:
 @pytest.mark.oracle("transformers")
 def test_transformers_loads_shards_onto_our_mesh(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
-    pytest.importorskip("transformers.distributed.utils")
     for told in run_ranks(2, _loaded_onto_our_mesh, str(tmp_path)):
         assert told == dict.fromkeys(told, True)
         assert len(told) > 3

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from tensors import apart, whole
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def tp_mesh() -> DeviceMesh:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
@@ -18,12 +19,6 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     SharedInput,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
 
 UP_DOWN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")

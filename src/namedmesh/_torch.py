@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -242,24 +242,12 @@ def has_hooks(owner: torch.Tensor | torch.nn.Module) -> bool:
     return any(getattr(owner, kind, None) for kind in kinds)
 
 
-@contextmanager
-def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def replaced_parameters(
+    module: torch.nn.Module, values: dict[str, torch.Tensor]
+) -> AbstractContextManager[None]:
     """Let a module see other tensors in place of some of its own parameters, for one forward."""
-    if torch.compiler.is_compiling():  # which follows this way only
-        with torch.nn.utils.stateless._reparametrize_module(module, dict(values)):
-            yield
-        return
-    parameters: dict[str, Any] = module._parameters  # no public way to put a plain tensor here
-    # DDP over DTensors keeps them as plain attributes.
-    places = {name: parameters if name in parameters else vars(module) for name in values}
-    own = {name: place[name] for name, place in places.items()}
-    try:
-        for name, place in places.items():
-            place[name] = values[name]
-        yield
-    finally:
-        for name, place in places.items():
-            place[name] = own[name]
+    replaced: AbstractContextManager[None] = torch.nn.utils.stateless._reparametrize_module(module, values)
+    return replaced
 
 
 # --- training ---

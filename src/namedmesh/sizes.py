@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from keyword import iskeyword
 from math import gcd, prod
 from typing import SupportsIndex, cast
@@ -134,42 +133,25 @@ def stage_range(layers: int, stage: int, stages: int) -> range:
     return range(layers * stage // stages, layers * (stage + 1) // stages)
 
 
-@dataclass(frozen=True)
-class SharedHeads:
-    """Which kv heads each rank computes where the ranks do not divide them.
+def shared_heads(queries: int, heads: int, size: int) -> list[list[int]]:
+    """Return which kv heads each rank computes where the ranks do not divide them; nothing where they cannot share them.
 
-    Each rank has as many queries as any other, and needs the heads that those attend to. It hands out one head for
-    each ``repeats`` of its queries, in their order: the fewest with which every head serves equally many of them.
+    Each rank has as many queries as any other, and needs the heads that those attend to. It hands out one head for equally many of
+    its queries, in their order: the fewest with which every head serves equally many of them.
 
     Args:
-        queries: the number of query heads; ranks and kv heads divide it.
+        queries: the number of query heads; ranks and kv heads have to divide it.
         heads: the number of kv heads.
         size: the number of ranks.
 
     Example:
         12 queries of 6 heads over four ranks, of which the second has three: the last of head 1, and both of head 2.
 
-        >>> SharedHeads(12, 6, 4).of_rank(1), SharedHeads(12, 6, 4).repeats
-        ([1, 2, 2], 1)
+        >>> shared_heads(12, 6, 4)
+        [[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]]
     """
-
-    queries: int
-    heads: int
-    size: int
-
-    @property
-    def possible(self) -> bool:
-        """Whether ranks can share the heads: each has as many queries, and so has each head."""
-        return not (self.queries % self.size or self.queries % self.heads)
-
-    @property
-    def repeats(self) -> int:
-        """How many of a rank's queries share a head that it hands out."""
-        return gcd(self.queries // self.heads, self.queries // self.size)
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Return the heads that a rank hands out."""
-        mine = self.queries // self.size
-        return [
-            q // (self.queries // self.heads) for q in range(rank * mine, (rank + 1) * mine, self.repeats)
-        ]
+    if queries % size or queries % heads:
+        return []
+    of_head, own = queries // heads, queries // size
+    step = gcd(of_head, own)
+    return [[query // of_head for query in range(rank * own, (rank + 1) * own, step)] for rank in range(size)]

@@ -14,7 +14,7 @@ from namedmesh.errors import LayoutError, UsageError, count_of
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
 from namedmesh.plan.model import CARDS, Axes, Job, Model, knobs, load_hardware, read_config
-from namedmesh.sizes import SharedHeads
+from namedmesh.sizes import shared_heads
 
 MARGIN = 0.08
 """The part of a GPU's memory that stays free by default, for CUDA, NCCL and what the estimate does not know."""
@@ -199,7 +199,7 @@ def incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
     if cp > 1 and job.seq % (2 * cp):
         yield f"{job.seq} tokens of a sequence do not divide by 2 x cp={cp}"
     kv_heads = 0 if model.kv_rank else model.kv_heads
-    if kv_heads % tp and not SharedHeads(model.heads or kv_heads, kv_heads, tp).possible:
+    if kv_heads % tp and not shared_heads(model.heads or kv_heads, kv_heads, tp):
         yield f"{kv_heads} key and value heads can neither be divided nor shared by tp={tp}"
     stages = pp * job.stages_per_rank
     if 0 < model.layers < stages:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -64,7 +65,7 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
 
 
 # Those that the optimizers' hook asks, in the same order on every rank. A copy of a model comes in with its first forward.
-_watched: weakref.WeakKeyDictionary[nn.Module, list[_Watch]] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[nn.Module, dict[_Watch, None]] = weakref.WeakKeyDictionary()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -88,7 +89,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
         watch = _Watch(mesh)
         model.register_forward_pre_hook(watch)
-        _watched.setdefault(model, []).append(watch)
+        _watched.setdefault(model, {})[watch] = None
 
 
 @cache
@@ -124,23 +125,18 @@ class _Watch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.begun:
             return
         self.begun = True
-        watches = _watched.setdefault(model, [])
-        if self not in watches:
-            watches.append(self)
+        _watched.setdefault(model, {})[self] = None
         parameters = {name: each for name, each in model.named_parameters() if self.is_whole(each)}
         layouts = [each.placements for each in parameters.values() if isinstance(each, DTensor)]
         if any(set(layout) != {Replicate()} for layout in layouts):
             return  # under FSDP2, whose gradients are there after the backward
-        handles: list[Any] = []
 
-        def with_first_gradient(_parameter: Tensor) -> None:
-            if handles:
-                at_end_of_backward(partial(self.compare, parameters))
-            while handles:
-                handles.pop().remove()
+        def with_first_gradient(_gradient: Tensor) -> None:
+            handle.remove()
+            at_end_of_backward(partial(self.compare, parameters))
 
         trained = [each for each in parameters.values() if each.requires_grad and not each.is_meta]
-        handles += [each.register_post_accumulate_grad_hook(with_first_gradient) for each in trained]
+        handle = register_multi_grad_hook(trained, with_first_gradient, mode="any")
 
     def is_whole(self, tensor: Tensor) -> bool:
         """Return whether every rank of the axis has the same of a parameter or a gradient."""
@@ -158,11 +154,7 @@ class _Watch:
     def compare(
         self, parameters: Mapping[str, nn.Parameter], across: Iterable[dist.ProcessGroup] = ()
     ) -> None:
-        """Raise on every rank, also of the groups ``across``, if gradients differ, in their size or in a sum with weights.
-
-        Raises:
-            GradientError: with the name of each parameter.
-        """
+        """Raise on every rank, also of the groups ``across``, if gradients differ, in their size or in a sum with weights."""
         mine = {}
         for name, each in parameters.items():
             gradient: Any = each.grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import PlanError, did_you_mean
-from namedmesh.sizes import SharedHeads
+from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import Group, enter
 from namedmesh.tensor_parallel.modules import LocalParameters, ShardedExperts
 from namedmesh.tensor_parallel.plan import matches
@@ -31,12 +31,8 @@ class RowwiseEmbedding(RowwiseParallel):
     def short_way(self, module: nn.Module) -> type | None:
         """Return the module's class again, with the short way's where its ``super().forward`` goes."""
         own: Any = type(module)
-        return super().short_way(module) or _on_row_embedding(own)
-
-
-@cache
-def _on_row_embedding(own: Any) -> type:
-    return type(own.__name__, (own, RowEmbedding), {"__module__": own.__module__})
+        known = super().short_way(module)
+        return known or type(own.__name__, (own, RowEmbedding), {"__module__": own.__module__})
 
 
 class AttentionGroups(LocalParameters):
@@ -47,8 +43,10 @@ class AttentionGroups(LocalParameters):
         self.heads = query_heads, kv_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self.heads[1] % device_mesh.size():
-            setattr(module, _GROUPS, SharedHeads(*self.heads, device_mesh.size()).repeats)
+        queries, heads = self.heads
+        if heads % device_mesh.size():
+            handed_out = shared_heads(queries, heads, device_mesh.size())
+            setattr(module, _GROUPS, queries // sum(map(len, handed_out)))
         return super()._apply(module, device_mesh)
 
 
@@ -154,11 +152,7 @@ def _stated(model: nn.Module) -> dict[str, str]:
 def _style(
     model: nn.Module, modules: Mapping[str, nn.Module], stated: Mapping[str, str], fqn: str, name: str
 ) -> ParallelStyle | None:
-    """Return the style of one module; None where it stays whole.
-
-    Raises:
-        LookupError: why there is none.
-    """
+    """Return the style of one module, None where it stays whole; a LookupError says why there is none."""
     module = modules[fqn]
     if name in _OWNERS:
         return _owner(stated, fqn, module, name)
@@ -220,13 +214,10 @@ def _heads(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int, int] | None
         for source in (module, config if layers is None or index is None else layers[index]):
             queries = _first_count(source, "num_heads", "num_attention_heads")
             if queries:
-                groups = _first_count(module, _GROUPS)  # what the module says of itself counts more
-                keys = (
-                    queries // groups
-                    if groups
-                    else _first_count(source, "num_key_value_heads", "num_kv_heads")
-                )
-                return queries, keys or queries
+                groups = _first_count(module, _GROUPS)
+                if groups:  # what the module says of itself counts more
+                    return queries, queries // groups
+                return queries, _first_count(source, "num_key_value_heads", "num_kv_heads") or queries
     return None
 
 

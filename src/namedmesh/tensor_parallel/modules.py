@@ -14,13 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import (
-    concatenate_meshes,
-    from_all,
-    group_named,
-    local_parameters,
-    replaced_parameters,
-)
+from namedmesh._torch import concatenate_meshes, from_all, group_named, local_parameters, replaced_parameters
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_to_all, enter, exchange, leave
@@ -42,9 +36,6 @@ class LocalParameters(ParallelStyle):
     def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
         super().__init__()
         self.placements = placements
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.placements or ''})"
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
         """Return how the parameters are laid out."""
@@ -294,10 +285,9 @@ _ALIKE = 5e-3
 
 
 def _have_their_own(tokens: Tensor, group: Group) -> bool:
-    """Return whether the ranks of a group are known to have different tokens; some that are all alike, or no numbers, say nothing.
+    """Return whether the ranks of a group are known to have different tokens, and raise if some have the same.
 
-    Raises:
-        GradientError: some have the same.
+    Tokens that are all alike, or no numbers, say nothing.
     """
     if tokens.is_meta or dist.get_backend() == "fake":
         return False

@@ -13,13 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import has_hooks
@@ -31,7 +26,7 @@ from namedmesh.tensor_parallel.styles import layer_placements
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
 _MISSING = "missing='ignore' for a pipeline stage, which has some of them"
-_FEATURES = (ColwiseParallel, RowwiseParallel)
+_FEATURES = (torch_styles.ColwiseParallel, torch_styles.RowwiseParallel)
 
 
 class Entry(NamedTuple):
@@ -78,7 +73,7 @@ def parallelize(
         PlanError: with every problem there is.
         GradientError: in the first backward, or before a step, on every rank: something that is whole on every rank differs.
     """
-    entries, ties = resolve(model, mesh, plan, must_divide, missing)
+    entries, ties, _ = resolve(model, mesh, plan, must_divide, missing)
     for entry in entries:
         short_way = getattr(entry.style, "short_way", None)
         if isinstance(entry.style, _FEATURES) and not (short_way and short_way(entry.module)):
@@ -114,13 +109,22 @@ def resolve(
     plan: Plan,
     must_divide: Mapping[str, int] | None = None,
     missing: str = "raise",
-) -> tuple[list[Entry], list[list[Place]]]:
-    """Return what to apply of a plan, in order, and which parameters to tie again afterwards.
+) -> tuple[list[Entry], list[list[Place]], int]:
+    """Return what to apply of a plan, in order, which parameters to tie again afterwards, and the number of ranks.
 
     Raises:
         PlanError: with every problem that can be found without communication.
     """
-    tp_size, problems = ranks_of(mesh_or_tp_size)
+    problems = []
+    if isinstance(mesh_or_tp_size, int):
+        tp_size = mesh_or_tp_size
+    elif mesh_or_tp_size.ndim == 1:
+        tp_size = mesh_or_tp_size.size()
+    else:
+        tp_size, axes = 1, mesh_or_tp_size.mesh_dim_names
+        problems.append(
+            f"a plan is applied along one axis, but the mesh has {axes}; pass one, such as mesh['tp']"
+        )
     entries = _match(model, plan, missing, problems)
     places: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -136,17 +140,7 @@ def resolve(
     problems += _broken_ties(model, entries, ties, tp_size)
     if problems:
         raise PlanError(*problems)
-    return entries, ties
-
-
-def ranks_of(mesh_or_tp_size: DeviceMesh | int) -> tuple[int, list[str]]:
-    """Return the number of ranks to check with, and what is wrong with the mesh."""
-    if isinstance(mesh_or_tp_size, int):
-        return mesh_or_tp_size, []
-    if mesh_or_tp_size.ndim == 1:
-        return mesh_or_tp_size.size(), []
-    axes = mesh_or_tp_size.mesh_dim_names
-    return 1, [f"a plan is applied along one axis, but the mesh has {axes}; pass one, such as mesh['tp']"]
+    return entries, ties, tp_size
 
 
 def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> list[Entry]:
@@ -188,7 +182,7 @@ def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Pl
         placements = style.layout(module, tp_size)
     elif isinstance(style, _FEATURES):
         placements = layer_placements(style, module)
-    elif isinstance(style, SequenceParallel):
+    elif isinstance(style, torch_styles.SequenceParallel):
         placements = {name: Replicate() for name, _ in module.named_parameters()}
     for name, parameter in module.named_parameters():
         if name in placements:
@@ -230,11 +224,11 @@ def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     One of those is several layers in one, then (q|k|v, gate|up): the shapes fit a rank's rows, and the ranks agree on wrong
     gradients, but where the features lie head by head.
     """
-    columns = [entry for entry in entries if _shards_features(entry, ColwiseParallel, "output_layouts")]
+    columns = [each for each in entries if _shards_features(each, torch_styles.ColwiseParallel)]
     for entry in entries:
         block = entry.fqn
         found: list[Entry] = []
-        while block and not found and _shards_features(entry, RowwiseParallel, "input_layouts"):
+        while block and not found and _shards_features(entry, torch_styles.RowwiseParallel):
             block = block.rpartition(".")[0]
             found = [each for each in columns if f".{each.fqn}".startswith(f".{block}." if block else ".")]
         features = getattr(entry.module, "in_features", 0)
@@ -248,10 +242,12 @@ def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
             yield entry.fqn, f"{got}: {why}; {remedy}"
 
 
-def _shards_features(entry: Entry, kind: type, side: str) -> bool:
-    if not isinstance(entry.style, kind) or not isinstance(entry.module, nn.Linear):
+def _shards_features(entry: Entry, kind: Any) -> bool:
+    """Return whether a style of a kind leaves each rank some of the features between a column layer and a row layer."""
+    style: Any = entry.style
+    if not isinstance(style, kind) or not isinstance(entry.module, nn.Linear):
         return False
-    layout = getattr(entry.style, side)[0]
+    (layout,) = style.output_layouts if kind is torch_styles.ColwiseParallel else style.input_layouts
     return isinstance(layout, Shard) and layout.dim in {-1, 2}
 
 
@@ -299,8 +295,7 @@ def plan_report(
     Raises:
         PlanError: the one that ``parallelize`` would raise.
     """
-    entries, _ = resolve(model, mesh_or_tp_size, plan, must_divide, missing)
-    tp_size, _ = ranks_of(mesh_or_tp_size)
+    entries, _, tp_size = resolve(model, mesh_or_tp_size, plan, must_divide, missing)
     rows = [("module", "style", "parameter", "placement", "global", "local")]
     held: dict[nn.Parameter, int] = {}
     for entry in entries:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import has_hooks, local_parameters
 from namedmesh.errors import PlanError
-from namedmesh.sizes import SharedHeads
+from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import (
     Group,
     all_gather,
@@ -342,7 +342,7 @@ class KeyValueParallel(ColwiseParallel):
         queries, heads, features = self.query_heads, self.kv_heads, getattr(module, "out_features", 1)
         if features % heads:
             return [f"{heads} kv heads do not divide out_features {features}"]
-        if heads % tp_size and not SharedHeads(queries, heads, tp_size).possible:
+        if heads % tp_size and not shared_heads(queries, heads, tp_size):
             counts = f"{queries} query heads and {heads} kv heads"
             return [f"{counts} cannot be shared by {tp_size} ranks; choose a tp size that divides {queries}"]
         if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
@@ -354,7 +354,7 @@ class KeyValueParallel(ColwiseParallel):
             applied: nn.Module = super()._apply(module, device_mesh)
             return applied
         size = device_mesh.size()
-        heads = SharedHeads(self.query_heads, self.kv_heads, size).of_rank(device_mesh.get_local_rank())
+        heads = shared_heads(self.query_heads, self.kv_heads, size)[device_mesh.get_local_rank()]
         width = len(module.get_parameter("weight")) // self.kv_heads
         rows = [head * width + row for head in heads for row in range(width)]
         shard_parameters(module, device_mesh, self.layout(module, size), self.src_data_rank)
