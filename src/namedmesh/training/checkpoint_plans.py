@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
 from namedmesh.tensor_parallel.gradients import fingerprint
-from namedmesh.training.checkpoint_files import Writer, by_ranks, in_words
+from namedmesh.training.checkpoint_files import Writer, by_ranks
 from namedmesh.training.checkpoint_state import State, of_owner, owner, shown
 from namedmesh.training.data import digest
 
@@ -36,29 +36,25 @@ class SavePlanner(dcp.DefaultSavePlanner):
     differs (buffers, generators, the place in the data) a checkpoint has every copy, and ``about`` says which rank has which.
     """
 
-    def __init__(self, state: State | Exception, writer: Writer) -> None:
+    def __init__(self, state: State, aliases: Mapping[str, str], writer: Writer) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._state, self._writer = state, writer
+        self._state, self._aliases, self._writer = state, aliases, writer
 
     def create_local_plan(self) -> dcp.SavePlan:
-        """Say what this rank has, or that it has failed to collect it."""
-        state = self._state
-        if isinstance(state, Exception):
-            raise in_words(state)
-        plan = super().create_local_plan()
-        told: dict[str, Any] = {"extra": state.extra, "digest": digest(state.extra), "options": state.options}
-        told |= {"aliases": (state.aliases, state.ties)}
-        told |= {"marks": [_mark(state, item.index.fqn) for item in plan.items]}
+        """Say what this rank has."""
+        plan, state = super().create_local_plan(), self._state
+        told: dict[str, Any] = {"extra": digest(state.extra), "options": state.options}
+        told["marks"] = [_mark(state, item.index.fqn) for item in plan.items]
         return replace(plan, planner_data=told)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         """Compare, on the first rank, and let each rank save what only it has."""
         told = [plan.planner_data for plan in all_plans]
-        aliases = joined_aliases(each["aliases"] for each in told)
+        extra, aliases = self._state.extra, self._aliases
         problems = []
-        if others := [rank for rank, each in enumerate(told) if each["digest"] != told[0]["digest"]]:
+        if others := [rank for rank, each in enumerate(told) if each["extra"] != told[0]["extra"]]:
             problems.append(
-                f"the extra values ({listing(told[0]['extra'])}) are not on {ranks_in_words(others)} what they are on rank 0; give "
+                f"the extra values ({listing(extra)}) are not on {ranks_in_words(others)} what they are on rank 0; give "
                 "every rank the same, such as a list of what each of them has"
             )
         copies, contradictions = _compared(all_plans, aliases)
@@ -68,8 +64,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         own = [_own(plan, rank, copies, aliases) for rank, plan in enumerate(all_plans)]
         plans, metadata = super().create_global_plan(own)
         options = {name: each for one in told for name, each in one["options"].items()}
-        self._writer.about |= {"extra": told[0]["extra"], "options": options}
-        self._writer.about |= {"aliases": aliases, "copies": copies}
+        self._writer.about |= {"extra": extra, "options": options, "aliases": aliases, "copies": copies}
         return plans, metadata
 
     def lookup_object(self, index: Any) -> Any:

@@ -77,15 +77,15 @@ def _save(
     ranks = Ranks.of(mesh)
     ranks.finish()
     background = async_ and mesh is not None
-    state: State | Exception
-    try:
+
+    def collect() -> State:
         state = State(mesh, *saved)
         state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
         if background:
             state.copy()
-        values = state.values
-    except Exception as error:  # noqa: BLE001  DCP's first step tells it on every rank
-        state, values = error, {}
+        return state
+
+    state, aliases = _on_all(ranks, collect)
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     writer = files.Writer(path, {"layout": layout, "run": run}, finished)
     future: Future[Path] = Future()
@@ -94,7 +94,8 @@ def _save(
     def write() -> None:
         try:
             with ranks.told(f"the checkpoint {path} could not be written"):
-                dcp.save(values, storage_writer=writer, planner=SavePlanner(state, writer), **ranks.arguments)
+                planner = SavePlanner(state, aliases, writer)
+                dcp.save(state.values, storage_writer=writer, planner=planner, **ranks.arguments)
         except BaseException as error:  # noqa: BLE001  what is interrupted, too
             if writer.made:  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
                 files.clear(path)
@@ -109,6 +110,18 @@ def _save(
         write()
         future.result()
     return future
+
+
+def _on_all(ranks: Ranks, collect: Callable[[], State]) -> tuple[State, dict[str, str]]:
+    """Return what this rank has, and the further names of parameters on all ranks; all raise what fails on one."""
+    found: list[State] = []
+
+    def names() -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+        found.append(collect())
+        return found[0].aliases, found[0].ties
+
+    aliases = joined_aliases(ranks.from_all(names))
+    return found[0], aliases
 
 
 def load(
@@ -159,16 +172,13 @@ def _about(path: Path) -> dict[str, Any]:
 
 def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
     about: dict[str, Any] = ranks.from_first(partial(_about, path))
-    state: list[State] = []
 
-    def names() -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    def collect() -> State:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
-        state.append(State(*filled))
-        return state[0].aliases, state[0].ties
+        return State(*filled)
 
-    aliases = joined_aliases(ranks.from_all(names))
-    planner = LoadPlanner(state[0], aliases, about, path, cast=cast)
+    planner = LoadPlanner(*_on_all(ranks, collect), about, path, cast=cast)
     own = files.Reader(path, about) if about["data"] else None
     with ranks.told(f"the checkpoint {path} could not be read"):
         reader = own or dcp.HuggingFaceStorageReader(str(path))
