@@ -85,19 +85,23 @@ def _save(
             state.copy()
         return state
 
-    state, aliases = _on_all(ranks, collect)
+    what = f"the checkpoint {path} could not be written"
+    state, aliases = _on_all(ranks, what, collect)
+    name = ranks.from_first(what, partial(files.new_directory, path))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
-    writer = files.Writer(path, {"layout": layout, "run": run}, finished)
+    writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished)
     future: Future[Path] = Future()
     future.set_running_or_notify_cancel()  # nobody can cancel it, which the other ranks would not hear of
 
     def write() -> None:
         try:
-            with ranks.told(f"the checkpoint {path} could not be written"):
+            with ranks.told(what):
                 planner = SavePlanner(state, aliases, writer)
                 dcp.save(state.values, storage_writer=writer, planner=planner, **ranks.arguments)
         except BaseException as error:  # noqa: BLE001  what is interrupted, too
-            if writer.made:  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
+            if (
+                ranks.rank == 0
+            ):  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
                 files.clear(path)
             future.set_exception(error)
         else:
@@ -112,7 +116,7 @@ def _save(
     return future
 
 
-def _on_all(ranks: Ranks, collect: Callable[[], State]) -> tuple[State, dict[str, str]]:
+def _on_all(ranks: Ranks, what: str, collect: Callable[[], State]) -> tuple[State, dict[str, str]]:
     """Return what this rank has, and the further names of parameters on all ranks; all raise what fails on one."""
     found: list[State] = []
 
@@ -120,7 +124,7 @@ def _on_all(ranks: Ranks, collect: Callable[[], State]) -> tuple[State, dict[str
         found.append(collect())
         return found[0].aliases, found[0].ties
 
-    aliases = joined_aliases(ranks.from_all(names))
+    aliases = joined_aliases(ranks.from_all(what, names))
     return found[0], aliases
 
 
@@ -171,20 +175,21 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
-    about: dict[str, Any] = ranks.from_first(partial(_about, path))
+    what = f"the checkpoint {path} could not be read"
+    about: dict[str, Any] = ranks.from_first(what, partial(_about, path))
 
     def collect() -> State:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
         return State(*filled)
 
-    planner = LoadPlanner(*_on_all(ranks, collect), about, path, cast=cast)
+    planner = LoadPlanner(*_on_all(ranks, what, collect), about, path, cast=cast)
     own = files.Reader(path, about) if about["data"] else None
-    with ranks.told(f"the checkpoint {path} could not be read"):
+    with ranks.told(what):
         reader = own or dcp.HuggingFaceStorageReader(str(path))
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
-    ranks.from_all(planner.refuse_untied)
-    ranks.from_all(planner.put)
+    ranks.from_all(what, planner.refuse_untied)
+    ranks.from_all(what, planner.put)
     return about
 
 
@@ -275,7 +280,7 @@ class Checkpoints:
         ranks.finish()
         left: list[str] = []
         about: dict[str, Any] = {}
-        while not about and (path := ranks.from_first(partial(self._candidate, resume, left))):
+        while not about and (path := self._from_first(partial(self._candidate, resume, left))):
             try:
                 about = _load(path, ranks, (self.mesh, model, optimizer, data), cast=cast)
             except DamagedError as error:  # noqa: PERF203  one of a few
@@ -285,7 +290,7 @@ class Checkpoints:
                 if ranks.rank == 0:
                     warnings.warn(f"left out: {error}", stacklevel=2)
         self._run = about.get("run") or ""
-        self._run = ranks.from_first(self._own_run)
+        self._run = self._from_first(self._own_run)
         return dict(about.get("extra", {"step": 0}))
 
     def _candidate(self, resume: bool | str | os.PathLike[str], left: list[str]) -> Path | None:
@@ -309,12 +314,14 @@ class Checkpoints:
 
         A directory that holds another run is refused.
         """
-        ranks = Ranks.of(self.mesh)
-        ranks.finish()
-        self._run = ranks.from_first(self._ready)
+        self.close()
+        self._run = self._from_first(self._ready)
         how: dict[str, Any] = {"async_": self.async_, "run": self._run, "finished": self._remove_older}
         saved, values = (model, optimizer, data), {"step": step} | extra
         return _save(self.directory / f"step-{step:06}", self.mesh, saved, values, **how)
+
+    def _from_first(self, function: Callable[[], Any]) -> Any:
+        return Ranks.of(self.mesh).from_first(f"{self.directory} could not be read", function)
 
     def _of_runs(self) -> list[tuple[Path, dict[str, Any]]]:
         return [(path, about) for path, about in files.in_order(self.directory) if about.get("run")]
