@@ -99,17 +99,17 @@ def _same(one: list[float] | int, other: list[float] | int) -> bool:
     return all(abs(a - b) <= limit for a, b in zip(one, other, strict=True))
 
 
-def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[str, tuple[str, str]]]]) -> dict[str, str]:
+def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[tuple[str, str], str]]]) -> dict[str, str]:
     """Return all further names of parameters, of one rank or tied over two, and whose they are."""
     aliases: dict[str, str] = {}
-    ends: dict[str, dict[str, str]] = {}
+    ends: dict[tuple[str, str], str] = {}
     for own, ties in by_rank:
         aliases |= own
-        for name, (tie, end) in ties.items():
-            ends.setdefault(tie, {})[end] = name
-    for names in ends.values():
-        if len(names) == 2 and names["first"] != names["last"]:  # noqa: PLR2004
-            aliases[names["last"]] = names["first"]
+        ends |= ties
+    for (tie, end), name in ends.items():
+        first = ends.get((tie, "first"), name)
+        if end == "last" and name != first:
+            aliases[name] = first
     return aliases
 
 
@@ -169,7 +169,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self._cast, self._pretrained = cast, about["data"] is None
         self._prefix = "model." if self._pretrained else ""  # which Hugging Face's names do not have
         self._wrong: dict[str, list[str]] = {}  # what does not fit, and the names of which it is said
-        self._sources: dict[str, str] = {}  # by the name of an entry, its name in the checkpoint
+        self._sources: dict[str, str] = {}  # by the name of an entry, the key under which it is read
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
         """Find, for all that this rank has, what the checkpoint has for it."""
@@ -190,10 +190,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def _find(self, name: str, wanted: dict[str, Any], like: str = "") -> None:
         if source := self._source(name):
-            self._sources[name] = source
-            wanted.setdefault(
-                source.removeprefix(self._prefix), self._room(like or name, self._saved[source])
-            )
+            key = self._sources[name] = source.removeprefix(self._prefix)
+            wanted.setdefault(key, self._room(like or name, self._saved[source]))
 
     def _source(self, name: str) -> str | None:
         """Return the name of an entry in the checkpoint, of which there may be a copy for each rank that had one."""
@@ -288,17 +286,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Read one value that is no tensor; no code that a file names is run."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
 
-    def _read(self, name: str) -> Any:
-        return self.state_dict[self._sources[name].removeprefix(self._prefix)]
-
     def refuse_untied(self) -> None:
         """Refuse what is one weight now, and was two with other values."""
         problems = []
         for alias, whose in self._tied.items():
-            both = [f"model.{name}" for name in (whose, alias)]
-            if self._sources.keys() >= set(both) and not _same(
-                *(_numbers_of(self._read(each)) for each in both)
-            ):
+            names = [name for name in (f"model.{whose}", f"model.{alias}") if name in self._sources]
+            marks = [_numbers_of(self.state_dict[self._sources[name]]) for name in names]
+            if any(not _same(mark, marks[0]) for mark in marks):
                 problems.append(
                     f"{whose!r} and {alias!r} are tied here, and are two weights with other values in {self._where}; untie them, or "
                     "load another checkpoint"
@@ -310,10 +304,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Give what was read to the model and all others."""
         found: dict[str, Any] = {}
         taken: set[str] = set()
-        for name, source in self._sources.items():
-            value = self._read(name)
-            found[name] = value.clone() if source in taken and isinstance(value, Tensor) else value
-            taken.add(source)
+        for name, key in self._sources.items():
+            value = self.state_dict[key]
+            found[name] = value.clone() if key in taken and isinstance(value, Tensor) else value
+            taken.add(key)
         self.state.put(found, {name: self.options_of(name) for name in self.state.options})
 
 

@@ -42,8 +42,8 @@ class State:
         self.parameters: set[str] = set()  # of the model: replicas of them have to be equal
         # Further names of parameters, which have no values, and whose they are.
         self.aliases: dict[str, str] = {}
-        # What tie_stages() has tied: which tie, and which end of it.
-        self.ties: dict[str, tuple[str, str]] = {}
+        # What tie_stages() has tied, by the tie and the end of it.
+        self.ties: dict[tuple[str, str], str] = {}
         self.options: Options = {}
         self._names: dict[int, str] = {}  # of parameters, by identity
         self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part
@@ -69,7 +69,7 @@ class State:
             self._add(f"model.{name}", value, value)
             self.parameters.add(f"model.{name}")
             if hasattr(value, "tied_stages"):
-                self.ties[name] = value.tied_stages
+                self.ties[value.tied_stages] = name
 
     def _add(self, name: str, value: Any, source: object = None) -> None:
         if value is None:

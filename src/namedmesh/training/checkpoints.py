@@ -8,10 +8,9 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -90,29 +89,26 @@ def _save(
     name = ranks.from_first(what, partial(files.new_directory, path))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished)
-    future: Future[Path] = Future()
-    future.set_running_or_notify_cancel()  # nobody can cancel it, which the other ranks would not hear of
 
-    def write() -> None:
+    def write() -> Path:
         try:
             with ranks.told(what):
                 planner = SavePlanner(state, aliases, writer)
                 dcp.save(state.values, storage_writer=writer, planner=planner, **ranks.arguments)
-        except BaseException as error:  # noqa: BLE001  what is interrupted, too
-            if (
-                ranks.rank == 0
-            ):  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
+        except BaseException:  # what is interrupted, too
+            # The checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails.
+            if ranks.rank == 0:
                 files.clear(path)
-            future.set_exception(error)
-        else:
-            future.set_result(path)
+            raise
+        return path
 
     if background:
-        ranks.saving = future
-        Thread(target=write).start()
+        thread = ThreadPoolExecutor(1)
+        ranks.saving = future = thread.submit(write)
+        thread.shutdown(wait=False)
     else:
-        write()
-        future.result()
+        future = Future()
+        future.set_result(write())
     return future
 
 
@@ -120,7 +116,7 @@ def _on_all(ranks: Ranks, what: str, collect: Callable[[], State]) -> tuple[Stat
     """Return what this rank has, and the further names of parameters on all ranks; all raise what fails on one."""
     found: list[State] = []
 
-    def names() -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    def names() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
         found.append(collect())
         return found[0].aliases, found[0].ties
 
