@@ -598,7 +598,7 @@ def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max(apart(value, other[key]) for key, value in one.items())
+    return torch.tensor([apart(value, other[key]) for key, value in one.items()]).max().item()
 
 
 def marked_shards_are_whole_tensors(root: Path) -> None:
