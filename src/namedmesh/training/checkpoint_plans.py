@@ -40,6 +40,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._state, self._aliases, self._writer = state, aliases, writer
 
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
+        """Take what this rank has; DCP writes two entries of a log for each value that is given to its ``save``."""
+        super().set_up_planner(self._state.values, storage_meta, is_coordinator)
+
     def create_local_plan(self) -> dcp.SavePlan:
         """Say what this rank has."""
         plan, state = super().create_local_plan(), self._state
@@ -74,6 +78,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 def _mark(state: State, name: str) -> list[float] | int:
     """Return what ranks compare of a value: numbers, where they have to agree, or a hash."""
+    if state.mesh is None:
+        return []  # there is nothing to compare with
     value = state.values[name]
     parameter = state.values.get(f"model.{owner(name)}") if name.startswith("optimizer.") else None
     if isinstance(value, Tensor) and parameter is not None and parameter.shape == value.shape:

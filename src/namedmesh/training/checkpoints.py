@@ -94,7 +94,7 @@ def _save(
         try:
             with ranks.told(what):
                 planner = SavePlanner(state, aliases, writer)
-                dcp.save(state.values, storage_writer=writer, planner=planner, **ranks.arguments)
+                dcp.save({}, storage_writer=writer, planner=planner, **ranks.arguments)
         except BaseException:  # what is interrupted, too
             # The checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails.
             if ranks.rank == 0:
