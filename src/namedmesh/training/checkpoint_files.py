@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -190,7 +190,7 @@ def is_whole(path: Path) -> bool:
 def clear(path: Path) -> None:
     """Remove the directories of tensors of interrupted saves, and one that is empty then; of what is damaged nothing is removed."""
     try:
-        kept = read_about(path)["data"] if is_whole(path) else None
+        kept = _place(path)["data"] if is_whole(path) else None
     except DamagedError:
         return
     for each in path.glob("data-" + 16 * "[0-9a-f]"):
@@ -211,13 +211,25 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
+def _place(path: Path) -> dict[str, Any]:
+    """Return which files a checkpoint has, of which run it is, and its place in the order."""
+    file = (path / ABOUT).stat()
+    return _place_read(path, (file.st_ino, file.st_mtime_ns, file.st_size))
+
+
+@lru_cache(maxsize=1000)  # every save asks several times, and the whole file takes tens of milliseconds
+def _place_read(path: Path, _: tuple[int, ...]) -> dict[str, Any]:
+    about = read_about(path)
+    return {key: about[key] for key in ("data", "files", "run", "order")}
+
+
 def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
         if is_whole(path):
             try:
-                found[path] = read_about(path)
+                found[path] = _place(path)
             except DamagedError as error:
                 found[path] = {"order": float("inf"), "error": error}
     return sorted(found.items(), key=lambda each: each[1]["order"])
