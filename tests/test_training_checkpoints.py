@@ -546,8 +546,8 @@ def what_fails_on_one_rank_is_told_on_every_rank(root: Path) -> None:
     run = training.Checkpoints(root / "run", mesh)
     assert run.resume_or_start(model, resume=second) == {"step": 0}  # what the first rank says
     with mock.patch.object(State, "copy", side_effect=MemoryError("full") if second else None):
-        training.save(root / "two", mesh, model, async_=True)
-        assert error_of(run.close) == "CheckpointError: rank 1: MemoryError: full"
+        call = partial(training.save, root / "two", mesh, model, async_=True)
+        assert error_of(call) == "CheckpointError: rank 1: MemoryError: full"
     mesh.close()
 
 
@@ -598,7 +598,7 @@ def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max(apart(value, other[key]) for key, value in one.items())
+    return torch.tensor([apart(value, other[key]) for key, value in one.items()]).max().item()
 
 
 def marked_shards_are_whole_tensors(root: Path) -> None:

@@ -53,10 +53,10 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def differences(schedule: str, per_rank: int) -> float:
+def differences(schedule: str, per_rank: int) -> list[float]:
     """Losses, outputs and gradients of batches of several sizes, against one process."""
     mesh = namedmesh.init_mesh(pp=2, dp=1, device="cpu")
-    worst = 0.0
+    found: list[float] = []
     stages: list[Stage] = []
     indices = training.stage_indices(mesh, schedule, per_rank)
     for index in indices:
@@ -77,26 +77,24 @@ def differences(schedule: str, per_rank: int) -> float:
         mean(alone(x[:1]), y[:1]).backward()
         losses = [pipe.step(x, target=y)]
         output = pipe.eval(x)
-        pipe.step(
-            x[:1], target=y[:1]
-        )  # more gradients, of a batch that is smaller than the number of microbatches
+        # More gradients, of a batch that is smaller than the number of microbatches.
+        pipe.step(x[:1], target=y[:1])
         losses += [each for each in [pipe.eval(x, target=y)] if each is not None]
-        differences = [apart(training.mean_loss(each, mesh), mean(expected, y)) for each in losses]
-        assert len(differences) == 2
+        assert len(losses) == 2
+        found += [apart(training.mean_loss(each, mesh), mean(expected, y)) for each in losses]
         assert (output is not None) == (2 * per_rank - 1 in indices)
         if output is not None:
-            differences.append(apart(output, expected))
+            found.append(apart(output, expected))
         whole = dict(alone.named_parameters())
         for stage in stages:
             for name, parameter in stage.named_parameters():
-                differences.append(apart(parameter.grad, whole[name].grad))
-        worst = max(worst, *differences)
+                found.append(apart(parameter.grad, whole[name].grad))
     dist.barrier()
     mesh.close()
-    return worst
+    return found
 
 
-def all_schedules() -> dict[str, float]:
+def all_schedules() -> dict[str, list[float]]:
     single = dict.fromkeys(("1F1B", "gpipe"), 1)
     several = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
     return {name: differences(name, count) for name, count in (single | dict.fromkeys(several, 2)).items()}
@@ -105,7 +103,8 @@ def all_schedules() -> dict[str, float]:
 def test_every_schedule_trains_and_evaluates_as_one_process() -> None:
     for told in run_ranks(2, all_schedules):
         assert len(told) == 7
-        assert max(told.values()) < 1e-12, told
+        for schedule, found in told.items():
+            assert all(each < 1e-12 for each in found), (schedule, found)  # of what is no number, too
 
 
 def test_what_a_pipeline_refuses() -> None:
@@ -325,7 +324,7 @@ def test_a_step_with_a_compiled_layer_is_that_of_one_process(tmp_path: Path) -> 
     assert loaded == [pytest.approx(each, abs=1e-9) for each in state]
 
 
-def averaged_by_ddp() -> float:
+def averaged_by_ddp() -> list[float]:
     """The gradients of a model that DistributedDataParallel averages over dp and cp."""
     mesh = namedmesh.init_mesh(dp=2, cp=2)
     expected, model = (train.new_model(checks.SETTINGS) for _ in range(2))
@@ -343,7 +342,7 @@ def averaged_by_ddp() -> float:
     total = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
     training.token_mean(total, count, mesh).backward()
     wanted = dict(expected.named_parameters())
-    difference = max(apart(each.grad, wanted[name].grad) for name, each in model.named_parameters())
+    differences = [apart(each.grad, wanted[name].grad) for name, each in model.named_parameters()]
     with pytest.raises(namedmesh.ShapeError) as raised:
         training.token_mean(torch.ones(2, 3), count, mesh)
     assert str(raised.value) == 'a loss of shape (2, 3) is no sum; give it reduction="sum"'
@@ -352,8 +351,9 @@ def averaged_by_ddp() -> float:
     assert training.token_mean(parts, torch.tensor(8), mesh) == 1
     torch.distributed.barrier()
     mesh.close()
-    return difference
+    return differences
 
 
 def test_gradients_that_ddp_averages_are_those_of_one_process() -> None:
-    assert max(run_ranks(4, averaged_by_ddp)) < 1e-9
+    for differences in run_ranks(4, averaged_by_ddp):
+        assert all(each < 1e-9 for each in differences), differences

@@ -270,14 +270,6 @@ def dcp_ranks(group: dist.ProcessGroup | None) -> Any:
     return _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
 
 
-def forget_forward(stage: Any, microbatch: int) -> None:
-    """Let a pipeline stage forget the inputs and outputs of a forward, which it keeps for a backward, if none comes."""
-    if hasattr(stage, "fwd_cache"):
-        stage.fwd_cache[microbatch] = (), []
-    else:  # torch 2.15
-        stage._forward_chunk_states[microbatch] = stage._make_forward_chunk_state((), [])
-
-
 def remove_backwards(schedule: Any) -> None:
     """Remove the backwards from a pipeline schedule with several stages on a rank.
 

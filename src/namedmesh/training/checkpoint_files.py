@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -37,34 +37,28 @@ class DamagedError(CheckpointError):
     """A checkpoint is not as it was written."""
 
 
+def new_directory(target: Path) -> str:
+    """Make a directory for tensors in ``target``, and return its name; the first rank calls this."""
+    clear(target)
+    if target.exists() and not is_whole(target) and any(target.iterdir()):
+        raise CheckpointError(f"{target} exists and is no checkpoint of ours; give another path")
+    name = f"data-{secrets.token_hex(8)}"
+    (target / name).mkdir(parents=True)
+    return name
+
+
 class Writer(dcp.FileSystemWriter):
     """DCP's, into a new directory in ``target``, which ``namedmesh.pt`` names once all ranks have written."""
 
     def __init__(self, target: Path, about: dict[str, Any], finished: Callable[[], None]) -> None:
-        super().__init__(target)
+        super().__init__(target / about["data"])
         self.target, self.about, self._finished = target, about, finished
-        self.made = False  # the directory, by this rank
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Make nothing: the first rank does."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Make the directory, on the first rank, and tell all others its name."""
-        clear(self.target)
-        if self.target.exists() and not is_whole(self.target) and any(self.target.iterdir()):
-            raise CheckpointError(f"{self.target} exists and is no checkpoint of ours; give another path")
-        self.about["data"] = f"data-{secrets.token_hex(8)}"
-        (self.target / self.about["data"]).mkdir(parents=True)
-        self.made = True
-        return [replace(plan, planner_data=self.about["data"]) for plan in super().prepare_global_plan(plans)]
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write, unless the directory is another one on this host than on that of the first rank."""
-        self.path = data = self.target / plan.planner_data
-        if not data.is_dir():
+        """Refuse a directory that is another one on this host than on that of the first rank."""
+        if not Path(self.path).is_dir():
             raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
-        return super().write_data(plan, planner)
+        return plan
 
     def finish(self, metadata: dcp.Metadata, results: list[list[Any]]) -> None:
         """Put the checkpoint in its place, on the first rank, after all have written."""
@@ -196,7 +190,7 @@ def is_whole(path: Path) -> bool:
 def clear(path: Path) -> None:
     """Remove the directories of tensors of interrupted saves, and one that is empty then; of what is damaged nothing is removed."""
     try:
-        kept = read_about(path)["data"] if is_whole(path) else None
+        kept = _place(path)["data"] if is_whole(path) else None
     except DamagedError:
         return
     for each in path.glob("data-" + 16 * "[0-9a-f]"):
@@ -217,13 +211,25 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
+def _place(path: Path) -> dict[str, Any]:
+    """Return which files a checkpoint has, of which run it is, and its place in the order."""
+    file = (path / ABOUT).stat()
+    return _place_read(path, (file.st_ino, file.st_mtime_ns, file.st_size))
+
+
+@lru_cache(maxsize=1000)  # every save asks several times, and the whole file takes tens of milliseconds
+def _place_read(path: Path, _: tuple[int, ...]) -> dict[str, Any]:
+    about = read_about(path)
+    return {key: about[key] for key in ("data", "files", "run", "order")}
+
+
 def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
         if is_whole(path):
             try:
-                found[path] = read_about(path)
+                found[path] = _place(path)
             except DamagedError as error:
                 found[path] = {"order": float("inf"), "error": error}
     return sorted(found.items(), key=lambda each: each[1]["order"])
@@ -288,23 +294,15 @@ class Ranks:
         if saving is not None:
             saving.result()
 
-    def from_first(self, function: Callable[[], Any]) -> Any:
+    def from_first(self, what: str, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
-        return self._together(self._dcp.broadcast, function)
+        with self.told(what):
+            return self._dcp.broadcast("checkpoint", partial(_in_words, function))
 
-    def from_all(self, function: Callable[[], Any]) -> Any:
+    def from_all(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
-        return self._together(self._dcp.all_gather, function)
-
-    def _together(self, collective: Any, function: Callable[[], Any]) -> Any:
-        def call() -> Any:
-            try:
-                return function()
-            except Exception as error:
-                raise in_words(error) from error
-
-        with self.told(""):
-            return collective("checkpoint", call)
+        with self.told(what):
+            return self._dcp.all_gather("checkpoint", partial(_in_words, function))
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
@@ -319,6 +317,20 @@ class Ranks:
             raise _error_of_dcp(error, what, self.rank) from None
 
 
+def _in_words(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, or raise what can be sent to another rank."""
+    try:
+        return function()
+    except (NamedMeshError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(_first_line(error)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:
     """Return the problems of ranks, each once, with the ranks that have it; what the first one says concerns all of them."""
     ranks_of: dict[str, list[int]] = {}
@@ -326,13 +338,6 @@ def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:
         for each in some:
             ranks_of.setdefault(each, []).append(rank)
     return [each if 0 in ranks else f"{ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items()]
-
-
-def in_words(error: Exception) -> NamedMeshError:
-    """Return an error that can be sent to another rank."""
-    if isinstance(error, NamedMeshError):
-        return error
-    return CheckpointError(f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 def _error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
@@ -347,7 +352,7 @@ def _error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
         if isinstance(cause, NamedMeshError):
             ours[each] = cause.problems
         else:
-            others.setdefault(str(in_words(cause)), []).append(each)
+            others.setdefault(_first_line(cause), []).append(each)
     problems = by_ranks(ours)
     for how, ranks in others.items():
         problems.append(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
 from namedmesh.tensor_parallel.gradients import fingerprint
-from namedmesh.training.checkpoint_files import Writer, by_ranks, in_words
+from namedmesh.training.checkpoint_files import Writer, by_ranks
 from namedmesh.training.checkpoint_state import State, of_owner, owner, shown
 from namedmesh.training.data import digest
 
@@ -36,29 +36,29 @@ class SavePlanner(dcp.DefaultSavePlanner):
     differs (buffers, generators, the place in the data) a checkpoint has every copy, and ``about`` says which rank has which.
     """
 
-    def __init__(self, state: State | Exception, writer: Writer) -> None:
+    def __init__(self, state: State, aliases: Mapping[str, str], writer: Writer) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._state, self._writer = state, writer
+        self._state, self._aliases, self._writer = state, aliases, writer
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
+        """Take what this rank has; DCP writes two entries of a log for each value that is given to its ``save``."""
+        super().set_up_planner(self._state.values, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> dcp.SavePlan:
-        """Say what this rank has, or that it has failed to collect it."""
-        state = self._state
-        if isinstance(state, Exception):
-            raise in_words(state)
-        plan = super().create_local_plan()
-        told: dict[str, Any] = {"extra": state.extra, "digest": digest(state.extra), "options": state.options}
-        told |= {"aliases": (state.aliases, state.ties)}
-        told |= {"marks": [_mark(state, item.index.fqn) for item in plan.items]}
+        """Say what this rank has."""
+        plan, state = super().create_local_plan(), self._state
+        told: dict[str, Any] = {"extra": digest(state.extra), "options": state.options}
+        told["marks"] = [_mark(state, item.index.fqn) for item in plan.items]
         return replace(plan, planner_data=told)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         """Compare, on the first rank, and let each rank save what only it has."""
         told = [plan.planner_data for plan in all_plans]
-        aliases = joined_aliases(each["aliases"] for each in told)
+        extra, aliases = self._state.extra, self._aliases
         problems = []
-        if others := [rank for rank, each in enumerate(told) if each["digest"] != told[0]["digest"]]:
+        if others := [rank for rank, each in enumerate(told) if each["extra"] != told[0]["extra"]]:
             problems.append(
-                f"the extra values ({listing(told[0]['extra'])}) are not on {ranks_in_words(others)} what they are on rank 0; give "
+                f"the extra values ({listing(extra)}) are not on {ranks_in_words(others)} what they are on rank 0; give "
                 "every rank the same, such as a list of what each of them has"
             )
         copies, contradictions = _compared(all_plans, aliases)
@@ -68,8 +68,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         own = [_own(plan, rank, copies, aliases) for rank, plan in enumerate(all_plans)]
         plans, metadata = super().create_global_plan(own)
         options = {name: each for one in told for name, each in one["options"].items()}
-        self._writer.about |= {"extra": told[0]["extra"], "options": options}
-        self._writer.about |= {"aliases": aliases, "copies": copies}
+        self._writer.about |= {"extra": extra, "options": options, "aliases": aliases, "copies": copies}
         return plans, metadata
 
     def lookup_object(self, index: Any) -> Any:
@@ -79,6 +78,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 def _mark(state: State, name: str) -> list[float] | int:
     """Return what ranks compare of a value: numbers, where they have to agree, or a hash."""
+    if state.mesh is None:
+        return []  # there is nothing to compare with
     value = state.values[name]
     parameter = state.values.get(f"model.{owner(name)}") if name.startswith("optimizer.") else None
     if isinstance(value, Tensor) and parameter is not None and parameter.shape == value.shape:
@@ -104,17 +105,17 @@ def _same(one: list[float] | int, other: list[float] | int) -> bool:
     return all(abs(a - b) <= limit for a, b in zip(one, other, strict=True))
 
 
-def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[str, tuple[str, str]]]]) -> dict[str, str]:
+def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[tuple[str, str], str]]]) -> dict[str, str]:
     """Return all further names of parameters, of one rank or tied over two, and whose they are."""
     aliases: dict[str, str] = {}
-    ends: dict[str, dict[str, str]] = {}
+    ends: dict[tuple[str, str], str] = {}
     for own, ties in by_rank:
         aliases |= own
-        for name, (tie, end) in ties.items():
-            ends.setdefault(tie, {})[end] = name
-    for names in ends.values():
-        if len(names) == 2 and names["first"] != names["last"]:  # noqa: PLR2004
-            aliases[names["last"]] = names["first"]
+        ends |= ties
+    for (tie, end), name in ends.items():
+        first = ends.get((tie, "first"), name)
+        if end == "last" and name != first:
+            aliases[name] = first
     return aliases
 
 
@@ -174,7 +175,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self._cast, self._pretrained = cast, about["data"] is None
         self._prefix = "model." if self._pretrained else ""  # which Hugging Face's names do not have
         self._wrong: dict[str, list[str]] = {}  # what does not fit, and the names of which it is said
-        self._sources: dict[str, str] = {}  # by the name of an entry, its name in the checkpoint
+        self._sources: dict[str, str] = {}  # by the name of an entry, the key under which it is read
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
         """Find, for all that this rank has, what the checkpoint has for it."""
@@ -195,10 +196,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def _find(self, name: str, wanted: dict[str, Any], like: str = "") -> None:
         if source := self._source(name):
-            self._sources[name] = source
-            wanted.setdefault(
-                source.removeprefix(self._prefix), self._room(like or name, self._saved[source])
-            )
+            key = self._sources[name] = source.removeprefix(self._prefix)
+            wanted.setdefault(key, self._room(like or name, self._saved[source]))
 
     def _source(self, name: str) -> str | None:
         """Return the name of an entry in the checkpoint, of which there may be a copy for each rank that had one."""
@@ -293,17 +292,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Read one value that is no tensor; no code that a file names is run."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
 
-    def _read(self, name: str) -> Any:
-        return self.state_dict[self._sources[name].removeprefix(self._prefix)]
-
     def refuse_untied(self) -> None:
         """Refuse what is one weight now, and was two with other values."""
         problems = []
         for alias, whose in self._tied.items():
-            both = [f"model.{name}" for name in (whose, alias)]
-            if self._sources.keys() >= set(both) and not _same(
-                *(_numbers_of(self._read(each)) for each in both)
-            ):
+            names = [name for name in (f"model.{whose}", f"model.{alias}") if name in self._sources]
+            marks = [_numbers_of(self.state_dict[self._sources[name]]) for name in names]
+            if any(not _same(mark, marks[0]) for mark in marks):
                 problems.append(
                     f"{whose!r} and {alias!r} are tied here, and are two weights with other values in {self._where}; untie them, or "
                     "load another checkpoint"
@@ -315,10 +310,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Give what was read to the model and all others."""
         found: dict[str, Any] = {}
         taken: set[str] = set()
-        for name, source in self._sources.items():
-            value = self._read(name)
-            found[name] = value.clone() if source in taken and isinstance(value, Tensor) else value
-            taken.add(source)
+        for name, key in self._sources.items():
+            value = self.state_dict[key]
+            found[name] = value.clone() if key in taken and isinstance(value, Tensor) else value
+            taken.add(key)
         self.state.put(found, {name: self.options_of(name) for name in self.state.options})
 
 

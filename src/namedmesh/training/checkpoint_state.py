@@ -42,8 +42,8 @@ class State:
         self.parameters: set[str] = set()  # of the model: replicas of them have to be equal
         # Further names of parameters, which have no values, and whose they are.
         self.aliases: dict[str, str] = {}
-        # What tie_stages() has tied: which tie, and which end of it.
-        self.ties: dict[str, tuple[str, str]] = {}
+        # What tie_stages() has tied, by the tie and the end of it.
+        self.ties: dict[tuple[str, str], str] = {}
         self.options: Options = {}
         self._names: dict[int, str] = {}  # of parameters, by identity
         self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part
@@ -59,17 +59,17 @@ class State:
             self._add(f"random.{name}", state)
 
     def _add_to_model(self, name: str, value: Any) -> None:
-        if value is not None and self._sources.get(f"model.{name}") is value:
+        entry = f"model.{name}"
+        if value is not None and self._sources.get(entry) is value:
             return  # two modules of a rank share it
-        if not isinstance(value, nn.Parameter):
-            self._add(f"model.{name}", value, value)
-        elif self._names.setdefault(id(value), name) != name:
-            self.aliases[name] = self._names[id(value)]
-        else:
-            self._add(f"model.{name}", value, value)
-            self.parameters.add(f"model.{name}")
+        if isinstance(value, nn.Parameter):
+            if self._names.setdefault(id(value), name) != name:
+                self.aliases[name] = self._names[id(value)]
+                return
+            self.parameters.add(entry)
             if hasattr(value, "tied_stages"):
-                self.ties[name] = value.tied_stages
+                self.ties[value.tied_stages] = name
+        self._add(entry, value, value)
 
     def _add(self, name: str, value: Any, source: object = None) -> None:
         if value is None:

@@ -8,10 +8,9 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -77,38 +76,52 @@ def _save(
     ranks = Ranks.of(mesh)
     ranks.finish()
     background = async_ and mesh is not None
-    state: State | Exception
-    try:
+
+    def collect() -> State:
         state = State(mesh, *saved)
         state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
         if background:
             state.copy()
-        values = state.values
-    except Exception as error:  # noqa: BLE001  DCP's first step tells it on every rank
-        state, values = error, {}
-    layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
-    writer = files.Writer(path, {"layout": layout, "run": run}, finished)
-    future: Future[Path] = Future()
-    future.set_running_or_notify_cancel()  # nobody can cancel it, which the other ranks would not hear of
+        return state
 
-    def write() -> None:
+    what = f"the checkpoint {path} could not be written"
+    state, aliases = _on_all(ranks, what, collect)
+    name = ranks.from_first(what, partial(files.new_directory, path))
+    layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
+    writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished)
+
+    def write() -> Path:
         try:
-            with ranks.told(f"the checkpoint {path} could not be written"):
-                dcp.save(values, storage_writer=writer, planner=SavePlanner(state, writer), **ranks.arguments)
-        except BaseException as error:  # noqa: BLE001  what is interrupted, too
-            if writer.made:  # the checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails
+            with ranks.told(what):
+                planner = SavePlanner(state, aliases, writer)
+                dcp.save({}, storage_writer=writer, planner=planner, **ranks.arguments)
+        except BaseException:  # what is interrupted, too
+            # The checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails.
+            if ranks.rank == 0:
                 files.clear(path)
-            future.set_exception(error)
-        else:
-            future.set_result(path)
+            raise
+        return path
 
     if background:
-        ranks.saving = future
-        Thread(target=write).start()
+        thread = ThreadPoolExecutor(1)
+        ranks.saving = future = thread.submit(write)
+        thread.shutdown(wait=False)
     else:
-        write()
-        future.result()
+        future = Future()
+        future.set_result(write())
     return future
+
+
+def _on_all(ranks: Ranks, what: str, collect: Callable[[], State]) -> tuple[State, dict[str, str]]:
+    """Return what this rank has, and the further names of parameters on all ranks; all raise what fails on one."""
+    found: list[State] = []
+
+    def names() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
+        found.append(collect())
+        return found[0].aliases, found[0].ties
+
+    aliases = joined_aliases(ranks.from_all(what, names))
+    return found[0], aliases
 
 
 def load(
@@ -158,23 +171,21 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
-    about: dict[str, Any] = ranks.from_first(partial(_about, path))
-    state: list[State] = []
+    what = f"the checkpoint {path} could not be read"
+    about: dict[str, Any] = ranks.from_first(what, partial(_about, path))
 
-    def names() -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    def collect() -> State:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
-        state.append(State(*filled))
-        return state[0].aliases, state[0].ties
+        return State(*filled)
 
-    aliases = joined_aliases(ranks.from_all(names))
-    planner = LoadPlanner(state[0], aliases, about, path, cast=cast)
+    planner = LoadPlanner(*_on_all(ranks, what, collect), about, path, cast=cast)
     own = files.Reader(path, about) if about["data"] else None
-    with ranks.told(f"the checkpoint {path} could not be read"):
+    with ranks.told(what):
         reader = own or dcp.HuggingFaceStorageReader(str(path))
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
-    ranks.from_all(planner.refuse_untied)
-    ranks.from_all(planner.put)
+    ranks.from_all(what, planner.refuse_untied)
+    ranks.from_all(what, planner.put)
     return about
 
 
@@ -265,7 +276,7 @@ class Checkpoints:
         ranks.finish()
         left: list[str] = []
         about: dict[str, Any] = {}
-        while not about and (path := ranks.from_first(partial(self._candidate, resume, left))):
+        while not about and (path := self._from_first(partial(self._candidate, resume, left))):
             try:
                 about = _load(path, ranks, (self.mesh, model, optimizer, data), cast=cast)
             except DamagedError as error:  # noqa: PERF203  one of a few
@@ -275,7 +286,7 @@ class Checkpoints:
                 if ranks.rank == 0:
                     warnings.warn(f"left out: {error}", stacklevel=2)
         self._run = about.get("run") or ""
-        self._run = ranks.from_first(self._own_run)
+        self._run = self._from_first(self._own_run)
         return dict(about.get("extra", {"step": 0}))
 
     def _candidate(self, resume: bool | str | os.PathLike[str], left: list[str]) -> Path | None:
@@ -299,12 +310,14 @@ class Checkpoints:
 
         A directory that holds another run is refused.
         """
-        ranks = Ranks.of(self.mesh)
-        ranks.finish()
-        self._run = ranks.from_first(self._ready)
+        self.close()
+        self._run = self._from_first(self._ready)
         how: dict[str, Any] = {"async_": self.async_, "run": self._run, "finished": self._remove_older}
         saved, values = (model, optimizer, data), {"step": step} | extra
         return _save(self.directory / f"step-{step:06}", self.mesh, saved, values, **how)
+
+    def _from_first(self, function: Callable[[], Any]) -> Any:
+        return Ranks.of(self.mesh).from_first(f"{self.directory} could not be read", function)
 
     def _of_runs(self) -> list[tuple[Path, dict[str, Any]]]:
         return [(path, about) for path, about in files.in_order(self.directory) if about.get("run")]

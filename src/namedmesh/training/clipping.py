@@ -63,19 +63,16 @@ def clip_grad_norm_(
             if not (getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)):
                 spread.setdefault(_groups(parameter, grad, mesh), []).append(counted)
     powers = {groups: _power(shards, norm_type, foreach) for groups, shards in spread.items()}
-    operation = "max" if math.isinf(norm_type) else "sum"
     for group in dict.fromkeys(group for groups in powers for group in groups):
         over = [groups for groups in powers if group in groups]
-        together = functional_collective(
-            "all_reduce", torch.stack([powers[groups] for groups in over]), operation, group.group_name
-        )
+        together = _joined(torch.stack([powers[groups] for groups in over]), norm_type, group)
         powers.update(zip(over, together, strict=True))
-    here = torch.stack([*powers.values(), torch.zeros(2, dtype=torch.float64, device=mesh.device)])
-    power = here.amax(0) if math.isinf(norm_type) else here.sum(0)
+    nothing = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    total = _joined(torch.stack([*powers.values(), nothing]), norm_type)
     if "pp" in mesh.layout:
-        power = functional_collective("all_reduce", power, operation, mesh.group("pp").group_name)
-    largest = power[0].masked_fill(power[1] > 0, math.nan)
-    total = largest if math.isinf(norm_type) else power[0] ** (1 / norm_type)
+        total = _joined(total[None], norm_type, mesh.group("pp"))[0]
+    if not math.isinf(norm_type):
+        total = total ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
         remedy = "skip this step, or pass error_if_nonfinite=False"
         raise TrainingError(f"the norm of order {norm_type} of all gradients is {total.item()}; {remedy}")
@@ -111,10 +108,7 @@ def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[ProcessGr
 
 
 def _power(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """Return what is added up over ranks: the power of a norm, and 0; of the largest number, it and whether one is not a number.
-
-    Not every backend's maximum keeps what is not a number. A norm in a short type soon is infinite.
-    """
+    """Return what is added up over ranks: the power of a norm; or the largest number. A norm in a short type soon is infinite."""
     norms = [
         torch.linalg.vector_norm(each, norm_type, dtype=torch.float32)
         for each in shards
@@ -123,7 +117,13 @@ def _power(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tens
     others = [each for each in shards if each.dtype not in _SHORT]
     norms += [get_total_norm(others, norm_type, foreach=foreach)] if others else []
     together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
-    norm = torch.linalg.vector_norm(together, norm_type)
-    if math.isinf(norm_type):
-        return torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()])
-    return torch.stack([norm**norm_type, torch.zeros_like(norm)])
+    norm: Tensor = torch.linalg.vector_norm(together, norm_type)
+    return norm if math.isinf(norm_type) else norm.pow(norm_type)
+
+
+def _joined(powers: Tensor, norm_type: float, group: ProcessGroup | None = None) -> Tensor:
+    """Join powers, over the ranks of a group. They are gathered: not every backend's maximum keeps what is not a number."""
+    if group is not None:
+        powers = functional_collective("all_gather_into_tensor", powers, group.size(), group.group_name)
+        powers = powers.view(group.size(), -1)
+    return powers.amax(0) if math.isinf(norm_type) else powers.sum(0)

@@ -15,14 +15,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import (
-    forget_forward,
-    frees_after_forward,
-    from_all,
-    remove_backwards,
-    tree_leaves,
-    tree_map,
-)
+from namedmesh._torch import frees_after_forward, from_all, remove_backwards, tree_leaves, tree_map
 from namedmesh.errors import LayoutError, ShapeError, TrainingError
 from namedmesh.mesh import NamedMesh
 from namedmesh.sizes import stage_range
@@ -119,7 +112,8 @@ class Pipeline:
         self._mesh, self._kind = mesh, _schedule_class(schedule)
         self._indices = stage_indices(mesh, schedule, len(modules))
         self._microbatches, self._loss, self._reduction, self._whole = microbatches, loss, reduction, whole
-        self._built: dict[str, tuple[object, int, Any]] = {}  # by what runs: shape, rows, schedule
+        # With backward, and without: the shape and the number of rows that a schedule is for, and the schedule.
+        self._built: dict[bool, tuple[object, int, Any]] = {}
         # Of the batch that runs.
         self._target: Any = None
         self._count = 0
@@ -146,9 +140,8 @@ class Pipeline:
         Returns:
             The loss of this rank's batch on the rank of the last stage, and 0 on the others, for :func:`mean_loss`; without a graph.
         """
-        losses: list[Tensor] = []
-        self._run("step", args, kwargs, target, losses)
-        return sum_of(losses, self._mesh)
+        loss: Tensor = self._run(args, kwargs, target, backward=True)
+        return loss
 
     @torch.no_grad()
     def eval(self, *args: Tensor, target: Any = None, **kwargs: Any) -> Tensor | None:
@@ -158,15 +151,12 @@ class Pipeline:
             With a target the loss, as of :meth:`step`: of one micro-batch after the other, whose outputs are not kept.
             Without one the output for the batch on the rank of the last stage, and None on the others.
         """
-        losses: list[Tensor] = []
-        output = self._run("output" if target is None else "loss", args, kwargs, target, losses)
+        found: Tensor | None = self._run(args, kwargs, target, backward=False)
         for each in self._sharded:
             each.reshard()
-        return output if target is None else sum_of(losses, self._mesh)
+        return found
 
-    def _run(
-        self, what: str, args: tuple[Tensor, ...], kwargs: dict[str, Any], target: Any, losses: list[Tensor]
-    ) -> Tensor | None:
+    def _run(self, args: tuple[Tensor, ...], kwargs: dict[str, Any], target: Any, *, backward: bool) -> Any:
         kept = {key: each for key, each in kwargs.items() if key in self._whole}
         by_row = {key: each for key, each in kwargs.items() if key not in self._whole}
         cut = [each for each in (*args, *by_row.values()) if isinstance(each, Tensor)]
@@ -175,44 +165,55 @@ class Pipeline:
         if len(counts) != 1 or not args or 0 in counts:
             remedy = "give all as many, one at least; name keyword arguments without rows in pipeline(..., whole=...)"
             raise ShapeError(f"the batch has {sorted(counts)} rows; {remedy}")
-        (self._count,) = counts
+        (count,) = counts
         shape = [(each.shape[1:], each.dtype, each.requires_grad) for each in cut]
-        known, rows, schedule = self._built.get(what, (None, 0, None))
-        needed = -(-self._count // self._microbatches)
+        known, rows, schedule = self._built.get(backward, (None, 0, None))
+        needed = -(-count // self._microbatches)
         new = known != shape or rows < needed
         if new:
-            rows, schedule = needed, self._schedule(what)
-            self._built[what] = shape, rows, schedule
+            rows, schedule = needed, self._schedule(backward=backward)
+            self._built[backward] = shape, rows, schedule
         index = torch.arange(rows * self._microbatches)
         # Parts of one size: the last row again, which the loss leaves out.
-        filled = index.clamp(max=self._count - 1)
+        filled = index.clamp(max=count - 1)
 
         def fill(value: Any) -> Any:
-            short = isinstance(value, Tensor) and len(index) > self._count
+            short = isinstance(value, Tensor) and len(index) > count
             return value[filled.to(value.device)] if short else value
 
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
         named = {key: fill(each) for key, each in by_row.items()}
-        if what != "output":  # torch splits numbers of rows in place of the target, which may be of any form
-            named |= {"target": index, "losses": losses, "return_outputs": False}
-        self._target, self._kept = target, kept
+        self._target, self._count, self._kept = target, count, kept
+        run = schedule.step if backward else schedule.eval
+        losses: list[Tensor] = []
         with _gradients_kept(self._modules if new else []):
-            output = (schedule.step if what == "step" else schedule.eval)(*given, **named)
+            # torch splits the numbers of rows in place of the target, which may be of any form.
+            output = run(*given, **named, target=index, losses=losses, return_outputs=target is None)
         self._target, self._kept = None, {}
-        return None if output is None else output[: self._count]
+        if target is not None:
+            return sum_of(losses, self._mesh)
+        return None if output is None else output[:count]
 
-    def _schedule(self, what: str) -> Any:
+    def _schedule(self, *, backward: bool) -> Any:
         mesh = self._mesh
         total = len(self._modules) * mesh.size("pp")
         stages = [
-            _Stage(module, index, total, mesh.device, group=mesh.group("pp"))
+            PipelineStage(module, index, total, mesh.device, group=mesh.group("pp"))
             for module, index in zip(self._modules, self._indices, strict=True)
         ]
+
+        def loss(output: Tensor, index: Tensor) -> Tensor:
+            if self._target is None:
+                return torch.zeros(())  # the output is asked for
+            part = self._part(output, index)
+            if not backward:
+                stages[-1].clear_runtime_states()  # with the output, kept for a backward that never comes
+            return part
+
         single = issubclass(self._kind, PipelineScheduleSingle)
-        kind: Any = ScheduleGPipe if single and what != "step" else self._kind
-        loss = None if what == "output" else self._part
+        kind: Any = ScheduleGPipe if single and not backward else self._kind
         schedule = kind(stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False)
-        if what != "step" and not single:
+        if not backward and not single:
             remove_backwards(schedule)
         return schedule
 
@@ -221,27 +222,17 @@ class Pipeline:
 
     def _part(self, output: Tensor, index: Tensor) -> Tensor:
         """Return what the rows of one micro-batch add to the loss of the batch."""
-        first = int(index[0])
-        count = max(0, min(len(index), self._count - first))
-        # Where all rows are repeated ones, times zero, so that the backward is the same on every rank.
-        rows = slice(first, first + count) if count else slice(self._count - 1, self._count)
+        start = int(index[0])
+        counted = max(0, min(len(index), self._count - start))
+        # Where all rows are repeated ones, one of them, times zero, so that the backward is the same on every rank.
+        first, size = min(start, self._count - 1), max(counted, 1)
         # Its backward has memory of its size.
-        real = output if count == len(index) else output[: max(count, 1)]
-        loss = self._loss(real, tree_map(lambda each: each[rows], self._target))
-        return loss * (count / self._count if self._reduction == "mean" else min(count, 1))
+        real = output if size == len(index) else output[:size]
+        loss = self._loss(real, tree_map(lambda each: each[first : first + size], self._target))
+        return loss * (counted / self._count if self._reduction == "mean" else min(counted, 1))
 
 
 pipeline = Pipeline  # called as a function, as its neighbors
-
-
-class _Stage(PipelineStage):
-    """torch's, which in evaluation keeps the outputs of the last stage for a backward that never comes."""
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last and not self.has_backward:
-            forget_forward(self, fwd_chunk_id)
-        return output
 
 
 @contextmanager
@@ -287,27 +278,25 @@ def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Ca
         if each is not None:
             each.tied_stages = (str(found[ranks[0][0]][1]), end)  # type: ignore[attr-defined]  # for checkpoints
             each.shared = end == "last"  # type: ignore[attr-defined]  # for clipping
-    values = _exchanged([_local(each) for each in here], group, peer)
+    others = _other_ends([_local(each) for each in here], group, peer)
     if last is not None:
-        _local(last).copy_(values[-1] if first is None else values[0])
+        _local(last).copy_(others[-1])
 
     @torch.no_grad()
     def sum_gradients() -> None:
         for each in here:
             each.grad = torch.zeros_like(each) if each.grad is None else each.grad
         grads = [_local(each.grad) for each in here if each.grad is not None]
-        one, other = _exchanged(grads, group, peer)
-        total = one + other
-        for each in grads:
-            each.copy_(total)
+        for grad, other in zip(grads, _other_ends(grads, group, peer), strict=True):
+            grad.add_(other)
 
     return sum_gradients
 
 
-def _exchanged(here: list[Tensor], group: dist.ProcessGroup, peer: int) -> list[Tensor]:
-    """Return the tensors of both ends: this rank's, and the peer's where this rank has one of them."""
+def _other_ends(here: list[Tensor], group: dist.ProcessGroup, peer: int) -> list[Tensor]:
+    """Return the tensor of the other end for each of this rank's: the peer's, or copies where this rank has both."""
     if len(here) > 1:
-        return here
+        return [each.clone() for each in reversed(here)]
     received = torch.empty_like(here[0])
     operations = [
         dist.P2POp(dist.isend, here[0].contiguous(), group=group, group_peer=peer),
@@ -315,7 +304,7 @@ def _exchanged(here: list[Tensor], group: dist.ProcessGroup, peer: int) -> list[
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return [here[0], received]
+    return [received]
 
 
 def _local(tensor: Tensor) -> Tensor:
