@@ -74,32 +74,27 @@ def init(
     GroupOptions(timeout=timeout)
     os.environ.update(torchrun_variables(os.environ))
 
-    def make(store: dist.Store, rank: int, world_size: int) -> None:
+    if was_launched():
+        _check_environment(os.environ)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store: dist.Store = open_store(os.environ, rank, timeout or default_pg_timeout)
+    else:
+        rank, world_size, store = 0, 1, dist.HashStore()
+    meetings = Meetings(store, rank, world_size)
+    with agreed("launch.init", timeout or default_pg_timeout, meetings) as compare:
+        chosen = local_device(device)
+        found = backend or dist.get_default_backend_for_device(chosen)
+        compare({"backend": found, "device": chosen.type, "bind_device": bind_device})
         if chosen.type != "cpu":
             torch.get_device_module(chosen).set_device(chosen)
         dist.init_process_group(
             found,
-            store=store,
+            store=meetings.part("launch.init", timeout or default_pg_timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=chosen if bind_device and chosen.type != "cpu" else None,
         )
-
-    if not was_launched():
-        chosen = local_device(device)
-        found = backend or dist.get_default_backend_for_device(chosen)
-        make(dist.HashStore(), 0, 1)
-        return chosen
-    _check_environment(os.environ)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    wait = timeout or default_pg_timeout
-    meetings = Meetings(open_store(os.environ, rank, wait), rank, world_size)
-    with agreed("launch.init", wait, meetings) as compare:
-        chosen = local_device(device)
-        found = backend or dist.get_default_backend_for_device(chosen)
-        compare({"backend": found, "device": chosen.type, "bind_device": bind_device})
-        make(meetings.part("launch.init", wait), rank, world_size)
     meet_on(meetings)
     return chosen
 
@@ -124,10 +119,9 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
 
 
 def local_device(
-    device: str | torch.device | None = None, environment: Mapping[str, str] | None = None
+    device: str | torch.device | None = None, environment: Mapping[str, str] = os.environ
 ) -> torch.device:
     """Return the device that this process should use, as for :func:`init`; LaunchError if it is not there."""
-    environment = os.environ if environment is None else environment
     wanted = _wanted(device)
     if wanted.type == "cpu":
         return torch.device("cpu")
