@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 examples/train.py --pp 2 --tp 2 --checkpoint checkpoints
     torchrun --nproc-per-node 4 examples/train.py --tp 4 --checkpoint checkpoints --steps 200    # goes on
     torchrun --nproc-per-node 8 examples/train.py --pp 2 --cp 2 --tp 2 --verify
-    torchrun --nproc-per-node 8 examples/train.py --tp 2 --moe --ep 4
+    torchrun --nproc-per-node 8 examples/train.py --tp 2 --moe --ep 4 --lr 0.002
     python examples/train.py --steps 20
 
 The batch and the order of the data do not depend on the layout, so neither does the loss; ``--verify`` shows it.
@@ -60,7 +60,7 @@ class Settings:
     seq: int = option(64, "bytes in a sequence")
     dim: int = option(128, "width of the model")
     layers: int = option(4, "number of layers")
-    lr: float = option(0.008, "highest learning rate")
+    lr: float = option(0.008, "highest learning rate; with --moe 0.002, or rounding grows step by step")
     clip: float = option(1.0, "largest norm of the gradients that is not scaled down")
     microbatches: int = option(0, "parts of a rank's batch, whose gradients are added; 0 for one a stage")
     recompute: bool = option(False, "keep only what goes into a layer, and compute the rest again")
