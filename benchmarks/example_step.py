@@ -48,7 +48,7 @@ def plain_step(settings: Settings, mesh: NamedMesh) -> Callable[[Tensor, Tensor]
         fully_shard(layer, mesh=dp)
     fully_shard(model, mesh=dp)
     optimizer = make_optimizer(model)
-    set_rate(optimizer, settings.lr, 0)
+    set_rate(optimizer, settings, 0)
     positions = torch.arange(settings.seq)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
@@ -70,7 +70,7 @@ def example_step(settings: Settings, mesh: NamedMesh) -> Callable[[Tensor, Tenso
     """Return a step of the training example."""
     model = make_model(settings, mesh)
     optimizer = make_optimizer(model)
-    set_rate(optimizer, settings.lr, 0)
+    set_rate(optimizer, settings, 0)
     run = Step(model, mesh, microbatches=1)
 
     def step(inputs: Tensor, targets: Tensor) -> float:

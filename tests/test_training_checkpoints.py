@@ -329,6 +329,32 @@ def test_killed_at_any_write_the_last_good_one_loads(tmp_path: Path) -> None:
     assert files_left(tmp_path) == [f"step-{number:06}"]  # nothing is left of all that were killed
 
 
+def test_power_may_fail_before_the_pointer_is_there_but_not_lose_what_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files, the pointer too, and their names are on the disk before it gets its name; then that name is."""
+    events: list[
+        Any
+    ] = []  # numbers of files and directories that were synced; of a rename the numbers in the directory
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        events.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append({each.stat().st_ino for each in (path.parent, *path.parent.iterdir())})
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    training.save(tmp_path / "one", None, *numbered(1))
+    (place,) = (number for number, each in enumerate(events) if isinstance(each, set))
+    assert events[place] <= {*events[:place]}
+    assert len(events[place]) > 3
+    assert {each.stat().st_ino for each in (tmp_path, tmp_path / "one")} <= {*events[place + 1 :]}
+
+
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
