@@ -73,7 +73,7 @@ def mean_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 def optimizer_for(*model: nn.Module) -> torch.optim.Optimizer:
     optimizer = train.make_optimizer(nn.ModuleList(model))
-    train.set_rate(optimizer, 0.1, 0)
+    train.set_rate(optimizer, train.Settings(lr=0.1), 0)
     return optimizer
 
 
