@@ -177,11 +177,9 @@ class Accessors:
 
     def _check_open(self) -> None:
         if self.closed or self.is_outlived():
-            why = (
-                "was closed"
-                if self.closed
-                else "has no groups any more, since the default group was destroyed"
-            )
+            why = "was closed"
+            if not self.closed:
+                why = "has no groups any more, since the default group was destroyed"
             raise MeshError(f"the mesh over {self.layout} {why}; make another with init_mesh()")
 
     def _prepare(self) -> None:

@@ -163,11 +163,6 @@ class Layout:
         return zip(self.axes, self.sizes, strict=True)
 
     @property
-    def order(self) -> str:
-        """Megatron's order string, fastest axis first."""
-        return "-".join(reversed(self.axes))
-
-    @property
     def ranks(self) -> range:
         """Every rank that the layout covers."""
         return range(self.rank_offset, self.rank_offset + self.world_size)
