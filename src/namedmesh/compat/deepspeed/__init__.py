@@ -20,8 +20,8 @@ from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.topology import *
 from namedmesh.compat.deepspeed.topology import Getters, getter
 from namedmesh.compat.install import Original, as_imported
-from namedmesh.compat.state import USUAL_AXES, Bound, State, agreed_groups, check_axes, require_open
-from namedmesh.dialects import EXPERT_AXES
+from namedmesh.compat.state import Bound, State, agreed_groups, check_axes
+from namedmesh.dialects import AXES, EXPERT_AXES
 from namedmesh.errors import PlanError, listing
 from namedmesh.mesh import NamedMesh
 
@@ -133,10 +133,9 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    require_open(mesh, "deepspeed.mpu")
     with agreed_groups(mesh, "deepspeed.mpu"):
         instead = "DeepSpeed makes its own groups for them; leave it out of the mesh"
-        check_axes(mesh.layout, "DeepSpeed", (*USUAL_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
+        check_axes(mesh.layout, "DeepSpeed", (*AXES, "sp"), experts=EXPERT_AXES, instead=instead)
         kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
         if "sp" not in mesh and "cp" not in mesh:
             return ModelParallelUnit(mesh, kinds)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from namedmesh.agreement import agreed
 from namedmesh.compat import ContractError
-from namedmesh.compat.state import agreed_groups, group_over, require_default_group, require_open
+from namedmesh.compat.state import agreed_groups, group_over, require_default_group
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
@@ -237,11 +237,10 @@ class PipelineParallelGrid(Getters):
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
         """Make a grid over a mesh that exists, with axes pp and dp, whose groups it uses; every rank calls it; communicates."""
-        require_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
-        words = {name: kind for kind, name in _CANONICAL.items()}
-        topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
         grid = cls.__new__(cls)
+        words = {name: kind for kind, name in _CANONICAL.items()}
         with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
+            topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
             _check_grid(topology, mesh.layout)
             grid._fill(topology, mesh)  # noqa: SLF001  its own
         return grid
