@@ -506,7 +506,7 @@ MEGATRON: dict[str, Callable[[], Any]] = {
     "the length ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
     "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
     "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3), 1.0),
-    "the tensor of shape (2, 4) has ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
+    "the tensor of shape (2, 4) is marked already; ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
     "sequence_parallel needs ...": lambda: ROW(4, 4, config=IN_SEQUENCE),
     "ColumnParallelLinear got no weight; ... (2, 4), ...": lambda: COLUMN(

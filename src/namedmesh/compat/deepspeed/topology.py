@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _CANONICAL = {"pipe": "pp", "data": "dp", "model": "tp"}
+_check_axes = attrgetter("pipe", "data")  # a grid needs both; an AttributeError without one
 
 
 class ProcessTopology:
@@ -231,7 +232,11 @@ class PipelineParallelGrid(Getters):
         names = topology.get_axis_names()
         with agreed("deepspeed.PipelineParallelGrid") as compare:
             layout = ProcessTopology(names, [topology.get_dim(axis) for axis in names]).layout
-            _check_grid(topology, layout)
+            if layout.world_size != dist.get_world_size():
+                raise ContractError(
+                    f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; change one of them"
+                )
+            _check_axes(topology.get_coord(0))
             self._fill(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
 
     @classmethod
@@ -241,7 +246,7 @@ class PipelineParallelGrid(Getters):
         words = {name: kind for kind, name in _CANONICAL.items()}
         with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
             topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
-            _check_grid(topology, mesh.layout)
+            _check_axes(topology.get_coord(0))
             grid._fill(topology, mesh)  # noqa: SLF001  its own
         return grid
 
@@ -285,12 +290,3 @@ class PipelineParallelGrid(Getters):
 
     get_stage_id = Getters.get_pipe_parallel_rank
     get_data_parallel_id = Getters.get_data_parallel_rank
-
-
-def _check_grid(topology: Any, layout: Layout) -> None:
-    """Refuse a topology that no grid can have."""
-    if layout.world_size != dist.get_world_size():
-        raise ContractError(
-            f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; change one of them"
-        )
-    attrgetter("pipe", "data")(topology.get_coord(0))  # a grid needs both

@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 Ranks: TypeAlias = "ProcessGroup | None"
-_MARKS = ("expert_tp", "is_qkv", "tensor_model_parallel", "partition_dim", "partition_stride")
 
 
 def current_group(group: Ranks, *, is_expert: bool = False) -> Group:
@@ -185,11 +184,9 @@ def vocab_parallel_cross_entropy(
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
     """Mark a tensor as a shard (``is_parallel``) of ``stride`` blocks along a dim; a ContractError where it is marked."""
-    present = [name for name in _MARKS if hasattr(tensor, name)]
-    if present:
+    if hasattr(tensor, "tensor_model_parallel"):
         raise ContractError(
-            f"the tensor of shape {tuple(tensor.shape)} has {', '.join(present)} already; mark a tensor once, or "
-            "delete the attributes first"
+            f"the tensor of shape {tuple(tensor.shape)} is marked already; mark a tensor once, or delete its marks first"
         )
     vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
 
