@@ -245,11 +245,11 @@ def _ranks_of(mesh: NamedMesh, axes_of: AxesOf) -> tuple[MeshRanks, MeshRanks]:
         instead="they factor the world another way; leave it out of the mesh and add a view for it: "
         "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
     )
-    expert = MeshRanks(mesh.layout, axes_of, _WITHOUT_VIEW)
-    for view in reversed(mesh.views.values()):
+    dense = MeshRanks(mesh.layout, axes_of)
+    for view in mesh.views.values():
         if not {"ep", *WORDS}.isdisjoint(view):
-            expert = MeshRanks(view, axes_of, EXPERT)
-    return MeshRanks(mesh.layout, axes_of), expert
+            return dense, MeshRanks(view, axes_of, EXPERT)
+    return dense, MeshRanks(mesh.layout, axes_of, _WITHOUT_VIEW)
 
 
 def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
