@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import namedmesh
-from namedmesh.compat.deepspeed import mark_parameters, mpu
+from namedmesh.compat.deepspeed import mpu
 from namedmesh.compat.megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class Model(nn.Module):
-    """Layers whose parameters are plain shards, which is what DeepSpeed's optimizers take."""
+    """Layers whose parameters are plain shards, marked as such, which is what DeepSpeed's optimizers take."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -25,7 +25,6 @@ class Model(nn.Module):
 mesh = namedmesh.init_mesh(dp=-1, tp=2)
 torch.manual_seed(0)
 model = Model(mesh.group("tp")).to(mesh.device)
-mark_parameters(model)  # so that the norm of the gradients counts each shard
 engine, *_ = deepspeed.initialize(
     model=model,
     mpu=mpu(mesh),  # data- and tensor-parallel groups are those of the mesh

@@ -10,17 +10,14 @@ from math import prod
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from installing import run_python
 from legacy import arguments, comparable, deepspeed_groups, init_deepspeed, outcome
 from messages import refuses
 from ranks import fake_world, live_groups, run_ranks, summed
-from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import namedmesh
-from namedmesh import Layout, PlanError
+from namedmesh import Layout
 from namedmesh.compat import deepspeed
 from namedmesh.compat.deepspeed import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 
@@ -324,18 +321,6 @@ def test_a_bound_mesh_gives_its_groups_and_its_view_of_the_experts() -> None:
         assert module.expert_tensor_parallel_world_size == 1
         for each in (mesh, other):
             each.close()
-
-
-def test_parameters_that_deepspeed_cannot_train_are_refused() -> None:
-    with fake_world(2):
-        mesh = namedmesh.init_mesh(tp=2, device="cpu")
-        model = nn.Linear(4, 4, bias=False)
-        assert deepspeed.mark_parameters(model) == []
-        weight = distribute_tensor(torch.zeros(4, 4), mesh["tp"], [Shard(0)], src_data_rank=None)
-        model.weight = nn.Parameter(weight)
-        text = "parameters weight are DTensors, which DeepSpeed's optimizers cannot work with; ..."
-        refuses(lambda: deepspeed.mark_parameters(model), PlanError, text)
-        mesh.close()
 
 
 # --- under the original's path ------------------------------------------------------------------------------

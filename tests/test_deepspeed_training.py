@@ -102,10 +102,8 @@ class Run:
         self.sequence = next((axis for axis in ("sp", "cp") if axis in mesh.layout), None)
         torch.manual_seed(seed)
         model = Block(mesh.group("tp"))
-        self.shards = deepspeed.mark_parameters(model)
         if not marked:
             for parameter in model.parameters():
-                vars(parameter).pop("model_parallel", None)
                 vars(parameter).pop("tensor_model_parallel", None)
         self._found: list[float] = []
         clip = engine_module.clip_grad_norm_  # stage 0 clips by its return value and does not keep it
@@ -163,7 +161,6 @@ def _train_all(folder: str) -> dict[str, Any]:
         path, _ = other.engine.load_checkpoint(f"{folder}/{stage}", tag="three")
         other.steps(3, STEPS)
         told[f"stage {stage}, loaded"] = (path is not None, other.end())
-        told["shards"] = run.shards
         unmarked = Run(mesh, stage, marked=False)
         unmarked.steps(0, 1)
         told[f"stage {stage}, unmarked"] = unmarked.end().norms
@@ -182,7 +179,6 @@ def test_zero_trains_clips_and_saves_as_one_process(tmp_path: Path) -> None:
     (expected,) = run_ranks(1, one_process, init=False)
     rest = Told(expected.losses[3:], expected.norms[3:])
     for told in run_ranks(4, _train_all, str(tmp_path), timeout=170):
-        assert told["shards"] == ["embed.weight", "up.weight", "up.bias", "down.weight", "head.weight"]
         for stage in STAGES:
             assert near(told[f"stage {stage}"], expected), stage
             loaded, after = told[f"stage {stage}, loaded"]

@@ -366,17 +366,13 @@ def compare_losses(group: Any) -> dict[str, Any]:
 
 
 def compare_helpers(group: Any) -> dict[str, bool]:
-    value = numbers(4, 6, seed=dist.get_rank())
-    first = tensor_parallel.param_is_not_tensor_parallel_duplicate(value, group)
-    marked = []
+    marked, counted = [], []
     for module in (original("megatron.core.tensor_parallel.layers"), our_layers):
-        one, other, plain = (zeros(2) for _ in range(3))
-        module.set_tensor_model_parallel_attributes(one, True, 1, 2)
-        module.copy_tensor_model_parallel_attributes(other, one)
-        for tensor in (other, plain):
-            module.set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)
-        marked.append([vars(tensor) for tensor in (one, other, plain)])
-    return {"duplicate": first == (dist.get_rank() == 0), "marks": marked[0] == marked[1]}
+        cut, plain = zeros(2), zeros(2)
+        module.set_tensor_model_parallel_attributes(cut, True, 1, 2)
+        marked.append(vars(cut))
+        counted.append([module.param_is_not_tensor_parallel_duplicate(each, group) for each in (cut, plain)])
+    return {"marks": marked[0] == marked[1], "duplicates": counted[0] == counted[1]}
 
 
 @pytest.mark.oracle("megatron.core")
@@ -507,11 +503,10 @@ MEGATRON: dict[str, Callable[[], Any]] = {
     "the length of dim 0 ... (5, 2, 4) is 5, ...": lambda: VOCABULARY(8, 4, reduce_scatter_embeddings=True)(
         zeros(2, 5).long()
     ),
-    "the lengths to send are ...": lambda: EXCHANGE(dist.group.WORLD, zeros(9), None, [1, 2, 3, 4]),
     "the length ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
     "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
     "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3), 1.0),
-    "the tensor of shape (2, 4) has ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
+    "the tensor of shape (2, 4) is marked already; ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
     "sequence_parallel needs ...": lambda: ROW(4, 4, config=IN_SEQUENCE),
     "ColumnParallelLinear got no weight; ... (2, 4), ...": lambda: COLUMN(

@@ -45,7 +45,6 @@ from namedmesh.compat.state import (
     check_axes,
     group_over,
     require_default_group,
-    require_open,
 )
 from namedmesh.dialects import DIALECTS, layouts_for
 from namedmesh.errors import LayoutError
@@ -96,7 +95,6 @@ class ModelParallel:
             AgreementError: the other ranks did not call this, or not with the same mesh.
         """
         call = f"{self.name}.bind"
-        require_open(mesh, call)
         if self.state.is_bound(mesh):
             return self.state.bind(mesh)
         with agreed_groups(mesh, call):
@@ -353,6 +351,7 @@ class _Embedding(_Layer):
                 f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
             )
         self.make_weight(init_method, keep=keep_master_weight_for_test)
+        self.embedding_dim_per_partition = self.weight.shape[1]
 
 
 class VocabParallelEmbedding(_Embedding, VocabEmbedding):
@@ -371,11 +370,6 @@ class ParallelEmbedding(_Embedding):
     """An embedding whose features are sharded over the model-parallel ranks: the weight is this rank's ``(num_embeddings, embedding_dim / t)``."""
 
     dim = 1
-
-    def make_weight(self, *args: Any, **kwargs: Any) -> None:
-        """Make this rank's features of all vectors."""
-        super().make_weight(*args, **kwargs)
-        self.embedding_dim_per_partition = self.weight.shape[1]
 
     def forward(self, input_: Tensor) -> Tensor:
         """Return ``(..., embedding_dim)``, the same on every rank."""

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from namedmesh import current
 from namedmesh.compat import ContractError
+from namedmesh.dialects import AXES
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.groups import kept_groups
 from namedmesh.layout import Layout
@@ -194,9 +195,6 @@ def require_open(mesh: object, call: str) -> None:
 
 # The groups of a legacy API.
 
-USUAL_AXES = ("pp", "dp", "cp", "tp", "dp_replicate", "dp_shard")
-"""The axes that every legacy API has groups over, with the two parts of dp."""
-
 
 def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
     """Return the axes of a layout that stand for some of a legacy API's, in its order; one that it lacks has size 1.
@@ -221,7 +219,8 @@ def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, li
 
 @contextmanager
 def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] | None = None) -> Iterator[None]:
-    """Make groups of a mesh in a context, once every rank has come with the same mesh and request; communicates."""
+    """Make groups of an open mesh in a context, once every rank has come with the same mesh and request; communicates."""
+    require_open(mesh, call)
     with mesh.agreed(call) as compare:
         layouts = {"layout": repr(mesh.layout), "views": repr(mesh.views)}
         compare({**layouts, **(request or {}), "groups that exist": kept_groups()})
@@ -231,7 +230,7 @@ def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] | No
 def check_axes(
     layout: Layout,
     dialect: str,
-    allowed: Collection[str] = USUAL_AXES,
+    allowed: Collection[str] = AXES,
     *,
     experts: Collection[str] = (),
     instead: str = "",

@@ -13,19 +13,16 @@ from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.topology import *
 from namedmesh.compat.deepspeed.topology import Getters, getter
 from namedmesh.compat.install import Original, as_imported
-from namedmesh.compat.state import USUAL_AXES, Bound, State, agreed_groups, check_axes, require_open
-from namedmesh.dialects import EXPERT_AXES
-from namedmesh.errors import PlanError, listing
+from namedmesh.compat.state import Bound, State, agreed_groups, check_axes
+from namedmesh.dialects import AXES, EXPERT_AXES
 from namedmesh.mesh import NamedMesh
 
-__all__ = ["ModelParallelUnit", "SequenceParallelUnit", "bind", "install", "mark_parameters", "mpu"]
+__all__ = ["ModelParallelUnit", "SequenceParallelUnit", "bind", "install", "mpu"]
 __all__ += ["unbind", "uninstall"]
 __all__ += topology.__all__
 
@@ -85,38 +82,15 @@ def _values(mesh: NamedMesh) -> dict[str, Any]:
     return values
 
 
-def mark_parameters(model: nn.Module) -> list[str]:
-    """Mark the shards of tensor-parallel parameters as every version of DeepSpeed expects them; return their names.
-
-    DeepSpeed counts a parameter that is not marked on the first model-parallel rank only: the norm of the gradients, and
-    what is clipped by it, is silently too small. Call it before ``deepspeed.initialize``. The layers of namedmesh's Megatron
-    dialect mark their shards with ``tensor_model_parallel``, which DeepSpeed 0.19 reads; this adds ``model_parallel``,
-    which all versions do.
-
-    Raises:
-        PlanError: there are DTensors among the parameters, which DeepSpeed's optimizers cannot work with.
-    """
-    parameters = dict(model.named_parameters())
-    dtensors = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
-    if dtensors:
-        raise PlanError(
-            f"parameters {listing(dtensors)} are DTensors, which DeepSpeed's optimizers cannot work with; use layers whose "
-            "parameters are plain shards, such as those of namedmesh.compat.megatron.tensor_parallel"
-        )
-    shards = []
-    for name, parameter in parameters.items():
-        if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
-            parameter.model_parallel = True  # type: ignore[attr-defined]
-            shards.append(name)
-    return shards
-
-
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; every rank calls it; communicates.
 
     The mesh has any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. sp is DeepSpeed's Ulysses; cp,
     Megatron's context parallelism, means the same to an optimizer: ranks with the same parameters, each with a part of a
     sequence. With both, sequences are sharded over their product.
+
+    DeepSpeed counts a shard whose attribute ``tensor_model_parallel`` is not True on the first model-parallel rank only: the
+    norm that it clips by is silently too small. The layers of the Megatron dialect mark their parameters.
 
     Returns:
         A :class:`ModelParallelUnit`; with sp or cp a :class:`SequenceParallelUnit`.
@@ -133,10 +107,9 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    require_open(mesh, "deepspeed.mpu")
     with agreed_groups(mesh, "deepspeed.mpu"):
         instead = "DeepSpeed makes its own groups for them; leave it out of the mesh"
-        check_axes(mesh.layout, "DeepSpeed", (*USUAL_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
+        check_axes(mesh.layout, "DeepSpeed", (*AXES, "sp"), experts=EXPERT_AXES, instead=instead)
         kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
         if "sp" not in mesh and "cp" not in mesh:
             return ModelParallelUnit(mesh, kinds)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from namedmesh.agreement import agreed
 from namedmesh.compat import ContractError
-from namedmesh.compat.state import agreed_groups, group_over, require_default_group, require_open
+from namedmesh.compat.state import agreed_groups, group_over, require_default_group
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _CANONICAL = {"pipe": "pp", "data": "dp", "model": "tp"}
+_check_axes = attrgetter("pipe", "data")  # a grid needs both; an AttributeError without one
 
 
 class ProcessTopology:
@@ -231,18 +232,21 @@ class PipelineParallelGrid(Getters):
         names = topology.get_axis_names()
         with agreed("deepspeed.PipelineParallelGrid") as compare:
             layout = ProcessTopology(names, [topology.get_dim(axis) for axis in names]).layout
-            _check_grid(topology, layout)
+            if layout.world_size != dist.get_world_size():
+                raise ContractError(
+                    f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; change one of them"
+                )
+            _check_axes(topology.get_coord(0))
             self._fill(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
         """Make a grid over a mesh that exists, with axes pp and dp, whose groups it uses; every rank calls it; communicates."""
-        require_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
-        words = {name: kind for kind, name in _CANONICAL.items()}
-        topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
         grid = cls.__new__(cls)
+        words = {name: kind for kind, name in _CANONICAL.items()}
         with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
-            _check_grid(topology, mesh.layout)
+            topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
+            _check_axes(topology.get_coord(0))
             grid._fill(topology, mesh)  # noqa: SLF001  its own
         return grid
 
@@ -286,12 +290,3 @@ class PipelineParallelGrid(Getters):
 
     get_stage_id = Getters.get_pipe_parallel_rank
     get_data_parallel_id = Getters.get_data_parallel_rank
-
-
-def _check_grid(topology: Any, layout: Layout) -> None:
-    """Refuse a topology that no grid can have."""
-    if layout.world_size != dist.get_world_size():
-        raise ContractError(
-            f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; change one of them"
-        )
-    attrgetter("pipe", "data")(topology.get_coord(0))  # a grid needs both

@@ -36,7 +36,6 @@ from namedmesh.compat.install import Original, as_imported, is_installed
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.stand_in import EXPERT, WORDS, AxesOf, MeshRanks
 from namedmesh.compat.state import (
-    USUAL_AXES,
     Bound,
     State,
     agreed_groups,
@@ -44,6 +43,7 @@ from namedmesh.compat.state import (
     require_default_group,
     require_open,
 )
+from namedmesh.dialects import AXES
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
@@ -70,8 +70,8 @@ _SIZES = {
     "expert_tensor_parallel_size": "tp",
     "expert_gtp_remat_size": "gtp_remat",
 }
-_OTHERS = ("order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
-_DETERMINED = (*_SIZES, *_OTHERS)  # by the mesh, or by the options of its groups
+# By the mesh, or by the options of its groups.
+_DETERMINED = (*_SIZES, "order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
 
 
 class Megatron:
@@ -240,16 +240,16 @@ def _ranks_of(mesh: NamedMesh, axes_of: AxesOf) -> tuple[MeshRanks, MeshRanks]:
     check_axes(
         mesh.layout,
         "Megatron",
-        (*USUAL_AXES, "sp", "gtp_remat"),
+        (*AXES, "sp", "gtp_remat"),
         experts=("ep", *WORDS),
         instead="they factor the world another way; leave it out of the mesh and add a view for it: "
         "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
     )
-    expert = MeshRanks(mesh.layout, axes_of, _WITHOUT_VIEW)
-    for view in reversed(mesh.views.values()):
+    dense = MeshRanks(mesh.layout, axes_of)
+    for view in mesh.views.values():
         if not {"ep", *WORDS}.isdisjoint(view):
-            expert = MeshRanks(view, axes_of, EXPERT)
-    return MeshRanks(mesh.layout, axes_of), expert
+            return dense, MeshRanks(view, axes_of, EXPERT)
+    return dense, MeshRanks(mesh.layout, axes_of, _WITHOUT_VIEW)
 
 
 def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:

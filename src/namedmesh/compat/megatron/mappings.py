@@ -7,7 +7,7 @@ Below, t is the number of its ranks; a length that t does not divide is a Contra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ __all__ = [
     "all_to_all",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
-    "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "divide",
     "ensure_divisibility",
@@ -45,20 +44,12 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
     "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy",
 ]
 
 Ranks: TypeAlias = "ProcessGroup | None"
-_DEFAULTS: dict[str, Any] = {
-    "expert_tp": False,
-    "is_qkv": False,
-    "tensor_model_parallel": False,
-    "partition_dim": -1,
-    "partition_stride": 1,
-}
 
 
 def current_group(group: Ranks, *, is_expert: bool = False) -> Group:
@@ -147,15 +138,10 @@ def all_to_all(
     """Send a shard of the first dim to each rank, and join what they send; shards are equal where no lengths are given."""
     if group is None:
         raise ContractError("all_to_all was called without a group; pass the process group of its ranks")
-    ranks, send = current_group(group), input_split_sizes
-    if send is None:
+    ranks = current_group(group)
+    if input_split_sizes is None:
         check_even(input_, 0, ranks.size)
-    elif not torch.compiler.is_compiling() and (len(send) != ranks.size or sum(send) != input_.shape[0]):
-        raise ContractError(
-            f"the lengths to send are {[*map(int, send)]}, for {ranks.size} ranks and dim 0 of shape {tuple(input_.shape)}; "
-            "pass one for each rank, which add up to it"
-        )
-    return exchange(input_, ranks, (send, output_split_sizes_))
+    return exchange(input_, ranks, (input_split_sizes, output_split_sizes_))
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Ranks = None) -> Tensor:
@@ -198,36 +184,13 @@ def vocab_parallel_cross_entropy(
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
     """Mark a tensor as a shard (``is_parallel``) of ``stride`` blocks along a dim; a ContractError where it is marked."""
-    present = [name for name in _DEFAULTS if hasattr(tensor, name)]
-    if present:
+    if hasattr(tensor, "tensor_model_parallel"):
         raise ContractError(
-            f"the tensor of shape {tuple(tensor.shape)} has {', '.join(present)} already; mark a tensor once, or "
-            "delete the attributes first"
+            f"the tensor of shape {tuple(tensor.shape)} is marked already; mark a tensor once, or delete its marks first"
         )
     vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
 
 
-def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Mark a tensor as whole on every rank, as far as it is not marked as something else."""
-    for name, value in _DEFAULTS.items():
-        if not hasattr(tensor, name):
-            setattr(tensor, name, value)
-
-
-def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Mark a tensor as another one is marked, such as a master copy of a parameter."""
-    for name in _DEFAULTS:
-        if hasattr(source_tensor, name):
-            setattr(destination_tensor, name, getattr(source_tensor, name))
-
-
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Ranks = None) -> bool:
     """Return whether this rank counts a parameter, in a norm for example: a shard everywhere, a copy on the first rank."""
-    if getattr(param, "tensor_model_parallel", False):
-        return True
-    if tp_group is not None:
-        return tp_group.rank() == 0
-    from namedmesh.compat.megatron import parallel_state
-
-    # By the accessor and not by the group: a rank that was set by hand counts here.
-    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+    return getattr(param, "tensor_model_parallel", False) or current_group(tp_group).rank == 0

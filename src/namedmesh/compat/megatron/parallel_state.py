@@ -9,6 +9,7 @@ that stand at other places in other releases are keywords only, and ``with_gtp_r
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -51,9 +52,8 @@ _MODEL_PARALLEL_GLOBAL_RANKS = _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = NOTHING
 _DATA_PARALLEL_GROUP = _DATA_PARALLEL_GLOBAL_RANKS = _DATA_PARALLEL_GROUP_GLOO = NOTHING
 _DATA_PARALLEL_GROUP_WITH_CP = _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP = NOTHING
 _DATA_PARALLEL_GROUP_WITH_CP_GLOO = _DATA_PARALLEL_GROUP_WITH_CP_AG = NOTHING
-_EMBEDDING_GROUP = _EMBEDDING_GLOBAL_RANKS = _POSITION_EMBEDDING_GROUP = _POSITION_EMBEDDING_GLOBAL_RANKS = (
-    NOTHING
-)
+_EMBEDDING_GROUP = _EMBEDDING_GLOBAL_RANKS = NOTHING
+_POSITION_EMBEDDING_GROUP = _POSITION_EMBEDDING_GLOBAL_RANKS = NOTHING
 _TENSOR_AND_DATA_PARALLEL_GROUP = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = NOTHING
 _TENSOR_AND_CONTEXT_PARALLEL_GROUP = NOTHING
 _HYBRID_DP_CP_GROUPS: dict[int, Any] = {}
@@ -74,6 +74,14 @@ _GLOBAL_MEMORY_BUFFER = _GLOBAL_SYMMETRIC_MEMORY_BUFFER = _global_process_group_
 
 # What is asked for: the group or its ranks, the size and the rank in it, and what overrides them.
 # fmt: off
+def _size_setter(variable: str) -> Callable[[int | None], None]:
+    def set_size(world_size: int | None) -> None:
+        globals()[variable] = world_size
+    return set_size
+def _rank_setter(variable: str) -> Callable[[int | None], None]:
+    def set_rank(rank: int | None) -> None:
+        globals()[variable] = rank
+    return set_rank
 def is_initialized() -> bool:
     return _DATA_PARALLEL_GROUP is not None
 def is_unitialized() -> bool:
@@ -98,12 +106,8 @@ def get_tensor_model_parallel_rank() -> int:
     if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_RANK
     return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).rank()
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    global _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-    _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = world_size
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    global _MPU_TENSOR_MODEL_PARALLEL_RANK
-    _MPU_TENSOR_MODEL_PARALLEL_RANK = rank
+set_tensor_model_parallel_world_size = _size_setter("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
+set_tensor_model_parallel_rank = _rank_setter("_MPU_TENSOR_MODEL_PARALLEL_RANK")
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
     return _PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP", check_initialized)
 def get_pipeline_model_parallel_world_size() -> int:
@@ -114,12 +118,8 @@ def get_pipeline_model_parallel_rank() -> int:
     if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_RANK
     return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).rank()
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    global _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    global _MPU_PIPELINE_MODEL_PARALLEL_RANK
-    _MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
+set_pipeline_model_parallel_world_size = _size_setter("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+set_pipeline_model_parallel_rank = _rank_setter("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
 def get_tensor_model_parallel_src_rank() -> int:
     return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -137,12 +137,8 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
     return _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    global _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = world_size
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    global _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK
-    _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = rank
+set_virtual_pipeline_model_parallel_world_size = _size_setter("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+set_virtual_pipeline_model_parallel_rank = _rank_setter("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK")
 def get_embedding_group(check_initialized: bool = True) -> Any:
     return _EMBEDDING_GROUP or missing("_EMBEDDING_GROUP", check_initialized)
 def get_position_embedding_group(check_initialized: bool = True) -> Any:
@@ -169,9 +165,7 @@ def get_tensor_and_context_parallel_world_size() -> int:
 def get_tensor_and_context_parallel_rank() -> int:
     group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
     return group.rank() if group else _zero("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-def set_data_parallel_rank(rank: int | None) -> None:
-    global _MPU_DATA_PARALLEL_RANK
-    _MPU_DATA_PARALLEL_RANK = rank
+set_data_parallel_rank = _rank_setter("_MPU_DATA_PARALLEL_RANK")
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     if with_context_parallel:
         return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
@@ -190,12 +184,8 @@ def get_expert_model_parallel_rank() -> int:
         return _MPU_EXPERT_MODEL_PARALLEL_RANK
     group = _EXPERT_MODEL_PARALLEL_GROUP
     return group.rank() if group else _zero("_EXPERT_MODEL_PARALLEL_GROUP")
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    global _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
-    _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE = world_size
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    global _MPU_EXPERT_MODEL_PARALLEL_RANK
-    _MPU_EXPERT_MODEL_PARALLEL_RANK = rank
+set_expert_model_parallel_world_size = _size_setter("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
+set_expert_model_parallel_rank = _rank_setter("_MPU_EXPERT_MODEL_PARALLEL_RANK")
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
     return _EXPERT_TENSOR_PARALLEL_GROUP or missing("_EXPERT_TENSOR_PARALLEL_GROUP", check_initialized)
 def get_expert_tensor_parallel_world_size() -> int:
@@ -208,12 +198,8 @@ def get_expert_tensor_parallel_rank() -> int:
         return _MPU_EXPERT_TENSOR_PARALLEL_RANK
     group = _EXPERT_TENSOR_PARALLEL_GROUP
     return group.rank() if group else _MPU_TENSOR_MODEL_PARALLEL_RANK
-def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    global _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE
-    _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = world_size
-def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    global _MPU_EXPERT_TENSOR_PARALLEL_RANK
-    _MPU_EXPERT_TENSOR_PARALLEL_RANK = rank
+set_expert_tensor_parallel_world_size = _size_setter("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
+set_expert_tensor_parallel_rank = _rank_setter("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
     return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP or missing(
         "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", check_initialized)

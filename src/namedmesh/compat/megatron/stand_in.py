@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from math import prod
-from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -38,9 +37,9 @@ class MeshRanks:
     """
 
     def __init__(
-        self, layout: Layout, axes_of: AxesOf, words: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+        self, layout: Layout, axes_of: AxesOf, words: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
-        self.layout, self.axes_of, self.words = layout, axes_of, words
+        self.layout, self.axes_of, self.words = layout, axes_of, words or {}
 
     @classmethod
     def of(cls, generator: Any, axes_of: AxesOf, *, experts: bool) -> MeshRanks:

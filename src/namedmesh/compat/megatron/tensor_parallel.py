@@ -77,11 +77,9 @@ class _Linear(_Layer):
         self.config, self.is_expert = config, is_expert
         self.expert_parallel = getattr(config, "expert_model_parallel_size", 1) > 1
         self.sequence_parallel = getattr(config, "sequence_parallel", False)
-        self.gradient_accumulation_fusion = False
         # The experts' tokens are gathered and summed by who dispatches them.
         self.explicit_expert_comm = is_expert and (self.group.size > 1 or self.expert_parallel)
-        # A state from before there was an extra one, or from a plain linear layer, loads all the same.
-        self.register_load_state_dict_pre_hook(_allow_no_extra_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_ignore_extra_state)  # type: ignore[no-untyped-call]
 
     def make_parameters(
         self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, allocate: bool = True
@@ -100,12 +98,10 @@ class _Linear(_Layer):
     def get_extra_state(self) -> None:
         """Return None: the entry ``_extra_state`` is in the state because Transformer Engine's layers have one."""
 
-    def set_extra_state(self, state: Any) -> None:
-        """Ignore the state: what another implementation keeps there means nothing here."""
 
-
-def _allow_no_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
-    state.setdefault(f"{prefix}_extra_state", None)
+def _ignore_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
+    """Load a state without an extra one, as of a plain linear layer, too; another implementation's means nothing here."""
+    state.pop(f"{prefix}_extra_state", None)
 
 
 class ColumnParallelLinear(_Linear):
@@ -134,8 +130,8 @@ class ColumnParallelLinear(_Linear):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
-        embedding_activation_buffer: list[Tensor] | None = None,
-        grad_output_buffer: list[Tensor] | None = None,
+        embedding_activation_buffer: list[Tensor] | None = None,  # noqa: ARG002  no gradient is put off
+        grad_output_buffer: list[Tensor] | None = None,  # noqa: ARG002
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,  # noqa: ARG002  the legacy signature has it
         disable_grad_reduce: bool = False,
@@ -146,15 +142,12 @@ class ColumnParallelLinear(_Linear):
         self.output_size_per_partition = output_size // ranks
         self.gather_output = config is None if gather_output is None else gather_output
         self.skip_bias_add, self.disable_grad_reduce = skip_bias_add, disable_grad_reduce
-        self.embedding_activation_buffer = embedding_activation_buffer
-        self.grad_output_buffer = grad_output_buffer
         if self.sequence_parallel and ranks == 1:
             warnings.warn(
                 "sequence_parallel is set, but there is one tensor-parallel rank only; ColumnParallelLinear goes on without it",
                 stacklevel=2,
             )
             self.sequence_parallel = False
-        self.allreduce_dgrad = ranks > 1 and not self.sequence_parallel and not disable_grad_reduce
         allocate = not skip_weight_param_allocation
         self.make_parameters(
             init_method, stride, bias=bias, keep=keep_master_weight_for_test, allocate=allocate
@@ -183,9 +176,6 @@ class ColumnParallelLinear(_Linear):
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather(output, self.group, -1)
         return output, self.bias if self.skip_bias_add else None
-
-    def backward_dw(self) -> None:
-        """Do nothing: the weight's gradient is never put off."""
 
 
 class RowParallelLinear(_Linear):
