@@ -107,7 +107,7 @@ def test_warnings(spec: str, node: int | None, warnings: list[str]) -> None:
         (lambda: make_plan(Layout(dp=2), world_size=16), UsageError, "dp=2 (2 ranks) has its sizes, order and world; ..."),
         (lambda: make_plan("tp=2", pp=2), UsageError, "both 'tp=2' and sizes for pp were given; give one of them"),
         (lambda: make_plan("tp=2", order="tp-pp"), UsageError, "'tp=2' has its order already; ..."),
-        (make_plan, UsageError, "neither sizes, such as tp=2, nor the number of ranks ..."),
+        (make_plan, LayoutError, "no axis is named; name at least one, such as dp=-1"),
         (
             lambda: parse_spec("megatrn tp=a,pp=2,pp=2,dp"),
             UsageError,
