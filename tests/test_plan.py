@@ -104,7 +104,7 @@ def test_warnings(spec: str, node: int | None, warnings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: make_plan(Layout(dp=2), world_size=16), UsageError, "dp=2 (2 ranks) has its sizes, order and world; ..."),
+        (lambda: make_plan(Layout(dp=2), world_size=16), LayoutError, "dp=2 needs 2 ranks, but the world has 16; ..."),
         (lambda: make_plan("tp=2", pp=2), UsageError, "both 'tp=2' and sizes for pp were given; give one of them"),
         (lambda: make_plan("tp=2", order="tp-pp"), UsageError, "'tp=2' has its order already; ..."),
         (make_plan, LayoutError, "no axis is named; name at least one, such as dp=-1"),

@@ -190,11 +190,10 @@ def layouts_for(
     ]
     if problems:
         raise AxisError(*problems)
-    notes: tuple[str, ...] = ()
+    notes = []
     if dialect.shrinks_tp and world_size is not None and sizes.get("tp", 1) > world_size:
-        notes = (
-            f"{dialect.name} reduces tp={sizes['tp']} to the world of {world_size} ranks without an error",
-        )
+        old = sizes["tp"]
+        notes.append(f"{dialect.name} reduces tp={old} to the world of {world_size} ranks without an error")
         sizes = {**sizes, "tp": world_size}
     tokens = _tokens(dialect, sizes, order)
     axes = [token for token in reversed(tokens) if token not in EXPERT_AXES]
@@ -210,7 +209,7 @@ def layouts_for(
             f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put pp first or last in the "
             f"order {'-'.join(tokens)!r}"
         )
-    return DialectLayout(dialect, dense, expert, notes)
+    return DialectLayout(dialect, dense, expert, tuple(notes))
 
 
 def groups_of(of_dialect: DialectLayout) -> tuple[GroupSpec, ...]:
@@ -265,8 +264,7 @@ def _tokens(dialect: Dialect, sizes: Mapping[str, int], order: str | None) -> li
 def _expert(
     dialect: Dialect, sizes: Mapping[str, int], tokens: Sequence[str], dense: Layout
 ) -> Layout | None:
-    asked = any(axis in sizes for axis in EXPERT_AXES)
-    if not asked and dialect.name != "megatron":
+    if sizes.keys().isdisjoint(EXPERT_AXES) and dialect.name != "megatron":
         return None
     data = [axis for axis in _DATA if axis in dense] or _DATA  # an order may name only some of them
     names = {**dict.fromkeys(data, "edp"), "pp": "pp", "ep": "ep", "tp": "etp"}

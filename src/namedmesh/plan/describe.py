@@ -62,11 +62,7 @@ def resolve(
     spec: str | Layout = "", /, *, world_size: int | None = None, order: str | None = None, **sizes: int
 ) -> DialectLayout:
     """Return the layouts that a spec, a layout or sizes describe; arguments and errors as for ``make_plan``."""
-    if isinstance(spec, Layout):
-        if sizes or order or world_size not in {None, spec.world_size}:
-            raise UsageError(f"{spec} has its sizes, order and world; leave out what was given beside it")
-        return DialectLayout(PLAIN, spec)
-    dialect, named = parse_spec(spec)
+    dialect, named = (None, dict(spec.items())) if isinstance(spec, Layout) else parse_spec(spec)
     if named and sizes:
         raise UsageError(f"both {spec!r} and sizes for {', '.join(sizes)} were given; give one of them")
     if named and dialect is None:
