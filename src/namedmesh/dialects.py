@@ -6,7 +6,6 @@ Pure data and arithmetic on :class:`namedmesh.Layout`, for the dialects, the pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
@@ -27,8 +26,7 @@ Members = Literal["all", "ends", "first", "instance", "peers", "second", "severa
 its place in the others, a second group over all ranks, or several groups."""
 
 
-@dataclass(frozen=True)
-class GroupSpec:
+class GroupSpec(NamedTuple):
     """One kind of process group: a row of a dialect's table.
 
     Its name is the accessor's without ``get_`` and ``_group``, with the flags that it takes. Its ``axes``, of a ``view``, vary
@@ -44,8 +42,7 @@ class GroupSpec:
     gloo: str = ""
 
 
-@dataclass(frozen=True)
-class Dialect:
+class Dialect(NamedTuple):
     """How one API lays out ranks."""
 
     name: str
@@ -129,8 +126,7 @@ DIALECTS = {dialect.name: dialect for dialect in _ALL}
 """The dialects by name. Ranks are row-major in the axes of each, the last one fastest."""
 
 
-@dataclass(frozen=True)
-class DialectLayout:
+class DialectLayout(NamedTuple):
     """The ranks of a job: the layout of everything but the experts, and theirs, if they have one of their own.
 
     ``notes`` are what the dialect changed about the sizes that were asked for.
