@@ -104,10 +104,10 @@ def test_warnings(spec: str, node: int | None, warnings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: make_plan(Layout(dp=2), world_size=16), UsageError, "dp=2 (2 ranks) has its sizes, order and world; ..."),
+        (lambda: make_plan(Layout(dp=2), world_size=16), LayoutError, "dp=2 needs 2 ranks, but the world has 16; ..."),
         (lambda: make_plan("tp=2", pp=2), UsageError, "both 'tp=2' and sizes for pp were given; give one of them"),
         (lambda: make_plan("tp=2", order="tp-pp"), UsageError, "'tp=2' has its order already; ..."),
-        (make_plan, UsageError, "neither sizes, such as tp=2, nor the number of ranks ..."),
+        (make_plan, LayoutError, "no axis is named; name at least one, such as dp=-1"),
         (
             lambda: parse_spec("megatrn tp=a,pp=2,pp=2,dp"),
             UsageError,
@@ -153,10 +153,9 @@ def test_pictures_of_large_worlds_and_of_groups_that_leave_their_node() -> None:
     assert "ranks 512 to 1048575 are not drawn" in text
     crossing = elements(make_plan("dp=2,tp=4", gpus_per_node=2), "rect")
     assert [each.get("class") for each in crossing].count("group crosses") == 4
-    dashed = [
-        "dashed where they leave" in draw_svg(Layout(dp=2, tp=4), gpus_per_node=node) for node in (2, 4)
-    ]
-    assert dashed == [True, False]
+    cases = ((Layout(dp=2, tp=4), 2), (Layout(dp=2, tp=4), 4), (Layout(dp=2, tp=16), None))
+    dashed = ["dashed where they leave" in draw_svg(layout, gpus_per_node=node) for layout, node in cases]
+    assert dashed == [True, False, False]
 
 
 @given(*[st.sampled_from(list(DIALECTS))] * 2, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3))

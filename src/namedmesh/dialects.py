@@ -6,7 +6,6 @@ Pure data and arithmetic on :class:`namedmesh.Layout`, for the dialects, the pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
@@ -27,8 +26,7 @@ Members = Literal["all", "ends", "first", "instance", "peers", "second", "severa
 its place in the others, a second group over all ranks, or several groups."""
 
 
-@dataclass(frozen=True)
-class GroupSpec:
+class GroupSpec(NamedTuple):
     """One kind of process group: a row of a dialect's table.
 
     Its name is the accessor's without ``get_`` and ``_group``, with the flags that it takes. Its ``axes``, of a ``view``, vary
@@ -44,8 +42,7 @@ class GroupSpec:
     gloo: str = ""
 
 
-@dataclass(frozen=True)
-class Dialect:
+class Dialect(NamedTuple):
     """How one API lays out ranks."""
 
     name: str
@@ -129,8 +126,7 @@ DIALECTS = {dialect.name: dialect for dialect in _ALL}
 """The dialects by name. Ranks are row-major in the axes of each, the last one fastest."""
 
 
-@dataclass(frozen=True)
-class DialectLayout:
+class DialectLayout(NamedTuple):
     """The ranks of a job: the layout of everything but the experts, and theirs, if they have one of their own.
 
     ``notes`` are what the dialect changed about the sizes that were asked for.
@@ -190,11 +186,10 @@ def layouts_for(
     ]
     if problems:
         raise AxisError(*problems)
-    notes: tuple[str, ...] = ()
+    notes = []
     if dialect.shrinks_tp and world_size is not None and sizes.get("tp", 1) > world_size:
-        notes = (
-            f"{dialect.name} reduces tp={sizes['tp']} to the world of {world_size} ranks without an error",
-        )
+        old = sizes["tp"]
+        notes.append(f"{dialect.name} reduces tp={old} to the world of {world_size} ranks without an error")
         sizes = {**sizes, "tp": world_size}
     tokens = _tokens(dialect, sizes, order)
     axes = [token for token in reversed(tokens) if token not in EXPERT_AXES]
@@ -210,7 +205,7 @@ def layouts_for(
             f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put pp first or last in the "
             f"order {'-'.join(tokens)!r}"
         )
-    return DialectLayout(dialect, dense, expert, notes)
+    return DialectLayout(dialect, dense, expert, tuple(notes))
 
 
 def groups_of(of_dialect: DialectLayout) -> tuple[GroupSpec, ...]:
@@ -265,8 +260,7 @@ def _tokens(dialect: Dialect, sizes: Mapping[str, int], order: str | None) -> li
 def _expert(
     dialect: Dialect, sizes: Mapping[str, int], tokens: Sequence[str], dense: Layout
 ) -> Layout | None:
-    asked = any(axis in sizes for axis in EXPERT_AXES)
-    if not asked and dialect.name != "megatron":
+    if sizes.keys().isdisjoint(EXPERT_AXES) and dialect.name != "megatron":
         return None
     data = [axis for axis in _DATA if axis in dense] or _DATA  # an order may name only some of them
     names = {**dict.fromkeys(data, "edp"), "pp": "pp", "ep": "ep", "tp": "etp"}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.errors import AgreementError, PlanError, count_of, listing, ranks_in_words
-from namedmesh.plan.describe import add_layout, as_text, layout_arguments, parse_spec, resolve
+from namedmesh.plan.describe import STATUS, add_layout, as_text, layout_arguments, parse_spec, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -65,22 +65,18 @@ def _run(arguments: Namespace) -> int:
         arrangement = resolve(spec, world_size=world, **sizes)
         # A rank that waits for a stuck collective comes to the others after its own timeout.
         reports = dist.new_group(backend="gloo", timeout=3 * timeout)
-
-        gathered = partial(from_all, reports)
         mesh = init_mesh(arrangement.dense, device=device.type)
-        axes = [*arrangement.dense]
         if arrangement.expert is not None:
             mesh.add_view("expert", **dict[str, Any](arrangement.expert.items()))
-            axes += [axis for axis in arrangement.expert if axis not in axes]
+        axes = dict.fromkeys((*arrangement.dense, *(arrangement.expert or ())))
         groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes if mesh.size(axis) > 1]
         groups.append(Group("world", tuple(range(world)), dist.group.WORLD))
-        found = gathered(check_groups(groups, device, timeout))
+        found = from_all(reports, check_groups(groups, device, timeout))
         if any(found):
             raise AgreementError(*problems_of(found))
-        hosts = gathered(socket.gethostname())
+        hosts = from_all(reports, socket.gethostname())
         megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
-        each = gathered(measure(groups, hosts, device, round(megabytes * 2**20)))
-        mesh.close()
+        each = from_all(reports, measure(groups, hosts, device, round(megabytes * 2**20)))
         if dist.get_rank() == 0:
             where = f"{dist.get_backend()} on {device.type}, {count_of(len(set(hosts)), 'host')}"
             sys.stdout.write(f"{arrangement.dense}, {where}\n\n{report_text(each)}\n")
@@ -211,8 +207,6 @@ def report_text(each: Sequence[Measured]) -> str:
 
 # namedmesh verify
 
-_DIFFERENT = 3  # beside 1, a plan that does not fit, and 2, arguments that are wrong
-
 
 def _configure_verify(parser: ArgumentParser) -> None:
     text = "a function without arguments that returns the model, its plan and a tuple of inputs, or a dict by name"
@@ -235,9 +229,8 @@ def _verify(arguments: Namespace) -> int:
         report = verify(model, mesh["tp"], plan, *args, tolerance=arguments.tolerance, **named)
     if mesh.rank("tp") == 0:
         sys.stdout.write(f"{report}\n")
-    mesh.close()
     dist.destroy_process_group()
-    return 0 if report.right else _DIFFERENT
+    return 0 if report.right else STATUS
 
 
 def _call(arguments: Namespace) -> tuple[Any, Any, Any]:
@@ -255,16 +248,7 @@ def _call(arguments: Namespace) -> tuple[Any, Any, Any]:
     )
 
 
-COMMANDS = {
-    "doctor": (
-        "under torchrun: check every group of a layout with a collective, and measure each axis",
-        _configure,
-        _run,
-    ),
-    "verify": (
-        "under torchrun: compare a model under a tensor-parallel plan with one process",
-        _configure_verify,
-        _verify,
-    ),
-}
+_DOCTOR = "under torchrun: check every group of a layout with a collective, and measure each axis"
+_VERIFY = "under torchrun: compare a model under a tensor-parallel plan with one process"
+COMMANDS = {"doctor": (_DOCTOR, _configure, _run), "verify": (_VERIFY, _configure_verify, _verify)}
 """The summary of each command, the function that declares its arguments, and the one that runs it."""

@@ -16,7 +16,6 @@ from namedmesh.errors import LayoutError
 
 Arguments: TypeAlias = Sequence[tuple[str, str]]
 """Each a keyword, which may be empty, and its source."""
-ByFlags: TypeAlias = dict[tuple[str, ...], tuple[str, ...]]
 
 _EXPERT_VIEW = 'mesh.add_view("expert", pp=mesh.size("pp"), edp=-1, ep=expert_model_parallel_size, etp=expert_tensor_parallel_size)'
 
@@ -33,7 +32,7 @@ class Row(NamedTuple):
     """One legacy name that a mesh answers."""
 
     new: str  # the expression that replaces it
-    axes: ByFlags  # that its flags choose
+    axes: dict[tuple[str, ...], tuple[str, ...]]  # by the flags that choose them
     parameters: tuple[str, ...] = ()  # that are given by position, in their order
 
     def advise(self, arguments: Arguments = ()) -> Advice:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import unified_diff
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +145,7 @@ def migrate(arguments: Namespace) -> int:
     files = dict[Path, None]()
     for path in arguments.paths:
         files |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
-    found, problems = _scan([*files])
+    found, problems = _scan(files)
     doubtful = any(one.advice.doubt for changes in found.values() for one in changes.findings)
     bound = doubtful or any(changes.readers() for changes in found.values())
     # What files import from modules of the code itself: there, these imports stay.
@@ -181,29 +181,25 @@ def _check_clean(paths: Sequence[Path]) -> None:
             raise UsageError(f"git says of {path}: {words_of_git}Commit, or give --force to write anyway")
 
 
-def _scan(paths: Sequence[Path]) -> tuple[dict[Path, Changes], list[str]]:
+def _scan(paths: Iterable[Path]) -> tuple[dict[Path, Changes], list[str]]:
     """Return what is found in the files that may name an API, and a sentence for each file that cannot be read."""
     found, problems = dict[Path, Changes](), list[str]()
-    for number, path in enumerate(paths, 1):
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{number} of {len(paths)} files" + ("\n" if number == len(paths) else ""))
+    for path in paths:
         try:
             data = path.read_bytes()
             if _MARKS.search(data):
                 found[path] = Changes(data.decode("utf-8"), rewrite=False)
-        except (OSError, UnicodeDecodeError, cst.ParserSyntaxError) as error:
+        except (OSError, UnicodeDecodeError, cst.ParserSyntaxError) as error:  # noqa: PERF203  of each file
             problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
     return found, problems
 
 
 def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
     """Write what replaces each use, what runs once, and how many there are."""
-    lines, once, count, sure, readers = list[str](), dict[str, None](), 0, 0, list[str]()
+    lines, once, doubts, readers = list[str](), dict[str, None](), list[str](), list[str]()
     for path, changes in found.items():
         for line, old, (new, statements, doubt) in sorted(changes.findings, key=lambda one: one.line):
-            count += 1
-            if not doubt:
-                sure += 1
+            doubts.append(doubt)
             once |= dict.fromkeys(statements)
             if certain or doubt:
                 words = f" (not certain: {doubt})" if doubt else ""
@@ -212,10 +208,11 @@ def _report(found: dict[Path, Changes], files: int, *, certain: bool) -> str:
             readers.append(f"    {path}: {', '.join(changes.readers())}")
     if once:
         lines += ["", "Once, on every rank, after init_mesh:", *(f"    {statement}" for statement in once)]
-    if not count and not readers:
+    if not doubts and not readers:
         return f"No use of megatron.core.parallel_state in {count_of(files, 'file')}.\n"
-    if count:
-        lines += ["", f"{count_of(count, 'use')} in {count_of(files, 'file')}, {sure} of them certain."]
+    if doubts:
+        sure = doubts.count("")
+        lines += ["", f"{count_of(len(doubts), 'use')} in {count_of(files, 'file')}, {sure} of them certain."]
     if readers:
         text = "These modules of megatron-core read parallel_state: keep the mesh bound to Megatron."
         lines += ["", text, *readers]

@@ -23,7 +23,7 @@ from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean, li
 from namedmesh.layout import Layout
 from namedmesh.plan.svg import draw_svg
 
-STATUS = 3  # where layouts differ, or none fits; beside 1, a layout that is wrong, and 2, arguments that are
+STATUS = 3  # where layouts or results differ, or nothing fits; beside 1, a layout that is wrong, and 2, arguments that are
 _DATA = ("dp", "dp_replicate", "dp_shard")
 _EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts
 _INSIDE = ("tp", "etp", "ep")  # the axes that exchange activations inside every layer
@@ -62,15 +62,9 @@ def resolve(
     spec: str | Layout = "", /, *, world_size: int | None = None, order: str | None = None, **sizes: int
 ) -> DialectLayout:
     """Return the layouts that a spec, a layout or sizes describe; arguments and errors as for ``make_plan``."""
-    if isinstance(spec, Layout):
-        if sizes or order or world_size not in {None, spec.world_size}:
-            raise UsageError(f"{spec} has its sizes, order and world; leave out what was given beside it")
-        return DialectLayout(PLAIN, spec)
-    dialect, named = parse_spec(spec)
+    dialect, named = (None, dict(spec.items())) if isinstance(spec, Layout) else parse_spec(spec)
     if named and sizes:
         raise UsageError(f"both {spec!r} and sizes for {', '.join(sizes)} were given; give one of them")
-    if not (named or sizes or world_size):
-        raise UsageError("neither sizes, such as tp=2, nor the number of ranks were given; name one")
     if named and dialect is None:
         if order is not None:
             raise UsageError(f"{spec!r} has its order already; leave the order out, or give sizes by name")
@@ -200,24 +194,24 @@ def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]
     Rank 0 is in a group of every kind, and kinds that have the same ranks there have them everywhere. A gloo group over the same
     ranks is one more.
     """
-    kinds, owners, held, asked, in_world = list[Kind](), dict[Group, str](), dict[str, int](), 0, 0
+    kinds, owners, held, asked, in_world = list[Kind](), dict[Group, str](), set[tuple[Group, bool]](), 0, 0
     for row in groups_of(arrangement):
         layout = arrangement.layout(row.view)
         [group] = _groups(layout, row.axes, row.members, 1)
-        count, each = layout.count(*row.axes) if row.axes else layout.world_size, 1 + bool(row.gloo)
+        count, backends = layout.count(*row.axes), {False, bool(row.gloo)}
         owner = owners.setdefault(group, row.name)
         served = "its own" if owner == row.name else f"that of {owner}"
         if len(group) == 1:
             served = "none, one rank"
         elif len(group) == layout.world_size:
             served = "the world's"
-            held[owner] = max(held.get(owner, 0), bool(row.gloo))  # the default group is there already
-        else:
-            held[owner] = max(held.get(owner, 0), each)
-        asked += each
-        in_world += each * count
+        if len(group) > 1:
+            held.update((group, gloo) for gloo in backends)
+        asked += len(backends)
+        in_world += len(backends) * count
         kinds.append(Kind(row.name, row.axes, layout, row.members, len(group), count, served))
-    return tuple(kinds), asked, sum(held.values()), in_world
+    held.discard((tuple(arrangement.dense.ranks), False))  # the default group
+    return tuple(kinds), asked, len(held), in_world
 
 
 def _in_words(groups: Iterable[Group]) -> str:

@@ -56,19 +56,6 @@ class Model:
     rope_dim: int = knob("then features of a head for positions, beside head_dim", keys="qk_rope_head_dim")
     value_dim: int = knob("then features of a value head", keys="v_head_dim")
 
-    def problems(self) -> list[str]:
-        """Return a sentence for each size that does not go with another."""
-        problems = []
-        if self.experts and self.top_k > self.experts:
-            problems.append(f"a token goes to {self.top_k} of {self.experts} experts; give fewer as top_k")
-        if self.layers and self.dense_layers > self.layers:
-            problems.append(f"{self.dense_layers} of {self.layers} layers are dense; give fewer dense_layers")
-        if self.kv_rank and not (self.head_dim and self.rope_dim and self.value_dim):
-            problems.append("kv_rank is given: latent attention; give head_dim, rope_dim and value_dim too")
-        if self.heads and not self.head_dim and self.hidden % self.heads:
-            problems.append(f"{self.heads} heads do not divide {self.hidden} hidden features; give head_dim")
-        return problems
-
     @cached_property
     def inner(self) -> int:
         """The inner width of the feed-forward network of a dense layer."""
@@ -295,8 +282,8 @@ class Job:
 
     def problems(self) -> list[str]:
         """Return a sentence for each thing that does not go with another."""
-        problems = []
-        for owner in (self.model, self):
+        problems, model = [], self.model
+        for owner in (model, self):
             for one in knobs(type(owner)):
                 value, allowed = getattr(owner, one.name), one.metadata["allowed"]
                 least = 0 if one.default == 0 else 1
@@ -304,7 +291,18 @@ class Job:
                     problems.append(f"{one.name} is {value!r}; it is one of {allowed}")
                 elif not allowed and type(value) is int and value < least:
                     problems.append(f"{one.name} is {value}; it is an int of at least {least}")
-        problems += self.model.problems()
+        if model.experts and model.top_k > model.experts:
+            problems.append(f"a token goes to {model.top_k} of {model.experts} experts; give fewer as top_k")
+        if model.layers and model.dense_layers > model.layers:
+            problems.append(
+                f"{model.dense_layers} of {model.layers} layers are dense; give fewer dense_layers"
+            )
+        if model.kv_rank and not (model.head_dim and model.rope_dim and model.value_dim):
+            problems.append("kv_rank is given: latent attention; give head_dim, rope_dim and value_dim too")
+        if model.heads and not model.head_dim and model.hidden % model.heads:
+            problems.append(
+                f"{model.heads} heads do not divide {model.hidden} hidden features; give head_dim"
+            )
         if self.precision == "fp8" and "fp8" not in self.hardware.peak:
             problems.append(f"{self.hardware.name} has no fp8; it has {', '.join(self.hardware.peak)}")
         return problems

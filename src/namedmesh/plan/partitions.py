@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from math import inf, isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from namedmesh.errors import LayoutError, UsageError, count_of
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
@@ -39,19 +39,16 @@ what is printed: a line for each layout, with the policies under which it is fas
 Estimates are sums of published formulas; benchmarks/published.py compares them with published runs."""
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(NamedTuple):
     """One layout of a world, and the policies that go with it; the size of an axis is an attribute too, such as ``tp``."""
 
     axes: Axes
     job: Job  # with nothing open
     reasons: tuple[str, ...] = ()  # why it is ruled out: by sizes, by its trainer, or by the memory
     memory: Memory | None = None  # of the fullest rank; None where a size is missing or rules it out
-    seconds: dict[str, float] = field(default_factory=dict)  # of a step, by what they go to, with a memory
+    seconds: Mapping[str, float] = {}  # of a step, by what they go to, with a memory
 
     def __getattr__(self, name: str) -> Any:
-        if name not in Axes._fields:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.axes, name)
 
     @property
@@ -149,7 +146,7 @@ def _best_of(axes: Axes, jobs: list[list[Job]], limit: float, dp_replicate: int 
                     reasons = (f"{needs} at stage {job.stage}",)
                 candidates.append(Partition(copied, job, reasons, memory, seconds))
     best = max(candidates, key=_worth)
-    return best if best.memory is None else replace(best, seconds=estimate_step(best.job, best.axes))
+    return best if best.memory is None else best._replace(seconds=estimate_step(best.job, best.axes))
 
 
 def _worth(one: Partition) -> tuple[bool, float]:
@@ -253,7 +250,7 @@ def explain(first: Partition, second: Partition) -> str:
     return "\n".join(lines)
 
 
-def _differences(ours: dict[str, float], theirs: dict[str, float], unit: str) -> list[str]:
+def _differences(ours: Mapping[str, float], theirs: Mapping[str, float], unit: str) -> list[str]:
     lines = []
     for part in {**ours, **theirs}:
         own, other = ours.get(part, 0.0), theirs.get(part, 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import groupby
 from math import ceil, sqrt
 
-from namedmesh.errors import AxisError, did_you_mean
 from namedmesh.layout import Layout
 
 _LARGEST, _DETAILED = 512, 128  # cells that are drawn; ranks up to which a cell has its coordinates
@@ -32,8 +31,6 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
     ranks = layout.world_size
     large = [axis for axis in layout if layout[axis] > 1] or list(layout)
     axis = large[0] if color_by is None else color_by
-    if axis not in layout:
-        raise AxisError(f"axis {axis!r} is not one of {tuple(layout)}{did_you_mean(axis, layout)}")
     drawn, node = min(ranks, _LARGEST), gpus_per_node or _ROW
     shown = large if ranks <= _DETAILED else []  # in a line of a cell each
     longest = max(len(f"{name} {layout[name]}") for name in large)
@@ -46,13 +43,11 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
     across = max(1, min(boxes, across, (_WIDEST - 2 * _MARGIN) // (box_wide + _PAD)))
     width = max(_NARROWEST, across * (box_wide + _PAD) - _PAD + 2 * _MARGIN)
 
-    outlined, ends = large[-1], list[tuple[int, int]]()  # of the group of each rank
-    for rank in range(drawn):
-        at, last = layout.coords(rank), layout[outlined] - 1
-        ends.append((layout.rank(**at | {outlined: 0}), layout.rank(**at | {outlined: last})))
-    crosses = [gpus_per_node is not None and begin // node != end // node for begin, end in ends]
-    notes = [f"colored by {axis}", f"outlined: groups of {outlined}"]
-    if any(crosses):
+    size = layout[large[-1]]  # of a group that is outlined: its ranks follow each other
+    starts = range(0, drawn, size) if gpus_per_node else ()
+    crossing = {start // size for start in starts if start // node != (start + size - 1) // node}
+    notes = [f"colored by {axis}", f"outlined: groups of {large[-1]}"]
+    if crossing:
         notes[1] += ", dashed where they leave a node"
     if drawn < ranks:
         notes.append(f"ranks {drawn} to {ranks - 1} are not drawn")
@@ -77,14 +72,14 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
             parts.append(_text(x + wide / 2, y + 18 + 16 * line, word, 13, 'text-anchor="middle"'))
         parts.append("</g>")
     # What follows each other in a row and is of one group has one outline.
-    for (_, y, _), members in groupby(places, lambda rank: (rank // node, places[rank][1], ends[rank])):
+    for (_, y, group), members in groupby(places, lambda rank: (rank // node, places[rank][1], rank // size)):
         first, *others = members
         length = (len(others) + 1) * (wide + _GAP) - _GAP
-        kind = "group crosses" if crosses[first] else "group"
+        kind = "group crosses" if group in crossing else "group"
         parts.append(_rect(places[first][0] - 3, y - 3, length + 6, high + 6, f'class="{kind}" rx="6"'))
     height = top + ceil(boxes / across) * (box_high + _PAD) - _PAD + _MARGIN
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    tag = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>'
+    whole = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    tag = f'<svg xmlns="http://www.w3.org/2000/svg" {whole} {_FONT}>'
     title, paper = f"<title>{layout}, colored by {axis}</title>", _rect(0, 0, width, height, 'class="paper"')
     return "\n".join([tag, title, _STYLE, paper, *parts, "</svg>\n"])
 
