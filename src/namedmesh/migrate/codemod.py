@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from difflib import unified_diff
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +145,7 @@ def migrate(arguments: Namespace) -> int:
     files = dict[Path, None]()
     for path in arguments.paths:
         files |= dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path])
-    found, problems = _scan(files)
+    found, problems = _scan([*files])
     doubtful = any(one.advice.doubt for changes in found.values() for one in changes.findings)
     bound = doubtful or any(changes.readers() for changes in found.values())
     # What files import from modules of the code itself: there, these imports stay.
@@ -181,15 +181,17 @@ def _check_clean(paths: Sequence[Path]) -> None:
             raise UsageError(f"git says of {path}: {words_of_git}Commit, or give --force to write anyway")
 
 
-def _scan(paths: Iterable[Path]) -> tuple[dict[Path, Changes], list[str]]:
+def _scan(paths: Sequence[Path]) -> tuple[dict[Path, Changes], list[str]]:
     """Return what is found in the files that may name an API, and a sentence for each file that cannot be read."""
     found, problems = dict[Path, Changes](), list[str]()
-    for path in paths:
+    for number, path in enumerate(paths, 1):
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{number} of {len(paths)} files" + ("\n" if number == len(paths) else ""))
         try:
             data = path.read_bytes()
             if _MARKS.search(data):
                 found[path] = Changes(data.decode("utf-8"), rewrite=False)
-        except (OSError, UnicodeDecodeError, cst.ParserSyntaxError) as error:  # noqa: PERF203  of each file
+        except (OSError, UnicodeDecodeError, cst.ParserSyntaxError) as error:
             problems.append(f"{path}: cannot be read: {str(error).splitlines()[0]}")
     return found, problems
 
