@@ -244,11 +244,9 @@ class _CrossEntropy(torch.autograd.Function):
         shifted = logits - highest.unsqueeze(-1)  # in the larger of the two types
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
         mean = shifted.mean(-1) if spread else torch.zeros_like(of_target)
-        sums = [shifted.exp().sum(-1), of_target]
-        if not over_part:
-            sums.append(mean / group.size)
-        total, of_target, *means = all_reduce(torch.stack(sums), group).unbind()
-        loss = total.log() - (1 - spread) * of_target - spread * (means[0] if means else mean)
+        sums = torch.stack([shifted.exp().sum(-1), of_target, mean / group.size])
+        total, of_target, of_all = all_reduce(sums, group).unbind()
+        loss = total.log() - (1 - spread) * of_target - spread * (mean if over_part else of_all)
         ctx.save_for_backward(logits, total.log() + highest, elsewhere, mine, counts)
         ctx.spread, ctx.entries = spread, part if over_part else part * group.size
         return loss if counts is None else loss.masked_fill(~counts, 0)

@@ -25,7 +25,6 @@ from namedmesh.tensor_parallel.styles import layer_placements
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
-_MISSING = "missing='ignore' for a pipeline stage, which has some of them"
 _FEATURES = (torch_styles.ColwiseParallel, torch_styles.RowwiseParallel)
 
 
@@ -155,8 +154,8 @@ def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> li
         matched = [fqn for fqn in names if matches(key, fqn)]
         if not matched and missing != "ignore":
             near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
-            near_key = did_you_mean(key, near)
-            problems.append(f"{key!r} matches no module of the model{near_key} ({_MISSING})")
+            remedy = "missing='ignore' for a pipeline stage, which has some of them"
+            problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)} ({remedy})")
         for fqn in matched:
             owner = owners.setdefault(names[fqn], Entry(fqn, names[fqn], style, key))
             if owner.key != key:
