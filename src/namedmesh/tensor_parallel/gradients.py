@@ -44,12 +44,10 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
     parameter: Any
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
         gradient = parameter.grad
-        if not isinstance(gradient, DTensor):
+        layout = gradient.placements if isinstance(gradient, DTensor) else ()
+        if not any(isinstance(each, Partial) for each in layout):
             continue
-        layout = gradient.placements
         summed = tuple(Replicate() if isinstance(each, Partial) else each for each in layout)
-        if summed == layout:
-            continue
         if summed == parameter.placements:
             together.setdefault((gradient.device_mesh, layout, gradient.dtype), []).append(parameter)
         else:
@@ -153,10 +151,7 @@ class _Watch:
         return len(self.ranks.intersection(mesh.mesh[tuple(place)].flatten().tolist())) <= 1
 
     def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raise on every rank if gradients differ, in their size or in a sum with weights.
-
-        Parameters may be sharded over other axes besides, as by FSDP2: the ranks of those see other parts of them, and raise, too.
-        """
+        """Raise if gradients differ, on all ranks, those too that see other parts of the parameters, as those of FSDP2 do."""
         mine = {}
         across: dict[frozenset[int], dist.ProcessGroup] = {}
         for name, each in parameters.items():

@@ -25,9 +25,6 @@ from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, 
 class RowwiseEmbedding(RowwiseParallel):
     """Embeddings that have a forward of their own, as transformers', work on what that of ``nn.Embedding`` returns: all of it."""
 
-    def __init__(self) -> None:
-        super().__init__(input_layouts=Replicate())
-
     def short_way(self, module: nn.Module) -> type | None:
         """Return the module's class again, with the short way's where its ``super().forward`` goes."""
         own: Any = type(module)
@@ -75,7 +72,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     "rowwise_rep": partial(RowwiseParallel, input_layouts=Replicate()),
-    "embedding_rowwise": RowwiseEmbedding,
+    "embedding_rowwise": partial(RowwiseEmbedding, input_layouts=Replicate()),
     _SUMMED: LocalParameters,
 }
 # What shards a bare parameter, one that is no module's weight or bias; and how its module has to be named for that.
@@ -135,9 +132,8 @@ def _stated(model: nn.Module) -> dict[str, str]:
     """Return the names of styles that a model states, by names of modules and parameters."""
     stated = dict(getattr(model, "_tp_plan", None) or {})
     if not stated:
-        raise PlanError(
-            f"{type(model).__name__} states no plan in its _tp_plan; write one, a dict of names to styles"
-        )
+        remedy = "write one, a dict of names to styles"
+        raise PlanError(f"{type(model).__name__} states no plan in its _tp_plan; {remedy}")
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -215,10 +211,9 @@ def _heads(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int, int] | None
         for source in (module, config if layers is None or index is None else layers[index]):
             queries = _first_count(source, "num_heads", "num_attention_heads")
             if queries:
-                groups = _first_count(module, _GROUPS)
-                if groups:  # what the module says of itself counts more
-                    return queries, queries // groups
-                return queries, _first_count(source, "num_key_value_heads", "num_kv_heads") or queries
+                groups = _first_count(module, _GROUPS)  # what the module says of itself counts more
+                kv_heads = _first_count(source, "num_key_value_heads", "num_kv_heads")
+                return queries, queries // groups if groups else kv_heads or queries
     return None
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._torch import concatenate_meshes, from_all, group_named, replaced_parameters
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
 from namedmesh.mesh import NamedMesh
-from namedmesh.tensor_parallel.collectives import Group, all_to_all, enter, exchange, leave
+from namedmesh.tensor_parallel.collectives import Group, enter, exchange, leave
 from namedmesh.tensor_parallel.gradients import fingerprint
 from namedmesh.tensor_parallel.styles import local, replace_parameter, shard_parameters
 
@@ -245,7 +245,7 @@ class ExpertForward(LocalForward):
         if ranks == 1:
             return super().__call__(tokens, counts)
         # Of each rank, how many tokens come for each of this rank's experts.
-        arriving = all_to_all(counts, self.group).view(ranks, -1)
+        arriving = exchange(counts, self.group).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
         send, receive = totals.tolist()
         arrived = exchange(tokens, self.group, (send, receive))

@@ -19,15 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._torch import has_hooks, local_parameters
 from namedmesh.errors import PlanError
 from namedmesh.sizes import shared_heads
-from namedmesh.tensor_parallel.collectives import (
-    Group,
-    all_gather,
-    enter,
-    gather,
-    leave,
-    refuse_strangers,
-    split,
-)
+from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave, refuse_strangers, split
 
 _WHOLE, _PARTS = (Replicate(),), (Partial(),)
 
@@ -45,8 +37,7 @@ class ColumnLinear(nn.Linear):
     """An ``nn.Linear`` of whose output features each rank computes some. Made by :class:`ColwiseParallel`."""
 
     wiring: Wiring
-    rows: Sequence[int] | None = None
-    """Of a weight that every rank has whole, which output features this one computes."""
+    rows: Sequence[int] | None = None  # the output features to compute, of a weight that every rank has whole
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or those of all ranks."""
@@ -94,7 +85,7 @@ class RowEmbedding(nn.Embedding):
         group, input_dim, output_dim, _ = self.wiring
         ids = input.full_tensor() if isinstance(input, DTensor) else input
         if ids is input and input_dim is not None:
-            ids = all_gather(input, group, input_dim)
+            ids = gather(input, group, input_dim)
         refuse_strangers(ids, self.num_embeddings, "index out of range in self")
         weight, _ = local(self.weight)
         rows = weight.shape[0]
@@ -113,9 +104,7 @@ def local(weight: Tensor, bias: Tensor | None = None, *, parts: bool = True) -> 
     if not isinstance(weight, DTensor):
         return weight, bias
     parameters: list[Any] = [weight] if bias is None else [weight, bias]
-    layouts = [each.placements for each in parameters]
-    if parts:
-        layouts = [tuple(Partial() if each == Replicate() else each for each in layout) for layout in layouts]
+    layouts = [_PARTS if parts and each.placements == _WHOLE else each.placements for each in parameters]
     shards = local_parameters(parameters, layouts)
     return (*shards, None) if bias is None else shards
 

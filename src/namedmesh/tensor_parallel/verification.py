@@ -77,11 +77,11 @@ def verify(
     wanted, got = (_run(each, given) for each in (whole, sharded))
     # Terms that cancel out leave rounding, which may be all of a gradient.
     rounding = 1e-13 * max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)
-    mine = {name: _difference(got[name], each, tolerance, rounding) for name, each in wanted.items()}
-    of_all = from_all(mesh.get_group(), (dist.get_rank(), mine))
+    own = {name: _difference(got[name], each, tolerance, rounding) for name, each in wanted.items()}
+    of_all = from_all(mesh.get_group(), own)
     different = {}
     for name in wanted:
-        texts = [f"on rank {rank}, {found[name]}" for rank, found in of_all if found.get(name)]
+        texts = [found[name] for found in of_all if found[name]]
         if texts:
             different[name] = "; ".join(texts)
     return VerifyReport(mesh.size(), tuple(wanted), different)
@@ -138,5 +138,5 @@ def _difference(mine: Tensor, wanted: Tensor, tolerance: float, rounding: float)
         within = max(tolerance * _size(wanted), rounding)
         torch.testing.assert_close(mine, wanted, rtol=0, atol=within, equal_nan=True)
     except AssertionError as error:
-        return " ".join(str(error).split())
+        return f"on rank {dist.get_rank()}, {' '.join(str(error).split())}"
     return ""
