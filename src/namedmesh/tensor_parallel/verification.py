@@ -77,7 +77,9 @@ def verify(
     wanted, got = (_run(each, given) for each in (whole, sharded))
     # Terms that cancel out leave rounding, which may be all of a gradient.
     rounding = 1e-13 * max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)
-    own = {name: _difference(got[name], each, tolerance, rounding) for name, each in wanted.items()}
+    own = {}
+    for name, each in wanted.items():
+        own[name] = _difference(got.get(name, torch.zeros_like(each)), each, tolerance, rounding)
     of_all = from_all(mesh.get_group(), own)
     different = {}
     for name in wanted:
