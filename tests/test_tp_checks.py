@@ -61,7 +61,7 @@ WAYS: dict[str, Callable[..., Any]] = {
     "_summed": cut,
     "all_gather": alone,
     "my_shard": cut,
-    "all_to_all": lambda x, *_: x.clone(),
+    "_sent": lambda x, *_: x.clone(),
     "_returned": lambda x, *_: x.clone(),
 }
 REMOVED: dict[str, Callable[..., Any]] = {
@@ -73,17 +73,27 @@ REMOVED: dict[str, Callable[..., Any]] = {
     "_region": lambda x, there, _back, *how: WAYS[there.__name__](x, *how),
     "all_reduce": lambda x, *_: x.clone(),
     "all_gather": alone,
-    "reduce_scatter": cut,
-    "all_to_all": lambda x, *_: x.clone(),
 }
-# The same sum once more, on its own result.
+
+
+def twice(x: Any, group: Any, *rest: Any) -> Any:
+    """The same sum once more, on its own result."""
+    again = collectives.all_reduce(x, group) if not rest or rest[0] is not None else 2 * x
+    return collectives.leave(again, group, *rest)
+
+
 DOUBLED: dict[str, Callable[..., Any]] = {
-    name: lambda x, group, *rest, name=name: getattr(collectives, name)(
-        collectives.all_reduce(x, group) if not rest or rest[0] is not None else 2 * x, group, *rest
-    )
-    for name in ("leave", "reduce_scatter")
+    "leave": twice,
+    "_region _summed": lambda x, _there, _back, *how: twice(x, *how),
 }
-DOUBLED["_region _summed"] = lambda x, _there, _back, *how: DOUBLED["leave"](x, *how)
+
+
+def unsummed(x: Any, group: Any, dim: int | None = None) -> Any:
+    """What ``enter`` would be if each rank kept its part of the gradient."""
+    return x if dim is None else collectives.gather(x, group, dim)
+
+
+MUTANTS = (("removed", REMOVED), ("doubled", DOUBLED), ("unsummed", {"enter": unsummed}))
 
 
 def label(name: str, way: str) -> str:
@@ -156,7 +166,7 @@ def survivors() -> tuple[set[Site], list[str], int]:
     every -= {site for site in every if site.collective == "_region "}  # the way back, one site for all
     alive, count = [], 0
     for site in sorted(each for each in reached if each in every or each.module == collectives.__name__):
-        for kind, mutants in (("removed", REMOVED), ("doubled", DOUBLED)):
+        for kind, mutants in MUTANTS:
             name = site.collective
             mutant: Any = mutants.get(name) or mutants.get(name.partition(" ")[0])
             if mutant is None:

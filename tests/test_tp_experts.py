@@ -166,12 +166,12 @@ def test_the_same_tokens_on_several_ranks_are_refused() -> None:
 
 
 def copies_with_the_same_tokens() -> str:
-    """With one rank for all experts it is the ranks of edp that would be averaged, and counted twice."""
+    """With one rank for all experts it is the ranks of edp that would be averaged, and counted twice, if one rounds them, too."""
     mesh = namedmesh.init_mesh(dp=1, tp=2)
     mesh.add_view("expert", edp=2, ep=1)
-    model: Any = mixture()
-    parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
-    return error_of(lambda: model(batch(0)))
+    experts: Any = parallelize(mixture().experts, mesh["ep"], ExpertParallel(mesh))
+    tokens, counts = batch(0)[:8], torch.full((EXPERTS,), 2)
+    return error_of(lambda: experts(tokens.bfloat16().double() if mesh.rank("tp") else tokens, counts))
 
 
 def test_copies_of_experts_with_the_same_tokens_are_refused() -> None:

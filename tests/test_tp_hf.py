@@ -26,7 +26,7 @@ def test_what_has_no_answer_is_reported_at_once() -> None:
     assert str(caught.value) == (
         "2 problems:\n"
         f"  - 'a': 'colwize' is not supported; did you mean 'colwise'?; {end}\n"
-        f"  - 'b': 'mla_kv_a_proj' depends on the model: its config has no qk_rope_head_dim; {end}"
+        f"  - 'b': 'mla_kv_a_proj' depends on the model: its attention has no qk_rope_head_dim; {end}"
     )
     with pytest.raises(PlanError, match=r"^Linear states no plan in its _tp_plan; write one"):
         plan_from_hf(nn.Linear(2, 2))
@@ -35,13 +35,9 @@ def test_what_has_no_answer_is_reported_at_once() -> None:
 # --- styles that only such plans use, on a model that states one itself -------------------------------------
 
 
-class Config:
-    qk_rope_head_dim = 2
-
-
 def stated() -> Any:
     model: Any = Net(lambda m, x: m.attn(x), attn=heads_and_tail())
-    model.config = Config()
+    model.attn.qk_rope_head_dim = 2
     model._tp_plan = {
         "attn.up": "colwise",
         "attn.norm": "replicated_with_grad_allreduce",

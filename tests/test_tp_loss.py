@@ -92,7 +92,7 @@ def test_what_is_refused() -> None:
             "ShapeError: 4 problems:\n"
             "  - the target has shape (3,) and the logits (2, 8); pass one id for each row of logits: shape (2,)\n"
             "  - the logits are a DTensor, (Shard(dim=1),); pass each rank's to_local()\n"
-            "  - reduction is 'median'; it can be one of ('mean', 'sum', 'none')\n"
+            "  - reduction is 'median'; it can be 'mean', 'sum' or 'none'\n"
             "  - label_smoothing is 2.0; it can be from 0 to 1"
         )
         with pytest.raises(IndexError, match="bounds: the ids run from 1 to 8, the vocabulary from 0 to 7"):

@@ -177,7 +177,7 @@ def test_fsdp_over_tensor_parallel_with_accumulation() -> None:
 
 
 def second_derivatives() -> dict[str, float]:
-    """The gradient of a gradient's size, which torch's and our collectives pass on any number of times."""
+    """The gradient of the size of all gradients, which torch's and our collectives pass on any number of times."""
     found = {}
     for name in ("mlp", "whole between", "q|k|v"):
         make, plan, data = CASES[name]
@@ -186,8 +186,10 @@ def second_derivatives() -> dict[str, float]:
         model = parallelize(copy.deepcopy(reference), tp_mesh(), plan)
         for each in (model, reference):
             x = data.clone().requires_grad_()
-            (first,) = torch.autograd.grad(each(x).pow(3).sum(), x, create_graph=True)
-            first.square().sum().backward()
+            wanted = [x, *each.parameters()]
+            firsts: Any = torch.autograd.grad(each(x).pow(3).sum(), wanted, create_graph=True)
+            for first in firsts:
+                whole(first).square().sum().backward(retain_graph=True)
         found[name] = gradients_apart(model, reference) / 100
     return found
 

@@ -136,6 +136,10 @@ def test_heads_that_cannot_be_shared() -> None:
     )
     with pytest.raises(PlanError, match="3 kv heads do not divide out_features 8"):
         plan_report(nn.Linear(8, 8), 2, KeyValueParallel(6, 3))
+    hooked = nn.Linear(8, 8)
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(PlanError, match=r"with the forward of nn\.Linear only, without hooks, not Linear's"):
+        plan_report(hooked, 4, KeyValueParallel(4, 2))
     # Nothing is read off a module's attributes.
     block = nn.ModuleDict({"proj": nn.Linear(384, 384)})
     block.num_heads = 6  # type: ignore[assignment]

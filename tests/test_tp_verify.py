@@ -59,6 +59,11 @@ def with_indices() -> Net:
     return Net(lambda m, x: m.up(x).topk(8).indices, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
+def with_heads() -> Net:
+    """A tensor for each head that a rank has."""
+    return Net(lambda m, x: m.up(x).split(4, -1), up=nn.Linear(8, 16))
+
+
 def reports() -> dict[str, VerifyReport]:
     mesh = tp_mesh()
     torch.manual_seed(torch.distributed.get_rank())  # the first rank's values count
@@ -88,6 +93,7 @@ def reports() -> dict[str, VerifyReport]:
         "softmax behind zeros": verify(zero(softened(softmax=True)), mesh, UP_DOWN, x),
         "summed twice": verify(softened(softmax=False), mesh, twice, x),
         "shards": verify(nn.Linear(8, 16), mesh, ColwiseParallel(), x),
+        "fewer outputs": verify(with_heads(), mesh, {"up": ColwiseParallel()}, x),
     }
 
 
@@ -101,12 +107,14 @@ def test_what_differs_is_named() -> None:
         "softmax behind zeros",
         "summed twice",
         "shards",
+        "fewer outputs",
     }
     assert {name for name, report in first.items() if not report.right} == wrong
     # Ranks that agree on a wrong sum: the forward is exact, and so is everything but what is summed twice.
     for name in ("summed twice", "doubled"):
         assert [*first[name].different] == ["gradient of factor.weight"]
     assert [*first["of integers"].different] == ["output 0"]
+    assert {"output 2", "output 3"} <= first["fewer outputs"].different.keys()
     different = first["softmax of a rank's features"].different
     assert {"output 0", "gradient of up.weight", "gradient of input 0"} <= different.keys()
     assert "on rank 1, The values for attribute 'shape' do not match" in first["shards"].different["output 0"]

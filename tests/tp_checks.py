@@ -287,7 +287,7 @@ CASES |= {
     "rows, sequence": (_embedding, _rows(output_layouts=SEQUENCE), IDS, None, 1),
     "rows, ids cut": (_embedding, RowwiseParallel(input_layouts=SEQUENCE), IDS, 1),
     "rows, DTensor out": (_embedding, _rows(use_local_output=False), IDS),
-    "rows, own forward": (Normed, {"": RowwiseEmbedding()}, IDS % 8),
+    "rows, own forward": (Normed, {"": RowwiseEmbedding(input_layouts=Replicate())}, IDS % 8),
     "columns, gathered": (_embedding, ColwiseParallel(output_layouts=WHOLE), IDS),
     "columns, sequence": (_embedding, ColwiseParallel(output_layouts=SEQUENCE), IDS, None, 1),
     "heads": (heads_and_tail, HEADS, noise(2, 3, 8)),

@@ -188,11 +188,11 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        again = torch.is_grad_enabled()  # for the gradient of the gradient
         found: list[Any] = [None]
         for parameter, gradient, layout in zip(ctx.parameters, gradients, ctx.placements, strict=True):
-            local: Any = gradient if gradient is None else gradient.contiguous()
-            found.append(local if local is None else gradient_like(parameter, local, layout, again=again))
+            found.append(
+                None if gradient is None else gradient_like(parameter, gradient.contiguous(), layout)
+            )
         return tuple(found)
 
 
@@ -210,17 +210,15 @@ def local_parameters(
     return local
 
 
-def gradient_like(
-    parameter: DTensor, local: torch.Tensor, placements: tuple[Placement, ...], *, again: bool = False
-) -> DTensor:
-    """Return a gradient of ``parameter`` around this rank's contiguous ``local`` tensor; ``again``: to be differentiated.
+def gradient_like(parameter: DTensor, local: torch.Tensor, placements: tuple[Placement, ...]) -> DTensor:
+    """Return a gradient of ``parameter`` around this rank's contiguous ``local`` tensor, which may be differentiated again.
 
     The public ``DTensor.from_local`` works out the global shape again and passes through autograd: ten times the cost, once
     per parameter and step.
     """
     # Importing DTensor here would cost whoever only wants a mesh.
     known, kind = parameter._spec, type(parameter)
-    if again or not parameter.is_contiguous():
+    if local.requires_grad or not parameter.is_contiguous():
         shape, mesh = parameter.shape, parameter.device_mesh
         stride = torch.empty(shape, device="meta").stride()  # of a gradient, whatever the parameter's are
         return kind.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -59,15 +59,12 @@ def split(x: Tensor, group: Group, dim: int) -> Tensor:
     return x if group.size == 1 else _region(x, my_shard, all_gather, group, dim)
 
 
-Lengths = tuple["Sequence[int] | None", "Sequence[int] | None"]
-
-
-def exchange(x: Tensor, group: Group, lengths: Lengths = (None, None)) -> Tensor:
+def exchange(x: Tensor, group: Group, lengths: Sequence[Sequence[int] | None] = (None, None)) -> Tensor:
     """Send one shard of dim 0 to each rank, and join what comes from each, in rank order; the gradients travel back.
 
     ``lengths``: how many rows are sent to each rank, and how many come; by default equally many.
     """
-    return x if group.size == 1 else _region(x, all_to_all, _returned, group, lengths)
+    return x if group.size == 1 else _region(x, _sent, _returned, group, lengths)
 
 
 class _Region(torch.autograd.Function):
@@ -92,11 +89,21 @@ def _joined(x: Tensor, group: Group, dim: int | None) -> Tensor:
 
 
 def _summed(x: Tensor, group: Group, dim: int | None) -> Tensor:
-    return all_reduce(x, group) if dim is None else reduce_scatter(x, group, dim)
+    if dim is None:
+        return all_reduce(x, group)
+    check_divides(x.shape, dim, group.size)
+    first = x.movedim(dim, 0)
+    return _moved(functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name), dim)
 
 
-def _returned(x: Tensor, group: Group, lengths: Lengths) -> Tensor:
-    return all_to_all(x, group, lengths[::-1])
+def _sent(x: Tensor, group: Group, lengths: Sequence[Sequence[int] | None]) -> Tensor:
+    equal = [x.shape[0] // group.size] * group.size
+    send, receive = lengths[0] or equal, lengths[1] or equal
+    return functional_collective("all_to_all_single", x, [*receive], [*send], group.name)
+
+
+def _returned(x: Tensor, group: Group, lengths: Sequence[Sequence[int] | None]) -> Tensor:
+    return _sent(x, group, lengths[::-1])
 
 
 # --- without gradients --------------------------------------------------------------------------------------
@@ -113,20 +120,6 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
         return x
     first = x.movedim(dim, 0)  # collectives know dim 0 only
     return _moved(functional_collective("all_gather_into_tensor", first, group.size, group.name), dim)
-
-
-def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's shard of ``dim`` of the sum over the ranks."""
-    check_divides(x.shape, dim, group.size)
-    first = x.movedim(dim, 0)
-    return _moved(functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name), dim)
-
-
-def all_to_all(x: Tensor, group: Group, lengths: Lengths = (None, None)) -> Tensor:
-    """Return what :func:`exchange` does."""
-    equal = [x.shape[0] // group.size] * group.size
-    send, receive = lengths[0] or equal, lengths[1] or equal
-    return functional_collective("all_to_all_single", x, [*receive], [*send], group.name)
 
 
 def my_shard(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -151,8 +144,6 @@ def _moved(x: Tensor, dim: int) -> Tensor:
 
 
 # --- the loss of logits whose vocabulary is sharded, without gathering them ---------------------------------
-
-_REDUCTIONS = ("mean", "sum", "none")
 
 
 def cross_entropy(
@@ -184,8 +175,8 @@ def cross_entropy(
     group, problems = Group.of(mesh), target_problems(logits.shape, target)
     if isinstance(logits, DTensor):
         problems.append(f"the logits are a DTensor, {logits.placements}; pass each rank's to_local()")
-    if reduction not in _REDUCTIONS:
-        problems.append(f"reduction is {reduction!r}; it can be one of {_REDUCTIONS}")
+    if reduction not in {"mean", "sum", "none"}:
+        problems.append(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
     if not 0 <= label_smoothing <= 1:
         problems.append(f"label_smoothing is {label_smoothing}; it can be from 0 to 1")
     if problems:
@@ -214,9 +205,8 @@ def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
         return
     low, high = map(int, torch.aminmax(ids))
     if low < 0 or high >= vocabulary:
-        raise IndexError(
-            f"{what}: the ids run from {low} to {high}, the vocabulary from 0 to {vocabulary - 1}"
-        )
+        got = f"the ids run from {low} to {high}"
+        raise IndexError(f"{what}: {got}, the vocabulary from 0 to {vocabulary - 1}")
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -244,11 +234,9 @@ class _CrossEntropy(torch.autograd.Function):
         shifted = logits - highest.unsqueeze(-1)  # in the larger of the two types
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
         mean = shifted.mean(-1) if spread else torch.zeros_like(of_target)
-        sums = [shifted.exp().sum(-1), of_target]
-        if not over_part:
-            sums.append(mean / group.size)
-        total, of_target, *means = all_reduce(torch.stack(sums), group).unbind()
-        loss = total.log() - (1 - spread) * of_target - spread * (means[0] if means else mean)
+        sums = torch.stack([shifted.exp().sum(-1), of_target, mean / group.size])
+        total, of_target, of_all = all_reduce(sums, group).unbind()
+        loss = total.log() - (1 - spread) * of_target - spread * (mean if over_part else of_all)
         ctx.save_for_backward(logits, total.log() + highest, elsewhere, mine, counts)
         ctx.spread, ctx.entries = spread, part if over_part else part * group.size
         return loss if counts is None else loss.masked_fill(~counts, 0)

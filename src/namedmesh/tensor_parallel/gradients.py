@@ -41,14 +41,13 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
     gradients what is no multiple of them, as ``clip_grad_value_`` does. All ranks give the same parameters, in the same order.
     """
     together: dict[Any, list[Any]] = {}
+    parameter: Any
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
         gradient = parameter.grad
-        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        layout = gradient.placements if isinstance(gradient, DTensor) else ()
+        if not any(isinstance(each, Partial) for each in layout):
             continue
-        layout = gradient.placements
         summed = tuple(Replicate() if isinstance(each, Partial) else each for each in layout)
-        if summed == layout:
-            continue
         if summed == parameter.placements:
             together.setdefault((gradient.device_mesh, layout, gradient.dtype), []).append(parameter)
         else:
@@ -109,7 +108,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
         # As they are now: fully_shard has replaced them.
         mine = {name: each for name, each in model.named_parameters() if id(each) in own}
         for watch in watches if mine else ():
-            watch.compare(mine, watch.across(mine.values()))
+            watch.compare(mine)
 
 
 class _Watch:
@@ -151,19 +150,20 @@ class _Watch:
                 place[dim] = slice(None)
         return len(self.ranks.intersection(mesh.mesh[tuple(place)].flatten().tolist())) <= 1
 
-    def compare(
-        self, parameters: Mapping[str, nn.Parameter], across: Iterable[dist.ProcessGroup] = ()
-    ) -> None:
-        """Raise on every rank, also of the groups ``across``, if gradients differ, in their size or in a sum with weights."""
+    def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise if gradients differ, on all ranks, those too that see other parts of the parameters, as those of FSDP2 do."""
         mine = {}
+        across: dict[frozenset[int], dist.ProcessGroup] = {}
         for name, each in parameters.items():
             gradient: Any = each.grad
             if self.is_whole(each):
                 some = gradient is not None and self.is_whole(gradient)
                 mine[name] = fingerprint(gradient) if some else [0.0, 0.0]
+            for group in each.device_mesh.get_all_groups() if isinstance(each, DTensor) else ():
+                across.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
         wrong = _different(from_all(group_named(self.group.name), mine))
-        for group in across:
-            for found in from_all(group, wrong):
+        for ranks, group in across.items():
+            for found in from_all(group, wrong) if ranks != self.ranks else ():
                 wrong.update(found)
         if wrong:
             raise GradientError(
@@ -172,16 +172,6 @@ class _Watch:
                 f"works on a rank's own features or tokens LocalParameters(), which sums the parts, and a linear whose "
                 f"features they use in part ColwiseParallel(), or KeyValueParallel(...) for keys and values"
             )
-
-    def across(self, parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
-        """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
-        found: dict[frozenset[int], dist.ProcessGroup] = {}
-        for mesh in dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor)):
-            for group in mesh.get_all_groups():
-                ranks = frozenset(dist.get_process_group_ranks(group))
-                if len(ranks) > 1 and ranks != self.ranks:
-                    found.setdefault(ranks, group)
-        return list(found.values())
 
 
 def _different(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

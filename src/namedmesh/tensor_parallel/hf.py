@@ -25,9 +25,6 @@ from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, 
 class RowwiseEmbedding(RowwiseParallel):
     """Embeddings that have a forward of their own, as transformers', work on what that of ``nn.Embedding`` returns: all of it."""
 
-    def __init__(self) -> None:
-        super().__init__(input_layouts=Replicate())
-
     def short_way(self, module: nn.Module) -> type | None:
         """Return the module's class again, with the short way's where its ``super().forward`` goes."""
         own: Any = type(module)
@@ -75,13 +72,12 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     "rowwise_rep": partial(RowwiseParallel, input_layouts=Replicate()),
-    "embedding_rowwise": RowwiseEmbedding,
+    "embedding_rowwise": partial(RowwiseEmbedding, input_layouts=Replicate()),
     _SUMMED: LocalParameters,
 }
 # What shards a bare parameter, one that is no module's weight or bias; and how its module has to be named for that.
 _BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _OWNERS = ("local_params", "moe_tp_experts")
-_LATENT = "mla_kv_a_proj"
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 # Layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent.
 _BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj")
@@ -121,7 +117,7 @@ def plan_from_hf(model: nn.Module) -> dict[str, ParallelStyle]:
         if not key or name == "replicate" or isinstance(module, nn.ModuleList):
             continue
         try:
-            style = _style(model, modules, stated, fqn, name)
+            style = _style(modules, stated, fqn, name)
             if style is not None:
                 plan[fqn] = style
         except LookupError as error:
@@ -136,10 +132,12 @@ def _stated(model: nn.Module) -> dict[str, str]:
     """Return the names of styles that a model states, by names of modules and parameters."""
     stated = dict(getattr(model, "_tp_plan", None) or {})
     if not stated:
-        raise PlanError(
-            f"{type(model).__name__} states no plan in its _tp_plan; write one, a dict of names to styles"
-        )
-    kind = getattr(_text_config(model), "model_type", "")
+        remedy = "write one, a dict of names to styles"
+        raise PlanError(f"{type(model).__name__} states no plan in its _tp_plan; {remedy}")
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    kind = getattr(config, "model_type", "")
     if kind in _WRONG_ATTENTION and any(".self_attn." in key for key in stated):
         remedy = "take the entries of self_attn out of model._tp_plan"
         raise PlanError(f"attention cannot be sharded as the plan says: {_WRONG_ATTENTION[kind]}; {remedy}")
@@ -150,18 +148,17 @@ def _stated(model: nn.Module) -> dict[str, str]:
 
 
 def _style(
-    model: nn.Module, modules: Mapping[str, nn.Module], stated: Mapping[str, str], fqn: str, name: str
+    modules: Mapping[str, nn.Module], stated: Mapping[str, str], fqn: str, name: str
 ) -> ParallelStyle | None:
     """Return the style of one module, None where it stays whole; a LookupError says why there is none."""
     module = modules[fqn]
     if name in _OWNERS:
         return _owner(stated, fqn, module, name)
-    if name == _LATENT:
-        sources: tuple[Any, ...] = modules[fqn.rpartition(".")[0]], _text_config(model)
-        for source in sources:
-            if hasattr(source, "qk_rope_head_dim"):
-                return TailGradient(source.qk_rope_head_dim)
-        raise LookupError("depends on the model: its config has no qk_rope_head_dim")
+    if name == "mla_kv_a_proj":
+        width = getattr(modules[fqn.rpartition(".")[0]], "qk_rope_head_dim", None)
+        if width is None:
+            raise LookupError("depends on the model: its attention has no qk_rope_head_dim")
+        return TailGradient(width)
     if name not in _STYLES:
         raise LookupError(f"is not supported{did_you_mean(name, [*_STYLES, *_OWNERS])}")
     heads = _heads(modules, fqn) if name == "colwise" and isinstance(module, nn.Linear) else None
@@ -214,10 +211,9 @@ def _heads(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int, int] | None
         for source in (module, config if layers is None or index is None else layers[index]):
             queries = _first_count(source, "num_heads", "num_attention_heads")
             if queries:
-                groups = _first_count(module, _GROUPS)
-                if groups:  # what the module says of itself counts more
-                    return queries, queries // groups
-                return queries, _first_count(source, "num_key_value_heads", "num_kv_heads") or queries
+                groups = _first_count(module, _GROUPS)  # what the module says of itself counts more
+                kv_heads = _first_count(source, "num_key_value_heads", "num_kv_heads")
+                return queries, queries // groups if groups else kv_heads or queries
     return None
 
 
@@ -228,11 +224,6 @@ def _first_count(source: object, *names: str) -> int | None:
             if isinstance(count, int) and count > 0:
                 return count
     return None
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _stated_for(stated: Mapping[str, str], fqn: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -10,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import concatenate_meshes, from_all, group_named, local_parameters, replaced_parameters
+from namedmesh._torch import concatenate_meshes, from_all, group_named, replaced_parameters
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
 from namedmesh.mesh import NamedMesh
-from namedmesh.tensor_parallel.collectives import Group, all_to_all, enter, exchange, leave
+from namedmesh.tensor_parallel.collectives import Group, enter, exchange, leave
 from namedmesh.tensor_parallel.gradients import fingerprint
-from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
+from namedmesh.tensor_parallel.styles import local, replace_parameter, shard_parameters
 
 
 class LocalParameters(ParallelStyle):
@@ -77,10 +78,7 @@ class LocalForward:
 
     def plain(self, name: str) -> Tensor:
         """Return this rank's shard of a parameter, or all of it, of whose gradient each rank then makes a part."""
-        shard: Tensor = getattr(self.module, name)
-        if isinstance(shard, DTensor):
-            layouts = tuple(Partial() if isinstance(each, Replicate) else each for each in shard.placements)
-            shard = local_parameters([shard], [layouts])[0]
+        shard: Tensor = local(getattr(self.module, name))[0]
         dim = self.blocks.get(name)
         return shard if dim is None else shard.flatten(dim, dim + 1)
 
@@ -221,9 +219,7 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
         return distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=source)
     mine = parameter.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     both = concatenate_meshes([mesh, parameter.device_mesh])
-    placements = (Shard(0), *parameter.placements)
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(mine, both, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(mine, both, (Shard(0), *parameter.placements), run_check=False)
 
 
 class ExpertForward(LocalForward):
@@ -249,7 +245,7 @@ class ExpertForward(LocalForward):
         if ranks == 1:
             return super().__call__(tokens, counts)
         # Of each rank, how many tokens come for each of this rank's experts.
-        arriving = all_to_all(counts, self.group).view(ranks, -1)
+        arriving = exchange(counts, self.group).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
         send, receive = totals.tolist()
         arrived = exchange(tokens, self.group, (send, receive))
@@ -295,10 +291,7 @@ def _have_their_own(tokens: Tensor, group: Group) -> bool:
     # Several sums, because tokens that were normalized have the same size.
     digests = from_all(group_named(group.name), fingerprint(tokens, (1.0, 0.7, 0.3)) if says else [])
     for one in filter(None, digests):
-        far = [
-            max(abs(a - b) for a, b in zip(one, each, strict=True)) if each else one[0] for each in digests
-        ]
-        alike = [rank for rank, each in enumerate(far) if each <= _ALIKE * one[0]]
+        alike = [i for i, each in enumerate(digests) if each and math.dist(one, each) <= _ALIKE * one[0]]
         if len(alike) > 1:
             got = f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens"
             remedy = "leave each rank its part of the sequence (SequenceParallel), or cut the experts over etp (ShardedExperts)"

@@ -25,7 +25,6 @@ from namedmesh.tensor_parallel.styles import layer_placements
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
-_MISSING = "missing='ignore' for a pipeline stage, which has some of them"
 _FEATURES = (torch_styles.ColwiseParallel, torch_styles.RowwiseParallel)
 
 
@@ -77,9 +76,8 @@ def parallelize(
     for entry in entries:
         short_way = getattr(entry.style, "short_way", None)
         if isinstance(entry.style, _FEATURES) and not (short_way and short_way(entry.module)):
-            entry.module.register_forward_hook(
-                partial(_refuse_uneven, entry.style.output_layouts[0], mesh.size())
-            )
+            hook = partial(_refuse_uneven, entry.style.output_layouts[0], mesh.size())
+            entry.module.register_forward_hook(hook)
         # One style at a time: with a dict, torch drops src_data_rank at the name "".
         frozen = [name for name, each in entry.module.named_parameters() if not each.requires_grad]
         applied = parallelize_module(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
@@ -122,9 +120,8 @@ def resolve(
         tp_size = mesh_or_tp_size.size()
     else:
         tp_size, axes = 1, mesh_or_tp_size.mesh_dim_names
-        problems.append(
-            f"a plan is applied along one axis, but the mesh has {axes}; pass one, such as mesh['tp']"
-        )
+        remedy = "pass one, such as mesh['tp']"
+        problems.append(f"a plan is applied along one axis, but the mesh has {axes}; {remedy}")
     entries = _match(model, plan, missing, problems)
     places: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -155,8 +152,8 @@ def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> li
         matched = [fqn for fqn in names if matches(key, fqn)]
         if not matched and missing != "ignore":
             near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
-            near_key = did_you_mean(key, near)
-            problems.append(f"{key!r} matches no module of the model{near_key} ({_MISSING})")
+            remedy = "missing='ignore' for a pipeline stage, which has some of them"
+            problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)} ({remedy})")
         for fqn in matched:
             owner = owners.setdefault(names[fqn], Entry(fqn, names[fqn], style, key))
             if owner.key != key:
@@ -226,16 +223,16 @@ def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     """
     columns = [each for each in entries if _shards_features(each, torch_styles.ColwiseParallel)]
     for entry in entries:
-        block = entry.fqn
+        block = entry.fqn if _shards_features(entry, torch_styles.RowwiseParallel) else ""
         found: list[Entry] = []
-        while block and not found and _shards_features(entry, torch_styles.RowwiseParallel):
+        while block and not found:
             block = block.rpartition(".")[0]
             found = [each for each in columns if f".{each.fqn}".startswith(f".{block}." if block else ".")]
-        features = getattr(entry.module, "in_features", 0)
-        made = {each.fqn: each.module.out_features for each in found}
+        made = [each.module.out_features for each in found]
         told = any(getattr(each.style, "heads", None) for each in found)
-        if made and not told and features not in made.values():
-            makes = listing((f"{each.key} makes {made[each.fqn]}" for each in found), 4)
+        features = getattr(entry.module, "in_features", 0)
+        if made and not told and features not in made:
+            makes = listing((f"{each.key} makes {each.module.out_features}" for each in found), 4)
             got = f"takes {features} features, which no column layer of its block makes ({makes})"
             why = "one of them is several layers in one (q|k|v, gate|up)"
             remedy = "take it apart with split_linear, or say that it lies head by head with ColwiseParallel(heads=...)"

@@ -19,46 +19,40 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._torch import has_hooks, local_parameters
 from namedmesh.errors import PlanError
 from namedmesh.sizes import shared_heads
-from namedmesh.tensor_parallel.collectives import (
-    Group,
-    all_gather,
-    enter,
-    gather,
-    leave,
-    refuse_strangers,
-    split,
-)
+from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave, refuse_strangers, split
 
 _WHOLE, _PARTS = (Replicate(),), (Partial(),)
 
 
 class Wiring(NamedTuple):
-    """How a sharded layer is connected: its ranks, the sharded dim of its input and of its output (None: whole).
-
-    ``rows``: of a linear that every rank has whole, which output features this one computes.
-    """
+    """How a sharded layer is connected: its ranks, and the sharded dim of its input and of its output (None: whole)."""
 
     group: Group
     input_dim: int | None
     output_dim: int | None
     use_local_output: bool
-    rows: Sequence[int] | None
 
 
 class ColumnLinear(nn.Linear):
     """An ``nn.Linear`` of whose output features each rank computes some. Made by :class:`ColwiseParallel`."""
 
     wiring: Wiring
+    rows: Sequence[int] | None = None  # the output features to compute, of a weight that every rank has whole
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or those of all ranks."""
-        group, _, output_dim, _, rows = self.wiring
-        shared = rows is not None
-        weight, bias = local(self.weight, self.bias, parts=(shared, shared))
-        if shared:
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-        y = F.linear(column_input(input, self.wiring), weight, bias)
-        return delivered(self, y if output_dim is not None else gather(y, group, y.ndim - 1))
+        group, input_dim, output_dim, _ = self.wiring
+        if isinstance(input, DTensor):
+            # Whoever made it sums the parts of its gradient, of all its users at once.
+            whole = input if input.placements == _WHOLE else input.redistribute(placements=_WHOLE)
+            x = whole.to_local(grad_placements=_PARTS)
+        else:
+            x = enter(autocast(input), group, input_dim)
+        weight, bias = local(self.weight, self.bias)
+        if self.rows is not None:
+            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
+        y = F.linear(x, weight, bias)
+        return delivered(self, y if output_dim is not None else gather(y, group, -1))
 
 
 class RowLinear(nn.Linear):
@@ -68,13 +62,13 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the sum of all ranks' products: whole, or this rank's shard of another dim."""
-        group, input_dim, output_dim, *_ = self.wiring
+        group, input_dim, output_dim, _ = self.wiring
         if isinstance(input, DTensor):
             x = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
         else:
             x = input if input_dim is not None else split(input, group, input.ndim - 1)
         # Where each rank has some of the tokens, it makes a part of the bias's gradient.
-        weight, bias = local(self.weight, self.bias, parts=(False, output_dim is not None))
+        weight, bias = local(self.weight, self.bias, parts=output_dim is not None)
         y = leave(F.linear(x, weight), group, output_dim)
         if bias is not None:  # after the sum, so that it counts once
             y = y + bias.to(y.dtype)
@@ -88,10 +82,10 @@ class RowEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' vectors, of which one is not zero: whole, or this rank's shard of a dim."""
-        group, input_dim, output_dim, *_ = self.wiring
+        group, input_dim, output_dim, _ = self.wiring
         ids = input.full_tensor() if isinstance(input, DTensor) else input
         if ids is input and input_dim is not None:
-            ids = all_gather(input, group, input_dim)
+            ids = gather(input, group, input_dim)
         refuse_strangers(ids, self.num_embeddings, "index out of range in self")
         weight, _ = local(self.weight)
         rows = weight.shape[0]
@@ -105,26 +99,14 @@ class RowEmbedding(nn.Embedding):
         return delivered(self, leave(y.masked_fill(elsewhere.unsqueeze(-1), 0), group, output_dim))
 
 
-def local(
-    weight: Tensor, bias: Tensor | None = None, *, parts: tuple[bool, bool] = (False, False)
-) -> Sequence[Any]:
-    """Return this rank's tensors of a weight and a bias; ``parts``: of whose gradient each rank makes a part."""
+def local(weight: Tensor, bias: Tensor | None = None, *, parts: bool = True) -> Sequence[Any]:
+    """Return this rank's tensors of a weight and a bias; ``parts``: each rank makes a part of the gradients of whole ones."""
     if not isinstance(weight, DTensor):
         return weight, bias
-    layouts = [_PARTS if parts[0] else weight.placements]
-    if not isinstance(bias, DTensor):
-        return local_parameters([weight], layouts)[0], bias
-    layouts.append(_PARTS if parts[1] else bias.placements)
-    return local_parameters([weight, bias], layouts)
-
-
-def column_input(x: Tensor, wiring: Wiring) -> Tensor:
-    """Return the whole input of a column layer, of whose gradient each rank makes a part."""
-    if not isinstance(x, DTensor):
-        return enter(autocast(x), wiring.group, wiring.input_dim)
-    # Whoever made it sums the parts of its gradient, of all its users at once.
-    whole = x if x.placements == _WHOLE else x.redistribute(placements=_WHOLE)
-    return whole.to_local(grad_placements=_PARTS)
+    parameters: list[Any] = [weight] if bias is None else [weight, bias]
+    layouts = [_PARTS if parts and each.placements == _WHOLE else each.placements for each in parameters]
+    shards = local_parameters(parameters, layouts)
+    return (*shards, None) if bias is None else shards
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -164,8 +146,6 @@ def replace_parameter(module: nn.Module, name: str, shard: Tensor) -> None:
 class _Short:
     """A style with a short way for the layers and layouts that it knows; all others go torch's way."""
 
-    kinds: Mapping[type, type]
-
     def __init__(self, *, heads: int | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
         self.heads = heads
@@ -182,34 +162,33 @@ class _Short:
             found.append(f"{got}; choose one that divides them")
         return found
 
+    def layout(self: Any, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
+        """Return how the parameters are laid out."""
+        return layer_placements(self, module)
+
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if not name:  # torch's own would take the modules inside of a subclass for linears, too
-            shard_parameters(module, device_mesh, layer_placements(self, module), self.src_data_rank)
+            layout = self.layout(module, device_mesh.size())
+            shard_parameters(module, device_mesh, layout, self.src_data_rank)
 
     _partition_embedding_fn = _partition_linear_fn
 
     def short_way(self: Any, module: nn.Module) -> type | None:
         """Return the class whose forward has its arithmetic on plain tensors; None for torch's way."""
-        changed = "forward" in vars(module) or has_hooks(module)
-        return None if changed or not self.knows(module) else self.kinds.get(type(module))
+        return None if "forward" in vars(module) or has_hooks(module) else self.kind_for(module)
 
-    def _apply(self: Any, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self: Any, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         kind = self.short_way(module)
         if kind is None:
             applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style
             applied.register_forward_hook(_synchronous)
             return applied
         self._partition_linear_fn("", module, device_mesh)
-        rewire(module, kind, self, device_mesh)
-        return module
-
-
-def rewire(module: Any, kind: Any, style: Any, mesh: DeviceMesh, rows: Sequence[int] | None = None) -> None:
-    """Give a layer with sharded parameters the forward for them."""
-    module.__class__ = kind
-    (given,), (made,) = style.input_layouts, style.output_layouts
-    dims = getattr(given, "dim", None), getattr(made, "dim", None)
-    module.wiring = Wiring(Group.of(mesh), *dims, style.use_local_output, rows)
+        module.__class__ = kind
+        (given,), (made,) = self.input_layouts, self.output_layouts
+        dims = getattr(given, "dim", None), getattr(made, "dim", None)
+        module.wiring = Wiring(Group.of(device_mesh), *dims, self.use_local_output)
+        return module  # type: ignore[no-any-return]  # with an attribute that no module has
 
 
 def _synchronous(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -234,12 +213,11 @@ class ColwiseParallel(_Short, torch_styles.ColwiseParallel):
             whole ones, and a layer that is several in one, head by head, is known to be right as it is.
     """
 
-    kinds = {nn.Linear: ColumnLinear}  # noqa: RUF012  a table
-
-    def knows(self, _module: nn.Module) -> bool:
-        """Return whether the short way is right for the style's layouts."""
+    def kind_for(self, module: nn.Module) -> type | None:
+        """Return the class with the short way for a module, if it has the style's layouts."""
         (given,), (made,) = self.input_layouts, self.output_layouts
-        return made in {Shard(-1), Replicate()} and isinstance(given, Shard | Replicate)
+        known = isinstance(given, Shard | Replicate) and made in {Shard(-1), Replicate()}
+        return ColumnLinear if known and type(module) is nn.Linear else None
 
 
 class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
@@ -256,14 +234,13 @@ class RowwiseParallel(_Short, torch_styles.RowwiseParallel):
         use_local_output: as for :class:`ColwiseParallel`.
     """
 
-    kinds = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}  # noqa: RUF012  a table
-
-    def knows(self, module: nn.Module) -> bool:
-        """Return whether the short way is right for the style's layouts."""
+    def kind_for(self, module: nn.Module) -> type | None:
+        """Return the class with the short way for a module, if it has the style's layouts."""
         (given,), (made,) = self.input_layouts, self.output_layouts
-        of_ids = isinstance(given, Shard) and isinstance(module, nn.Embedding)
-        takes = of_ids or given in {Replicate(), Shard(-1)}
-        return takes and (made == Replicate() or (isinstance(made, Shard) and made.dim >= 0))
+        kind = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}.get(type(module))
+        takes = given in {Replicate(), Shard(-1)} or (isinstance(given, Shard) and kind is RowEmbedding)
+        makes = made == Replicate() or (isinstance(made, Shard) and made.dim >= 0)
+        return kind if takes and makes else None
 
 
 def layer_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
@@ -334,7 +311,7 @@ class KeyValueParallel(ColwiseParallel):
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return how the parameters are laid out: whole where ranks share heads."""
-        columns = layer_placements(self, module)
+        columns = super().layout(module, tp_size)
         return columns if self.kv_heads % tp_size == 0 else dict.fromkeys(columns, Replicate())
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
@@ -345,21 +322,19 @@ class KeyValueParallel(ColwiseParallel):
         if heads % tp_size and not shared_heads(queries, heads, tp_size):
             counts = f"{queries} query heads and {heads} kv heads"
             return [f"{counts} cannot be shared by {tp_size} ranks; choose a tp size that divides {queries}"]
-        if heads % tp_size and (type(module) is not nn.Linear or "forward" in vars(module)):
-            return [f"ranks share kv heads with the forward of nn.Linear only, not {type(module).__name__}'s"]
+        if heads % tp_size and not self.short_way(module):
+            kind = type(module).__name__
+            return [f"ranks share kv heads with the forward of nn.Linear only, without hooks, not {kind}'s"]
         return []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self.kv_heads % device_mesh.size() == 0:
-            applied: nn.Module = super()._apply(module, device_mesh)
-            return applied
+        applied: nn.Module = super()._apply(module, device_mesh)
         size = device_mesh.size()
-        heads = shared_heads(self.query_heads, self.kv_heads, size)[device_mesh.get_local_rank()]
-        width = len(module.get_parameter("weight")) // self.kv_heads
-        rows = [head * width + row for head in heads for row in range(width)]
-        shard_parameters(module, device_mesh, self.layout(module, size), self.src_data_rank)
-        rewire(module, ColumnLinear, self, device_mesh, rows)
-        return module
+        if self.kv_heads % size:
+            heads = shared_heads(self.query_heads, self.kv_heads, size)[device_mesh.get_local_rank()]
+            width = len(applied.get_parameter("weight")) // self.kv_heads
+            applied.rows = [head * width + row for head in heads for row in range(width)]  # type: ignore[assignment]  # of no tensor
+        return applied
 
 
 class Joined(nn.ModuleList):

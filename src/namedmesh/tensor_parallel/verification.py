@@ -77,15 +77,16 @@ def verify(
     wanted, got = (_run(each, given) for each in (whole, sharded))
     # Terms that cancel out leave rounding, which may be all of a gradient.
     rounding = 1e-13 * max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)
-    names = [*(wanted | got)]
-    mine = {name: _difference(got.get(name), wanted.get(name), tolerance, rounding) for name in names}
-    of_all = from_all(mesh.get_group(), (dist.get_rank(), mine))
+    own = {}
+    for name, each in wanted.items():
+        own[name] = _difference(got.get(name, torch.zeros_like(each)), each, tolerance, rounding)
+    of_all = from_all(mesh.get_group(), own)
     different = {}
-    for name in names:
-        texts = [f"on rank {rank}, {found[name]}" for rank, found in of_all if found.get(name)]
+    for name in wanted:
+        texts = [found[name] for found in of_all if found[name]]
         if texts:
             different[name] = "; ".join(texts)
-    return VerifyReport(mesh.size(), tuple(names), different)
+    return VerifyReport(mesh.size(), tuple(wanted), different)
 
 
 def _tensors(value: object) -> list[Tensor]:
@@ -120,8 +121,8 @@ def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
     found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}
     differentiated = {f"input {i}": each for i, each in enumerate(_tensors(leaves))}
     for name, each in (differentiated | dict(model.named_parameters())).items():
-        gradient: Any = each.grad
-        if gradient is not None:
+        if each.requires_grad:
+            gradient: Any = torch.zeros_like(each) if each.grad is None else each.grad
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             found[f"gradient of {name}"] = whole.to_dense()
     return found
@@ -131,15 +132,13 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
 
 
-def _difference(mine: Any, wanted: Any, tolerance: float, rounding: float) -> str:
+def _difference(mine: Tensor, wanted: Tensor, tolerance: float, rounding: float) -> str:
     """Return torch's sentence on how far a tensor is from the one of one process; nothing where it is near enough."""
-    mine = torch.zeros_like(wanted) if mine is None else mine
-    wanted = torch.zeros_like(mine) if wanted is None else wanted
     if mine.numel() == wanted.numel():
         mine = mine.reshape(wanted.shape)  # fused experts have a dim more
     try:
         within = max(tolerance * _size(wanted), rounding)
         torch.testing.assert_close(mine, wanted, rtol=0, atol=within, equal_nan=True)
     except AssertionError as error:
-        return " ".join(str(error).split())
+        return f"on rank {dist.get_rank()}, {' '.join(str(error).split())}"
     return ""
