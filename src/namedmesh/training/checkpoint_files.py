@@ -7,13 +7,12 @@ import os
 import pickle
 import secrets
 import shutil
-import stat
 import struct
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -125,7 +124,6 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self) -> dcp.Metadata:
         """Return what DCP says about the tensors."""
-        self._metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
         return self._metadata
 
     @torch.no_grad()
@@ -182,9 +180,10 @@ def _checked(contents: bytes) -> io.BytesIO:
 def is_whole(path: Path) -> bool:
     """Return whether there is a finished checkpoint; any other error than its absence is raised."""
     try:  # is_file() of Python 3.14 returns False for all errors
-        return stat.S_ISREG((path / ABOUT).stat().st_mode)
+        (path / ABOUT).stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
+    return True
 
 
 def clear(path: Path) -> None:
@@ -282,11 +281,6 @@ class Ranks:
             limit = default_timeout()  # torch gives a new group its own
             known[ranks] = cls(dist.new_group(ranks, limit, "gloo", use_local_synchronization=part))
         return known[ranks]
-
-    def wait(self) -> None:
-        """Wait for the end of the save in the background."""
-        if self.saving is not None:
-            wait([self.saving])
 
     def finish(self) -> None:
         """Wait for the end of the save in the background, and raise its error, once; every rank has the same."""

@@ -17,7 +17,7 @@ from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
 from namedmesh.tensor_parallel.gradients import fingerprint
 from namedmesh.training.checkpoint_files import Writer, by_ranks
-from namedmesh.training.checkpoint_state import State, of_owner, owner, shown
+from namedmesh.training.checkpoint_state import Names, State, of_owner, owner, shown
 from namedmesh.training.data import digest
 
 _SAMPLE = 1024  # elements of a tensor that are compared
@@ -105,7 +105,7 @@ def _same(one: list[float] | int, other: list[float] | int) -> bool:
     return all(abs(a - b) <= limit for a, b in zip(one, other, strict=True))
 
 
-def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[tuple[str, str], str]]]) -> dict[str, str]:
+def joined_aliases(by_rank: Iterable[Names]) -> dict[str, str]:
     """Return all further names of parameters, of one rank or tied over two, and whose they are."""
     aliases: dict[str, str] = {}
     ends: dict[tuple[str, str], str] = {}
@@ -181,10 +181,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Find, for all that this rank has, what the checkpoint has for it."""
         self._saved = {self._prefix + name: each for name, each in metadata.state_dict_metadata.items()}
         wanted: dict[str, Any] = {}
-        names = [name for name in self.state.values if name.startswith(("model.", "data."))]
-        names += dict.fromkeys(each for each in map(shared_name, self._saved) if each.startswith("random."))
-        for name in names:
-            self._find(name, wanted)
+        for name in self.state.values:
+            if name.startswith(("model.", "data.", "random.")):
+                self._find(name, wanted)
         for name in self._of_optimizers():  # the problems of the model come first
             self._find(name, wanted)
         for alias, whose in self._tied.items():  # what was two parameters is read twice, to be compared

@@ -21,7 +21,7 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_files import DamagedError, Ranks
 from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases
-from namedmesh.training.checkpoint_state import Model, Optimizers, State, plain
+from namedmesh.training.checkpoint_state import Model, Names, Optimizers, State, plain
 
 _NAME = re.compile(r"step-\d+")
 
@@ -77,15 +77,17 @@ def _save(
     ranks.finish()
     background = async_ and mesh is not None
 
-    def collect() -> State:
-        state = State(mesh, *saved)
+    state = State(mesh, *saved)
+
+    def collect() -> Names:
+        names = state.collect()
         state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
         if background:
             state.copy()
-        return state
+        return names
 
     what = f"the checkpoint {path} could not be written"
-    state, aliases = _on_all(ranks, what, collect)
+    aliases = joined_aliases(ranks.from_all(what, collect))
     name = ranks.from_first(what, partial(files.new_directory, path))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished)
@@ -110,18 +112,6 @@ def _save(
         future = Future()
         future.set_result(write())
     return future
-
-
-def _on_all(ranks: Ranks, what: str, collect: Callable[[], State]) -> tuple[State, dict[str, str]]:
-    """Return what this rank has, and the further names of parameters on all ranks; all raise what fails on one."""
-    found: list[State] = []
-
-    def names() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
-        found.append(collect())
-        return found[0].aliases, found[0].ties
-
-    aliases = joined_aliases(ranks.from_all(what, names))
-    return found[0], aliases
 
 
 def load(
@@ -174,12 +164,15 @@ def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> d
     what = f"the checkpoint {path} could not be read"
     about: dict[str, Any] = ranks.from_first(what, partial(_about, path))
 
-    def collect() -> State:
+    state = State(*filled)
+
+    def collect() -> Names:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
-        return State(*filled)
+        return state.collect()
 
-    planner = LoadPlanner(*_on_all(ranks, what, collect), about, path, cast=cast)
+    aliases = joined_aliases(ranks.from_all(what, collect))
+    planner = LoadPlanner(state, aliases, about, path, cast=cast)
     own = files.Reader(path, about) if about["data"] else None
     with ranks.told(what):
         reader = own or dcp.HuggingFaceStorageReader(str(path))
@@ -250,7 +243,9 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, after what is written now."""
-        Ranks.of(self.mesh).wait()
+        saving = Ranks.of(self.mesh).saving
+        if saving is not None:
+            saving.exception()  # which the next save or load raises, on every rank
         return files.latest(self.directory)
 
     def resume_or_start(
@@ -274,34 +269,33 @@ class Checkpoints:
         """
         ranks = Ranks.of(self.mesh)
         ranks.finish()
-        left: list[str] = []
         about: dict[str, Any] = {}
-        while not about and (path := self._from_first(partial(self._candidate, resume, left))):
+        candidates = self._from_first(partial(self._candidates, resume))
+        for path in candidates:
             try:
                 about = _load(path, ranks, (self.mesh, model, optimizer, data), cast=cast)
-            except DamagedError as error:  # noqa: PERF203  one of a few
+                break
+            except DamagedError as error:
                 if resume is not True:
                     raise
-                left.append(path.name)
                 if ranks.rank == 0:
                     warnings.warn(f"left out: {error}", stacklevel=2)
+        if candidates and not about:
+            raise CheckpointError(f"no checkpoint in {self.directory} is whole; begin in another directory")
         self._run = about.get("run") or ""
         self._run = self._from_first(self._own_run)
         return dict(about.get("extra", {"step": 0}))
 
-    def _candidate(self, resume: bool | str | os.PathLike[str], left: list[str]) -> Path | None:
-        """Return the checkpoint to load next; the first rank calls this."""
+    def _candidates(self, resume: bool | str | os.PathLike[str]) -> list[Path]:
+        """Return the checkpoints to load until one is whole; the first rank calls this."""
         if resume is False:
-            return None
-        if resume is not True:
-            if "step" not in _about(Path(resume))["extra"]:
-                raise CheckpointError(f"{resume} has no step to go on from; load it with training.load")
-            return Path(resume)
-        known = [path for path, _ in files.in_order(self.directory) if _NAME.fullmatch(path.name)]
-        sound = [path for path in known if path.name not in left]
-        if known and not sound:
-            raise CheckpointError(f"no checkpoint in {self.directory} is whole; begin in another directory")
-        return sound[-1] if sound else None
+            return []
+        if resume is True:
+            known = reversed(files.in_order(self.directory))
+            return [path for path, _ in known if _NAME.fullmatch(path.name)]
+        if "step" not in _about(Path(resume))["extra"]:
+            raise CheckpointError(f"{resume} has no step to go on from; load it with training.load")
+        return [Path(resume)]
 
     def save(
         self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
