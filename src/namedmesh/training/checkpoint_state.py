@@ -116,12 +116,12 @@ class State:
         if isinstance(tensor, DTensor):
             return tensor  # to detach one takes as long as to copy it
         tensor, cut = tensor.detach(), seeds.shard_of(parameter, self.mesh)
-        if self.mesh is None or cut is None or tensor.shape != parameter.shape:
+        if cut is None or tensor.shape != parameter.shape:
             return tensor
-        axis, dim, blocks = cut
+        ranks, dim, blocks = cut
         if blocks > 1:
             raise CheckpointError(f"a shard of {blocks} blocks (partition_stride); make a parameter of each")
-        return DTensor.from_local(tensor, self.mesh[axis], [Shard(dim)], run_check=False)
+        return DTensor.from_local(tensor, ranks, [Shard(dim)], run_check=False)
 
     @torch.no_grad()
     def copy(self) -> None:

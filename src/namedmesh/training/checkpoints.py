@@ -146,9 +146,7 @@ def load(
         CheckpointError: on every rank, with all problems at once, before anything is changed: a file is missing or not as it was
             written, or something does not fit.
     """
-    ranks = Ranks.of(mesh)
-    ranks.finish()
-    return dict(_load(Path(path), ranks, (mesh, model, optimizer, data), cast=cast)["extra"])
+    return dict(_load(Path(path), mesh, (model, optimizer, data), cast=cast)["extra"])
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -160,11 +158,13 @@ def _about(path: Path) -> dict[str, Any]:
     return about | {"tensors": files.read_metadata(path, about)}
 
 
-def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
+def _load(path: Path, mesh: NamedMesh | None, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
+    ranks = Ranks.of(mesh)
+    ranks.finish()
     what = f"the checkpoint {path} could not be read"
     about: dict[str, Any] = ranks.from_first(what, partial(_about, path))
 
-    state = State(*filled)
+    state = State(mesh, *filled)
 
     def collect() -> Names:
         if not path.is_dir():
@@ -228,6 +228,7 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
         self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
+        self._ranks = Ranks.of(mesh)
         self._run = ""
 
     def __enter__(self) -> Checkpoints:
@@ -239,13 +240,12 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is written, and raise its error if it was not reported."""
-        Ranks.of(self.mesh).finish()
+        self._ranks.finish()
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, after what is written now."""
-        saving = Ranks.of(self.mesh).saving
-        if saving is not None:
-            saving.exception()  # which the next save or load raises, on every rank
+        if self._ranks.saving is not None:
+            self._ranks.saving.exception()  # which the next save or load raises, on every rank
         return files.latest(self.directory)
 
     def resume_or_start(
@@ -267,18 +267,17 @@ class Checkpoints:
         Returns:
             The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
         """
-        ranks = Ranks.of(self.mesh)
-        ranks.finish()
+        self.close()
         about: dict[str, Any] = {}
         candidates = self._from_first(partial(self._candidates, resume))
         for path in candidates:
             try:
-                about = _load(path, ranks, (self.mesh, model, optimizer, data), cast=cast)
+                about = _load(path, self.mesh, (model, optimizer, data), cast=cast)
                 break
             except DamagedError as error:
                 if resume is not True:
                     raise
-                if ranks.rank == 0:
+                if self._ranks.rank == 0:
                     warnings.warn(f"left out: {error}", stacklevel=2)
         if candidates and not about:
             raise CheckpointError(f"no checkpoint in {self.directory} is whole; begin in another directory")
@@ -311,7 +310,7 @@ class Checkpoints:
         return _save(self.directory / f"step-{step:06}", self.mesh, saved, values, **how)
 
     def _from_first(self, function: Callable[[], Any]) -> Any:
-        return Ranks.of(self.mesh).from_first(f"{self.directory} could not be read", function)
+        return self._ranks.from_first(f"{self.directory} could not be read", function)
 
     def _of_runs(self) -> list[tuple[Path, dict[str, Any]]]:
         return [(path, about) for path, about in files.in_order(self.directory) if about.get("run")]
