@@ -266,7 +266,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._dcp = dcp_ranks(group)
         self.rank: int = self._dcp.rank
-        self.arguments: dict[str, Any] = {"no_dist": True} if group is None else {"process_group": group}
+        self.arguments: dict[str, Any] = {"no_dist": group is None, "process_group": group}
         self.saving: Future[Path] | None = None
 
     @classmethod
@@ -291,17 +291,17 @@ class Ranks:
     def from_first(self, what: str, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
         with self.told(what):
-            return self._dcp.broadcast("checkpoint", partial(_in_words, function))
+            return self._dcp.broadcast("checkpoint", partial(_sendable, function))
 
     def from_all(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
         with self.told(what):
-            return self._dcp.all_gather("checkpoint", partial(_in_words, function))
+            return self._dcp.all_gather("checkpoint", partial(_sendable, function))
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
         """Raise what DCP raises in the block as an error of ours, and leave out what it says of one process alone."""
-        alone = "no_dist" in self.arguments
+        alone = self.arguments["no_dist"]
         try:
             with warnings.catch_warnings() if alone else nullcontext():
                 if alone:
@@ -311,7 +311,7 @@ class Ranks:
             raise _error_of_dcp(error, what, self.rank) from None
 
 
-def _in_words(function: Callable[[], Any]) -> Any:
+def _sendable(function: Callable[[], Any]) -> Any:
     """Return what a function returns, or raise what can be sent to another rank."""
     try:
         return function()

@@ -172,8 +172,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state, self._about, self._where = state, about, f"the checkpoint {where}"
         self._tied, self._aliases = aliases, {**aliases, **about["aliases"]}
-        self._cast, self._pretrained = cast, about["data"] is None
-        self._prefix = "model." if self._pretrained else ""  # which Hugging Face's names do not have
+        self._cast = cast
+        self._prefix = "model." if about["data"] is None else ""  # which Hugging Face's names do not have
         self._wrong: dict[str, list[str]] = {}  # what does not fit, and the names of which it is said
         self._sources: dict[str, str] = {}  # by the name of an entry, the key under which it is read
 
@@ -206,7 +206,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if source in self._saved:
             return source
         kind = name.partition(".")[0]
-        if kind in _ABSENT and not (self._pretrained and name.endswith("_extra_state")):
+        if kind in _ABSENT and not (self._prefix and name.endswith("_extra_state")):
             self._note(name, _ABSENT[kind].format(self._where))
         return None
 

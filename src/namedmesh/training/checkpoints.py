@@ -312,13 +312,15 @@ class Checkpoints:
     def _from_first(self, function: Callable[[], Any]) -> Any:
         return self._ranks.from_first(f"{self.directory} could not be read", function)
 
-    def _of_runs(self) -> list[tuple[Path, dict[str, Any]]]:
-        return [(path, about) for path, about in files.in_order(self.directory) if about.get("run")]
+    def _runs(self) -> list[tuple[Path, str]]:
+        """Return the checkpoints of runs, as they were finished, and the run of each."""
+        known = files.in_order(self.directory)
+        return [(path, about["run"]) for path, about in known if about.get("run")]
 
     def _own_run(self) -> str:
         """Return what the run is called; refuse a directory that holds another one."""
-        runs = self._of_runs()
-        if runs and self._run not in {about["run"] for _, about in runs}:
+        runs = self._runs()
+        if runs and self._run not in {run for _, run in runs}:
             remedy = "go on with it by resume_or_start(), or give this run a directory of its own"
             raise CheckpointError(f"{self.directory} holds another run, up to {runs[-1][0].name}; {remedy}")
         return self._run or secrets.token_hex(8)
@@ -331,8 +333,7 @@ class Checkpoints:
         return run
 
     def _remove_older(self) -> None:
-        own = [path for path, about in self._of_runs() if about["run"] == self._run]
-        own = [path for path in own if _NAME.fullmatch(path.name)]
+        own = [path for path, run in self._runs() if run == self._run and _NAME.fullmatch(path.name)]
         for path in own[: -self.keep] if self.keep else ():
             # First, so that an interruption leaves nothing that is taken for a checkpoint.
             (path / files.ABOUT).unlink()

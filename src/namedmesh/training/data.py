@@ -8,7 +8,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,7 @@ def _data_axes(mesh: NamedMesh) -> list[str]:
     return [axis for axis in mesh.layout if axis in _DATA]
 
 
-class _SamplerKwargs(TypedDict):
-    num_replicas: int
-    rank: int
-
-
-def sampler_kwargs(mesh: NamedMesh) -> _SamplerKwargs:
+def sampler_kwargs(mesh: NamedMesh) -> dict[str, Any]:
     """Return the arguments ``num_replicas`` and ``rank`` of torch's samplers, on this rank.
 
     On a mesh of ``dp=2, tp=2`` the ranks 0 and 1 get rank 0 of 2, the ranks 2 and 3 rank 1 of 2.
