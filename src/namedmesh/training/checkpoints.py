@@ -76,7 +76,6 @@ def _save(
     ranks = Ranks.of(mesh)
     ranks.finish()
     background = async_ and mesh is not None
-
     state = State(mesh, *saved)
 
     def collect() -> Names:
