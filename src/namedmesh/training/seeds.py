@@ -135,11 +135,7 @@ def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[DeviceMesh, int
     axis = "tp" if getattr(parameter, "allreduce", True) or "etp" not in mesh.coords else "etp"
     if axis not in mesh.coords or mesh.size(axis) == 1:
         return None
-    return (
-        mesh[axis],
-        int(getattr(parameter, "partition_dim", 0)),
-        int(getattr(parameter, "partition_stride", 1)),
-    )
+    return mesh[axis], getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
 
 
 @torch.no_grad()
