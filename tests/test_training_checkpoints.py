@@ -210,6 +210,8 @@ def test_a_damaged_one_is_refused_and_the_one_before_is_taken(tmp_path: Path) ->
                 file.unlink()
             with pytest.raises(CheckpointError, match=file.name):
                 training.load(last, None, model)
+            with pytest.raises(CheckpointError, match=file.name):
+                training.Checkpoints(tmp_path, None).resume_or_start(model, resume=last)
             with pytest.warns(UserWarning, match="left out"):
                 assert training.Checkpoints(tmp_path, None).resume_or_start(model) == {"step": 1}
             if harm != flipped(contents) or file.name == "namedmesh.pt":  # without reading all of it
@@ -661,12 +663,13 @@ def a_failure_in_the_background_is_told_on_every_rank(root: Path) -> None:
         lambda: more.save(1, model),
     ):
         with REFUSED if mesh.rank() == 1 else mock.MagicMock():
-            training.save(root / "bad", mesh, model, async_=True)
-            Ranks.of(mesh).wait()
+            training.save(root / "bad", mesh, model, async_=True).exception()
         said = f"CheckpointError: the checkpoint {root}/bad could not be written by rank 1 ("
         assert error_of(call).startswith(said)
     training.save(root / "next", mesh, model)  # it was told once
     assert more.save(1, model).result().name == "step-000001"
+    more.save(2, model)
+    assert more.latest() == root / "more" / "step-000002"
     mesh.close()
     dist.barrier()
     assert sorted(each.name for each in root.iterdir()) == ["good", "more", "next"]

@@ -7,13 +7,12 @@ import os
 import pickle
 import secrets
 import shutil
-import stat
 import struct
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -125,7 +124,6 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self) -> dcp.Metadata:
         """Return what DCP says about the tensors."""
-        self._metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
         return self._metadata
 
     @torch.no_grad()
@@ -182,9 +180,10 @@ def _checked(contents: bytes) -> io.BytesIO:
 def is_whole(path: Path) -> bool:
     """Return whether there is a finished checkpoint; any other error than its absence is raised."""
     try:  # is_file() of Python 3.14 returns False for all errors
-        return stat.S_ISREG((path / ABOUT).stat().st_mode)
+        (path / ABOUT).stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
+    return True
 
 
 def clear(path: Path) -> None:
@@ -267,7 +266,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._dcp = dcp_ranks(group)
         self.rank: int = self._dcp.rank
-        self.arguments: dict[str, Any] = {"no_dist": True} if group is None else {"process_group": group}
+        self.arguments: dict[str, Any] = {"no_dist": group is None, "process_group": group}
         self.saving: Future[Path] | None = None
 
     @classmethod
@@ -283,11 +282,6 @@ class Ranks:
             known[ranks] = cls(dist.new_group(ranks, limit, "gloo", use_local_synchronization=part))
         return known[ranks]
 
-    def wait(self) -> None:
-        """Wait for the end of the save in the background."""
-        if self.saving is not None:
-            wait([self.saving])
-
     def finish(self) -> None:
         """Wait for the end of the save in the background, and raise its error, once; every rank has the same."""
         saving, self.saving = self.saving, None
@@ -297,17 +291,17 @@ class Ranks:
     def from_first(self, what: str, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
         with self.told(what):
-            return self._dcp.broadcast("checkpoint", partial(_in_words, function))
+            return self._dcp.broadcast("checkpoint", partial(_sendable, function))
 
     def from_all(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
         with self.told(what):
-            return self._dcp.all_gather("checkpoint", partial(_in_words, function))
+            return self._dcp.all_gather("checkpoint", partial(_sendable, function))
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
         """Raise what DCP raises in the block as an error of ours, and leave out what it says of one process alone."""
-        alone = "no_dist" in self.arguments
+        alone = self.arguments["no_dist"]
         try:
             with warnings.catch_warnings() if alone else nullcontext():
                 if alone:
@@ -317,7 +311,7 @@ class Ranks:
             raise _error_of_dcp(error, what, self.rank) from None
 
 
-def _in_words(function: Callable[[], Any]) -> Any:
+def _sendable(function: Callable[[], Any]) -> Any:
     """Return what a function returns, or raise what can be sent to another rank."""
     try:
         return function()

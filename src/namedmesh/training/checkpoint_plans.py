@@ -17,7 +17,7 @@ from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
 from namedmesh.tensor_parallel.gradients import fingerprint
 from namedmesh.training.checkpoint_files import Writer, by_ranks
-from namedmesh.training.checkpoint_state import State, of_owner, owner, shown
+from namedmesh.training.checkpoint_state import Names, State, of_owner, owner, shown
 from namedmesh.training.data import digest
 
 _SAMPLE = 1024  # elements of a tensor that are compared
@@ -105,7 +105,7 @@ def _same(one: list[float] | int, other: list[float] | int) -> bool:
     return all(abs(a - b) <= limit for a, b in zip(one, other, strict=True))
 
 
-def joined_aliases(by_rank: Iterable[tuple[dict[str, str], dict[tuple[str, str], str]]]) -> dict[str, str]:
+def joined_aliases(by_rank: Iterable[Names]) -> dict[str, str]:
     """Return all further names of parameters, of one rank or tied over two, and whose they are."""
     aliases: dict[str, str] = {}
     ends: dict[tuple[str, str], str] = {}
@@ -172,8 +172,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state, self._about, self._where = state, about, f"the checkpoint {where}"
         self._tied, self._aliases = aliases, {**aliases, **about["aliases"]}
-        self._cast, self._pretrained = cast, about["data"] is None
-        self._prefix = "model." if self._pretrained else ""  # which Hugging Face's names do not have
+        self._cast = cast
+        self._prefix = "model." if about["data"] is None else ""  # which Hugging Face's names do not have
         self._wrong: dict[str, list[str]] = {}  # what does not fit, and the names of which it is said
         self._sources: dict[str, str] = {}  # by the name of an entry, the key under which it is read
 
@@ -181,10 +181,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Find, for all that this rank has, what the checkpoint has for it."""
         self._saved = {self._prefix + name: each for name, each in metadata.state_dict_metadata.items()}
         wanted: dict[str, Any] = {}
-        names = [name for name in self.state.values if name.startswith(("model.", "data."))]
-        names += dict.fromkeys(each for each in map(shared_name, self._saved) if each.startswith("random."))
-        for name in names:
-            self._find(name, wanted)
+        for name in self.state.values:
+            if name.startswith(("model.", "data.", "random.")):
+                self._find(name, wanted)
         for name in self._of_optimizers():  # the problems of the model come first
             self._find(name, wanted)
         for alias, whose in self._tied.items():  # what was two parameters is read twice, to be compared
@@ -207,7 +206,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if source in self._saved:
             return source
         kind = name.partition(".")[0]
-        if kind in _ABSENT and not (self._pretrained and name.endswith("_extra_state")):
+        if kind in _ABSENT and not (self._prefix and name.endswith("_extra_state")):
             self._note(name, _ABSENT[kind].format(self._where))
         return None
 

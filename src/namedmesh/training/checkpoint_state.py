@@ -22,6 +22,9 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 Options = dict[str, tuple[list[str], dict[str, Any], int]]
 """Of each optimized parameter the kinds of its optimizer, the options, and the number of its group."""
 
+Names: TypeAlias = tuple[dict[str, str], dict[tuple[str, str], str]]
+"""Further names of parameters, which have no values, and whose they are; what tie_stages() has tied, by the tie and the end of it."""
+
 
 class State:
     """A model, its optimizers, the random generators and the place in the data of this rank."""
@@ -40,13 +43,14 @@ class State:
         self.extra: dict[str, Any] = {}  # values of the caller
         self.values: dict[str, Any] = {}  # tensors (shards as DTensors), and copies of what is none
         self.parameters: set[str] = set()  # of the model: replicas of them have to be equal
-        # Further names of parameters, which have no values, and whose they are.
-        self.aliases: dict[str, str] = {}
-        # What tie_stages() has tied, by the tie and the end of it.
+        self.aliases: dict[str, str] = {}  # as in Names
         self.ties: dict[tuple[str, str], str] = {}
         self.options: Options = {}
         self._names: dict[int, str] = {}  # of parameters, by identity
         self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part
+
+    def collect(self) -> Names:
+        """Find all values, and return the names that ranks tell each other: the further ones, and those of ties."""
         for module in self.modules:
             # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
             for raw, value in module.state_dict(keep_vars=True).items():
@@ -57,6 +61,7 @@ class State:
             self._add(f"data.{number}", loader.state_dict())
         for name, state in seeds.random_state().items():
             self._add(f"random.{name}", state)
+        return self.aliases, self.ties
 
     def _add_to_model(self, name: str, value: Any) -> None:
         entry = f"model.{name}"
@@ -111,12 +116,12 @@ class State:
         if isinstance(tensor, DTensor):
             return tensor  # to detach one takes as long as to copy it
         tensor, cut = tensor.detach(), seeds.shard_of(parameter, self.mesh)
-        if self.mesh is None or cut is None or tensor.shape != parameter.shape:
+        if cut is None or tensor.shape != parameter.shape:
             return tensor
-        axis, dim, blocks = cut
+        ranks, dim, blocks = cut
         if blocks > 1:
             raise CheckpointError(f"a shard of {blocks} blocks (partition_stride); make a parameter of each")
-        return DTensor.from_local(tensor, self.mesh[axis], [Shard(dim)], run_check=False)
+        return DTensor.from_local(tensor, ranks, [Shard(dim)], run_check=False)
 
     @torch.no_grad()
     def copy(self) -> None:

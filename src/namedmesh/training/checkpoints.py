@@ -21,7 +21,7 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_files import DamagedError, Ranks
 from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases
-from namedmesh.training.checkpoint_state import Model, Optimizers, State, plain
+from namedmesh.training.checkpoint_state import Model, Names, Optimizers, State, plain
 
 _NAME = re.compile(r"step-\d+")
 
@@ -76,16 +76,17 @@ def _save(
     ranks = Ranks.of(mesh)
     ranks.finish()
     background = async_ and mesh is not None
+    state = State(mesh, *saved)
 
-    def collect() -> State:
-        state = State(mesh, *saved)
+    def collect() -> Names:
+        names = state.collect()
         state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
         if background:
             state.copy()
-        return state
+        return names
 
     what = f"the checkpoint {path} could not be written"
-    state, aliases = _on_all(ranks, what, collect)
+    aliases = joined_aliases(ranks.from_all(what, collect))
     name = ranks.from_first(what, partial(files.new_directory, path))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished)
@@ -110,18 +111,6 @@ def _save(
         future = Future()
         future.set_result(write())
     return future
-
-
-def _on_all(ranks: Ranks, what: str, collect: Callable[[], State]) -> tuple[State, dict[str, str]]:
-    """Return what this rank has, and the further names of parameters on all ranks; all raise what fails on one."""
-    found: list[State] = []
-
-    def names() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
-        found.append(collect())
-        return found[0].aliases, found[0].ties
-
-    aliases = joined_aliases(ranks.from_all(what, names))
-    return found[0], aliases
 
 
 def load(
@@ -156,9 +145,7 @@ def load(
         CheckpointError: on every rank, with all problems at once, before anything is changed: a file is missing or not as it was
             written, or something does not fit.
     """
-    ranks = Ranks.of(mesh)
-    ranks.finish()
-    return dict(_load(Path(path), ranks, (mesh, model, optimizer, data), cast=cast)["extra"])
+    return dict(_load(Path(path), mesh, (model, optimizer, data), cast=cast)["extra"])
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -170,16 +157,21 @@ def _about(path: Path) -> dict[str, Any]:
     return about | {"tensors": files.read_metadata(path, about)}
 
 
-def _load(path: Path, ranks: Ranks, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
+def _load(path: Path, mesh: NamedMesh | None, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
+    ranks = Ranks.of(mesh)
+    ranks.finish()
     what = f"the checkpoint {path} could not be read"
     about: dict[str, Any] = ranks.from_first(what, partial(_about, path))
 
-    def collect() -> State:
+    state = State(mesh, *filled)
+
+    def collect() -> Names:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
-        return State(*filled)
+        return state.collect()
 
-    planner = LoadPlanner(*_on_all(ranks, what, collect), about, path, cast=cast)
+    aliases = joined_aliases(ranks.from_all(what, collect))
+    planner = LoadPlanner(state, aliases, about, path, cast=cast)
     own = files.Reader(path, about) if about["data"] else None
     with ranks.told(what):
         reader = own or dcp.HuggingFaceStorageReader(str(path))
@@ -235,6 +227,7 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
         self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
+        self._ranks = Ranks.of(mesh)
         self._run = ""
 
     def __enter__(self) -> Checkpoints:
@@ -246,11 +239,12 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is written, and raise its error if it was not reported."""
-        Ranks.of(self.mesh).finish()
+        self._ranks.finish()
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, after what is written now."""
-        Ranks.of(self.mesh).wait()
+        if self._ranks.saving is not None:
+            self._ranks.saving.exception()  # which the next save or load raises, on every rank
         return files.latest(self.directory)
 
     def resume_or_start(
@@ -272,36 +266,34 @@ class Checkpoints:
         Returns:
             The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
         """
-        ranks = Ranks.of(self.mesh)
-        ranks.finish()
-        left: list[str] = []
+        self.close()
         about: dict[str, Any] = {}
-        while not about and (path := self._from_first(partial(self._candidate, resume, left))):
+        candidates = self._from_first(partial(self._candidates, resume))
+        for path in candidates:
             try:
-                about = _load(path, ranks, (self.mesh, model, optimizer, data), cast=cast)
-            except DamagedError as error:  # noqa: PERF203  one of a few
+                about = _load(path, self.mesh, (model, optimizer, data), cast=cast)
+                break
+            except DamagedError as error:
                 if resume is not True:
                     raise
-                left.append(path.name)
-                if ranks.rank == 0:
+                if self._ranks.rank == 0:
                     warnings.warn(f"left out: {error}", stacklevel=2)
+        if candidates and not about:
+            raise CheckpointError(f"no checkpoint in {self.directory} is whole; begin in another directory")
         self._run = about.get("run") or ""
         self._run = self._from_first(self._own_run)
         return dict(about.get("extra", {"step": 0}))
 
-    def _candidate(self, resume: bool | str | os.PathLike[str], left: list[str]) -> Path | None:
-        """Return the checkpoint to load next; the first rank calls this."""
+    def _candidates(self, resume: bool | str | os.PathLike[str]) -> list[Path]:
+        """Return the checkpoints to load until one is whole; the first rank calls this."""
         if resume is False:
-            return None
-        if resume is not True:
-            if "step" not in _about(Path(resume))["extra"]:
-                raise CheckpointError(f"{resume} has no step to go on from; load it with training.load")
-            return Path(resume)
-        known = [path for path, _ in files.in_order(self.directory) if _NAME.fullmatch(path.name)]
-        sound = [path for path in known if path.name not in left]
-        if known and not sound:
-            raise CheckpointError(f"no checkpoint in {self.directory} is whole; begin in another directory")
-        return sound[-1] if sound else None
+            return []
+        if resume is True:
+            known = reversed(files.in_order(self.directory))
+            return [path for path, _ in known if _NAME.fullmatch(path.name)]
+        if "step" not in _about(Path(resume))["extra"]:
+            raise CheckpointError(f"{resume} has no step to go on from; load it with training.load")
+        return [Path(resume)]
 
     def save(
         self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
@@ -317,15 +309,17 @@ class Checkpoints:
         return _save(self.directory / f"step-{step:06}", self.mesh, saved, values, **how)
 
     def _from_first(self, function: Callable[[], Any]) -> Any:
-        return Ranks.of(self.mesh).from_first(f"{self.directory} could not be read", function)
+        return self._ranks.from_first(f"{self.directory} could not be read", function)
 
-    def _of_runs(self) -> list[tuple[Path, dict[str, Any]]]:
-        return [(path, about) for path, about in files.in_order(self.directory) if about.get("run")]
+    def _runs(self) -> list[tuple[Path, str]]:
+        """Return the checkpoints of runs, as they were finished, and the run of each."""
+        known = files.in_order(self.directory)
+        return [(path, about["run"]) for path, about in known if about.get("run")]
 
     def _own_run(self) -> str:
         """Return what the run is called; refuse a directory that holds another one."""
-        runs = self._of_runs()
-        if runs and self._run not in {about["run"] for _, about in runs}:
+        runs = self._runs()
+        if runs and self._run not in {run for _, run in runs}:
             remedy = "go on with it by resume_or_start(), or give this run a directory of its own"
             raise CheckpointError(f"{self.directory} holds another run, up to {runs[-1][0].name}; {remedy}")
         return self._run or secrets.token_hex(8)
@@ -338,8 +332,7 @@ class Checkpoints:
         return run
 
     def _remove_older(self) -> None:
-        own = [path for path, about in self._of_runs() if about["run"] == self._run]
-        own = [path for path in own if _NAME.fullmatch(path.name)]
+        own = [path for path, run in self._runs() if run == self._run and _NAME.fullmatch(path.name)]
         for path in own[: -self.keep] if self.keep else ():
             # First, so that an interruption leaves nothing that is taken for a checkpoint.
             (path / files.ABOUT).unlink()

@@ -21,7 +21,7 @@ _SHORT = {torch.float16, torch.bfloat16}
 
 
 class _Clipped(NamedTuple):
-    """What torch scales: something with a gradient."""
+    """What torch scales: something with a gradient. The compiler follows no SimpleNamespace."""
 
     grad: Tensor
 

@@ -8,7 +8,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,20 +38,15 @@ def _data_axes(mesh: NamedMesh) -> list[str]:
     return [axis for axis in mesh.layout if axis in _DATA]
 
 
-class _SamplerKwargs(TypedDict):
-    num_replicas: int
-    rank: int
-
-
-def sampler_kwargs(mesh: NamedMesh) -> _SamplerKwargs:
+def sampler_kwargs(mesh: NamedMesh) -> dict[str, Any]:
     """Return the arguments ``num_replicas`` and ``rank`` of torch's samplers, on this rank.
 
     On a mesh of ``dp=2, tp=2`` the ranks 0 and 1 get rank 0 of 2, the ranks 2 and 3 rank 1 of 2.
     """
-    place, ranks = 0, 1
-    for axis in _data_axes(mesh):
-        place, ranks = place * mesh.size(axis) + mesh.rank(axis), ranks * mesh.size(axis)
-    return {"num_replicas": ranks, "rank": place}
+    axes = _data_axes(mesh)
+    if not axes:
+        return {"num_replicas": 1, "rank": 0}
+    return {"num_replicas": mesh.size(*axes), "rank": mesh.rank(*axes)}
 
 
 def check_same_batch(batch: object, mesh: NamedMesh) -> None:
@@ -68,13 +63,10 @@ def check_same_batch(batch: object, mesh: NamedMesh) -> None:
         AgreementError: on every rank, naming the ranks whose batches differ.
     """
     axes = _data_axes(mesh)
-    found = torch.tensor(0 if batch is None else digest(batch), device=mesh.device)
-    for axis in [*mesh.layout][::-1]:  # in the end by all coordinates, in the order of the axes
-        parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
-        dist.all_gather(parts, found, group=mesh.group(axis))
-        found = torch.stack(parts)
-    by_rank = dict(zip(mesh.layout.ranks, found.flatten().tolist(), strict=True))
-    loaded = {rank: each for rank, each in by_rank.items() if each}
+    found = torch.zeros(mesh.size(), dtype=torch.int64, device=mesh.device)
+    found[mesh.rank()] = 0 if batch is None else digest(batch)
+    by_rank = zip(mesh.ranks(), _summed(found, mesh, [*mesh.layout]).tolist(), strict=True)
+    loaded = {rank: each for rank, each in by_rank if each}
     share = {rank: tuple(mesh.layout.coords(rank)[axis] for axis in axes) for rank in loaded}
     remedy = "give their samplers sampler_kwargs(mesh)"
     problems = _conflicts(share, loaded, f"different samples, and must load the same; {remedy} and one seed")
@@ -212,7 +204,7 @@ def sum_of(losses: Iterable[Tensor], mesh: NamedMesh) -> Tensor:
 
 
 def _summed(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str]) -> Tensor:
-    """Return a tensor's sum over the ranks along some axes: a number takes one collective for each axis."""
+    """Return a tensor's sum over the ranks along some axes, with one collective for each."""
     for axis in axes:
         if mesh.size(axis) > 1:
             dist.all_reduce(tensor, group=mesh.group(axis))

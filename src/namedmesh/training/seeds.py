@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import get_worker_info
 
@@ -126,15 +127,15 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def shard_of(parameter: Tensor | None, mesh: NamedMesh | None) -> tuple[str, int, int] | None:
-    """Return the axis over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
+def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[DeviceMesh, int, int] | None:
+    """Return the mesh over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
     marked = getattr(parameter, "tensor_model_parallel", False) and not isinstance(parameter, DTensor)
     if mesh is None or not marked:
         return None
     axis = "tp" if getattr(parameter, "allreduce", True) or "etp" not in mesh.coords else "etp"
     if axis not in mesh.coords or mesh.size(axis) == 1:
         return None
-    return axis, int(getattr(parameter, "partition_dim", 0)), int(getattr(parameter, "partition_stride", 1))
+    return mesh[axis], getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
 
 
 @torch.no_grad()
@@ -163,15 +164,15 @@ def init_parameters(
         mesh = current_mesh() if getattr(parameter, "tensor_model_parallel", False) else None
         cut = shard_of(parameter, mesh)
         shape = list(parameter.shape)
-        if mesh is not None and cut is not None:
-            shape[cut[1]] *= mesh.size(cut[0])
+        if cut is not None:
+            ranks, dim, blocks = cut
+            shape[dim] *= ranks.size()
         generator = torch.Generator().manual_seed(_derived(seed, name))
         whole = torch.empty(shape).normal_(mean, deviation, generator=generator)
         if isinstance(parameter, DTensor):  # nothing is sent
             places = parameter.device_mesh, parameter.placements
             whole = distribute_tensor(whole, *places, src_data_rank=None).to_local()
-        elif mesh is not None and cut is not None:
-            axis, dim, blocks = cut
-            by_rank = whole.unflatten(dim, (blocks, mesh.size(axis), -1))
-            whole = by_rank.select(dim + 1, mesh.rank(axis)).flatten(dim, dim + 1)
+        elif cut is not None:
+            by_rank = whole.unflatten(dim, (blocks, ranks.size(), -1))
+            whole = by_rank.select(dim + 1, ranks.get_local_rank()).flatten(dim, dim + 1)
         local.copy_(whole)
