@@ -54,27 +54,15 @@ __all__ = [
     "training",
 ]
 
-# Name -> the module that has it, and the name there; None for the module itself.
-_LAZY: dict[str, tuple[str, str | None]] = {
-    "GroupOptions": ("namedmesh.groups", "GroupOptions"),
-    "NamedMesh": ("namedmesh.mesh", "NamedMesh"),
-    "current_mesh": ("namedmesh.mesh", "current_mesh"),
-    "init_mesh": ("namedmesh.init", "init_mesh"),
-    "launch": ("namedmesh.launch", None),
-    "plan": ("namedmesh.plan", None),
-    "tensor_parallel": ("namedmesh.tensor_parallel", None),
-    "training": ("namedmesh.training", None),
-}
+# The modules of what is loaded when it is first used; the other names that are missing are modules themselves.
+_HOMES = {"GroupOptions": "groups", "NamedMesh": "mesh", "current_mesh": "mesh", "init_mesh": "init"}
 
 
 def __getattr__(name: str) -> Any:
-    try:
-        module_name, attribute = _LAZY[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    module = import_module(module_name)
-    value = module if attribute is None else getattr(module, attribute)
-    globals()[name] = value
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"namedmesh.{_HOMES.get(name, name)}")
+    value = globals()[name] = getattr(module, name) if name in _HOMES else module
     return value
 
 

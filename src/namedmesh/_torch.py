@@ -36,25 +36,19 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 def default_store() -> dist.Store:
     """Return the store of the default group: torch has no public way to reach it."""
-    store: dist.Store = c10d._get_default_store()
-    return store
+    return c10d._get_default_store()  # type: ignore[no-any-return]
 
 
 def usual_timeout() -> timedelta:
     """Return the timeout of a group that is made without one, whatever the default group has."""
-    timeout: timedelta = c10d._get_default_timeout(c10d.Backend(dist.get_backend()))
-    return timeout
+    return c10d._get_default_timeout(c10d.Backend(dist.get_backend()))  # type: ignore[no-any-return]
 
 
 def default_timeout() -> timedelta:
     """Return the timeout of the default group."""
     group: Any = dist.group.WORLD
-    for device_type in ("cuda", "cpu", "xpu"):
-        try:
-            backend = group._get_backend(torch.device(device_type))
-        except RuntimeError:  # the group has none for this kind of device
-            continue
-        options = getattr(backend, "options", None)
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
         if options is not None:  # the fake backend has none
             timeout: timedelta = options._timeout
             return timeout
@@ -116,8 +110,7 @@ def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGr
     if hasattr(root, "_pg_registry"):  # torch 2.14
         root._pg_registry[group.group_name] = group
     root._flatten_mapping[name] = mesh
-    flat: DeviceMesh = mesh
-    return flat
+    return mesh  # type: ignore[no-any-return]
 
 
 def _one_axis(layout: Any) -> Any:

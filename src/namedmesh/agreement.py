@@ -111,7 +111,7 @@ def agreed(
     if meetings is None:
         store = default_store()
         if not _known or _known[0][0] is not store:
-            meet_on(Meetings(store, dist.get_rank(), dist.get_world_size()))
+            meet_on(Meetings(store, dist.get_rank(), size))
         meetings = _known[0][1]
     meeting = _Meeting(meetings, call, timeout or default_timeout())
     try:

@@ -94,12 +94,8 @@ class GroupOptions:
 
     def __repr__(self) -> str:
         """Return only what was set: the text is compared between ranks and shown in messages."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = [
-            f"{field.name}={values[field.name]!r}"
-            for field in fields(self)
-            if values[field.name] != field.default
-        ]
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        given = [f"{name}={getattr(self, name)!r}" for name in changed]
         return f"GroupOptions({', '.join(given)})"
 
 

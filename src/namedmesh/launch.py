@@ -178,8 +178,8 @@ def _check_environment(environment: Mapping[str, str]) -> None:
             f"{listing(present)} {'is' if len(present) == 1 else 'are'} set, but not {listing(missing)}; start the "
             "script with torchrun, or unset all of them for a world of one"
         )
-    numbers = [int_variable(environment, name) or 0 for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
-    rank, world, port = numbers
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    rank, world, port = (int_variable(environment, name) or 0 for name in names)
     problems = []
     if not 0 <= rank < world:
         problems.append(

@@ -55,12 +55,7 @@ class Layout:
 
     @classmethod
     def from_shape(
-        cls,
-        axes: Iterable[str],
-        sizes: Iterable[int],
-        *,
-        world_size: int | None = None,
-        rank_offset: int = 0,
+        cls, axes: Iterable[str], sizes: Iterable[int], *, world_size: int | None = None, rank_offset: int = 0
     ) -> Layout:
         """Return a layout from names and sizes, the way ``init_device_mesh`` takes them.
 

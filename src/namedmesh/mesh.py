@@ -59,7 +59,6 @@ class NamedMesh(Accessors):
         self._views = Views(layout, self.groups, device.type, self.options_of)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}  # slices, by the names that they are asked with
         self._places: dict[tuple[str, ...], Place] = {}
-        self._axes: tuple[str, ...] = ()
         self._before_close: list[Callable[[], None]] = []
         if groups is None:
             root = self._views.make(layout)

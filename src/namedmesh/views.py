@@ -23,12 +23,6 @@ ROOT_VIEW = "mesh"
 class Views:
     """The layouts of a mesh by name, in the order they were added, its flattened products, and torch's meshes of them.
 
-    Args:
-        layout: that of the mesh itself.
-        groups: this mesh's process groups.
-        device_type: the kind of device.
-        options_of: the options of the group over some axes.
-
     Attributes:
         layouts: those of the views, the mesh's own first.
         products: the axes of each flattened product, by its name.

@@ -174,11 +174,6 @@ def _install(dialect: str) -> None:
     import_module(f"namedmesh.compat.{dialect}").install()
 
 
-COMMANDS = {
-    "run": (
-        "run a script with the dialects in place of megatron.core, deepspeed, fairscale and ezpz",
-        _configure,
-        _run,
-    )
-}
+_SUMMARY = "run a script with the dialects in place of megatron.core, deepspeed, fairscale and ezpz"
+COMMANDS = {"run": (_SUMMARY, _configure, _run)}
 """The summary of the command, the function that declares its arguments, and the one that runs it."""

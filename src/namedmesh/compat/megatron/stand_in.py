@@ -79,14 +79,7 @@ class RankGenerator(MeshRanks):
     """The groups of every kind of parallelism, as lists of ranks, from sizes and an order, neighbors first."""
 
     def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        tp: int,
-        ep: int,
-        dp: int,
-        pp: int,
-        cp: int,
-        order: str,
-        rank_offset: int = 0,
+        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0
     ) -> None:
         if ep != 1 and cp != 1:
             raise ContractError(
