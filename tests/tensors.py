@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,4 +26,7 @@ def apart(one: Tensor | None, other: Tensor | None) -> float:
     if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
         return float("inf")
     one, other = (each.to_dense() if each.is_sparse else each for each in (one, other))
-    return (one - other).abs().max().item() if one.numel() else 0.0
+    distance = (one - other).abs().max().item() if one.numel() else 0.0
+    return (
+        float("inf") if math.isnan(distance) else distance
+    )  # the largest of several distances may leave a NaN out

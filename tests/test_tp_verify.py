@@ -16,6 +16,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from tp_compare import tp_mesh
 from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, llama_plan
 
@@ -64,6 +65,11 @@ def with_heads() -> Net:
     return Net(lambda m, x: m.up(x).split(4, -1), up=nn.Linear(8, 16))
 
 
+def once_for_each_rank() -> Net:
+    """The whole output, and once more where the weight is sharded."""
+    return Net(lambda m, x: [m.up(x)] * (1 + isinstance(m.up.weight, DTensor)), up=nn.Linear(8, 16))
+
+
 def reports() -> dict[str, VerifyReport]:
     mesh = tp_mesh()
     torch.manual_seed(torch.distributed.get_rank())  # the first rank's values count
@@ -94,6 +100,9 @@ def reports() -> dict[str, VerifyReport]:
         "summed twice": verify(softened(softmax=False), mesh, twice, x),
         "shards": verify(nn.Linear(8, 16), mesh, ColwiseParallel(), x),
         "fewer outputs": verify(with_heads(), mesh, {"up": ColwiseParallel()}, x),
+        "more outputs": verify(
+            once_for_each_rank(), mesh, {"up": ColwiseParallel(output_layouts=Replicate())}, x
+        ),
     }
 
 
@@ -108,7 +117,10 @@ def test_what_differs_is_named() -> None:
         "summed twice",
         "shards",
         "fewer outputs",
+        "more outputs",
     }
+    assert "output 0" not in first["more outputs"].different
+    assert "output 1" in first["more outputs"].different
     assert {name for name, report in first.items() if not report.right} == wrong
     # Ranks that agree on a wrong sum: the forward is exact, and so is everything but what is summed twice.
     for name in ("summed twice", "doubled"):

@@ -78,15 +78,16 @@ def verify(
     # Terms that cancel out leave rounding, which may be all of a gradient.
     rounding = 1e-13 * max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)
     own = {}
-    for name, each in wanted.items():
-        own[name] = _difference(got.get(name, torch.zeros_like(each)), each, tolerance, rounding)
+    for name, each in (wanted | got).items():
+        nothing = torch.zeros_like(each)  # in place of what one of the two does not make
+        own[name] = _difference(got.get(name, nothing), wanted.get(name, nothing), tolerance, rounding)
     of_all = from_all(mesh.get_group(), own)
     different = {}
-    for name in wanted:
-        texts = [found[name] for found in of_all if found[name]]
+    for name in own:
+        texts = [found[name] for found in of_all if found.get(name)]
         if texts:
             different[name] = "; ".join(texts)
-    return VerifyReport(mesh.size(), tuple(wanted), different)
+    return VerifyReport(mesh.size(), tuple(own), different)
 
 
 def _tensors(value: object) -> list[Tensor]:
