@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import train
 from parallel import HEAD, IGNORED, llama_plan, shard_model
 from ranks import TORCH
 from tensors import whole
+from tiny import AdamWOfShards
 from torch import Tensor, nn
 
 import namedmesh
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROWS, LENGTH, CLIP = 8, 8, 0.5  # which is below the norms that come up
-ORDERS = (1.0, 2.0, 3.0, math.inf)
+ORDERS = (2.0, math.inf)
 SETTINGS = train.Settings(dim=64, layers=4, verify=True)
 WITH_EXPERTS = replace(SETTINGS, dim=32, layers=2, moe=True)
 
@@ -33,11 +35,11 @@ Job = tuple[dict[str, Any], str, int, dict[str, Any]]
 # On as many ranks as a layout needs: what one job saved another reads that has more of them.
 ON_FOUR: list[Job] = [
     ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1, {}),
+    ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}, "1F1B", 1, {}),
     ({"pp": 1, "dp": 2, "tp": 2}, "GPipe", 3, {}),
     ({"pp": 1, "tp": 4}, "1F1B", 2, {}),
 ]
 ON_EIGHT: list[Job] = [
-    ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 2}, "1F1B", 1, {}),
     ({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, "1F1B", 1, {}),
     ({"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 2, "tp": 2}, "1F1B", 2, {}),
     # Up to torch 2.12 schedules of two backward passes refuse functions written in Python, such as our layers' and DTensor's.
@@ -47,12 +49,11 @@ ON_EIGHT: list[Job] = [
 EXPERTS_ON_FOUR: list[Job] = [
     ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1, {"ep": 4, "etp": 1}),
     ({"pp": 1, "dp": 2, "tp": 2}, "1F1B", 1, {"ep": 2, "etp": 1}),
+    ({"pp": 1, "dp": 2, "tp": 2}, "1F1B", 1, {"ep": 1, "etp": 2}),
 ]
 EXPERTS_ON_EIGHT: list[Job] = [
     ({"pp": 1, "dp": 4, "tp": 2}, "1F1B", 1, {"ep": 8, "etp": 1}),
-    ({"pp": 1, "dp": 4, "tp": 2}, "1F1B", 1, {"ep": 2, "etp": 2}),
-    ({"pp": 2, "dp": 2, "tp": 2}, "1F1B", 2, {"ep": 4, "etp": 1}),
-    ({"pp": 2, "dp": 2, "tp": 2}, "1F1B", 2, {"ep": 1, "etp": 2}),
+    ({"pp": 2, "dp": 2, "tp": 2}, "1F1B", 2, {"ep": 2, "etp": 2}),
 ]
 
 
@@ -72,7 +73,10 @@ def mean_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def optimizer_for(*model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = train.make_optimizer(nn.ModuleList(model))
+    """The example's AdamW; on many ranks that of shards, of which torch's own would need most of the time."""
+    many = dist.is_initialized() and dist.get_world_size() > 4
+    with mock.patch("torch.optim.AdamW", AdamWOfShards if many else torch.optim.AdamW):
+        optimizer = train.make_optimizer(nn.ModuleList(model))
     train.set_rate(optimizer, train.Settings(lr=0.1), 0)
     return optimizer
 
