@@ -137,7 +137,8 @@ def test_training_is_that_of_one_process(tp: int, mode: str) -> None:
 
 
 def test_training_on_four_ranks() -> None:
-    names = "llama", "torch's norms", "shared heads", "q|k|v"  # whose heads, sequence or parts are dealt out otherwise
+    # Whose heads, sequence or parts are dealt out otherwise than on two.
+    names = ("llama", "torch's norms", "shared heads", "q|k|v")
     assert_right(run_ranks(4, all_as_whole, "eager", names), 1e-11, len(names))
 
 
