@@ -35,8 +35,8 @@ stage = Stage(mesh).to(mesh.device)
 fully_shard(stage, mesh=mesh["dp"])
 training.init_parameters(stage, seed=0)
 # With pp=1 a rank has both ends, with more than two stages those between have neither.
-ends = (each.weight if each else None for each in (stage.embed, stage.head))
-sum_tied = training.tie_stages(mesh, *ends)
+first, last = (each.weight if each else None for each in (stage.embed, stage.head))
+sum_tied = training.tie_stages(first, last, mesh)
 optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
 pipe = training.pipeline(
     stage, mesh, "1F1B", microbatches=4, loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())

@@ -66,8 +66,6 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"tp": 2, "microbatches": 2, "layers": 2},
         {"cp": 2, "microbatches": 2, "layers": 2},
-        {"pp": 2, "layers": 2},
-        {"tp": 4, "layers": 2},
     ],
 }
 

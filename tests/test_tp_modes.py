@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tensors import apart, numbers, whole
+from tiny import AdamWOfShards
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -152,7 +153,7 @@ def over_fsdp(name: str) -> float:
     for layer in getattr(model, "layers", ()):
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    optimizers = [torch.optim.AdamW(each.parameters(), eps=1e-3) for each in (model, reference)]
+    optimizers = [AdamWOfShards(each.parameters(), eps=1e-3) for each in (model, reference)]
     worst = 0.0
     for backwards in (1, 3):
         batches = [data.roll(backwards + index, 0) for index in range(2 * backwards)]

@@ -67,14 +67,13 @@ def test_the_one_that_was_finished_last_is_gone_on_from(tmp_path: Path) -> None:
     assert requeued.resume_or_start(model)["step"] == 850
     requeued.save(900, model)  # three are left: what was finished last
     assert files_left(tmp_path) == ["step-000850", "step-000900", "step-001000"]
-    assert training.latest(tmp_path / "step-001000") == tmp_path / "step-001000"
 
 
 def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    assert training.latest(tmp_path) is None
-    assert training.latest(tmp_path / "none") is None
     first = training.Checkpoints(tmp_path, None, keep=1)
+    assert first.latest() is None
+    assert training.Checkpoints(tmp_path / "none", None).latest() is None
     first.save(3, model)
     second = training.Checkpoints(tmp_path, None, keep=1)
     for call in (lambda: second.resume_or_start(model, resume=False), lambda: second.save(1, model)):
@@ -105,7 +104,7 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     with INTERRUPTED, pytest.raises(KeyboardInterrupt):
         run.save(2, model)
     assert files_left(tmp_path) == []
-    assert training.latest(tmp_path) is None
+    assert run.latest() is None
     for step in (3, 4):
         run.save(step, model)
     # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
@@ -147,7 +146,7 @@ def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
         run.save(step, model)
     kept = ["best", "step-000001", "step-000002", "step-000003-copy", "step-000005", "step-mine"]
     assert files_left(tmp_path) == kept
-    assert training.latest(tmp_path) == tmp_path / "step-000005"
+    assert run.latest() == tmp_path / "step-000005"
     with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
         run.save(1, model)
     assert all(each.exists() for each in mine)
@@ -216,7 +215,7 @@ def test_a_damaged_one_is_refused_and_the_one_before_is_taken(tmp_path: Path) ->
                 assert training.Checkpoints(tmp_path, None).resume_or_start(model) == {"step": 1}
             if harm != flipped(contents) or file.name == "namedmesh.pt":  # without reading all of it
                 with pytest.warns(UserWarning, match="left out"):
-                    assert training.latest(tmp_path) == good
+                    assert training.Checkpoints(tmp_path, None).latest() == good
             file.write_bytes(contents)
 
 
@@ -462,7 +461,7 @@ class Ends(nn.Module):
 
     def tie(self, mesh: namedmesh.NamedMesh) -> Callable[[], None]:
         ends = [None if each is None else each.weight for each in (self.embed, self.head)]
-        return training.tie_stages(mesh, *ends)
+        return training.tie_stages(ends[0], ends[1], mesh)
 
 
 def test_a_weight_with_two_names_is_saved_once_and_loads_as_one_or_two(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ ON_FOUR: list[Job] = [
     ({"pp": 1, "tp": 4}, "1F1B", 2, {}),
 ]
 ON_EIGHT: list[Job] = [
-    ({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, "1F1B", 1, {}),
     ({"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 2, "tp": 2}, "1F1B", 2, {}),
     # Up to torch 2.12 schedules of two backward passes refuse functions written in Python, such as our layers' and DTensor's.
     ({"pp": 2, "dp": 2, "tp": 2}, "ZBV" if TORCH.release >= (2, 13) else "Interleaved1F1B", 4, {}),

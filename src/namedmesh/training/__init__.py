@@ -1,6 +1,5 @@
 """What every training job needs beside a mesh: few functions over torch, each usable alone."""
 
-from namedmesh.training.checkpoint_files import latest
 from namedmesh.training.checkpoints import Checkpoints, load, save, to_pretrained
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
@@ -24,7 +23,6 @@ __all__ = [
     "data_generator",
     "fsdp_mesh",
     "init_parameters",
-    "latest",
     "load",
     "mean_loss",
     "pipeline",

@@ -234,16 +234,10 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     return sorted(found.items(), key=lambda each: each[1]["order"])
 
 
-def latest(path: str | os.PathLike[str]) -> Path | None:
-    """Return the finished checkpoint at ``path``, or the one in that directory that was finished last.
-
-    After a run went back to step 800, the first one that it saves is the last, and not an older one of step 1000. One of which files
-    are missing or cut off is left out, with a warning; :func:`load` checks what is in them.
-    """
-    if is_whole(Path(path)):
-        return Path(path)
+def latest(directory: Path) -> Path | None:
+    """Return the checkpoint in a directory that was finished last, but one of which files are missing or cut off."""
     each: Path
-    for each, about in reversed(in_order(Path(path))):
+    for each, about in reversed(in_order(directory)):
         problem = about.get("error")
         if problem is None:
             sizes = {file.name: file.stat().st_size for file in (each / about["data"]).glob("*")}

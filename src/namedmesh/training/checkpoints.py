@@ -242,7 +242,11 @@ class Checkpoints:
         self._ranks.finish()
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that was finished last, after what is written now."""
+        """Return the checkpoint that was finished last, after what is written now; None if there is none.
+
+        After a run went back to step 800, the first one that it saves is the last, and not an older one of step 1000. One of which
+        files are missing or cut off is left out, with a warning; :func:`load` checks what is in them.
+        """
         if self._ranks.saving is not None:
             self._ranks.saving.exception()  # which the next save or load raises, on every rank
         return files.latest(self.directory)

@@ -248,16 +248,16 @@ def _gradients_kept(modules: list[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def tie_stages(mesh: NamedMesh, first: Tensor | None, last: Tensor | None) -> Callable[[], None]:
+def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Callable[[], None]:
     """Tie a parameter of the first pipeline stage to one of the last, such as an embedding to the output; communicates.
 
     The last stage's copy takes the first one's values, :func:`clip_grad_norm_` counts them once, and a checkpoint has one weight
     for both. Call it after ``fully_shard``, on every rank.
 
     Args:
-        mesh: a mesh with an axis ``pp``.
         first: the first stage's parameter where this rank has that stage, and otherwise None.
         last: the same for the last stage; sharded as the first. With ``pp=1`` or ZBV a rank gives both.
+        mesh: a mesh with an axis ``pp``.
 
     Returns:
         A function that sums the two gradients: every rank calls it once a step, before clipping.
