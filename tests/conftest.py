@@ -22,24 +22,26 @@ if TYPE_CHECKING:
 # A program as its users write it: it imports a package that only some tests put in place.
 collect_ignore = ["old_llama.py"]
 
-# The files that take longest, some of which wait most of the time, come first: no worker is left with one of them in the
-# end, while the others have none.
+# The files that take longest come first, those between them that wait most of the time (hosts, agreement, launch, doctor):
+# while one worker waits, two compute, and none is left with a long file in the end.
 LONGEST = (
+    "test_two_hosts",
+    "test_training_pipeline",
     "test_example",
     "test_tp_sweep",
-    "test_two_hosts",
+    "test_tp_modes",
+    "test_agreement",
     "test_tp_wirings",
     "test_book",
-    "test_training_pipeline",
+    "test_launch",
+    "test_megatron_state",
     "test_tp_checks",
     "test_training_experts",
-    "test_megatron_state",
+    "test_doctor",
     "test_mesh_training",
-    "test_training_saving",
     "test_mesh_states",
     "test_training_checkpoints",
     "test_legacy_groups",
-    "test_tp_modes",
     "test_mesh_ranks",
 )
 

@@ -65,7 +65,7 @@ SHARED_HEADS = partial(Llama, n_heads=8, n_kv_heads=1, layers=1)
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Tensor]] = {
     "mlp": (Mlp, UP_DOWN, DATA),
     "whole between": (Mlp, WHOLE_BETWEEN, DATA),
-    "llama": (Llama, llama_plan(), IDS),
+    "llama": (partial(Llama, layers=1), llama_plan(), IDS),
     "tied": (partial(Llama, tied=True, layers=1), llama_plan(), IDS),
     "sequence": (partial(Llama, layers=1), llama_plan(sequence_parallel=True), IDS),
     "torch's norms": (partial(Llama, layers=1), llama_plan(sequence_parallel=True) | TORCHS_NORMS, IDS),
