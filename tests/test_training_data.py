@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
 from namedmesh import training
+from namedmesh.training.data import digest
 
 PLACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "dp": ({"dp": 8}, tuple(range(8))),
@@ -122,6 +123,11 @@ def test_ranks_with_other_samples_are_named() -> None:
     )
     expected = ["", "", "", both, *[seven] * 5, alike]
     assert all(told == expected for told in by_rank), by_rank[0]
+
+
+def test_a_conjugate_is_another_value() -> None:
+    z = torch.tensor([1 + 2j])
+    assert digest(z) != digest(z.conj()) == digest(z.conj().resolve_conj())
 
 
 def masked(rows: list[int]) -> tuple[list[int], list[float], float]:
