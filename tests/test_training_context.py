@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from messages import problems_of
 from ranks import fake_world, run_ranks
+from tensors import numbers
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -26,9 +27,8 @@ HEADS = 8
 
 
 def whole_tensors(length: int, kv_heads: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(length)
-    shapes = [(2, HEADS, length, 4)] + [(2, kv_heads, length, 4)] * 2 + [(2, HEADS, length, 4)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    heads = HEADS, kv_heads, kv_heads, HEADS
+    return [numbers(2, each, length, 4, seed=length + number) for number, each in enumerate(heads)]
 
 
 def difference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -120,14 +121,18 @@ def check_first_weights(settings: train.Settings, model: Sequence[nn.Module]) ->
             assert torch.equal(whole(parameter), expected[name]), name
 
 
-def train_through(settings: train.Settings, layouts: list[Job], paths: list[str]) -> list[list[float]]:
-    """One step on each layout, each from the checkpoint of the one before."""
+def train_through(
+    settings: train.Settings, layouts: list[Job], paths: list[str], compiled: bool
+) -> list[list[float]]:
+    """One step on each layout, each from the checkpoint of the one before; compiled, with a compiled layer."""
+    if compiled:
+        warnings.simplefilter("ignore")  # the compiler warns about what torch itself does
     steps = zip(layouts, itertools.pairwise(paths), strict=True)
-    return [train_one_step(settings, layout, *pair) for layout, pair in steps]
+    return [train_one_step(settings, layout, *pair, compiled) for layout, pair in steps]
 
 
 def train_one_step(
-    settings: train.Settings, job: Job, source: str, target: str, *, compiled: bool = False
+    settings: train.Settings, job: Job, source: str, target: str, compiled: bool
 ) -> list[float]:
     """Continue from a checkpoint for one step, and save: the loss before and after the step, and the norms between."""
     sizes, schedule, microbatches, expert = job
