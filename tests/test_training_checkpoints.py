@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from messages import error_of, problems_of
 from ranks import run_ranks
-from tensors import apart, whole
+from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -341,9 +341,6 @@ def test_power_may_fail_before_the_pointer_is_there_but_not_lose_what_it_names(
     assert {each.stat().st_ino for each in (tmp_path, tmp_path / "one")} <= {*events[place + 1 :]}
 
 
-# --- what is refused -------------------------------------------------------------------------------------------
-
-
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2, bias=False)})
     path = tmp_path / "last"
@@ -409,9 +406,6 @@ def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
     assert torch.equal(half[0].weight, before)
     training.load(tmp_path / "two", None, half, cast=True)
     assert torch.equal(half[0].weight, model[0].weight.half())
-
-
-# --- weights with two names ------------------------------------------------------------------------------------
 
 
 class Ends(nn.Module):
@@ -545,8 +539,6 @@ def what_fails_on_one_rank_is_told_on_every_rank(root: Path) -> None:
     mesh.close()
 
 
-# --- plain shards with marks -----------------------------------------------------------------------------------
-
 # Whole shape, and dim that is cut (None: whole on every rank).
 CUTS: dict[str, tuple[tuple[int, ...], int | None]] = {
     "up": ((12, 10), 0),
@@ -561,8 +553,8 @@ class Marked(nn.Module):
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__()
         for number, (name, (shape, dim)) in enumerate(CUTS.items()):
-            numbers = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-            shard = numbers if dim is None else numbers.chunk(size, dim)[rank]
+            tensor = numbers(*shape, seed=number)
+            shard = tensor if dim is None else tensor.chunk(size, dim)[rank]
             self.register_parameter(name, parameter := nn.Parameter(shard.clone()))
             parameter.grad = shard.sin()
             if dim is not None and size > 1:
@@ -612,9 +604,6 @@ def marked_shards_are_whole_tensors(root: Path) -> None:
     wanted = Marked(*place)
     assert largest(everything(shards, optimizer), everything(wanted, wanted.stepped(2))) == 0
     mesh.close()
-
-
-# --- in the background -----------------------------------------------------------------------------------------
 
 
 def a_failure_in_the_background_is_told_on_every_rank(root: Path) -> None:
@@ -699,9 +688,6 @@ def what_changes_while_it_is_written_is_not_in_the_checkpoint(root: Path) -> Non
     assert largest(loaded, now) > 0.01
 
 
-# --- an optimizer that never stepped, and random states --------------------------------------------------------
-
-
 def states_before_a_checkpoint_are_those_after_it(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
     model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
@@ -736,19 +722,14 @@ def states_before_a_checkpoint_are_those_after_it(root: Path) -> None:
     mesh.close()
 
 
-# --- what state_dict means -------------------------------------------------------------------------------------
-
-
 class Fresh(nn.Module):
     """A module whose state dict is made afresh each time: a tensor of another size on each rank, and other values."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
-        self.average: Tensor
-        self.count: Tensor
-        self.register_buffer("average", torch.full((2,), float(number)))
-        self.register_buffer("count", torch.tensor(number))
+        self.average = nn.Buffer(torch.full((2,), float(number)))
+        self.count = nn.Buffer(torch.tensor(number))
         self.amax = torch.arange(float(number + 1))
 
     def get_extra_state(self) -> Tensor:
@@ -813,9 +794,6 @@ def random_numbers_and_loaders_go_on_where_they_were(root: Path) -> None:
     refused = error_of(lambda: training.load(root / "one", mesh, model, data=loader))
     assert "no place in the data for this rank in" in refused
     mesh.close()
-
-
-# --- weights of two stages, whose class stands with those of two names ------------------------------------------
 
 
 def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
@@ -908,9 +886,6 @@ def in_turn(cases: tuple[Callable[[Path], None], ...], root: Path) -> None:
 @pytest.mark.parametrize("ranks", ON_RANKS)
 def test_what_checkpoints_of_several_ranks_promise(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, in_turn, ON_RANKS[ranks], tmp_path)
-
-
-# --- Hugging Face ----------------------------------------------------------------------------------------------
 
 
 def through_pretrained(root: Path) -> None:

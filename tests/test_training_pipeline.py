@@ -182,9 +182,6 @@ def finding_out_the_shapes_changes_nothing() -> None:
         assert all(map(torch.equal, expected, found))
 
 
-# --- what is kept, and what FSDP2 puts away ---------------------------------------------------------------------
-
-
 class Wide(nn.Module):
     """What makes large outputs of small inputs, and tells how many of them are alive."""
 
@@ -267,9 +264,6 @@ def test_layers_of_a_dict_keep_their_names() -> None:
     assert list(training.stage_layers(layers, None, stage=1, stages=2)) == ["block2", "block3"]
 
 
-# --- one run, continued on one layout after the other -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_every_layout_continues_the_run_of_one_process(name: str, tmp_path: Path) -> None:
     settings, layouts_of_worlds = RUNS[name]
@@ -286,9 +280,6 @@ def test_every_layout_continues_the_run_of_one_process(name: str, tmp_path: Path
     assert told == [pytest.approx(each, abs=1e-9) for each in expected]
     (loaded,) = run_ranks(1, loaded_alone, settings, paths[-1], init=False)
     assert loaded == [pytest.approx(each, abs=1e-9) for each in state]
-
-
-# --- on real ranks ----------------------------------------------------------------------------------------------
 
 
 def gradients_that_ddp_averages_over_dp_and_cp_are_those_of_one_process() -> None:

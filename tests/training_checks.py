@@ -174,13 +174,8 @@ def train_one_step(
         total = cross_entropy(logits, some, mesh["tp"], ignore_index=IGNORED, reduction="sum")
         return training.token_mean(total, counted, mesh)
 
-    how: dict[str, Any] = {
-        "microbatches": microbatches,
-        "loss": loss,
-        "reduction": "sum",
-        "whole": ("positions",),
-    }
-    pipe = training.pipeline(model, mesh, schedule, **how)
+    how: dict[str, Any] = {"microbatches": microbatches, "loss": loss, "reduction": "sum"}
+    pipe = training.pipeline(model, mesh, schedule, whole=("positions",), **how)
     parameters = [each for part in model for each in part.parameters()]
     before = training.mean_loss(pipe.step(tokens, target=targets, positions=positions), mesh)
     norms = [training.clip_grad_norm_(parameters, math.inf, mesh, order).item() for order in ORDERS]
