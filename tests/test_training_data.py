@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,6 +135,7 @@ def masked(rows: list[int]) -> tuple[list[int], list[float], float]:
         return rows, torch.rand(2).tolist(), random.random() if torch.utils.data.get_worker_info() else 0.0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
     told = {}
@@ -145,12 +145,9 @@ def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
             training.seed_all(5, mesh)
             rows: Any = range(6)
             drawn = training.data_generator()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-                loader: Any = DataLoader(
-                    rows, 2, shuffle=True, collate_fn=masked, num_workers=workers, generator=drawn
-                )
-                told[rank] = [list(loader) for _ in range(2)]
+            how: dict[str, Any] = {"collate_fn": masked, "num_workers": workers, "generator": drawn}
+            loader = DataLoader(rows, 2, shuffle=True, **how)
+            told[rank] = [list(loader) for _ in range(2)]
             assert told[rank] == told[mesh.rank("dp") * 2]
             mesh.close()
     assert told[0] != told[2]

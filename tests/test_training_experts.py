@@ -64,12 +64,6 @@ def test_tokens_travel_to_their_experts_and_back(compiled: bool) -> None:
     run_ranks(2, travelling_tokens, compiled)
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.bias = nn.Parameter(torch.ones(8, 2, 3)), nn.Parameter(torch.ones(3))
-
-
 def test_what_is_no_stack_of_experts_is_refused() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(dp=8, device="cpu")
@@ -81,7 +75,8 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
         takes = (
             "PlanError: the model: ExpertParallel takes a module that owns parameters (experts, ...), but "
         )
-        assert refused(Mixed()) == takes + "Mixed owns {'up': (8, 2, 3), 'bias': (3,)}"
+        mixed = "ConvTranspose1d owns {'weight': (8, 3, 2), 'bias': (3,)}"
+        assert refused(nn.ConvTranspose1d(8, 3, 2)) == takes + mixed
         assert refused(nn.ReLU()) == takes + "ReLU owns none"
         with mock.patch.object(train, "EXPERTS", 6):
             assert "dim 0 of gate 6 is not divisible" in refused(train.Experts(2, 2))

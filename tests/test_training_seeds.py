@@ -23,9 +23,7 @@ from namedmesh.training import seeds
 
 
 def draw(name: str | None = None) -> float:
-    if name is None:
-        return torch.rand(()).item()
-    with training.streams(name):
+    with nullcontext() if name is None else training.streams(name):
         return torch.rand(()).item()
 
 
