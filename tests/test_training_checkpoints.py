@@ -180,8 +180,7 @@ def numbered(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
-    found = [*model.parameters(), *(kept["momentum_buffer"] for kept in optimizer.state.values())]
-    return {value for each in found for value in each.flatten().tolist()}
+    return {value for each in everything(model, optimizer).values() for value in each.flatten().tolist()}
 
 
 def test_a_damaged_one_is_refused_and_the_one_before_is_taken(tmp_path: Path) -> None:
@@ -388,9 +387,8 @@ def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
     for one, other in zip(again, pair, strict=True):
         assert str(one.state_dict()["param_groups"]) == str(other.state_dict()["param_groups"])
         assert states_of(one) == states_of(other)
-    said = error_of(
-        lambda: training.load(tmp_path / "two", None, model, optimizers(0.3, torch.optim.Adagrad))
-    )
+    unlike = optimizers(0.3, torch.optim.Adagrad)
+    said = error_of(lambda: training.load(tmp_path / "two", None, model, unlike))
     assert said == (
         f"CheckpointError: '0.weight', '0.bias': optimized by RMSprop in the checkpoint {tmp_path}/two, and by Adagrad here; make that "
         "one, or load without the optimizer"

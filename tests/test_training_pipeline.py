@@ -168,9 +168,7 @@ def finding_out_the_shapes_changes_nothing() -> None:
         found = [each.grad.clone() for each in stage.parameters() if each.grad is not None]
         return [*found, loss, torch.tensor(digest(seeds.random_state()))]
 
-    def make() -> training.pipelines.Pipeline:
-        return training.pipeline(stage, mesh, microbatches=3, loss=both, whole=("shift",))
-
+    make = partial(training.pipeline, stage, mesh, microbatches=3, loss=both, whole=("shift",))
     first = make()
     expected, *others = [after(first), after(first), after(make())]
     dist.barrier()
