@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from itertools import product
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import tiny
 import torch
+from messages import error_of
 from parallel import IGNORED
 from ranks import fake_world, run_ranks
-from tensors import apart, whole
+from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +25,8 @@ import namedmesh
 from namedmesh import training
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from namedmesh import NamedMesh
 
 
@@ -54,10 +59,6 @@ OF_EXPERTS: list[Case] = [
 ]
 
 
-def random_numbers(seed: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def parameter(mine: Tensor, mesh: Any, placements: list[Any], marks: dict[str, Any]) -> nn.Parameter:
     """One with a gradient of this rank's numbers; a DTensor where there is a mesh, whose dims divide."""
     local = mine.clone(), torch.zeros_like(mine)
@@ -74,17 +75,17 @@ def gradients(mesh: NamedMesh, stage: int) -> tuple[list[Tensor], list[tuple[nn.
     whole: list[Tensor] = []
     mine: list[tuple[nn.Parameter, Tensor]] = []
     for shape, cut, axes, marks in OF_DENSE + (OF_EXPERTS if "expert" in mesh.views else []):
-        whole.append(random_numbers(100 * stage + len(mine), shape))
+        whole.append(numbers(*shape, seed=100 * stage + len(mine)))
         part = whole[-1]
         for axis, dim in cut.items():
             part = part.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
         placements = [Shard(cut[axis]) if axis in cut else Replicate() for axis in axes]
         mine.append((parameter(part, mesh[axes] if axes else None, placements, marks), part))
-    whole.append(random_numbers(99, (3,)))
+    whole.append(numbers(3, seed=99))
     part = whole[-1] / mesh.size("tp")
     mine.append((parameter(part, mesh["tp"], [Partial()], {}), part))
     if mesh.size("pp") > 1:
-        first = random_numbers(98, (3, 2))  # the same on all stages
+        first = numbers(3, 2, seed=98)  # the same on all stages
         if stage == 0:
             whole.append(first)
             mine.append((parameter(first, None, [], {}), first))
@@ -94,112 +95,78 @@ def gradients(mesh: NamedMesh, stage: int) -> tuple[list[Tensor], list[tuple[nn.
     return whole, mine
 
 
-class Warned(logging.Handler):
-    """What torch's DTensors say about sequential collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def check(mesh: NamedMesh) -> dict[str, float]:
-    """The largest difference of the norms and of the scaled gradients from those of the whole model."""
-    warned = Warned()
-    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(warned)
+def check(mesh: NamedMesh) -> list[float]:
+    """The number of collectives, and the norms; these and the scaled gradients are those of the whole model."""
     stages = [gradients(mesh, stage) for stage in range(mesh.size("pp"))]
     whole = [tensor for each, _ in stages for tensor in each]
     _, mine = stages[mesh.rank("pp")]
     parameters = [parameter for parameter, _ in mine] + [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
-    told = {}
+    told = []
     for order in (0.5, 1.0, 2.0, 3.0, math.inf):
         expected = torch.nn.utils.get_total_norm(whole, order)
         with CommDebugMode() as seen:
             norm = training.clip_grad_norm_(iter(parameters), math.inf, mesh, order)
         assert type(norm) is Tensor
-        told["value collectives"] = seen.get_total_counts()
-        told[f"norm {order}"] = ((norm - expected) / expected).abs().item()
-        told[f"value {order}"] = norm.item()
-    expected = torch.nn.utils.get_total_norm(whole)
+        assert ((norm - expected) / expected).abs() < 1e-9
+        told.append(norm.item())
+    factor = 0.7 / (torch.nn.utils.get_total_norm(whole) + 1e-6)
     training.clip_grad_norm_(parameters, 0.7, mesh, foreach=False)
-    factor = 0.7 / (expected + 1e-6)
-    found = [(parameter.grad, tensor) for parameter, tensor in mine]
-    told["scaled"] = max(
-        (tiny.shard(grad) - tensor * factor).abs().max().item() for grad, tensor in found if grad is not None
-    )
-    assert warned.texts == []
-    return told
+    for parameter, tensor in mine:
+        assert parameter.grad is not None
+        assert apart(tiny.shard(parameter.grad), tensor * factor) < 1e-9
+    return [seen.get_total_counts(), *told]
 
 
-def check_not_finite(mesh: NamedMesh) -> list[str]:
-    """A number that is not one on a single rank: what every rank is told, and that nothing is scaled."""
-    told = []
-    for value in (math.nan, math.inf):
-        for order in (2.0, math.inf):
-            weight: Any = nn.Parameter(torch.zeros(2))
-            weight.tensor_model_parallel = True
-            weight.grad = torch.tensor([3.0, value if mesh.is_last("tp") else 4.0])
-            with pytest.raises(RuntimeError) as raised:
-                training.clip_grad_norm_(weight, 1.0, mesh, order, error_if_nonfinite=True)
-            assert isinstance(raised.value, namedmesh.TrainingError)
-            assert weight.grad[0] == 3
-            told.append(str(raised.value))
-            norm = training.clip_grad_norm_(weight, 1.0, mesh, order)
-            assert norm.isnan() if math.isnan(value) else norm.isinf()
-            assert norm.dtype == torch.float32
-    with pytest.raises(
-        namedmesh.TrainingError, match=r"norm_type is 0; it must be greater than 0, or math\.inf"
-    ):
-        training.clip_grad_norm_(weight, 1.0, mesh, 0)
-    return told
+def check_not_finite(mesh: NamedMesh) -> None:
+    """A number that is not one on a single rank: every rank is told, and nothing is scaled."""
+    for value, order in product((math.nan, math.inf), (2.0, math.inf)):
+        weight: Any = nn.Parameter(torch.zeros(2))
+        weight.tensor_model_parallel = True
+        weight.grad = torch.tensor([3.0, value if mesh.is_last("tp") else 4.0])
+        with pytest.raises(RuntimeError) as raised:
+            training.clip_grad_norm_(weight, 1.0, mesh, order, error_if_nonfinite=True)
+        assert isinstance(raised.value, namedmesh.TrainingError)
+        assert str(raised.value) == (
+            f"the norm of order {order} of all gradients is {value}; skip this step, or pass error_if_nonfinite=False"
+        )
+        assert weight.grad[0] == 3
+        norm = training.clip_grad_norm_(weight, 1.0, mesh, order)
+        assert norm.isnan() if math.isnan(value) else norm.isinf()
+        assert norm.dtype == torch.float32
+    said = error_of(lambda: training.clip_grad_norm_(weight, 1.0, mesh, 0))
+    assert said == "TrainingError: norm_type is 0; it must be greater than 0, or math.inf"
 
 
-def check_all() -> tuple[list[dict[str, float]], list[str]]:
-    differences = []
-    whole_world: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "edp": 2, "ep": 2, "etp": 1}),
-        ({"pp": 1, "dp": 4, "tp": 2}, {"edp": 2, "ep": 2, "etp": 2}),
-    ]
-    for dense, expert in whole_world:
-        mesh = namedmesh.init_mesh(**dense)
-        mesh.add_view("expert", **expert)
-        differences.append(check(mesh))
-        told = check_not_finite(mesh)
-        mesh.close()
-    layout = namedmesh.Layout.from_order("tp-pp-dp", tp=2, pp=2, dp=2)
-    mesh = namedmesh.init_mesh(layout)
-    differences.append(check(mesh))
-    mesh.close()
+def meshes() -> Iterator[NamedMesh]:
+    mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
+    mesh.add_view("expert", pp=2, edp=2, ep=2, etp=1)
+    yield mesh
+    mesh = namedmesh.init_mesh(pp=1, dp=4, tp=2)
+    mesh.add_view("expert", edp=2, ep=2, etp=2)
+    yield mesh
+    yield namedmesh.init_mesh(namedmesh.Layout.from_order("tp-pp-dp", tp=2, pp=2, dp=2))
     # Two halves of the world, each with a mesh of its own, which torch makes on all ranks.
     ranks = torch.arange(8).reshape(2, 1, 2, 2)
     halves = [DeviceMesh("cpu", half, mesh_dim_names=("pp", "dp", "tp")) for half in ranks]
-    mesh = namedmesh.NamedMesh.from_device_mesh(halves[torch.distributed.get_rank() // 4])
-    differences.append(check(mesh))
-    mesh.close()
-    return differences, told
+    yield namedmesh.NamedMesh.from_device_mesh(halves[torch.distributed.get_rank() // 4])
+
+
+def check_all() -> list[list[float]]:
+    told = []
+    with mock.patch.object(logging.getLogger("torch.distributed.tensor._redistribute"), "handle") as warned:
+        for mesh in meshes():
+            told.append(check(mesh))
+            check_not_finite(mesh)
+            mesh.close()
+    warned.assert_not_called()  # of collectives one after the other
+    return told
 
 
 def test_every_number_of_the_models_gradient_counts_once() -> None:
-    by_rank = run_ranks(8, check_all)
+    first, *others = run_ranks(8, check_all)
+    assert all(told == first for told in others)
     # One for each axis that gradients are spread over, and one for the gradient that is Partial.
-    assert [told["value collectives"] for told in by_rank[0][0]] == [5, 6, 4, 4]
-    for differences, _ in by_rank:
-        for told, first in zip(differences, by_rank[0][0], strict=True):
-            assert all(value < 1e-9 for name, value in told.items() if not name.startswith("value")), told
-            assert told == {
-                **told,
-                **{name: value for name, value in first.items() if name.startswith("value")},
-            }
-    texts = {tuple(texts) for _, texts in by_rank}
-    assert texts == {
-        tuple(
-            f"the norm of order {order} of all gradients is {value}; skip this step, or pass error_if_nonfinite=False"
-            for value in ("nan", "inf")
-            for order in ("2.0", "inf")
-        )
-    }
+    assert [collectives for collectives, *_ in first] == [5, 6, 4, 4]
 
 
 def test_norms_of_short_types_are_computed_in_float32() -> None:
@@ -215,26 +182,22 @@ def test_norms_of_short_types_are_computed_in_float32() -> None:
         mesh.close()
 
 
-def compiled_step() -> list[float]:
+def compiled_step() -> None:
     mesh = namedmesh.init_mesh(dp=2, cp=2)
     counter = CompileCounterWithBackend("eager")
-    logits = torch.randn(
-        4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
+    logits = numbers(4, 8, seed=0).requires_grad_()
     targets = torch.tensor([1, 2, IGNORED, 3])
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")
         return training.token_mean(total, tokens, mesh)
 
-    differences = []
     tokens = training.count_tokens(targets != IGNORED, mesh)
     compiled = torch.compile(loss, backend=counter, fullgraph=True)
     for some in (targets, targets.flip(0)):
         found, expected = compiled(logits, some), loss(logits, some)
-        differences.append((found - expected).abs().item())
         (one,), (other,) = (torch.autograd.grad(each, logits) for each in (found, expected))
-        differences.append(apart(one, other))
+        assert max(apart(found, expected), apart(one, other)) < 1e-9
     assert counter.frame_count == 1
     torch.distributed.barrier()
     mesh.close()
@@ -258,15 +221,13 @@ def compiled_step() -> list[float]:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     found = torch.compile(clip, backend=counter, fullgraph=True)()
-    differences.append((found - expected).abs().item())
+    assert apart(found, expected) < 1e-9
     for parameter, other in zip((plain, sharded, both), scaled, strict=True):
-        differences.append(apart(parameter.grad, other))
+        assert apart(parameter.grad, other) < 1e-9
     assert counter.frame_count == 1
     torch.distributed.barrier()
     mesh.close()
-    return differences
 
 
 def test_loss_and_clipping_are_one_graph_each() -> None:
-    for differences in run_ranks(4, compiled_step):
-        assert all(each < 1e-9 for each in differences), differences
+    run_ranks(4, compiled_step)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from messages import problems_of
 from ranks import fake_world, run_ranks
+from tensors import apart, numbers
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -26,15 +27,12 @@ HEADS = 8
 
 
 def whole_tensors(length: int, kv_heads: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(length)
-    shapes = [(2, HEADS, length, 4)] + [(2, kv_heads, length, 4)] * 2 + [(2, HEADS, length, 4)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    heads = HEADS, kv_heads, kv_heads, HEADS
+    return [numbers(2, each, length, 4, seed=length + number) for number, each in enumerate(heads)]
 
 
-def difference(
-    mesh: DeviceMesh, length: int, *, attend: Any = training.context_attention, **how: Any
-) -> float:
-    """How far output and gradients are from those of one process, on this rank's part."""
+def check(mesh: DeviceMesh, length: int, *, attend: Any = training.context_attention, **how: Any) -> None:
+    """Output and gradients are those of one process, on this rank's part."""
     kv_heads = HEADS if how.pop("same_heads") else HEADS // 2
     *whole, weights = whole_tensors(length, kv_heads)
     for each in whole:
@@ -49,45 +47,41 @@ def difference(
     (got * weights[:, :, places]).sum().backward()
     found: list[Any] = [(got, expected)]
     found += [(part.grad, each.grad) for part, each in zip(parts, whole, strict=True)]
-    return torch.stack([(one - all_[:, :, places]).abs().max() for one, all_ in found]).max().item()
+    for one, all_ in found:
+        assert apart(one, all_[:, :, places]) < 1e-13, (mesh, length, how)
 
 
-def all_differences() -> dict[object, float]:
-    told: dict[object, float] = {}
+def check_all() -> None:
     layouts: list[dict[str, Any]] = [{"cp": 4}, {"cp": 2, "tp": 2}]
     for sizes in layouts:
         mesh = namedmesh.init_mesh(**sizes, device="cpu")
         for causal, ulysses, same_heads, length in product(*[[True, False]] * 3, (16, 24)):
             how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": same_heads}
-            told[str(sizes), causal, ulysses, same_heads, length] = difference(mesh["cp"], length, **how)
+            check(mesh["cp"], length, **how)
         if sizes == {"cp": 4}:
             for ulysses in (True, False):
                 how = {"is_causal": False, "ulysses": ulysses, "same_heads": False}
-                told["documents", ulysses] = difference(mesh["cp"], 16, attn_mask=within_documents(16), **how)
+                check(mesh["cp"], 16, attn_mask=within_documents(16), **how)
             check_dropout(mesh["cp"])
-            assert left_of_gathered(mesh["cp"]) == [True, True]
+            check_what_is_left_of_gathered(mesh["cp"])
         mesh.close()
-    return told
 
 
-def compiled() -> list[float]:
+def check_compiled() -> None:
     mesh = namedmesh.init_mesh(cp=2, device="cpu")
-    told = []
     for causal, ulysses in ((True, False), (False, True)):
         torch._dynamo.reset()
         # The compiler makes no causal bias: it leaves the graph for it.
         attend = torch.compile(training.context_attention, backend="aot_eager", fullgraph=ulysses)
         how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": False}
-        told.append(difference(mesh["cp"], 8, attend=attend, **how))
+        check(mesh["cp"], 8, attend=attend, **how)
     torch.distributed.barrier()
     mesh.close()
-    return told
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
 def test_compiled_attention_is_that_of_one_process() -> None:
-    for told in run_ranks(2, compiled):
-        assert all(each < 1e-13 for each in told), told
+    run_ranks(2, check_compiled)
 
 
 def within_documents(length: int) -> Tensor:
@@ -104,8 +98,8 @@ def check_dropout(mesh: DeviceMesh) -> None:
             training.context_attention(q, k, v, mesh, **{name: given})
 
 
-def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
-    """Whether gathered keys and values are gone before the backward."""
+def check_what_is_left_of_gathered(mesh: DeviceMesh) -> None:
+    """Gathered keys and values are gone before the backward."""
     *parts, _, _ = training.shard_sequence(*whole_tensors(64, HEADS), mesh=mesh, dim=2)
     q, k, v = (each.requires_grad_() for each in parts)
     gathered: list[StorageWeakRef] = []
@@ -118,15 +112,12 @@ def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
 
     with mock.patch.object(context, "_in_order", remember):
         output = training.context_attention(q, k, v, mesh)
-        gone = [each.expired() for each in gathered]
+        assert [each.expired() for each in gathered] == [True, True]
         output.sum().backward()
-    return gone
 
 
 def test_attention_is_that_of_one_process() -> None:
-    by_rank = run_ranks(4, all_differences)
-    assert len(by_rank[0]) == 34
-    assert all(each < 1e-13 for told in by_rank for each in told.values()), by_rank
+    run_ranks(4, check_all)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
 from namedmesh import training
+from namedmesh.training.data import digest
 
 PLACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "dp": ({"dp": 8}, tuple(range(8))),
@@ -124,12 +124,18 @@ def test_ranks_with_other_samples_are_named() -> None:
     assert all(told == expected for told in by_rank), by_rank[0]
 
 
+def test_a_conjugate_is_another_value() -> None:
+    z = torch.tensor([1 + 2j])
+    assert digest(z) != digest(z.conj()) == digest(z.conj().resolve_conj())
+
+
 def masked(rows: list[int]) -> tuple[list[int], list[float], float]:
     """A batch with numbers that are drawn for it, in the main process or in a worker."""
     with training.streams("data"):
         return rows, torch.rand(2).tolist(), random.random() if torch.utils.data.get_worker_info() else 0.0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
     told = {}
@@ -139,12 +145,9 @@ def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
             training.seed_all(5, mesh)
             rows: Any = range(6)
             drawn = training.data_generator()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-                loader: Any = DataLoader(
-                    rows, 2, shuffle=True, collate_fn=masked, num_workers=workers, generator=drawn
-                )
-                told[rank] = [list(loader) for _ in range(2)]
+            how: dict[str, Any] = {"collate_fn": masked, "num_workers": workers, "generator": drawn}
+            loader = DataLoader(rows, 2, shuffle=True, **how)
+            told[rank] = [list(loader) for _ in range(2)]
             assert told[rank] == told[mesh.rank("dp") * 2]
             mesh.close()
     assert told[0] != told[2]

@@ -10,7 +10,7 @@ import torch
 import train
 from messages import error_of
 from ranks import fake_world, run_ranks
-from tensors import apart
+from tensors import apart, numbers
 from torch import Tensor, nn
 
 import namedmesh
@@ -22,8 +22,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        values = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        self.weight = nn.Parameter(values)
+        self.weight = nn.Parameter(numbers(4, 3, 3, seed=0))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         expert = torch.arange(counts.shape[0]).repeat_interleave(counts, output_size=tokens.shape[0])
@@ -34,7 +33,7 @@ class Experts(nn.Module):
 COUNTS = (((3, 0, 1, 1), (0, 5, 0, 2)), ((0, 0, 0, 0), (1, 0, 2, 0)), ((0, 0, 0, 0), (0, 0, 0, 0)))
 
 
-def travelling_tokens(compiled: bool) -> list[float]:
+def travelling_tokens(compiled: bool) -> None:
     """Experts on two ranks beside all of them on each: outputs, and gradients of tokens and of weights."""
     mesh = namedmesh.init_mesh(dp=2)
     mesh.add_view("expert", edp=1, ep=2)
@@ -42,7 +41,6 @@ def travelling_tokens(compiled: bool) -> list[float]:
     call: Any = here
     if compiled:
         call = torch.compile(here, backend="aot_eager", fullgraph=True)
-    differences = []
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         for counts_of_ranks in COUNTS:
             counts = torch.tensor(counts_of_ranks[mesh.rank("dp")])
@@ -54,24 +52,16 @@ def travelling_tokens(compiled: bool) -> list[float]:
             weights = wanted[1].clone()
             torch.distributed.all_reduce(weights)
             weights /= 2  # as many ranks as everything else is averaged over
-            pairs = [(found, expected), (got[0], wanted[0]), (got[1], weights)]
-            differences += [apart(one, other) for one, other in pairs]
+            for one, other in ((found, expected), (got[0], wanted[0]), (got[1], weights)):
+                assert apart(one, other) < 1e-9
     torch.distributed.barrier()
     mesh.close()
-    return differences
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tokens_travel_to_their_experts_and_back(compiled: bool) -> None:
-    for differences in run_ranks(2, travelling_tokens, compiled):
-        assert all(each < 1e-9 for each in differences), differences
-
-
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.bias = nn.Parameter(torch.ones(8, 2, 3)), nn.Parameter(torch.ones(3))
+    run_ranks(2, travelling_tokens, compiled)
 
 
 def test_what_is_no_stack_of_experts_is_refused() -> None:
@@ -82,19 +72,17 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
         def refused(module: nn.Module) -> str:
             return error_of(lambda: parallelize(module, mesh["ep"], ExpertParallel(mesh)))
 
-        takes = "ExpertParallel takes a module that owns parameters (experts, ...), but"
-        for module, owns in (
-            (Mixed(), "Mixed owns {'up': (8, 2, 3), 'bias': (3,)}"),
-            (nn.ReLU(), "ReLU owns none"),
-        ):
-            assert refused(module) == f"PlanError: the model: {takes} {owns}"
+        takes = (
+            "PlanError: the model: ExpertParallel takes a module that owns parameters (experts, ...), but "
+        )
+        mixed = "ConvTranspose1d owns {'weight': (8, 3, 2), 'bias': (3,)}"
+        assert refused(nn.ConvTranspose1d(8, 3, 2)) == takes + mixed
+        assert refused(nn.ReLU()) == takes + "ReLU owns none"
         with mock.patch.object(train, "EXPERTS", 6):
             assert "dim 0 of gate 6 is not divisible" in refused(train.Experts(2, 2))
         experts = parallelize(train.Experts(2, 2), mesh["ep"], ExpertParallel(mesh))
-        with pytest.raises(
-            RuntimeError, match="Cannot concatenate overlapping meshes"
-        ):  # torch's, of a second time
-            refused(experts)
+        with pytest.raises(RuntimeError, match="Cannot concatenate overlapping meshes"):  # torch's
+            refused(experts)  # a second time
         assert error_of(lambda: experts(torch.ones(3, 2), torch.tensor([2, 1]))) == (
             "ShapeError: the numbers of tokens have shape (2,); pass one number for each of the 8 experts"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,11 +15,11 @@ import training_checks as checks
 from messages import error_of
 from parallel import IGNORED
 from ranks import fake_world, run_ranks
-from tensors import apart
+from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from training_checks import alone, loaded_alone, train_one_step, train_through
+from training_checks import alone, loaded_alone, train_through
 
 import namedmesh
 from namedmesh import training
@@ -28,9 +27,16 @@ from namedmesh.training import seeds
 from namedmesh.training.data import digest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 WIDTH, LAYERS = 4, 4
+# What trains, and through which layouts, by the number of ranks.
+RUNS: dict[str, tuple[train.Settings, dict[int, list[checks.Job]]]] = {
+    "dense": (checks.SETTINGS, {4: checks.ON_FOUR, 8: checks.ON_EIGHT}),
+    "experts": (checks.WITH_EXPERTS, {4: checks.EXPERTS_ON_FOUR, 8: checks.EXPERTS_ON_EIGHT}),
+    "compiled": (checks.SETTINGS, {2: [({"pp": 1, "dp": 1, "cp": 2, "tp": 1}, "1F1B", 3, {})]}),
+}
 
 
 class Stage(nn.Module):
@@ -53,10 +59,9 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def differences(schedule: str, per_rank: int) -> list[float]:
-    """Losses, outputs and gradients of batches of several sizes, against one process."""
+def check_schedule(schedule: str, per_rank: int) -> None:
+    """Losses, outputs and gradients of batches of several sizes are those of one process."""
     mesh = namedmesh.init_mesh(pp=2, dp=1, device="cpu")
-    found: list[float] = []
     stages: list[Stage] = []
     indices = training.stage_indices(mesh, schedule, per_rank)
     for index in indices:
@@ -68,8 +73,7 @@ def differences(schedule: str, per_rank: int) -> list[float]:
     pipe = training.pipeline(stages, mesh, schedule, microbatches=4, loss=mean)
     alone = Stage(training.stage_layers(linears(), None, stage=0, stages=1))
     for shape in ((8,), (5,), (12,), (2,), (8, 3)):
-        generator = torch.Generator().manual_seed(shape[0])
-        x, y = (torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+        x, y = (numbers(*shape, WIDTH, seed=seed) for seed in (shape[0], 0))
         for module in (*stages, alone):
             module.zero_grad()
         expected = alone(x)
@@ -81,30 +85,24 @@ def differences(schedule: str, per_rank: int) -> list[float]:
         pipe.step(x[:1], target=y[:1])
         losses += [each for each in [pipe.eval(x, target=y)] if each is not None]
         assert len(losses) == 2
-        found += [apart(training.mean_loss(each, mesh), mean(expected, y)) for each in losses]
+        for each in losses:
+            assert apart(training.mean_loss(each, mesh), mean(expected, y)) < 1e-12, schedule
         assert (output is not None) == (2 * per_rank - 1 in indices)
         if output is not None:
-            found.append(apart(output, expected))
-        whole = dict(alone.named_parameters())
+            assert apart(output, expected) < 1e-12, schedule
+        wanted = dict(alone.named_parameters())
         for stage in stages:
             for name, parameter in stage.named_parameters():
-                found.append(apart(parameter.grad, whole[name].grad))
+                assert apart(parameter.grad, wanted[name].grad) < 1e-12, (schedule, name)
     dist.barrier()
     mesh.close()
-    return found
 
 
-def all_schedules() -> dict[str, list[float]]:
+def every_schedule_trains_and_evaluates_as_one_process() -> None:
     single = dict.fromkeys(("1F1B", "gpipe"), 1)
     several = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
-    return {name: differences(name, count) for name, count in (single | dict.fromkeys(several, 2)).items()}
-
-
-def test_every_schedule_trains_and_evaluates_as_one_process() -> None:
-    for told in run_ranks(2, all_schedules):
-        assert len(told) == 7
-        for schedule, found in told.items():
-            assert all(each < 1e-12 for each in found), (schedule, found)  # of what is no number, too
+    for schedule, count in (single | dict.fromkeys(several, 2)).items():
+        check_schedule(schedule, count)
 
 
 def test_what_a_pipeline_refuses() -> None:
@@ -153,19 +151,16 @@ def both(output: Tensor, target: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     return (output - first).square().mean() + (output * second).mean()
 
 
-def resumed() -> list[bool]:
-    """Whether a step of a new pipeline is that of one which has seen the shape, in every number that there is."""
+def finding_out_the_shapes_changes_nothing() -> None:
+    """A step of a new pipeline is that of one which has seen the shape, in every number that there is."""
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     stage = Noisy(tied=mesh.is_last("pp"))
     ends = (stage.tied, None) if mesh.is_first("pp") else (None, stage.tied)
     sum_gradients = training.tie_stages(ends[0], ends[1], mesh)
-    x, y, z = (
-        torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
-        for n in range(3)
-    )
+    x, y, z = (numbers(6, WIDTH, seed=seed) for seed in range(3))
     shift = torch.ones(2, WIDTH, dtype=torch.float64)
 
-    def numbers(pipe: training.pipelines.Pipeline) -> list[Tensor]:
+    def after(pipe: training.pipelines.Pipeline) -> list[Tensor]:
         stage.zero_grad()
         training.seed_all(3, mesh)
         loss = pipe.step(x, target={"both": (y, z)}, shift=shift[:1])
@@ -173,31 +168,14 @@ def resumed() -> list[bool]:
         found = [each.grad.clone() for each in stage.parameters() if each.grad is not None]
         return [*found, loss, torch.tensor(digest(seeds.random_state()))]
 
-    def make() -> training.pipelines.Pipeline:
-        return training.pipeline(stage, mesh, microbatches=3, loss=both, whole=("shift",))
-
+    make = partial(training.pipeline, stage, mesh, microbatches=3, loss=both, whole=("shift",))
     first = make()
-    results = [numbers(first), numbers(first), numbers(make())]
-    tied = [torch.empty_like(stage.tied) for _ in range(2)]
-    dist.all_gather(tied, stage.tied.detach(), group=mesh.group("pp"))
-    gradients = [torch.empty_like(stage.tied) for _ in range(2)]
-    assert stage.tied.grad is not None
-    dist.all_gather(gradients, stage.tied.grad, group=mesh.group("pp"))
-    told = [all(map(torch.equal, results[0], other)) for other in results[1:]]
-    told += [torch.equal(*tied), torch.equal(*gradients), bool(gradients[0].abs().min() > 0)]
-    other = nn.Parameter(stage.tied.detach().float()) if mesh.is_last("pp") else stage.tied
-    others = [None if each is None else other for each in ends]
-    said = error_of(lambda: training.tie_stages(others[0], others[1], mesh))
-    told.append(said.startswith("ShapeError: the ranks [0] and [1] of pp tie ") and "torch.float64" in said)
+    expected, *others = [after(first), after(first), after(make())]
+    dist.barrier()
     mesh.close()
-    return told
-
-
-def test_finding_out_the_shapes_changes_nothing() -> None:
-    assert run_ranks(2, resumed) == [[True] * 6] * 2
-
-
-# --- what is kept, and what FSDP2 puts away ---------------------------------------------------------------------
+    assert len(expected) == 5
+    for found in others:
+        assert all(map(torch.equal, expected, found))
 
 
 class Wide(nn.Module):
@@ -239,43 +217,42 @@ def test_outputs_are_kept_for_one_micro_batch_unless_they_are_asked_for(schedule
     assert told[0] <= (2 if schedule == "1F1B" else 17)  # which one rank runs forward as a whole first
 
 
-def put_away(schedule: str) -> str:
+def weights_that_a_schedule_needs_are_not_put_away() -> None:
     mesh = namedmesh.init_mesh(pp=1, dp=2, device="cpu")
-    stages: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    stages: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
     for each in stages:
         fully_shard(each, mesh=mesh["dp"], reshard_after_forward=True)
-    count = 1 if schedule == "1F1B" else 2
-    said = error_of(lambda: training.pipeline(stages[:count], mesh, schedule, microbatches=4, loss=mean))
+    make = partial(training.pipeline, mesh=mesh, microbatches=4, loss=mean)
+    told = [
+        error_of(partial(make, stages[:1], schedule="1F1B")),
+        error_of(partial(make, stages, schedule="ZBV")),
+    ]
     dist.barrier()
     mesh.close()
-    return said
+    assert told == ["", "TrainingError: ZBV needs weights that reshard_after_forward=True frees; pass False"]
 
 
-def test_weights_that_a_schedule_needs_are_not_put_away() -> None:
-    for told in run_ranks(2, lambda: [put_away("1F1B"), put_away("ZBV")]):
-        assert told == [
-            "",
-            "TrainingError: ZBV needs weights that reshard_after_forward=True frees; pass False",
-        ]
-
-
-def tied_on_one_rank() -> list[bool]:
+def ends_are_tied_on_one_rank_and_on_two() -> None:
     """ZBV: the first rank has both ends."""
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
-    weights = [nn.Parameter(torch.full((2,), 1.0 + each)) for each in range(2)]
-    ends = weights if mesh.is_first("pp") else [None, None]
-    sum_gradients = training.tie_stages(ends[0], ends[1], mesh)
-    for number, each in enumerate(weights):
-        each.grad = torch.full((2,), 1.0 + number)
-    sum_gradients()
+
+    def end(number: float, rank: int, dtype: torch.dtype = torch.float32) -> nn.Parameter | None:
+        return nn.Parameter(torch.full((2,), number, dtype=dtype)) if mesh.rank("pp") == rank else None
+
+    for last in (0, 1):
+        ends = [end(1.0, 0), end(2.0, last)]
+        sum_gradients = training.tie_stages(ends[0], ends[1], mesh)
+        here = [each for each in ends if each is not None]
+        for each in here:
+            assert each.tolist() == [1.0, 1.0]
+            each.grad = torch.full((2,), 1.0 + (each is ends[1]))
+        sum_gradients()
+        assert [whole(each.grad).tolist() for each in here] == [[3.0, 3.0]] * len(here)
+    said = error_of(lambda: training.tie_stages(end(1.0, 0, torch.float64), end(1.0, 1), mesh))
+    dist.barrier()
     mesh.close()
-    return [each.tolist() == [1.0, 1.0] for each in weights] + [
-        each.grad.tolist() == [3.0, 3.0] for each in weights if each.grad is not None
-    ]
-
-
-def test_both_ends_on_one_rank_are_tied() -> None:
-    assert run_ranks(2, tied_on_one_rank) == [[True] * 4, [True, False, False, False]]
+    assert said.startswith("ShapeError: the ranks [0] and [1] of pp tie ")
+    assert "torch.float64" in said
 
 
 def test_layers_of_a_dict_keep_their_names() -> None:
@@ -283,50 +260,25 @@ def test_layers_of_a_dict_keep_their_names() -> None:
     assert list(training.stage_layers(layers, None, stage=1, stages=2)) == ["block2", "block3"]
 
 
-# --- one run, continued on one layout after the other -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "four", "eight"),
-    [
-        (checks.SETTINGS, checks.ON_FOUR, checks.ON_EIGHT),
-        (checks.WITH_EXPERTS, checks.EXPERTS_ON_FOUR, checks.EXPERTS_ON_EIGHT),
-    ],
-    ids=["dense", "experts"],
-)
-def test_every_layout_continues_the_run_of_one_process(
-    settings: train.Settings, four: list[checks.Job], eight: list[checks.Job], tmp_path: Path
-) -> None:
-    steps, first = len(four + eight), len(four)
+@pytest.mark.parametrize("name", RUNS)
+def test_every_layout_continues_the_run_of_one_process(name: str, tmp_path: Path) -> None:
+    settings, layouts_of_worlds = RUNS[name]
+    steps = sum(map(len, layouts_of_worlds.values()))
     paths = [str(tmp_path / str(number)) for number in range(steps + 1)]
     ((expected, state),) = run_ranks(1, alone, settings, paths[0], steps, init=False)
     assert all(after < before - 1e-3 for before, after, *_ in expected)
-    on_four = run_ranks(4, train_through, settings, four, paths[: first + 1], timeout=120.0)
-    by_rank = run_ranks(8, train_through, settings, eight, paths[first:], timeout=200.0)
-    for told in (on_four, by_rank):
-        assert all(each == told[0] for each in told)
-    assert on_four[0] + by_rank[0] == [pytest.approx(each, abs=1e-9) for each in expected]
+    told: list[list[float]] = []
+    for ranks, layouts in layouts_of_worlds.items():
+        args = settings, layouts, paths[len(told) : len(told) + len(layouts) + 1], name == "compiled"
+        first, *others = run_ranks(ranks, train_through, *args, timeout=200.0)
+        assert all(each == first for each in others)
+        told += first
+    assert told == [pytest.approx(each, abs=1e-9) for each in expected]
     (loaded,) = run_ranks(1, loaded_alone, settings, paths[-1], init=False)
     assert loaded == [pytest.approx(each, abs=1e-9) for each in state]
 
 
-def compiled(source: str, target: str) -> list[float]:
-    warnings.simplefilter("ignore")  # the compiler warns about what torch itself does
-    job: checks.Job = {"pp": 1, "dp": 1, "cp": 2, "tp": 1}, "1F1B", 3, {}
-    return train_one_step(checks.SETTINGS, job, source, target, compiled=True)
-
-
-def test_a_step_with_a_compiled_layer_is_that_of_one_process(tmp_path: Path) -> None:
-    paths = str(tmp_path / "0"), str(tmp_path / "1")
-    ((expected, state),) = run_ranks(1, alone, checks.SETTINGS, paths[0], 1, init=False)
-    for told in run_ranks(2, compiled, *paths):
-        assert told == pytest.approx(expected[0], abs=1e-9)
-    (loaded,) = run_ranks(1, loaded_alone, checks.SETTINGS, paths[1], init=False)
-    assert loaded == [pytest.approx(each, abs=1e-9) for each in state]
-
-
-def averaged_by_ddp() -> list[float]:
-    """The gradients of a model that DistributedDataParallel averages over dp and cp."""
+def gradients_that_ddp_averages_over_dp_and_cp_are_those_of_one_process() -> None:
     mesh = namedmesh.init_mesh(dp=2, cp=2)
     expected, model = (train.new_model(checks.SETTINGS) for _ in range(2))
     tokens, targets = checks.batch(0)
@@ -343,18 +295,26 @@ def averaged_by_ddp() -> list[float]:
     total = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
     training.token_mean(total, count, mesh).backward()
     wanted = dict(expected.named_parameters())
-    differences = [apart(each.grad, wanted[name].grad) for name, each in model.named_parameters()]
-    with pytest.raises(namedmesh.ShapeError) as raised:
-        training.token_mean(torch.ones(2, 3), count, mesh)
-    assert str(raised.value) == 'a loss of shape (2, 3) is no sum; give it reduction="sum"'
+    for name, each in model.named_parameters():
+        assert apart(each.grad, wanted[name].grad) < 1e-9, name
+    said = error_of(lambda: training.token_mean(torch.ones(2, 3), count, mesh))
+    assert said == 'ShapeError: a loss of shape (2, 3) is no sum; give it reduction="sum"'
     assert training.token_mean(torch.zeros(()), torch.tensor(0), mesh).isnan()
     parts = DTensor.from_local(torch.ones(()), mesh["dp"], [Partial()])  # as loss_parallel returns them
     assert training.token_mean(parts, torch.tensor(8), mesh) == 1
-    torch.distributed.barrier()
+    dist.barrier()
     mesh.close()
-    return differences
 
 
-def test_gradients_that_ddp_averages_are_those_of_one_process() -> None:
-    for differences in run_ranks(4, averaged_by_ddp):
-        assert all(each < 1e-9 for each in differences), differences
+@pytest.mark.parametrize(
+    ("ranks", "check"),
+    [
+        (2, every_schedule_trains_and_evaluates_as_one_process),
+        (2, finding_out_the_shapes_changes_nothing),
+        (2, weights_that_a_schedule_needs_are_not_put_away),
+        (2, ends_are_tied_on_one_rank_and_on_two),
+        (4, gradients_that_ddp_averages_over_dp_and_cp_are_those_of_one_process),
+    ],
+)
+def test_what_ranks_promise(ranks: int, check: Callable[[], None]) -> None:
+    run_ranks(ranks, check)

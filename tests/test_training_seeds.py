@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from messages import error_of
@@ -22,58 +23,44 @@ from namedmesh.training import seeds
 
 
 def draw(name: str | None = None) -> float:
-    if name is None:
-        return torch.rand(()).item()
-    with training.streams(name):
+    with nullcontext() if name is None else training.streams(name):
         return torch.rand(()).item()
 
 
-def drawn(sizes: dict[str, Any], view: dict[str, Any] | None = None) -> Any:
-    """What each rank draws, and its coordinates."""
+def numbers_of_all() -> list[float]:
+    numpys = float(np.random.rand())  # noqa: NPY002  the state that a job has
+    return [random.random(), numpys, *map(draw, (None, "tensor", "expert", "data", "data"))]
+
+
+def drawn(sizes: dict[str, Any], **view: Any) -> list[list[float]]:
+    """What all ranks draw: by default, in Python, and from the streams of tensors and of experts."""
     found = []
     ranks = prod(sizes.values())
     for rank in range(ranks):
         with fake_world(ranks, rank):
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
-            if view is not None:
+            if view:
                 mesh.add_view("expert", **view)
             training.seed_all(7, mesh)
-            found.append((dict(mesh.coords), draw(), draw("tensor"), draw("expert"), random.random()))
+            found.append([draw(), random.random(), draw("tensor"), draw("expert")])
             mesh.close()
-    return found
-
-
-def same_over(found: Any, index: int) -> set[str]:
-    """The axes along which ranks that differ on no other axis drew the same; all others must differ."""
-    axes = list(found[0][0])
-    same = set()
-    for axis in axes:
-        pairs = [
-            (one[index] == other[index])
-            for one in found
-            for other in found
-            if one[0][axis] != other[0][axis] and all(one[0][a] == other[0][a] for a in axes if a != axis)
-        ]
-        if pairs and all(pairs):
-            same.add(axis)
-        else:
-            assert not any(pairs)
-    return same
+    return [list(each) for each in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("sizes", [sizes for sizes, *_ in ON_FOUR + ON_EIGHT], ids=str)
 def test_the_ranks_of_a_tensor_parallel_group_draw_the_same_by_default(sizes: dict[str, Any]) -> None:
-    found = drawn(sizes)
-    tp = {"tp"} if sizes.get("tp", 1) > 1 else set()
-    assert (same_over(found, 1), same_over(found, 2), same_over(found, 4)) == (tp, set(), tp)
-    numbers = [number for each in found for number in each[1:3]]
-    assert len(set(numbers)) == len(found) + len(found) // sizes.get("tp", 1)
+    default, python, tensor, _ = drawn(sizes)
+    ranks = range(len(default))
+    first_of_group = [rank - rank % sizes["tp"] for rank in ranks]  # tp is the last axis everywhere
+    for numbers in (default, python):
+        assert [numbers.index(each) for each in numbers] == first_of_group
+    assert len({*default, *tensor}) == len({*first_of_group}) + len(ranks)
 
 
 @pytest.mark.parametrize(("ep", "etp", "different"), [(2, 2, 8), (2, 1, 8), (1, 1, 4)])
 def test_ranks_of_one_tp_group_draw_by_their_experts(ep: int, etp: int, different: int) -> None:
-    found = drawn({"dp": 4, "tp": 2}, {"edp": -1, "ep": ep, "etp": etp})
-    assert len({each[3] for each in found}) == different
+    *_, experts = drawn({"dp": 4, "tp": 2}, edp=-1, ep=ep, etp=etp)
+    assert len({*experts}) == different
 
 
 def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> None:
@@ -91,13 +78,13 @@ def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> N
         assert torch.equal(torch.rand(3), after)  # outside: one number was drawn for the outer block
         state = copy.deepcopy(seeds.random_state())
         assert sorted(state) == ["cpu", "data", "numpy", "python"]
-        numbers = [random.random(), *map(draw, (None, "tensor", "expert", "data", "data"))]
+        numbers = numbers_of_all()
         assert len(set(numbers)) == len(numbers)
         seeds.set_random_state(state)
-        assert [random.random(), *map(draw, (None, "tensor", "expert", "data", "data"))] == numbers
+        assert numbers_of_all() == numbers
         said = error_of(training.streams("tenor").__enter__)
         mesh.close()
-    assert said == ("TrainingError: there is no stream 'tenor'; seed_all() makes tensor, expert and data")
+    assert said == "TrainingError: there is no stream 'tenor'; seed_all() makes tensor, expert and data"
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -120,14 +121,18 @@ def check_first_weights(settings: train.Settings, model: Sequence[nn.Module]) ->
             assert torch.equal(whole(parameter), expected[name]), name
 
 
-def train_through(settings: train.Settings, layouts: list[Job], paths: list[str]) -> list[list[float]]:
-    """One step on each layout, each from the checkpoint of the one before."""
+def train_through(
+    settings: train.Settings, layouts: list[Job], paths: list[str], compiled: bool
+) -> list[list[float]]:
+    """One step on each layout, each from the checkpoint of the one before; compiled, with a compiled layer."""
+    if compiled:
+        warnings.simplefilter("ignore")  # the compiler warns about what torch itself does
     steps = zip(layouts, itertools.pairwise(paths), strict=True)
-    return [train_one_step(settings, layout, *pair) for layout, pair in steps]
+    return [train_one_step(settings, layout, *pair, compiled) for layout, pair in steps]
 
 
 def train_one_step(
-    settings: train.Settings, job: Job, source: str, target: str, *, compiled: bool = False
+    settings: train.Settings, job: Job, source: str, target: str, compiled: bool
 ) -> list[float]:
     """Continue from a checkpoint for one step, and save: the loss before and after the step, and the norms between."""
     sizes, schedule, microbatches, expert = job
@@ -169,13 +174,8 @@ def train_one_step(
         total = cross_entropy(logits, some, mesh["tp"], ignore_index=IGNORED, reduction="sum")
         return training.token_mean(total, counted, mesh)
 
-    how: dict[str, Any] = {
-        "microbatches": microbatches,
-        "loss": loss,
-        "reduction": "sum",
-        "whole": ("positions",),
-    }
-    pipe = training.pipeline(model, mesh, schedule, **how)
+    how: dict[str, Any] = {"microbatches": microbatches, "loss": loss, "reduction": "sum"}
+    pipe = training.pipeline(model, mesh, schedule, whole=("positions",), **how)
     parameters = [each for part in model for each in part.parameters()]
     before = training.mean_loss(pipe.step(tokens, target=targets, positions=positions), mesh)
     norms = [training.clip_grad_norm_(parameters, math.inf, mesh, order).item() for order in ORDERS]
