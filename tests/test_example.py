@@ -55,10 +55,17 @@ def reference() -> list[float]:
     return run_ranks(1, one_process, TINY)[0]
 
 
-def assert_losses(settings: Settings, expected: list[float], layouts: dict[int, dict[str, Any]]) -> None:
-    """For each number of ranks one layout, with the losses that every rank should have."""
-    for ranks, layout in layouts.items():
-        for losses in run_ranks(ranks, losses_of, replace(settings, **layout)):
+def losses_of_each(settings: list[Settings]) -> list[list[float]]:
+    """The losses on one layout after the other; on DTensors torch's own optimizer works on the first."""
+    first, *others = settings
+    return [losses_of(first), *(losses_of(each, AdamWOfShards) for each in others)]
+
+
+def assert_losses(settings: Settings, expected: list[float], ranks: int, *layouts: dict[str, Any]) -> None:
+    """Each layout has the losses that are expected, on every rank."""
+    of_layouts = [replace(settings, **layout) for layout in layouts]
+    for found in run_ranks(ranks, losses_of_each, of_layouts, timeout=180.0):
+        for losses in found:
             assert losses == pytest.approx(expected, abs=1e-9)
 
 
@@ -68,28 +75,20 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def losses_of_each(layouts: list[dict[str, Any]]) -> list[list[float]]:
-    """The losses on one layout after the other; on DTensors torch's own optimizer works on the first."""
-    first, *others = (replace(TINY, **layout) for layout in layouts)
-    return [losses_of(first), *(losses_of(each, AdamWOfShards) for each in others)]
-
-
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_losses_are_those_of_one_process(ranks: int, reference: list[float]) -> None:
     assert reference[-1] < reference[0] - 0.01
-    for of_each in run_ranks(ranks, losses_of_each, LAYOUTS[ranks], timeout=180.0):
-        for losses in of_each:
-            assert losses == pytest.approx(reference, abs=1e-9)
+    assert_losses(TINY, reference, ranks, *LAYOUTS[ranks])
 
 
 def test_a_checkpoint_goes_on_in_other_layouts(tmp_path: Path, reference: list[float]) -> None:
     first = replace(TINY, checkpoint=str(tmp_path / "first"), save_every=2, evaluate_every=1)
-    assert_losses(first, reference, {4: {"pp": 2, "tp": 2}})
+    assert_losses(first, reference, 4, {"pp": 2, "tp": 2})
     assert sorted(path.name for path in (tmp_path / "first").iterdir()) == ["step-000002", "step-000004"]
     for tp in (4, 1):
         where = tmp_path / str(tp)
         shutil.copytree(tmp_path / "first" / "step-000002", where / "step-000002")
-        assert_losses(replace(TINY, checkpoint=str(where)), reference[2:], {tp: {"tp": tp}})
+        assert_losses(replace(TINY, checkpoint=str(where)), reference[2:], tp, {"tp": tp})
 
 
 def interrupted(settings: Settings) -> list[list[float]]:
@@ -132,8 +131,8 @@ def test_losses_with_compiled_layers_are_those_of_one_process(reference: list[fl
 def test_losses_with_experts_are_those_of_one_process() -> None:
     settings = replace(TINY, moe=True, steps=2)
     expected = run_ranks(1, one_process, settings)[0]
-    layouts = {4: {"tp": 2, "ep": 2, "etp": 2}, 8: {"pp": 2, "cp": 2, "ep": 2}}
-    assert_losses(settings, expected, layouts)
+    assert_losses(settings, expected, 4, {"tp": 2, "ep": 2, "etp": 2})
+    assert_losses(settings, expected, 8, {"pp": 2, "cp": 2, "ep": 2})
 
 
 def status(words: str, off: float = 0.0) -> object:
@@ -168,6 +167,7 @@ def test_the_status_says_whether_losses_agree(off: float) -> None:
 
 
 def test_windows_cross_files_and_ranks_share_a_batch(tmp_path: Path) -> None:
+    assert len(read_text(Settings().data)) > 1_000_000  # if no other text is asked for
     for name, words in (("a", "abc"), ("b", ""), ("c", "defgh"), ("d", "i")):
         (tmp_path / name).write_text(words)
     text = read_text(str(tmp_path))
@@ -181,10 +181,6 @@ def test_windows_cross_files_and_ranks_share_a_batch(tmp_path: Path) -> None:
     halves = [train.draw_batch(text, settings, 0, slice(rank, None, 2))[0] for rank in range(2)]
     assert torch.equal(torch.stack(halves, 1).flatten(0, 1), inputs)
     assert not torch.equal(train.draw_batch(text, settings, 1)[0], inputs)
-
-
-def test_the_default_text_is_the_library() -> None:
-    assert len(read_text(Settings().data)) > 1_000_000
 
 
 def test_positions_see_only_what_is_before_them() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 from pathlib import Path
 
 import pytest
 from installing import run_python, without
+from messages import printed_by
 from ranks import run_ranks
 
 from namedmesh.__main__ import main
@@ -19,15 +18,15 @@ SHOW = "import sys\nfrom ezpz import tp\nprint(tp.__name__, __name__, near.word,
 def _run(folder: Path, *words: str) -> list[str]:
     """What ``namedmesh run`` prints in a folder, and what it ends with."""
     os.chdir(folder)
-    out, err = io.StringIO(), io.StringIO()
-    end: object = None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+
+    def call() -> object:
         try:
-            end = main(["run", *words])
+            return main(["run", *words])
         except (OSError, SystemExit) as error:
-            end = error
-    errors = [line for line in err.getvalue().splitlines() if ": error: " in line]
-    return [*out.getvalue().splitlines(), *errors, repr(end)]
+            return error
+
+    end, out, err = printed_by(call)
+    return [*out.splitlines(), *(line for line in err.splitlines() if ": error: " in line), repr(end)]
 
 
 def test_a_script_and_a_module_run_unchanged(tmp_path: Path) -> None:

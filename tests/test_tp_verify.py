@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from messages import printed_by
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -215,10 +214,8 @@ def nothing():
 
 def command(folder: str, function: str) -> tuple[int, str]:
     os.chdir(folder)
-    printed, errors = io.StringIO(), io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(errors):
-        status = main(["verify", function])
-    return status, printed.getvalue() + errors.getvalue()
+    status, printed, errors = printed_by(lambda: main(["verify", function]))
+    return status, printed + errors
 
 
 @pytest.mark.parametrize(
