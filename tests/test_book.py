@@ -56,16 +56,16 @@ FILES: dict[str, str] = dict(blocks(BOOK, "python", r"file: (\S+)"))
 # --- README.md --------------------------------------------------------------------------------------------------
 
 
-def _run_code(sources: list[str]) -> list[str]:
+def _run_code(sources: list[str]) -> tuple[Any, ...]:
+    """The shape of what a rank holds of the weight of the first example, and of its gradient."""
     names: dict[str, Any] = {}
-    told = []
+    models = []
     for source in sources:
         exec(compile(source, "README.md", "exec"), names)  # noqa: S102  the README is ours
         names["mesh"].close()
-        if source is sources[0]:
-            weight = names["model"][0].weight
-            told = [repr(tuple(weight.to_local().shape)), repr(weight.grad is not None)]
-    return told
+        models.append(names["model"])
+    weight = models[0][0].weight
+    return weight.to_local().shape, weight.grad.to_local().shape
 
 
 def test_python_blocks_run_on_eight_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_python_blocks_run_on_eight_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     sources = blocks(README, "python")
     assert len(sources) == 3
     # 256 rows over tp=2, then over dp=4.
-    assert run_ranks(8, _run_code, sources) == [["(32, 64)", "True"]] * 8
+    assert run_ranks(8, _run_code, sources) == [((32, 64), (32, 64))] * 8
 
 
 def test_without_a_launcher_an_error_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import hf_models
 import pytest
 import torch
 from ranks import run_ranks
+from tensors import apart_by_size
 from threads import run_threads
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tp_compare import tp_mesh
@@ -63,17 +64,12 @@ def differences(reference: Any, plan: dict[str, Any], wanted: torch.Tensor, name
 
 
 def _difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
-    if mine is None or theirs is None:
-        one = mine if theirs is None else theirs
-        return 0.0 if one is None else float(one.detach().abs().max())
-    if isinstance(mine, DTensor):
+    if isinstance(mine, DTensor) and theirs is not None:
         # This rank's shard, and that of the whole model's, whose experts may be fused.
         theirs = theirs.reshape(mine.shape)
         theirs = distribute_tensor(theirs, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
         mine = mine.to_local()
-    if mine.shape != theirs.shape or not torch.isfinite(mine).all():
-        return float("inf")
-    return float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3))
+    return apart_by_size(mine, theirs, 1e-3)
 
 
 def outcome(name: str, tp_size: int, reference: Any, wanted: torch.Tensor) -> str:

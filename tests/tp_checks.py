@@ -14,11 +14,22 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from tensors import apart
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from tp_compare import gradient_of, sharded, tp_mesh
-from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, OwnForward, attention_plan, llama_plan
+from tp_models import (
+    UP_DOWN,
+    Attention,
+    Llama,
+    Mlp,
+    Net,
+    OwnForward,
+    attention_plan,
+    llama_plan,
+    stacked_experts,
+)
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -184,16 +195,12 @@ def mixture() -> Net:
 def routed() -> Net:
     """Four experts; the signs of a token's first two features name its expert."""
 
-    def each(m: Any, tokens: Tensor, counts: Tensor) -> Tensor:
-        parts = zip(tokens.split(counts.tolist()), m.weight, strict=True)
-        return torch.cat([torch.tanh(part @ weight) for part, weight in parts])
-
     def compute(m: Any, x: Tensor) -> Any:
         chosen = (x[:, 0] > 0) * 2 + (x[:, 1] > 0) * 1
         order = chosen.argsort(stable=True)
         return m.experts(x[order], chosen.bincount(minlength=4))[order.argsort()]
 
-    return Net(compute, experts=Net(each, weight=nn.Parameter(torch.empty(4, 4, 4))))
+    return Net(compute, experts=stacked_experts())
 
 
 class Undivided(ExpertParallel):
@@ -315,7 +322,7 @@ def largest_difference(check: Callable[[], Pairs]) -> float:
     """Of one check on one rank; infinite where shapes differ."""
     worst = 0.0
     for mine, wanted in check():
-        if mine.shape != wanted.shape or not torch.isfinite(mine).all():
-            return math.inf
-        worst = max(worst, float((mine - wanted).detach().abs().max()))
+        worst = max(worst, apart(mine, wanted))
+        if math.isinf(worst):
+            break
     return worst
