@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
+import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -106,12 +107,7 @@ def as_whole(
             yield mine.grad.full_tensor(), theirs.grad
             reduce_gradients([mine])
             theirs.grad = distribute_tensor(theirs.grad, mesh, mine.placements, src_data_rank=None)
-        yield local(mine.grad), local(theirs.grad)
-
-
-def local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        yield tiny.shard(gradient_of(mine)), tiny.shard(gradient_of(theirs))
 
 
 def against_function(
@@ -129,9 +125,7 @@ def against_function(
     (got * shard(weights, cut_out)).sum().backward()
     yield got, shard(wanted, cut_out)
     for (_, dim), one, other in zip(arguments, ours, theirs, strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        yield one.grad, shard(other.grad, dim)
+        yield gradient_of(one), shard(gradient_of(other), dim)
 
 
 # --- modules ------------------------------------------------------------------------------------------------
@@ -234,17 +228,15 @@ def regions() -> Pairs:
     start = shard(even, 0).clone().requires_grad_()
     joined = enter(start, peers, 0)
     (joined * even * (peers.rank + 1)).sum().backward()
-    assert start.grad is not None
     yield joined, even
-    yield start.grad, shard(even * sum(range(1, size + 1)), 0)
+    yield gradient_of(start), shard(even * sum(range(1, size + 1)), 0)
 
     sent = [noise(size, 4) * (rank + 1) for rank in range(size)]
     start = sent[peers.rank].clone().requires_grad_()
     received = exchange(start, peers)
     (received * noise(size, 4)).sum().backward()
-    assert start.grad is not None
     yield received, torch.stack([rows[peers.rank] for rows in sent])
-    yield start.grad, noise(size, 4)[peers.rank].expand(size, 4)
+    yield gradient_of(start), noise(size, 4)[peers.rank].expand(size, 4)
 
 
 # --- a table of module x plan x data x the dim along which the input, and the output, is cut ------------------

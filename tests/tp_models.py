@@ -191,17 +191,10 @@ def hf_model(kind: str, **options: Any) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "pad_token_id": 0,
-    }
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    config = getattr(transformers, f"{kind}Config")(pad_token_id=0, **sizes | heads | options)
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
 
 
