@@ -15,73 +15,50 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 # What the sizes of a configuration become, by the name of the field.
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "embedding_dim", "moe_hidden_size"), 64),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "codebook_size"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "intermediate_size_mlp"), 96),
-    **dict.fromkeys(
-        ("dense_intermediate_size", "prefix_dense_intermediate_size", "shared_intermediate_size"), 96
-    ),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"), 48),
-    **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 48),
-    **dict.fromkeys(("shared_experts_intermediate_size",), 48),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "num_layers_per_stack"), 2),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), 8),
-    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 8),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim", "linear_head_dim", "qk_head_dim"), 8),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "v_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "index_head_dim", "indexer_head_dim"), 8),
-    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 8),
-    **dict.fromkeys(("q_lora_rank", "o_lora_rank"), 32),
-    "kv_lora_rank": 16,
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "keep_window_size"), 4),
-    "index_topk": 4,
-    "max_position_embeddings": 64,
-    "hidden_size_per_layer_input": 16,
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
-    **dict.fromkeys(
-        ("residual_dropout", "embedding_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0
-    ),
+_NAMES: dict[float, str] = {
+    0.0: """attention_dropout hidden_dropout resid_pdrop embd_pdrop residual_dropout embedding_dropout
+        router_jitter_noise input_jitter_noise""",
+    1: """n_group topk_group first_k_dense_replace num_dense_layers mamba_n_groups attn_layer_offset
+        num_blocks indexer_kv_heads""",
+    2: """num_hidden_layers num_layers depth num_layers_per_stack num_experts_per_tok moe_k moe_topk
+        top_k_experts n_layer pooling_kernel_size index_kpool indexer_compress_ratio heads_per_ngram
+        attn_layer_period""",
+    4: """sliding_window sliding_window_size keep_window_size index_topk rotary_dim mamba_chunk_size
+        chunk_size patch_size pos_emb_height pos_emb_width zero_expert_num indexer_budget""",
+    8: """num_attention_heads num_key_value_heads num_heads swa_num_attention_heads swa_num_key_value_heads
+        linear_num_key_heads linear_num_value_heads linear_num_heads head_dim swa_head_dim
+        linear_head_dim qk_head_dim linear_key_head_dim linear_value_head_dim v_head_dim
+        qk_nope_head_dim qk_rope_head_dim index_head_dim indexer_head_dim index_n_heads
+        indexer_n_heads num_experts n_routed_experts num_local_experts moe_num_experts n_head
+        mamba_n_heads mamba_num_heads mamba_d_state ssm_state_size laurel_rank nemo_conv_channels
+        bias_max_distance make_ngram_vocab_size_divisible_by split_ngram_parts""",
+    16: """kv_lora_rank hidden_size_per_layer_input mamba_d_head mamba_head_dim position_embedding_size
+        image_size crop_size hc_lowrank""",
+    32: """q_lora_rank o_lora_rank embedding_rank""",
+    48: """moe_intermediate_size expert_ffn_hidden_size share_expert_dim shared_expert_intermediate_size
+        moe_shared_expert_intermediate_size shared_experts_intermediate_size""",
+    64: """hidden_size embedding_dim moe_hidden_size vocab_size vocab_size_per_layer_input unpadded_vocab_size
+        codebook_size max_position_embeddings n_embd n_inner n_positions adapter_in_dim
+        adapter_out_dim projector_input_dim projector_output_dim vision_output_dim
+        projector_hidden_size ext_pw_out_channel depthwise_separable_out_channel""",
+    96: """intermediate_size ffn_hidden_size intermediate_size_mlp dense_intermediate_size
+        prefix_dense_intermediate_size shared_intermediate_size""",
+}
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()}
+SIZES |= {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    **dict.fromkeys(("n_embd", "n_inner"), 64),
-    "n_layer": 2,
-    "n_head": 8,
-    "n_positions": 64,
-    "rotary_dim": 4,
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_state", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
-    "mamba_d_ssm": 128,
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 4),
-    "mamba_n_groups": 1,
     "use_mamba_kernels": False,
-    **dict.fromkeys(
-        ("patch_size", "pos_emb_height", "pos_emb_width", "zero_expert_num", "indexer_budget"), 4
-    ),
-    **dict.fromkeys(("adapter_in_dim", "adapter_out_dim", "projector_input_dim", "projector_output_dim"), 64),
-    **dict.fromkeys(("vision_output_dim", "projector_hidden_size"), 64),
-    **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel"), 64),
-    **dict.fromkeys(("laurel_rank", "nemo_conv_channels", "bias_max_distance"), 8),
-    **dict.fromkeys(("make_ngram_vocab_size_divisible_by", "split_ngram_parts"), 8),
-    **dict.fromkeys(("pooling_kernel_size", "index_kpool", "indexer_compress_ratio", "heads_per_ngram"), 2),
-    **dict.fromkeys(("position_embedding_size", "image_size", "crop_size", "hc_lowrank"), 16),
-    **dict.fromkeys(("attn_layer_offset", "num_blocks", "indexer_kv_heads"), 1),
-    "attn_layer_period": 2,
     "image_token_index": 63,
-    "embedding_rank": 32,
-    "num_code_groups": 10,
-    "ngram_vocab_size_base": 50,
     "target_layer_ids": [0, 1],
     "patch_sizes": (4, 2, 2, 2),
     "hidden_sizes": (8, 8, 8, 8),
     "depths": (1, 1, 1, 1),
     "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "mamba_d_ssm": 128,
+    "num_code_groups": 10,
+    "ngram_vocab_size_base": 50,
 }
 _HALVES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _WHOLE_HEADS = {**_HALVES, "partial_rotary_factor": 1.0}

@@ -1,9 +1,11 @@
-"""What an error says: its whole text where it is made, and a few words of it elsewhere."""
+"""What an error says: its whole text where it is made, and a few words of it elsewhere; and what a command prints."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -11,6 +13,8 @@ from namedmesh.errors import NamedMeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+T = TypeVar("T")
 
 
 def says(text: str) -> str:
@@ -41,3 +45,11 @@ def problems_of(call: Callable[[], object]) -> list[str]:
     except NamedMeshError as error:
         return list(error.problems)
     return []
+
+
+def printed_by(call: Callable[[], T]) -> tuple[T, str, str]:
+    """What a call returns, what it prints, and what it prints as errors."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        result = call()
+    return result, out.getvalue(), err.getvalue()

@@ -27,6 +27,13 @@ def apart(one: Tensor | None, other: Tensor | None) -> float:
         return float("inf")
     one, other = (each.to_dense() if each.is_sparse else each for each in (one, other))
     distance = (one - other).abs().max().item() if one.numel() else 0.0
-    return (
-        float("inf") if math.isnan(distance) else distance
-    )  # the largest of several distances may leave a NaN out
+    # The largest of several distances may leave a NaN out.
+    return float("inf") if math.isnan(distance) else distance
+
+
+def apart_by_size(mine: Tensor | None, theirs: Tensor | None, least: float) -> float:
+    """The distance as a part of the second one's size, where that is more than ``least``; none is as good as zeros."""
+    if mine is None or theirs is None:
+        one = mine if theirs is None else theirs
+        return 0.0 if one is None else float(whole(one.detach()).abs().max())
+    return apart(mine, theirs) / max(float(theirs.abs().max()), least)

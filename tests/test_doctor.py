@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from messages import printed_by, says
 from ranks import run_ranks
 
 from namedmesh import doctor as doctors
@@ -20,9 +20,9 @@ from namedmesh.doctor import Group, Measured, check_groups, host_pairs, problems
 
 
 def doctor(*words: str) -> tuple[int, str]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        return main(["doctor", "--device", "cpu", "--megabytes", "0.1", *words]), out.getvalue()
+    words = ("doctor", "--device", "cpu", "--megabytes", "0.1", *words)
+    status, out, err = printed_by(lambda: main(words))
+    return status, out + err
 
 
 def test_a_healthy_job_with_experts() -> None:
@@ -49,17 +49,6 @@ def test_plain_python_is_a_world_of_one() -> None:
     assert out.startswith("dp=1 (1 rank), gloo on cpu, 1 host\n")
 
 
-def absent() -> tuple[int, str]:
-    return (9, "") if os.environ["RANK"] == "2" else doctor("--tp", "2", "--timeout", "8")
-
-
-def test_a_rank_that_does_not_show_up_is_named() -> None:
-    results = run_ranks(4, absent, init=False)
-    assert [(status, "rank 2 of 4 did not" in out) for status, out in results if status != 9] == [
-        (1, True)
-    ] * 3
-
-
 def checked_with_wrong_groups(*wrong: int) -> Any:
     """On some ranks the group that is checked as tp is that of pp."""
     pp, tp = (dist.new_subgroups_by_enumeration(each)[0] for each in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]))
@@ -84,23 +73,32 @@ def test_a_collective_that_hangs_ends_with_the_axis_and_the_ranks() -> None:
     assert all(problem and problem[0] == "tp" for problem in found[2:])
 
 
-def with_a_problem_on(wrong: int) -> tuple[int, str]:
+def without_the_last() -> tuple[int, str] | None:
+    return None if os.environ["RANK"] == "3" else doctor("--tp", "2", "--timeout", "8")
+
+
+def with_a_problem_on_the_last() -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch:
-        if int(os.environ["RANK"]) == wrong:
+        if os.environ["RANK"] == "1":
             real, problem = doctors.check_groups, ("tp", "an all-reduce gave 2 instead of 3")
             patch.setattr(doctors, "check_groups", lambda *arguments: real(*arguments) or problem)
         return doctor("tp=2")
 
 
-def test_every_rank_is_told_what_one_found() -> None:
-    results = run_ranks(2, with_a_problem_on, 1, init=False)
-    text = "namedmesh doctor: axis tp, rank 1: an all-reduce gave 2 instead of 3\n"
-    assert results == [(1, text)] * 2
-
-
-def test_every_rank_says_why_a_layout_does_not_fit() -> None:
-    results = run_ranks(2, lambda: doctor("pp=2,tp=3"), init=False)
-    assert [(status, "pp=2 x tp=3 needs 6 ranks" in out) for status, out in results] == [(1, True)] * 2
+@pytest.mark.parametrize(
+    ("ranks", "job", "text"),
+    [
+        (4, without_the_last, "... rank 3 of 4 did not ..."),
+        (2, with_a_problem_on_the_last, "axis tp, rank 1: an all-reduce gave 2 instead of 3"),
+        (2, lambda: doctor("pp=2,tp=3"), "... pp=2 x tp=3 needs 6 ranks ..."),
+    ],
+)
+def test_every_rank_that_is_there_says_what_is_wrong(ranks: int, job: Callable[[], Any], text: str) -> None:
+    results = [told for told in run_ranks(ranks, job, init=False) if told]
+    assert len(results) == (ranks if ranks == 2 else 3)
+    for status, out in results:
+        assert status == 1
+        assert re.match(says(f"namedmesh doctor: {text}"), out)
 
 
 def test_a_layout_that_cannot_be_read_is_named_before_the_ranks_meet() -> None:

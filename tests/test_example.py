@@ -55,38 +55,40 @@ def reference() -> list[float]:
     return run_ranks(1, one_process, TINY)[0]
 
 
-LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    8: [{"pp": 2, "tp": 2, "microbatches": 4}, {"pp": 2, "cp": 2, "tp": 2}],
-    4: [{"tp": 2, "microbatches": 2}, {"cp": 2, "microbatches": 2}],
-}
-
-
 def losses_of_each(settings: list[Settings]) -> list[list[float]]:
     """The losses on one layout after the other; on DTensors torch's own optimizer works on the first."""
     first, *others = settings
     return [losses_of(first), *(losses_of(each, AdamWOfShards) for each in others)]
 
 
+def assert_losses(settings: Settings, expected: list[float], ranks: int, *layouts: dict[str, Any]) -> None:
+    """Each layout has the losses that are expected, on every rank."""
+    of_layouts = [replace(settings, **layout) for layout in layouts]
+    for found in run_ranks(ranks, losses_of_each, of_layouts, timeout=180.0):
+        for losses in found:
+            assert losses == pytest.approx(expected, abs=1e-9)
+
+
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    8: [{"pp": 2, "tp": 2, "microbatches": 4}, {"pp": 2, "cp": 2, "tp": 2}],
+    4: [{"tp": 2, "microbatches": 2}, {"cp": 2, "microbatches": 2}],
+}
+
+
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_losses_are_those_of_one_process(ranks: int, reference: list[float]) -> None:
     assert reference[-1] < reference[0] - 0.01
-    settings = [replace(TINY, **layout) for layout in LAYOUTS[ranks]]
-    for of_each in run_ranks(ranks, losses_of_each, settings, timeout=180.0):
-        for losses in of_each:
-            assert losses == pytest.approx(reference, abs=1e-9)
+    assert_losses(TINY, reference, ranks, *LAYOUTS[ranks])
 
 
 def test_a_checkpoint_goes_on_in_other_layouts(tmp_path: Path, reference: list[float]) -> None:
-    first = replace(TINY, pp=2, tp=2, checkpoint=str(tmp_path / "first"), save_every=2, evaluate_every=1)
-    for losses in run_ranks(4, losses_of, first):
-        assert losses == pytest.approx(reference, abs=1e-9)
+    first = replace(TINY, checkpoint=str(tmp_path / "first"), save_every=2, evaluate_every=1)
+    assert_losses(first, reference, 4, {"pp": 2, "tp": 2})
     assert sorted(path.name for path in (tmp_path / "first").iterdir()) == ["step-000002", "step-000004"]
-    layouts: dict[int, dict[str, Any]] = {4: {"tp": 4}, 1: {}}
-    for ranks, layout in layouts.items():
-        where = tmp_path / str(ranks)
+    for tp in (4, 1):
+        where = tmp_path / str(tp)
         shutil.copytree(tmp_path / "first" / "step-000002", where / "step-000002")
-        for losses in run_ranks(ranks, losses_of, replace(TINY, checkpoint=str(where), **layout)):
-            assert losses == pytest.approx(reference[2:], abs=1e-9)
+        assert_losses(replace(TINY, checkpoint=str(where)), reference[2:], tp, {"tp": tp})
 
 
 def interrupted(settings: Settings) -> list[list[float]]:
@@ -126,15 +128,11 @@ def test_losses_with_compiled_layers_are_those_of_one_process(reference: list[fl
         assert graphs >= 1
 
 
-WITH_EXPERTS = replace(TINY, moe=True, steps=2)
-
-
 def test_losses_with_experts_are_those_of_one_process() -> None:
-    expected = run_ranks(1, one_process, WITH_EXPERTS)[0]
-    layouts: dict[int, dict[str, Any]] = {4: {"tp": 2, "ep": 2, "etp": 2}, 8: {"pp": 2, "cp": 2, "ep": 2}}
-    for ranks, layout in layouts.items():
-        for losses in run_ranks(ranks, losses_of, replace(WITH_EXPERTS, **layout)):
-            assert losses == pytest.approx(expected, abs=1e-9)
+    settings = replace(TINY, moe=True, steps=2)
+    expected = run_ranks(1, one_process, settings)[0]
+    assert_losses(settings, expected, 4, {"tp": 2, "ep": 2, "etp": 2})
+    assert_losses(settings, expected, 8, {"pp": 2, "cp": 2, "ep": 2})
 
 
 def status(words: str, off: float = 0.0) -> object:
@@ -151,16 +149,16 @@ def status(words: str, off: float = 0.0) -> object:
             return ended.code
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--batch 3", "--batch 3 is not divisible by dp=2"),
-        ("--ep 2", "--ep and --etp are for experts; give --moe, too"),
-        ("--pp 2 --layers 1", "1 layers cannot fill 2 stages; give every stage one at least"),
-    ],
-)
-def test_a_job_that_does_not_fit_is_refused_once(words: str, told: str) -> None:
-    assert run_ranks(2, status, words, init=False) == [f"cannot train: {told}", 0]
+REFUSED = {
+    "--batch 3": "--batch 3 is not divisible by dp=2",
+    "--ep 2": "--ep and --etp are for experts; give --moe, too",
+    "--pp 2 --layers 1": "1 layers cannot fill 2 stages; give every stage one at least",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_job_that_does_not_fit_is_refused_once(words: str) -> None:
+    assert run_ranks(2, status, words, init=False) == [f"cannot train: {REFUSED[words]}", 0]
 
 
 @pytest.mark.parametrize("off", [0.0, 1e-3])
@@ -169,6 +167,7 @@ def test_the_status_says_whether_losses_agree(off: float) -> None:
 
 
 def test_windows_cross_files_and_ranks_share_a_batch(tmp_path: Path) -> None:
+    assert len(read_text(Settings().data)) > 1_000_000  # if no other text is asked for
     for name, words in (("a", "abc"), ("b", ""), ("c", "defgh"), ("d", "i")):
         (tmp_path / name).write_text(words)
     text = read_text(str(tmp_path))
@@ -182,10 +181,6 @@ def test_windows_cross_files_and_ranks_share_a_batch(tmp_path: Path) -> None:
     halves = [train.draw_batch(text, settings, 0, slice(rank, None, 2))[0] for rank in range(2)]
     assert torch.equal(torch.stack(halves, 1).flatten(0, 1), inputs)
     assert not torch.equal(train.draw_batch(text, settings, 1)[0], inputs)
-
-
-def test_the_default_text_is_the_library() -> None:
-    assert len(read_text(Settings().data)) > 1_000_000
 
 
 def test_positions_see_only_what_is_before_them() -> None:

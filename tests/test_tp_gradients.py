@@ -22,7 +22,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from tp_compare import Recorded, tp_mesh
-from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Net, OfHeads, llama_plan
+from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, llama_plan
 
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import LocalParameters, compare_gradients, parallelize
@@ -188,9 +188,7 @@ def test_under_fsdp_all_ranks_stop_at_the_first_step() -> None:
 
 def when_compared() -> list[int]:
     """The steps, of the first nine, before which the ranks communicate; and what a training step leaves behind."""
-    model = parallelize(
-        Net(lambda m, x: m.down(m.up(x)), up=nn.Linear(8, 16), down=nn.Linear(16, 8)), tp_mesh(), UP_DOWN
-    )
+    model = parallelize(Mlp(), tp_mesh(), UP_DOWN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for number in range(1, 10):

@@ -16,7 +16,7 @@ from tensors import apart, numbers, whole
 from tiny import AdamWOfShards
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -118,16 +118,25 @@ MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def as_whole(make: Callable[[], nn.Module], plan: Any, data: Tensor, mode: str) -> float:
-    """The largest difference of output, gradients, two steps and state from those of one process."""
+def both(
+    name: str, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[Any, Any, Tensor]:
+    """The model of a case under its plan, the same whole, and the data."""
+    make, plan, data = CASES[name]
     torch.manual_seed(0)
-    reference = make().double()
-    model = MODES[mode](parallelize(copy.deepcopy(reference), tp_mesh(), plan))
-    return training_difference(model, reference, data, steps=2)
+    reference = make().to(dtype)
+    model = parallelize(copy.deepcopy(reference), mesh or tp_mesh(), plan)
+    return model, reference, data.to(dtype) if data.is_floating_point() else data
+
+
+def as_whole(name: str, mode: str) -> float:
+    """The largest difference of output, gradients, two steps and state from those of one process."""
+    model, reference, data = both(name)
+    return training_difference(MODES[mode](model), reference, data, steps=2)
 
 
 def all_as_whole(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
-    return {name: as_whole(*CASES[name], mode) for name in names}
+    return {name: as_whole(name, mode) for name in names}
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
@@ -145,11 +154,8 @@ def test_training_on_four_ranks() -> None:
 
 def over_fsdp(name: str) -> float:
     """A step of one batch and one of three micro-batches on (dp 2, tp 2); each dp rank has data of its own."""
-    make, plan, data = CASES[name]
-    torch.manual_seed(0)
-    reference = make().double()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model: Any = parallelize(copy.deepcopy(reference), mesh["tp"], plan)
+    model, reference, data = both(name, mesh["tp"])
     for layer in getattr(model, "layers", ()):
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -183,10 +189,7 @@ def second_derivatives() -> dict[str, float]:
     """The gradient of the size of all gradients, which torch's and our collectives pass on any number of times."""
     found = {}
     for name in ("mlp", "whole between", "q|k|v"):
-        make, plan, data = CASES[name]
-        torch.manual_seed(0)
-        reference = make().double()
-        model = parallelize(copy.deepcopy(reference), tp_mesh(), plan)
+        model, reference, data = both(name)
         for each in (model, reference):
             x = data.clone().requires_grad_()
             wanted = [x, *each.parameters()]
@@ -205,18 +208,14 @@ def in_low_precision() -> dict[str, tuple[float, set[torch.dtype]]]:
     """How far autocast, and FSDP2's mixed precision, are from themselves on one process."""
     found = {}
     for name in ("mlp", "sequence", "shared heads"):
-        make, plan, data = CASES[name]
-        torch.manual_seed(0)
-        reference = make()
-        model = parallelize(copy.deepcopy(reference), tp_mesh(), plan)
-        data = data.float() if data.is_floating_point() else data
+        model, reference, data = both(name, dtype=torch.float32)
         outputs = []
         for each in (model, reference):
             with torch.autocast("cpu", torch.bfloat16):
                 outputs.append(each(data))
             outputs[-1].square().mean().backward()
-        size = max(float(each.grad.abs().max()) for each in reference.parameters())  # type: ignore[union-attr]
-        dtypes = {each.grad.dtype for each in model.parameters()} | {outputs[0].dtype}  # type: ignore[union-attr]
+        size = max(float(each.grad.abs().max()) for each in reference.parameters())
+        dtypes = {each.grad.dtype for each in model.parameters()} | {outputs[0].dtype}
         found[name] = gradients_apart(model, reference) / size, dtypes - {outputs[1].dtype, torch.float32}
     return found
 
@@ -260,22 +259,20 @@ def edges() -> dict[str, float]:
     """No tokens, no gradients, and a wrapper."""
     found = {}
     mesh = tp_mesh()
-    torch.manual_seed(0)
-    reference = Mlp().double()
-    model = parallelize(copy.deepcopy(reference), mesh, UP_DOWN)
+    model, reference, data = both("mlp")
     empty = [torch.zeros(0, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     for each, x in zip((model, reference), empty, strict=True):
         each(x).sum().backward()
     found["empty"] = gradients_apart(model, reference)
     with torch.no_grad():
-        found["no gradients"] = apart(model(DATA), reference(DATA))
+        found["no gradients"] = apart(model(data), reference(data))
     with torch.inference_mode():
-        found["inference"] = apart(model(DATA), reference(DATA))
+        found["inference"] = apart(model(data), reference(data))
     # A wrapper takes ``*args, **kwargs``.
     by_keyword = Net(lambda m, x: m.part(x=x), part=checkpoint_wrapper(copy.deepcopy(reference)))
     inside = {f"part._checkpoint_wrapped_module.{name}": style for name, style in UP_DOWN.items()}
     model = parallelize(by_keyword, mesh, inside | {"part": SharedInput()})
-    found["shared by keyword"] = training_difference(model, Net(lambda m, x: m.part(x), part=reference), DATA)
+    found["shared by keyword"] = training_difference(model, Net(lambda m, x: m.part(x), part=reference), data)
     return found
 
 

@@ -11,9 +11,9 @@ import copy
 import logging
 import os
 import sys
-import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +21,7 @@ import hf_models
 import pytest
 import torch
 from ranks import run_ranks
+from tensors import apart_by_size
 from threads import run_threads
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tp_compare import tp_mesh
@@ -63,17 +64,12 @@ def differences(reference: Any, plan: dict[str, Any], wanted: torch.Tensor, name
 
 
 def _difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
-    if mine is None or theirs is None:
-        one = mine if theirs is None else theirs
-        return 0.0 if one is None else float(one.detach().abs().max())
-    if isinstance(mine, DTensor):
+    if isinstance(mine, DTensor) and theirs is not None:
         # This rank's shard, and that of the whole model's, whose experts may be fused.
         theirs = theirs.reshape(mine.shape)
         theirs = distribute_tensor(theirs, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
         mine = mine.to_local()
-    if mine.shape != theirs.shape or not torch.isfinite(mine).all():
-        return float("inf")
-    return float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3))
+    return apart_by_size(mine, theirs, 1e-3)
 
 
 def outcome(name: str, tp_size: int, reference: Any, wanted: torch.Tensor) -> str:
@@ -95,23 +91,20 @@ def outcome(name: str, tp_size: int, reference: Any, wanted: torch.Tensor) -> st
 
 def sweep(
     names: list[str], tp_sizes: tuple[int, ...], kv_heads: int | None = None
-) -> Iterator[tuple[str, int, str, float]]:
-    """The outcome for each configuration and tp size, and how many seconds it took."""
+) -> Iterator[tuple[str, int, str]]:
+    """The outcome for each configuration and tp size."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # of transformers, about what the configurations are not meant for
     for name in names:
-        start = time.perf_counter()
         try:
             reference = hf_models.tiny_model(name, kv_heads)
             wanted = step(reference, name)
         except Exception:  # noqa: BLE001  told with what is wrong of the others
-            yield name, 1, f"failed: {traceback.format_exc()}", 0
+            yield name, 1, f"failed: {traceback.format_exc()}"
             continue
         for tp_size in tp_sizes:
-            result = outcome(name, tp_size, reference, wanted)
-            yield name, tp_size, result, time.perf_counter() - start
-            start = time.perf_counter()
+            yield name, tp_size, outcome(name, tp_size, reference, wanted)
 
 
 PARTS = 6
@@ -122,7 +115,7 @@ MORE_RANKS = ["LlamaConfig", "MixtralConfig", "DeepseekV2Config", "Gemma3TextCon
 def unexpected(names: list[str], tp_sizes: tuple[int, ...], kv_heads: int | None = None) -> dict[str, str]:
     """What is not as expected, by configuration."""
     found = {}
-    for name, tp_size, result, _ in sweep(names, tp_sizes, kv_heads):
+    for name, tp_size, result in sweep(names, tp_sizes, kv_heads):
         reason = REFUSED.get(name)
         as_expected = (
             result == "right" if reason is None else result.startswith("refused") and reason in result
@@ -203,14 +196,11 @@ def test_what_is_refused_is_right_when_left_out_as_the_error_says(name: str) -> 
 def main(arguments: list[str]) -> None:
     sizes = tuple(int(argument) for argument in arguments if argument.isdigit()) or (2, 4, 8)
     names = [argument for argument in arguments if not argument.isdigit()] or list(hf_models.configurations())
-    counts: dict[tuple[int, str], int] = {}
-    for name, tp_size, result, seconds in sweep(names, sizes):
-        kind = result.partition(":")[0]
-        counts[tp_size, kind] = counts.get((tp_size, kind), 0) + 1
-        shown = result if kind == "right" else f"{result[:300]} ... {result[-300:]}"
-        print(f"{name:40} tp {tp_size}  {seconds:5.2f} s  {shown}", flush=True)  # noqa: T201  a script
-    for (tp_size, kind), count in sorted(counts.items()):
-        print(f"tp {tp_size}: {count} {kind}")  # noqa: T201
+    counts: Counter[tuple[int, str]] = Counter()
+    for name, tp_size, result in sweep(names, sizes):
+        counts[tp_size, result.partition(":")[0]] += 1
+        print(f"{name:40} tp {tp_size}  {result}", flush=True)  # noqa: T201  a script
+    print(*sorted(counts.items()), sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":

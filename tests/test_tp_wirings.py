@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
-from tensors import numbers, whole
+from tensors import apart_by_size, numbers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from tp_compare import tp_mesh
@@ -236,16 +236,10 @@ def _train(model: nn.Module, reference: Any, tolerance: float = 1e-9, *, check: 
             return wrong | mixed
         for optimizer in optimizers:
             optimizer.step()
-        wrong |= {name for name, value in found[0].items() if _apart(value, found[1][name]) > tolerance}
+        wrong |= {
+            name for name, value in found[0].items() if apart_by_size(value, found[1][name], 1.0) > tolerance
+        }
     return wrong
-
-
-def _apart(mine: Tensor | None, theirs: Tensor | None) -> float:
-    """How far two tensors are apart, as a part of their size where that is more than 1."""
-    if mine is None or theirs is None:
-        one = mine if theirs is None else theirs
-        return 0.0 if one is None else float(whole(one).abs().max())
-    return float((whole(mine) - theirs).abs().max() / theirs.abs().max().clamp(min=1))
 
 
 def _stopped(wiring: Wiring, text: str) -> Outcome:

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from ranks import TORCH, run_ranks
+from tensors import apart
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -73,7 +74,7 @@ def two_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict
         "once": dict(counted(once)),
         "twice": dict(counted(for_input) + counted(for_weights)),
         "in the second": {name for name in counted(for_weights) if name != "mm"},
-        "apart": max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True)),  # type: ignore[operator]
+        "apart": max(apart(*pair) for pair in zip(found, wanted, strict=True)),
     }
 
 

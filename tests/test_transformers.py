@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import fake_world, live_groups, run_ranks
+from tensors import whole
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from tp_models import hf_model
@@ -32,6 +34,35 @@ def tiny(*, tied: bool = False) -> Any:
 
 def ids() -> torch.Tensor:
     return torch.arange(12).reshape(2, 6) % 32
+
+
+def sharded(mesh: NamedMesh, *, tied: bool = False) -> Any:
+    model = tiny(tied=tied)
+    return parallelize(model, mesh["tp"], plan_from_hf(model))
+
+
+def parallelism(mesh: NamedMesh, **sizes: int) -> Any:
+    """What accelerate is told of a mesh."""
+    told = importlib.import_module("accelerate").ParallelismConfig(**sizes)
+    told.device_mesh = mesh.device_mesh
+    return told
+
+
+def losses_of(
+    model: Any,
+    optimizer: Any,
+    batches: Iterable[torch.Tensor],
+    backward: Callable[..., Any] = torch.Tensor.backward,
+) -> list[torch.Tensor]:
+    """The losses of a step for each batch."""
+    losses = []
+    for batch in batches:
+        loss = model(batch, labels=batch).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
 
 
 @pytest.mark.oracle("transformers")
@@ -63,13 +94,11 @@ def _in_its_hands(folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     mesh = namedmesh.init_mesh(tp=2, device="cpu")
     for tied in (False, True):
-        whole = tiny(tied=tied)
-        model = tiny(tied=tied)
-        parallelize(model, mesh["tp"], plan_from_hf(model))
+        alone, model = tiny(tied=tied), sharded(mesh, tied=tied)
         assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
         told[f"generated, tied {tied}"] = torch.equal(
             model.generate(ids(), max_new_tokens=4, do_sample=False),
-            whole.generate(ids(), max_new_tokens=4, do_sample=False),
+            alone.generate(ids(), max_new_tokens=4, do_sample=False),
         )
         path = f"{folder}/{tied}"
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -78,13 +107,13 @@ def _in_its_hands(folder: str) -> dict[str, Any]:
             model.save_pretrained(path, state_dict=state)
         torch.distributed.barrier()
         # With the mesh, for transformers to take what it needs of it.
-        loaded = type(whole).from_pretrained(path, device_mesh=mesh["tp"])
+        loaded = type(alone).from_pretrained(path, device_mesh=mesh["tp"])
         values = loaded.state_dict()
         told[f"saved, tied {tied}"] = [
-            name for name, value in whole.state_dict().items() if not torch.equal(values[name], value)
+            name for name, value in alone.state_dict().items() if not torch.equal(values[name], value)
         ]
         parallelize(loaded, mesh["tp"], plan_from_hf(loaded))
-        told[f"loaded, tied {tied}"] = torch.allclose(loaded(ids()).logits, whole(ids()).logits, atol=1e-6)
+        told[f"loaded, tied {tied}"] = torch.allclose(loaded(ids()).logits, alone(ids()).logits, atol=1e-6)
     mesh.close()
     return told
 
@@ -103,31 +132,18 @@ def test_a_model_that_we_sharded_generates_saves_and_loads(tmp_path: Path) -> No
 
 def _steps_of_accelerate(mesh: NamedMesh, configuration: Any) -> tuple[bool, list[float]]:
     accelerate: Any = importlib.import_module("accelerate")
-    model = tiny().train()
-    parallelize(model, mesh["tp"], plan_from_hf(model))
+    model = sharded(mesh).train()
     model.config.distributed_config = configuration  # how accelerate knows that the model is sharded
-    parallelism = accelerate.ParallelismConfig(tp_size=2)
-    parallelism.device_mesh = mesh.device_mesh
-    accelerator = accelerate.Accelerator(cpu=True, parallelism_config=parallelism)
+    accelerator = accelerate.Accelerator(cpu=True, parallelism_config=parallelism(mesh, tp_size=2))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for _ in range(2):
-        loss = model(ids(), labels=ids()).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return accelerator.torch_device_mesh is mesh.device_mesh, losses
+    losses = losses_of(model, optimizer, [ids()] * 2, accelerator.backward)
+    return accelerator.torch_device_mesh is mesh.device_mesh, [loss.item() for loss in losses]
 
 
 def _steps_of_trainer(folder: str, mesh: NamedMesh | None, configuration: Any) -> tuple[Any, list[float]]:
-    accelerate: Any = importlib.import_module("accelerate")
-    model, parallelism = tiny().train(), None
+    model = (tiny() if mesh is None else sharded(mesh)).train()
     if mesh is not None:
-        parallelize(model, mesh["tp"], plan_from_hf(model))
         model.config.distributed_config = configuration
-        parallelism = accelerate.ParallelismConfig(tp_size=2)
-        parallelism.device_mesh = mesh.device_mesh
     arguments = transformers().TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -141,7 +157,7 @@ def _steps_of_trainer(folder: str, mesh: NamedMesh | None, configuration: Any) -
         report_to=[],
         disable_tqdm=True,
         save_strategy="no",
-        parallelism_config=parallelism,
+        parallelism_config=None if mesh is None else parallelism(mesh, tp_size=2),
     )
     samples = [{"input_ids": row, "labels": row} for row in ids().repeat(2, 1)]
     trainer = transformers().Trainer(model=model, args=arguments, train_dataset=samples)
@@ -176,14 +192,7 @@ def _train_on_our_mesh(folder: str) -> list[Any]:
 def _losses_alone(tokens: torch.Tensor, steps: int) -> list[float]:
     model = tiny().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(steps):
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [loss.item() for loss in losses_of(model, optimizer, [tokens] * steps)]
 
 
 def _train_alone(folder: str) -> list[Any]:
@@ -222,33 +231,28 @@ def _fully_sharded_by_accelerate() -> tuple[bool, list[float]]:
     mesh = namedmesh.init_mesh(dp_replicate=1, dp_shard=4, cp=1, device="cpu")
     mesh.flatten("dp_replicate", "dp_shard", name="dp")
     mesh.flatten("dp_shard", "cp", name="dp_shard_cp")
-    parallelism = accelerate.ParallelismConfig(dp_shard_size=4)
-    parallelism.device_mesh = mesh.device_mesh
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         cpu_ram_efficient_loading=False,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
-    accelerator = accelerate.Accelerator(cpu=True, parallelism_config=parallelism, fsdp_plugin=plugin)
+    accelerator = accelerate.Accelerator(
+        cpu=True, parallelism_config=parallelism(mesh, dp_shard_size=4), fsdp_plugin=plugin
+    )
     model, rows = tiny().train(), samples()
     loader: Any = torch.utils.data.DataLoader([*rows], batch_size=2)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    losses = []
-    for _ in range(3):
-        for batch in loader:
-            loss = model(batch, labels=batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    batches = [batch for _ in range(3) for batch in loader]
+    losses = losses_of(model, optimizer, batches, accelerator.backward)
     group = mesh.group("dp_shard")
     is_ours = all(
         isinstance(each, DTensor) and each.device_mesh.get_group() is group for each in model.parameters()
     )
     is_ours = is_ours and isinstance(model, FSDPModule)
+    means = [accelerator.reduce(loss, "mean").item() for loss in losses]
     mesh.close()
-    return is_ours, losses
+    return is_ours, means
 
 
 @pytest.mark.oracle("transformers", "accelerate")
@@ -273,24 +277,19 @@ def _loaded_onto_our_mesh(folder: str) -> dict[str, bool]:
         def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> Any:
             return distributed_config, device_map or mesh.device, meshes
 
-    whole = tiny()
+    reference = tiny()
     sizes = configuration.DistributedConfig(tp_size=2)
     model = OnOurMesh.from_pretrained(folder, distributed_config=sizes)
+    placed = [each for each in model.parameters() if isinstance(each, DTensor)]
     told = {
-        "sharded": any(isinstance(each, DTensor) for each in model.parameters()),
-        "ours": all(
-            each.device_mesh.get_group("tp") is mesh.group("tp")
-            for each in model.parameters()
-            if isinstance(each, DTensor)
-        ),
+        "sharded": len(placed) > 0,
+        "ours": all(each.device_mesh.get_group("tp") is mesh.group("tp") for each in placed),
     }
-    for each in (whole, model):
+    for each in (reference, model):
         each(ids(), labels=ids()).loss.backward()
-    told["logits"] = torch.allclose(model(ids()).logits, whole(ids()).logits, atol=1e-6)
-    for name, parameter in whole.named_parameters():
-        gradient = model.get_parameter(name).grad
-        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        told[name] = torch.allclose(full, parameter.grad, atol=1e-6)
+    told["logits"] = torch.allclose(model(ids()).logits, reference(ids()).logits, atol=1e-6)
+    for name, parameter in reference.named_parameters():
+        told[name] = torch.allclose(whole(model.get_parameter(name).grad), parameter.grad, atol=1e-6)
     mesh.close()
     return told
 

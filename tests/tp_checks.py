@@ -11,14 +11,26 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
+import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from tensors import apart
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from tp_compare import gradient_of, sharded, tp_mesh
-from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, OwnForward, attention_plan, llama_plan
+from tp_models import (
+    UP_DOWN,
+    Attention,
+    Llama,
+    Mlp,
+    Net,
+    OwnForward,
+    attention_plan,
+    llama_plan,
+    stacked_experts,
+)
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -95,12 +107,7 @@ def as_whole(
             yield mine.grad.full_tensor(), theirs.grad
             reduce_gradients([mine])
             theirs.grad = distribute_tensor(theirs.grad, mesh, mine.placements, src_data_rank=None)
-        yield local(mine.grad), local(theirs.grad)
-
-
-def local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        yield tiny.shard(gradient_of(mine)), tiny.shard(gradient_of(theirs))
 
 
 def against_function(
@@ -118,9 +125,7 @@ def against_function(
     (got * shard(weights, cut_out)).sum().backward()
     yield got, shard(wanted, cut_out)
     for (_, dim), one, other in zip(arguments, ours, theirs, strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        yield one.grad, shard(other.grad, dim)
+        yield gradient_of(one), shard(gradient_of(other), dim)
 
 
 # --- modules ------------------------------------------------------------------------------------------------
@@ -184,16 +189,12 @@ def mixture() -> Net:
 def routed() -> Net:
     """Four experts; the signs of a token's first two features name its expert."""
 
-    def each(m: Any, tokens: Tensor, counts: Tensor) -> Tensor:
-        parts = zip(tokens.split(counts.tolist()), m.weight, strict=True)
-        return torch.cat([torch.tanh(part @ weight) for part, weight in parts])
-
     def compute(m: Any, x: Tensor) -> Any:
         chosen = (x[:, 0] > 0) * 2 + (x[:, 1] > 0) * 1
         order = chosen.argsort(stable=True)
         return m.experts(x[order], chosen.bincount(minlength=4))[order.argsort()]
 
-    return Net(compute, experts=Net(each, weight=nn.Parameter(torch.empty(4, 4, 4))))
+    return Net(compute, experts=stacked_experts())
 
 
 class Undivided(ExpertParallel):
@@ -227,17 +228,15 @@ def regions() -> Pairs:
     start = shard(even, 0).clone().requires_grad_()
     joined = enter(start, peers, 0)
     (joined * even * (peers.rank + 1)).sum().backward()
-    assert start.grad is not None
     yield joined, even
-    yield start.grad, shard(even * sum(range(1, size + 1)), 0)
+    yield gradient_of(start), shard(even * sum(range(1, size + 1)), 0)
 
     sent = [noise(size, 4) * (rank + 1) for rank in range(size)]
     start = sent[peers.rank].clone().requires_grad_()
     received = exchange(start, peers)
     (received * noise(size, 4)).sum().backward()
-    assert start.grad is not None
     yield received, torch.stack([rows[peers.rank] for rows in sent])
-    yield start.grad, noise(size, 4)[peers.rank].expand(size, 4)
+    yield gradient_of(start), noise(size, 4)[peers.rank].expand(size, 4)
 
 
 # --- a table of module x plan x data x the dim along which the input, and the output, is cut ------------------
@@ -315,7 +314,7 @@ def largest_difference(check: Callable[[], Pairs]) -> float:
     """Of one check on one rank; infinite where shapes differ."""
     worst = 0.0
     for mine, wanted in check():
-        if mine.shape != wanted.shape or not torch.isfinite(mine).all():
-            return math.inf
-        worst = max(worst, float((mine - wanted).detach().abs().max()))
+        worst = max(worst, apart(mine, wanted))
+        if math.isinf(worst):
+            break
     return worst

@@ -169,6 +169,16 @@ def gate_up(dim: int) -> Net:
     return Net(compute, gate_up=nn.Linear(dim, 48), down=nn.Linear(24, dim))
 
 
+def stacked_experts() -> Net:
+    """Four experts in one weight; tokens come sorted by expert, with the number of each one's."""
+
+    def compute(m: Any, tokens: Tensor, counts: Tensor) -> Tensor:
+        parts = zip(tokens.split(counts.tolist()), m.weight, strict=True)
+        return torch.cat([torch.tanh(part @ weight) for part, weight in parts])
+
+    return Net(compute, weight=nn.Parameter(torch.empty(4, 4, 4)))
+
+
 class OwnForward(nn.Linear):
     """A linear that does something of its own, which the styles must not replace."""
 
@@ -181,17 +191,10 @@ def hf_model(kind: str, **options: Any) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "pad_token_id": 0,
-    }
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    config = getattr(transformers, f"{kind}Config")(pad_token_id=0, **sizes | heads | options)
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
 
 
