@@ -83,7 +83,9 @@ def test_without_a_launcher_an_error_names_torchrun(monkeypatch: pytest.MonkeyPa
         "No launcher has started this process, so it is a world of its own; start 8 of them with: torchrun "
         "--nproc-per-node 8 SCRIPT"
     )
-    assert error_of(lambda: namedmesh.init_mesh(dp=-1, tp=2, device="cpu")).endswith(text)
+    told = error_of(lambda: namedmesh.init_mesh(dp=-1, tp=2, device="cpu"))
+    assert told.startswith("LayoutError: ")
+    assert told.endswith(text)
 
 
 def test_python_sessions_show_what_python_answers() -> None:
