@@ -21,7 +21,7 @@ COMMANDS: dict[str, str] = {
     "partitions": "namedmesh.plan.partitions",
     "diff": "namedmesh.plan.describe",
     "doctor": "namedmesh.doctor",
-    "migrate": "namedmesh.migrate",
+    "migrate": "namedmesh.migrate.command",
     "run": "namedmesh.compat.install",
     "verify": "namedmesh.doctor",
 }

@@ -1,0 +1,138 @@
+"""Decide what is certain in the files of one program together, and rewrite them.
+
+Whether ``mesh.rank("dp")`` answers what ``get_data_parallel_rank()`` did is a property of the program: there
+has to be a mesh, and nothing else may change the old answers. So the call that makes the groups stays, with
+all of its arguments, and the compatibility layer is installed before it: the program's own call then makes a
+mesh, which `namedmesh.current_mesh()` returns, and everything that still asks upstream gets the same groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from namedmesh.migrate.table import APIS, Advice, LegacyApi
+from namedmesh.migrate.uses import FileUses, Use
+
+# The first release of megatron-core that `namedmesh.compat.megatron.install()` takes.
+_FIRST_MEGATRON = Version("0.14")
+_VIRTUAL_DOUBT = (
+    "the program has virtual pipeline stages, which the default of ignore_virtual takes into account in "
+    "megatron-core up to 0.12 and in copies of it; give ignore_virtual=True if they are to be ignored"
+)
+
+
+class Program:
+    """All files of a program that name a legacy API.
+
+    Attributes:
+        files: what was found in them.
+        obstacles: for each legacy API of which nothing is certain in this program, the reason.
+        has_virtual: whether the program has virtual pipeline stages, or may have.
+    """
+
+    def __init__(self, files: Sequence[FileUses], paths: Sequence[str]) -> None:
+        self.files = files
+        self.has_virtual = any(file.has_virtual for file in files)
+        self.obstacles: dict[str, str] = {}
+        for api in APIS:
+            if any(use.api == api.name for file in files for use in file.uses):
+                obstacle = self._obstacle(api, paths)
+                if obstacle:
+                    self.obstacles[api.name] = obstacle
+
+    def _obstacle(self, api: LegacyApi, paths: Sequence[str]) -> str:
+        """Return why nothing of a legacy API is certain in this program; empty if something can be."""
+        for path in paths:
+            if path.replace("\\", "/").endswith(api.source):
+                return f"{path} is a copy of {api.name} that the program has instead of a release"
+        if api.name == "Megatron":
+            problem = _installed_release_problem()
+            if problem:
+                return problem
+        for file in self.files:
+            if api.name in file.obstacles:
+                return file.obstacles[api.name]
+        with_groups = {name for file in self.files for name in (*file.initialized, *file.installed)}
+        if api.name not in with_groups:
+            return (
+                f"none of the files makes {api.name}'s groups; give all files of the program, "
+                "the one that calls initialize_model_parallel, too"
+            )
+        if len(with_groups) > 1:
+            return f"the program has groups of {' and '.join(sorted(with_groups))}: there is no one mesh"
+        return ""
+
+    def advise(self, use: Use) -> Advice:
+        """Return the advice on a use, with the doubt that the whole program raises."""
+        advice = use.advice
+        if use.makes_groups or advice.doubt:
+            return advice
+        if use.api in self.obstacles:
+            return advice._replace(doubt="nothing is certain in this program")
+        if advice.needs_no_virtual and self.has_virtual:
+            return advice._replace(doubt=_VIRTUAL_DOUBT)
+        return advice
+
+    def is_replaced(self, use: Use) -> bool:
+        """Return whether a use is replaced when the program is rewritten."""
+        return not use.makes_groups and not self.advise(use).doubt
+
+    def installs(self, file: FileUses) -> list[LegacyApi]:
+        """Return the legacy APIs whose compatibility layer has to be installed in a file."""
+        has_replaced = any(self.is_replaced(use) for each in self.files for use in each.uses)
+        if not has_replaced:
+            return []
+        needed = []
+        for api in APIS:
+            makes_groups = api.name in file.initialized and api.name not in file.installed
+            if makes_groups and api.name not in self.obstacles:
+                needed.append(api)
+        return needed
+
+    def rewrite(self, file: FileUses) -> bytes:
+        """Return the source of a file with what is certain replaced."""
+        edits: list[tuple[int, int, bytes]] = []
+        imports: list[str] = []
+        for use in file.uses:
+            if self.is_replaced(use):
+                new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", use.advice.new)
+                edits.append((use.start, use.end, new.encode()))
+                if "namedmesh" not in imports and not file.has_namedmesh:
+                    imports.append("namedmesh")
+        newline = b"\r\n" if b"\r\n" in file.source else b"\n"
+        for api in self.installs(file):
+            imports.append(api.layer)
+            for start in sorted(set(file.initialized[api.name])):
+                line_start = file.source.rfind(b"\n", 0, start) + 1
+                indent = file.source[line_start:start]
+                edits.append((start, start, f"{api.layer}.install()".encode() + newline + indent))
+        if not edits:
+            return file.source
+        if imports:
+            lines = b"".join(f"import {name}".encode() + newline for name in imports)
+            if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):
+                lines = newline + lines
+            edits.append((file.imports_end, file.imports_end, lines))
+        written = file.source
+        # From the end, so that earlier offsets stay; at one offset an import comes before a statement.
+        for start, end, new in sorted(edits, key=lambda edit: edit[0], reverse=True):
+            written = written[:start] + new + written[end:]
+        return written
+
+
+def _installed_release_problem() -> str:
+    """Return why the megatron-core of this environment has no compatibility layer; empty if it has one."""
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError:
+        return ""
+    if Version(installed) < _FIRST_MEGATRON:
+        return (
+            f"megatron-core {installed} is installed here, and namedmesh.compat.megatron.install() takes "
+            f"{_FIRST_MEGATRON} or later"
+        )
+    return ""

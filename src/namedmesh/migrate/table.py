@@ -1,0 +1,224 @@
+"""The calls of Megatron's and fairscale's parallel state, and the calls of a mesh that answer the same.
+
+The rows are data, and a test runs each of them beside upstream. In a replacement, ``mesh`` stands for the
+mesh and ``{axes}`` for the axes that the flags of a call choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from namedmesh.dialects import DIALECTS, EXPERT_AXES, GroupSpec
+
+Arguments: TypeAlias = Sequence[tuple[str, str]]
+"""The arguments of a call: the keyword (may be empty; ``*`` and ``**`` for unpacked ones) and the source."""
+
+_EXPERT_VIEW = (
+    'mesh.add_view("expert", pp=mesh.size("pp"), edp=-1, '
+    "ep=expert_model_parallel_size, etp=expert_tensor_parallel_size)"
+)
+
+
+class Advice(NamedTuple):
+    """The replacement of one use of a legacy name.
+
+    Attributes:
+        new: the expression that replaces it; empty if there is none.
+        once: statements that every rank runs once before it.
+        doubt: why the use is not replaced automatically; empty if it can be.
+        needs_no_virtual: whether the replacement is right only without virtual pipeline stages.
+    """
+
+    new: str
+    once: tuple[str, ...] = ()
+    doubt: str = ""
+    needs_no_virtual: bool = False
+
+
+class Row(NamedTuple):
+    """One legacy name that a mesh can answer.
+
+    Attributes:
+        new: the expression that replaces it.
+        axes: the axes of the group, by the flags of the call that choose them.
+        parameters: the parameters that may be given by position, in their order.
+        depends_on_virtual: whether the answer takes virtual pipeline stages into account unless
+            ``ignore_virtual=True`` is given. It does so by default up to megatron-core 0.12 and in many
+            vendored copies; from 0.13 on the default is True.
+    """
+
+    new: str
+    axes: dict[tuple[str, ...], tuple[str, ...]]
+    parameters: tuple[str, ...] = ()
+    depends_on_virtual: bool = False
+
+    def advise(self, arguments: Arguments = ()) -> Advice:
+        """Return the replacement of a call with some arguments.
+
+        Example:
+            >>> MEGATRON["get_data_parallel_rank"].advise([("", "True")]).new
+            'mesh.rank("dp", "cp")'
+        """
+        given = unusual_arguments(arguments, self.parameters)
+        axes = self.axes.get(tuple(given))
+        doubt = ""
+        if axes is None or {*given.values()} - {"True"}:
+            axes = self.axes[()]
+            doubt = f"the value of {' and '.join(given)} decides it"
+        once = []
+        if {*EXPERT_AXES} & {*axes}:
+            once.append(_EXPERT_VIEW)
+        quoted = ", ".join(f'"{axis}"' for axis in axes)
+        if "group(" in self.new and len(axes) > 1:
+            once.append(f"mesh.flatten({quoted})")
+        if once and not doubt:
+            doubt = "every rank has to run a statement once before"
+        says_ignore = ("ignore_virtual", "True") in arguments or arguments[:1] == [("", "True")]
+        needs_no_virtual = self.depends_on_virtual and not says_ignore
+        return Advice(self.new.format(axes=quoted), tuple(once), doubt, needs_no_virtual)
+
+
+def unusual_arguments(arguments: Arguments, parameters: Sequence[str]) -> dict[str, str]:
+    """Return the arguments that differ from their defaults, by parameter (``*`` and ``**`` by that name)."""
+    found = {}
+    for position, (keyword, source) in enumerate(arguments):
+        name = keyword
+        if not name:
+            known = position < len(parameters)
+            name = parameters[position] if known else f"argument {position + 1}"
+        default = str(name in _TRUE_BY_DEFAULT)
+        if source not in {"None", default}:
+            found[name] = source
+    return found
+
+
+_CHECK = ("check_initialized",)
+_WITH_CP = ("with_context_parallel",)
+_STAGE = ("ignore_virtual", "vp_stage")
+_TRUE_BY_DEFAULT = {"check_initialized", "ignore_virtual"}  # every other flag is False by default
+_ACCESSORS = {
+    "get_{}_group": ("mesh.group({axes})", _CHECK + _WITH_CP),
+    "get_{}_world_size": ("mesh.size({axes})", _WITH_CP),
+    "get_{}_rank": ("mesh.rank({axes})", _WITH_CP),
+    "get_{}_src_rank": ("mesh.ranks({axes})[0]", _WITH_CP),
+    "get_{}_ranks": ("list(mesh.ranks({axes}))", ()),
+    "get_{}_global_ranks": ("list(mesh.ranks({axes}))", _CHECK),
+}
+
+
+def _rows_of(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
+    """Return the rows of a legacy API's groups: their accessors, by flags, and their private variables."""
+    rows: dict[str, Row] = {}
+    for group in groups:
+        if group.members != "all":
+            continue
+        name, *flags = (group.name + suffix).split()
+        for accessor, (new, parameters) in _ACCESSORS.items():
+            row = rows.setdefault(accessor.format(name), Row(new, {}, parameters))
+            row.axes[tuple(flags)] = group.axes
+        rows[group.variable] = Row("mesh.group({axes})", {(): group.axes})
+        if group.ranks:
+            rows[group.ranks] = Row("list(mesh.ranks({axes}))", {(): group.axes})
+    return rows
+
+
+MEGATRON = _rows_of(DIALECTS["megatron"].kinds) | {
+    "get_pipeline_model_parallel_first_rank": Row('mesh.ranks("pp")[0]', {(): ()}),
+    "get_pipeline_model_parallel_last_rank": Row('mesh.ranks("pp")[-1]', {(): ()}),
+    "get_pipeline_model_parallel_next_rank": Row('mesh.next("pp")', {(): ()}),
+    "get_pipeline_model_parallel_prev_rank": Row('mesh.prev("pp")', {(): ()}),
+    "is_pipeline_first_stage": Row('mesh.is_first("pp")', {(): ()}, _STAGE, depends_on_virtual=True),
+    "is_pipeline_last_stage": Row('mesh.is_last("pp")', {(): ()}, _STAGE, depends_on_virtual=True),
+}
+"""The names of Megatron's ``parallel_state``. A name that is not here stays."""
+MEGATRON["get_data_parallel_group"] = MEGATRON["get_data_parallel_group"]._replace(parameters=_WITH_CP)
+FAIRSCALE = _rows_of(DIALECTS["fairscale"].kinds, "_parallel")
+"""The names of fairscale's ``nn.model_parallel.initialize``."""
+
+
+class LegacyApi(NamedTuple):
+    """One legacy API: the modules that have its names, and the compatibility layer that answers for it."""
+
+    name: str
+    modules: tuple[str, ...]
+    rows: Mapping[str, Row]
+    layer: str
+    """The module of namedmesh with ``install()`` and ``bind()``."""
+    source: str
+    """The end of the path of upstream's own file, by which a vendored copy is found."""
+
+
+_UPSTREAM = "fairscale.nn.model_parallel"
+APIS = (
+    LegacyApi(
+        "Megatron",
+        ("megatron.core.parallel_state", "megatron.core.mpu", "namedmesh.compat.megatron.parallel_state"),
+        MEGATRON,
+        "namedmesh.compat.megatron",
+        "megatron/core/parallel_state.py",
+    ),
+    LegacyApi(
+        "fairscale",
+        (f"{_UPSTREAM}.initialize", _UPSTREAM, "namedmesh.compat.fairscale"),
+        FAIRSCALE,
+        "namedmesh.compat.fairscale",
+        "fairscale/nn/model_parallel/initialize.py",
+    ),
+)
+API_OF_MODULE = {module: api for api in APIS for module in api.modules}
+"""The legacy API of each module that has its names."""
+
+_TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+# The parameters of initialize_model_parallel that are sizes, in the order of the mesh's axes.
+_SIZES = {"pp": _PP, "dp": "", "cp": "context_parallel_size", "tp": _TP}
+_FAIRSCALE_SIZES = {"dp": "", "pp": "pipeline_length", "tp": "model_parallel_size_"}
+# The parameters that change no rank of any group, and that Megatron's `bind` takes as they are.
+_BOUND = (VIRTUAL, "create_gloo_process_groups", "get_embedding_ranks", "get_position_embedding_ranks")
+
+
+def initialize(module: str, arguments: Arguments) -> Advice:
+    """Return the mesh that can replace ``initialize_model_parallel``, bound to the compatibility layer.
+
+    This is advice for a person: ``--write`` leaves the call as it is, behind ``install()``.
+
+    Example:
+        >>> initialize("megatron.core.parallel_state", [("", "2"), ("", "4"), ("", "2")]).new
+        'namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2), virtual_pipeline_model_parallel_size=2)'
+    """
+    api = API_OF_MODULE[module]
+    sizes = _FAIRSCALE_SIZES if api.name == "fairscale" else _SIZES
+    given = unusual_arguments(arguments, (sizes["tp"], sizes["pp"], VIRTUAL))
+    once = []
+    doubts = []
+    written = {}
+    for axis, name in sizes.items():
+        written[axis] = given.pop(name, "1") if name else "-1"
+    if _EP in given or _ETP in given:
+        ep = given.pop(_EP, "1")
+        etp = given.pop(_ETP, written["tp"])
+        once.append(_EXPERT_VIEW.replace(_EP, ep).replace(_ETP, etp))
+        doubts.append("every rank adds the experts' view before it binds the mesh")
+    mesh = f"namedmesh.init_mesh({', '.join(f'{axis}={size}' for axis, size in written.items())})"
+    passed_on = [f"{name}={given.pop(name)}" for name in _BOUND if name in given]
+    if given:
+        doubts.append(f"{', '.join(given)} cannot be expressed by a mesh")
+    new = f"{api.layer}.bind({', '.join([mesh, *passed_on])})"
+    return Advice(new, tuple(once), "; ".join(doubts))
+
+
+def advise(module: str, name: str, arguments: Arguments) -> Advice | None:
+    """Return the replacement of a use of ``module.name``; None if the name belongs to no legacy API."""
+    api = API_OF_MODULE.get(module)
+    if api is None:  # perhaps re-exported by a module of the program itself, which is not followed
+        if "parallel" not in name.lower():
+            return None
+        row = MEGATRON.get(name) or FAIRSCALE.get(name)
+        return None if row is None else row.advise(arguments)
+    if name in api.rows:
+        return api.rows[name].advise(arguments)
+    if f"{module}.{name}" in API_OF_MODULE:
+        return None
+    return Advice("", doubt="it has no replacement")

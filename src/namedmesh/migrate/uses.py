@@ -1,0 +1,346 @@
+"""Find the uses of legacy names in one file: LibCST, with its scopes and qualified names.
+
+A file is parsed once. What it says is kept as plain data, with positions in bytes, so that files can be read
+in parallel processes, and rewritten later without parsing them again.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import libcst as cst
+from libcst import metadata
+
+from namedmesh.migrate.table import (
+    API_OF_MODULE,
+    APIS,
+    FAIRSCALE,
+    MEGATRON,
+    VIRTUAL,
+    Advice,
+    Arguments,
+    LegacyApi,
+    advise,
+    initialize,
+)
+
+_TABLE_NAMES = {*MEGATRON, *FAIRSCALE}
+# A file that holds none of these names uses none of the legacy APIs, and is not parsed.
+_MARKS = re.compile(rf"\b(?:parallel_state|mpu|fairscale|{'|'.join(sorted(_TABLE_NAMES))})\b".encode())
+# What an import begins or ends with whose names are looked up.
+_LEGACY_IMPORT = re.compile(r"^(?:megatron|fairscale|namedmesh)\b|\b(?:parallel_state|mpu)$")
+_NAMEDMESH = metadata.QualifiedName("namedmesh", metadata.QualifiedNameSource.IMPORT)
+_INITIALIZE = "initialize_model_parallel"
+_HANDED_ON = "the module itself is passed on or asked by a computed name"
+
+
+class Use(NamedTuple):
+    """One use of a legacy name.
+
+    Attributes:
+        line: the line, from 1.
+        start: the offset in bytes at which the use begins.
+        end: the offset in bytes at which it ends.
+        source: the source of the use, without the module in front.
+        api: the name of the legacy API; empty for a name that a module of the program re-exports.
+        advice: the replacement; its doubt does not depend on the rest of the program.
+        makes_groups: whether it is a use of ``initialize_model_parallel``.
+    """
+
+    line: int
+    start: int
+    end: int
+    source: str
+    api: str
+    advice: Advice
+    makes_groups: bool = False
+
+
+@dataclass
+class FileUses:
+    """The uses of legacy names in one file, and what the file tells about the program around it.
+
+    Attributes:
+        path: the file.
+        source: its content.
+        uses: in the order of the file.
+        initialized: for each legacy API whose groups the file makes, the offsets in bytes before which
+            the compatibility layer has to be installed.
+        installed: the legacy APIs for which the file installs or binds a compatibility layer.
+        obstacles: for each legacy API, the first thing in the file because of which no mesh answers as the
+            program does: an answer that is changed by hand, or groups over a part of the world.
+        has_virtual: whether the file asks for virtual pipeline stages, or may do so.
+        has_namedmesh: whether the name ``namedmesh`` is imported at the top of the file.
+        imports_end: the offset in bytes of the line after the first imports of the file.
+    """
+
+    path: Path
+    source: bytes
+    uses: list[Use] = field(default_factory=list)
+    initialized: dict[str, list[int]] = field(default_factory=dict)
+    installed: set[str] = field(default_factory=set)
+    obstacles: dict[str, str] = field(default_factory=dict)
+    has_virtual: bool = False
+    has_namedmesh: bool = False
+    imports_end: int = 0
+
+
+def read_file(path: Path) -> FileUses | str | None:
+    """Return the uses in a file, None if it names no legacy API, or a message if it cannot be read."""
+    try:
+        source = path.read_bytes()
+        if not _MARKS.search(source):
+            return None
+        imports = _legacy_imports(ast.parse(source))
+        wrapper = metadata.MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+        finder = _Finder(path, source, wrapper.module, imports)
+        wrapper.visit(finder)
+    except (OSError, SyntaxError, ValueError, cst.ParserSyntaxError) as error:
+        return f"{path}: cannot be read: {str(error).splitlines()[0]}"
+    finder.found.uses.sort(key=lambda use: use.start)
+    return finder.found
+
+
+def _legacy_imports(tree: ast.Module) -> set[str]:
+    """Return the local names that a file imports from the legacy APIs, from namedmesh, or by their names.
+
+    LibCST's scopes say what such a name means at each place; that takes long, so only these are looked up.
+    """
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if _LEGACY_IMPORT.search(alias.name):
+                    names.add(alias.asname or alias.name.partition(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                path = f"{node.module or ''}.{alias.name}"
+                if _LEGACY_IMPORT.search(path) or alias.name in _TABLE_NAMES:
+                    names.add(alias.asname or alias.name)
+    return names
+
+
+class _Finder(cst.CSTVisitor):
+    """Fill a :class:`FileUses`."""
+
+    # LibCST's providers for qualified names, expression contexts and lines compute them for every node, which
+    # takes several times as long as all the rest.
+    METADATA_DEPENDENCIES = (metadata.ByteSpanPositionProvider, metadata.ScopeProvider)
+
+    def __init__(self, path: Path, source: bytes, module: cst.Module, imports: set[str]) -> None:
+        super().__init__()
+        self.found = FileUses(path, source)
+        self.module = module
+        self._imports = imports
+        # Names and attributes that are assigned or deleted.
+        self._stored: set[cst.CSTNode] = set()
+        # Names that are a part of a larger use: the function of a call, the module before a dot.
+        self._inner: set[cst.CSTNode] = set()
+        self._f_strings = 0
+        # The top-level statement, and the outermost function, around the node that is visited.
+        self._statement: cst.CSTNode | None = None
+        self._functions: list[cst.FunctionDef] = []
+        self._find_first_imports()
+
+    def _find_first_imports(self) -> None:
+        """Note where the first imports of the file end; new ones are added there."""
+        last: cst.CSTNode | None = None
+        for position, statement in enumerate(self.module.body):
+            small = statement.body if isinstance(statement, cst.SimpleStatementLine) else []
+            is_import = bool(small) and all(isinstance(one, (cst.Import, cst.ImportFrom)) for one in small)
+            is_docstring = position == 0 and self.module.get_docstring() is not None
+            if not (is_import or is_docstring):
+                break
+            last = statement
+        self._last_import = last
+
+    # Visits.
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Look at one node; its children come next unless it is an import."""
+        if self._statement is None and isinstance(node, (cst.BaseStatement, cst.SimpleStatementLine)):
+            self._statement = node  # the first statement inside of the module
+        if isinstance(node, (cst.Import, cst.ImportFrom)):
+            self._note_import(node)
+            return False
+        if isinstance(node, cst.FunctionDef):
+            self._functions.append(node)
+        elif isinstance(node, cst.FormattedString):
+            self._f_strings += 1
+        elif isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del)):
+            self._stored.add(node.target)
+        elif isinstance(node, (cst.Call, cst.Attribute, cst.Name)) and node not in self._inner:
+            if self._may_be_legacy(node):
+                self._look_at(node)
+        return True
+
+    def _may_be_legacy(self, node: Any) -> bool:
+        """Return whether a name, or the name before all dots, is one to look up."""
+        part = node.func if isinstance(node, cst.Call) else node
+        if isinstance(part, cst.Attribute) and part.attr.value in _TABLE_NAMES:
+            return True
+        while isinstance(part, cst.Attribute):
+            part = part.value
+        return isinstance(part, cst.Name) and part.value in self._imports
+
+    def on_leave(self, node: cst.CSTNode) -> None:
+        """Forget what was around the children of a node."""
+        if node is self._statement:
+            self._statement = None
+        if isinstance(node, cst.FunctionDef):
+            self._functions.pop()
+        elif isinstance(node, cst.FormattedString):
+            self._f_strings -= 1
+        elif node is self._last_import:
+            span = self.get_metadata(metadata.ByteSpanPositionProvider, node)
+            end_of_line = self.found.source.find(b"\n", span.start + span.length)
+            self.found.imports_end = len(self.found.source) if end_of_line < 0 else end_of_line + 1
+
+    def _note_import(self, node: cst.Import | cst.ImportFrom) -> None:
+        """Note whether ``namedmesh`` is imported at the top of the file."""
+        if isinstance(node, cst.Import) and not self._functions:
+            for alias in node.names:
+                is_namedmesh = alias.evaluated_name.split(".")[0] == "namedmesh"
+                if is_namedmesh and alias.asname is None:
+                    self.found.has_namedmesh = True
+
+    def _look_at(self, node: Any) -> None:
+        """Note a use of a legacy name, if this node is one."""
+        is_call = isinstance(node, cst.Call)
+        if is_call:
+            self._inner.add(node.func)
+        scope: Any = self.get_metadata(metadata.ScopeProvider, node, None)
+        names = scope.get_qualified_names_for(node) if scope is not None else ()
+        for name in names:
+            if name.source is not metadata.QualifiedNameSource.IMPORT:
+                continue
+            if self._note(node, name.name, is_certain_name=len(names) == 1):
+                self._mark_inner(node)
+                return
+        if is_call:
+            self._inner.discard(node.func)
+
+    def _mark_inner(self, node: Any) -> None:
+        """Leave out the names before the dots of a use."""
+        part = node.func if isinstance(node, cst.Call) else node
+        while isinstance(part, (cst.Attribute, cst.Name)):
+            self._inner.add(part)
+            if isinstance(part, cst.Name):
+                break
+            self._inner.add(part.attr)
+            part = part.value
+
+    def _note(self, node: Any, name: str, *, is_certain_name: bool) -> bool:
+        """Note a use of the qualified ``name``; return whether it is one of a legacy API or of a layer."""
+        module, _, leaf = name.rpartition(".")
+        for api in APIS:
+            if name in {f"{api.layer}.install", f"{api.layer}.bind"}:
+                self.found.installed.add(api.name)
+                return True
+        api = API_OF_MODULE.get(module)
+        if name in API_OF_MODULE:
+            # `megatron.core.mpu` alone, not with one of its names behind it.
+            advice = Advice("", doubt=_HANDED_ON)
+            self._add(node, API_OF_MODULE[name], name.rpartition(".")[2], advice)
+            return True
+        arguments = self._arguments(node)
+        if api is not None and leaf == _INITIALIZE:
+            if module.startswith("namedmesh."):
+                self.found.installed.add(api.name)  # the layer itself makes a mesh
+            else:
+                self._note_initialization(node, api, arguments)
+            self._add(node, api, leaf, initialize(module, arguments), makes_groups=True)
+            return True
+        advice = advise(module, leaf, arguments) if module else None
+        if advice is None:
+            return False
+        if api is not None:
+            self._note_assignment(node, api, leaf)
+        doubt = advice.doubt or self._doubt(node, module, leaf, is_certain_name=is_certain_name)
+        self._add(node, api, leaf, advice._replace(doubt=doubt))
+        return True
+
+    def _add(
+        self, node: Any, api: LegacyApi | None, leaf: str, advice: Advice, *, makes_groups: bool = False
+    ) -> None:
+        code = " ".join(self.module.code_for_node(node).split())
+        source = leaf + code[code.index("(") :] if isinstance(node, cst.Call) else leaf
+        span = self.get_metadata(metadata.ByteSpanPositionProvider, node)
+        name = "" if api is None else api.name
+        end = span.start + span.length
+        use = Use(self._line(node), span.start, end, source, name, advice, makes_groups)
+        self.found.uses.append(use)
+
+    def _line(self, node: Any) -> int:
+        start = self.get_metadata(metadata.ByteSpanPositionProvider, node).start
+        return self.found.source.count(b"\n", 0, start) + 1
+
+    def _arguments(self, node: Any) -> Arguments:
+        arguments = []
+        for argument in node.args if isinstance(node, cst.Call) else ():
+            keyword = argument.keyword.value if argument.keyword else argument.star
+            arguments.append((keyword, self.module.code_for_node(argument.value)))
+        return arguments
+
+    # What decides.
+
+    def _doubt(self, node: Any, module: str, leaf: str, *, is_certain_name: bool) -> str:
+        """Return why this use cannot be replaced, whatever the rest of the program is; empty if it can."""
+        is_variable = leaf.startswith("_")
+        if node in self._stored:
+            return "an assignment changes the answers of the legacy API, and not the mesh"
+        if not isinstance(node, cst.Call) and not is_variable:
+            return "it is passed on, not called: its arguments are given elsewhere"
+        if is_variable and isinstance(node, cst.Name):
+            return "an imported variable keeps the value that it had at the import"
+        if "#" in self.module.code_for_node(node):
+            return "a comment stands between its arguments"
+        if not is_certain_name:
+            return "the name can be something else here"
+        if module not in API_OF_MODULE:
+            return f"through {module}, which is not followed"
+        if self._f_strings:
+            return "in an f-string, whose quotation marks may be in the way"
+        scope: Any = self.get_metadata(metadata.ScopeProvider, node)
+        if scope.get_qualified_names_for("namedmesh") - {_NAMEDMESH}:
+            return "the file has another object under the name namedmesh"
+        return ""
+
+    def _note_assignment(self, node: Any, api: LegacyApi, leaf: str) -> None:
+        """Note that the program changes answers by hand: by an assignment, or by one of Megatron's setters."""
+        is_setter = leaf.startswith("set_")
+        if not is_setter and node not in self._stored:
+            return
+        if "virtual" in leaf.lower():
+            self.found.has_virtual = True  # changes no answer that does not depend on virtual stages
+            return
+        text = f"{self.found.path}:{self._line(node)} changes answers by hand ({leaf})"
+        self.found.obstacles.setdefault(api.name, text)
+
+    def _note_initialization(self, node: Any, api: LegacyApi, arguments: Arguments) -> None:
+        """Note where groups are made: the layer is installed at the beginning of the function that does it.
+
+        The names may be imported in that function, too, and such a local name is not replaced by ``install()``.
+        """
+        for position, (keyword, source) in enumerate(arguments):
+            is_virtual = keyword == VIRTUAL or (not keyword and position == 2)  # noqa: PLR2004  its position
+            if keyword in {"*", "**"} or (is_virtual and source != "None"):
+                self.found.has_virtual = True
+            if keyword in {"rank_offset", "local_world_size"}:
+                text = f"{self.found.path}:{self._line(node)} makes groups over a part of the world ({keyword})"
+                self.found.obstacles.setdefault(api.name, text)
+        if not isinstance(node, cst.Call):  # passed on: its arguments are given elsewhere
+            self.found.has_virtual = True
+        before: Any = self._statement
+        if self._functions and isinstance(self._functions[0].body, cst.IndentedBlock):
+            statements = self._functions[0].body.body
+            skips_docstring = self._functions[0].get_docstring() is not None and len(statements) > 1
+            before = statements[1 if skips_docstring else 0]
+        decorators = getattr(before, "decorators", ())
+        first = decorators[0] if decorators else before
+        start = self.get_metadata(metadata.ByteSpanPositionProvider, first).start
+        self.found.initialized.setdefault(api.name, []).append(start)
