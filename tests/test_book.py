@@ -231,10 +231,12 @@ def test_shown_signatures_are_the_real_ones() -> None:
 
 
 LEGACY = """from megatron.core import mpu
-mpu.initialize_model_parallel(2, 4, context_parallel_size=2)
-group = mpu.get_data_parallel_group(with_context_parallel=True)
-if mpu.is_pipeline_last_stage(ignore_virtual=True):
-    send_to = mpu.get_pipeline_model_parallel_next_rank()
+def setup():
+    mpu.initialize_model_parallel(2, 2, distributed_timeout_minutes=5)
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        return mpu.get_pipeline_model_parallel_next_rank(), group.size()
+    return mpu.get_tensor_model_parallel_rank(), group.size()
 """
 
 
@@ -247,6 +249,20 @@ def test_the_shown_migration_is_the_real_one(
     command, _, shown = blocks(BOOK, "text")[0].partition("\n")
     assert command == "$ python -m namedmesh migrate train.py"
     assert capsys.readouterr().out.startswith(shown)
+
+
+def _run_setup(path: str) -> Any:
+    return runpy.run_path(path)["setup"]()
+
+
+@pytest.mark.oracle("megatron.core", "einops")
+def test_the_shown_program_runs_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LEGACY, encoding="utf-8")
+    before = run_ranks(4, _run_setup, str(path))
+    assert main(["migrate", "--write", "--force", str(path)]) == 0
+    assert path.read_text(encoding="utf-8").count("current_mesh()") == 3
+    assert run_ranks(4, _run_setup, str(path)) == before
 
 
 def _without_fabric() -> list[str]:

@@ -430,7 +430,9 @@ def test_the_report_covers_every_kind_of_file(source: str, shown: str, tmp_path:
 
 def test_many_files_are_read_in_parallel(tmp_path: Path) -> None:
     for number in range(50):
-        (tmp_path / f"file{number:02}.py").write_text(f"{USE}x = mpu.get_data_parallel_rank()\n", encoding="utf-8")
+        (tmp_path / f"file{number:02}.py").write_text(
+            f"{USE}x = mpu.get_data_parallel_rank()\n", encoding="utf-8"
+        )
     (tmp_path / "train.py").write_text(USE + INIT, encoding="utf-8")
     words = [sys.executable, "-m", "namedmesh", "migrate", str(tmp_path)]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
@@ -453,7 +455,10 @@ def test_git_is_the_backup(tmp_path: Path) -> None:
     git("add", ".")
     git("commit", "-qm", "a")
     status, out = migrate("--diff", path)
-    assert f"+{LAYER}.install()\n mpu.initialize_model_parallel(2)\n-mpu.get_data_parallel_rank()\n+{NEW}\n" in out
+    assert (
+        f"+{LAYER}.install()\n mpu.initialize_model_parallel(2)\n-mpu.get_data_parallel_rank()\n+{NEW}\n"
+        in out
+    )
     assert (status, path.read_text(encoding="utf-8")) == (0, text)
     status, out = migrate("--write", path)
     assert (status, out.splitlines()[0]) == (0, f"{path}: rewritten")

@@ -80,9 +80,7 @@ def _write_or_show(program: Program, file: FileUses, *, write: bool) -> None:
         return
     before_lines = file.source.decode().splitlines(keepends=True)
     after_lines = after.decode().splitlines(keepends=True)
-    sys.stdout.write(
-        "".join(unified_diff(before_lines, after_lines, f"a/{file.path}", f"b/{file.path}"))
-    )
+    sys.stdout.write("".join(unified_diff(before_lines, after_lines, f"a/{file.path}", f"b/{file.path}")))
 
 
 def _check_clean(paths: Sequence[Path]) -> None:
@@ -110,9 +108,7 @@ def _read_all(paths: Sequence[Path]) -> Iterator[FileUses | str | None]:
         yield from _with_progress(pool.map(read_file, paths, chunksize=8), len(paths))
 
 
-def _with_progress(
-    results: Iterator[FileUses | str | None], total: int
-) -> Iterator[FileUses | str | None]:
+def _with_progress(results: Iterator[FileUses | str | None], total: int) -> Iterator[FileUses | str | None]:
     for number, result in enumerate(results, 1):
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{number} of {total} files" + ("\n" if number == total else ""))

@@ -113,14 +113,16 @@ class Program:
         if not edits:
             return file.source
         if imports:
-            lines = b"".join(f"import {name}".encode() + newline for name in imports)
+            lines = b""
+            for name in imports:
+                lines += f"import {name}".encode() + newline
             if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):
                 lines = newline + lines
             edits.append((file.imports_end, file.imports_end, lines))
         written = file.source
         # From the end, so that earlier offsets stay; at one offset an import comes before a statement.
-        for start, end, new in sorted(edits, key=lambda edit: edit[0], reverse=True):
-            written = written[:start] + new + written[end:]
+        for start, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
+            written = written[:start] + text + written[end:]
         return written
 
 

@@ -173,13 +173,14 @@ class _Finder(cst.CSTVisitor):
             self._f_strings += 1
         elif isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del)):
             self._stored.add(node.target)
-        elif isinstance(node, (cst.Call, cst.Attribute, cst.Name)) and node not in self._inner:
-            if self._may_be_legacy(node):
-                self._look_at(node)
+        elif isinstance(node, (cst.Call, cst.Attribute, cst.Name)) and self._may_be_legacy(node):
+            self._look_at(node)
         return True
 
     def _may_be_legacy(self, node: Any) -> bool:
-        """Return whether a name, or the name before all dots, is one to look up."""
+        """Return whether a name, or the name before all dots, is one to look up, and no part of a use."""
+        if node in self._inner:
+            return False
         part = node.func if isinstance(node, cst.Call) else node
         if isinstance(part, cst.Attribute) and part.attr.value in _TABLE_NAMES:
             return True
@@ -237,16 +238,15 @@ class _Finder(cst.CSTVisitor):
     def _note(self, node: Any, name: str, *, is_certain_name: bool) -> bool:
         """Note a use of the qualified ``name``; return whether it is one of a legacy API or of a layer."""
         module, _, leaf = name.rpartition(".")
-        for api in APIS:
-            if name in {f"{api.layer}.install", f"{api.layer}.bind"}:
-                self.found.installed.add(api.name)
+        for known in APIS:
+            if name in {f"{known.layer}.install", f"{known.layer}.bind"}:
+                self.found.installed.add(known.name)
                 return True
-        api = API_OF_MODULE.get(module)
         if name in API_OF_MODULE:
             # `megatron.core.mpu` alone, not with one of its names behind it.
-            advice = Advice("", doubt=_HANDED_ON)
-            self._add(node, API_OF_MODULE[name], name.rpartition(".")[2], advice)
+            self._add(node, API_OF_MODULE[name], leaf, Advice("", doubt=_HANDED_ON))
             return True
+        api = API_OF_MODULE.get(module)
         arguments = self._arguments(node)
         if api is not None and leaf == _INITIALIZE:
             if module.startswith("namedmesh."):
@@ -288,7 +288,9 @@ class _Finder(cst.CSTVisitor):
 
     # What decides.
 
-    def _doubt(self, node: Any, module: str, leaf: str, *, is_certain_name: bool) -> str:
+    def _doubt(  # noqa: PLR0911  one for each reason
+        self, node: Any, module: str, leaf: str, *, is_certain_name: bool
+    ) -> str:
         """Return why this use cannot be replaced, whatever the rest of the program is; empty if it can."""
         is_variable = leaf.startswith("_")
         if node in self._stored:
@@ -331,7 +333,9 @@ class _Finder(cst.CSTVisitor):
             if keyword in {"*", "**"} or (is_virtual and source != "None"):
                 self.found.has_virtual = True
             if keyword in {"rank_offset", "local_world_size"}:
-                text = f"{self.found.path}:{self._line(node)} makes groups over a part of the world ({keyword})"
+                text = (
+                    f"{self.found.path}:{self._line(node)} makes groups over a part of the world ({keyword})"
+                )
                 self.found.obstacles.setdefault(api.name, text)
         if not isinstance(node, cst.Call):  # passed on: its arguments are given elsewhere
             self.found.has_virtual = True
