@@ -18,6 +18,7 @@ from messages import says
 import namedmesh
 from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.__main__ import COMMANDS, main
+from namedmesh.axes import SHARDING_AXES
 from namedmesh.dialects import DIALECTS
 from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, rank_text
 from namedmesh.plan.describe import parse_spec
@@ -74,7 +75,7 @@ def test_nodes_and_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> N
         if len(peers) <= 16:
             words = f"{at} of 0 to {plan.layout[axis] - 1}, with ranks"
             assert lines[axis] == f"{words} {', '.join(map(str, peers))}"
-    shards = {axis: at for axis, at in here.items() if axis in namedmesh.dialects.SHARDING_AXES}
+    shards = {axis: at for axis, at in here.items() if axis in SHARDING_AXES}
     copies = plan.layout.where(**shards)
     if len(copies) <= 16:
         assert lines["parameters:"].endswith(f"the same on ranks {', '.join(map(str, copies))}")

@@ -8,10 +8,8 @@ from keyword import iskeyword
 from math import gcd, prod
 from typing import SupportsIndex, cast
 
+from namedmesh.axes import USUAL_AXES
 from namedmesh.errors import did_you_mean, listing
-
-# The names that the field uses; any identifier will do.
-USUAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
 
 # What `Layout` and `init_mesh` take by keyword beside the axes.
 RESERVED = ("backend", "device", "layout", "options", "rank_offset", "replace", "timeout", "world_size")

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from namedmesh.dialects import DIALECTS, EXPERT_AXES, GroupSpec
+from namedmesh.axes import EXPERT_AXES
+from namedmesh.dialects import DIALECTS, GroupSpec
 from namedmesh.errors import LayoutError
 
 Arguments: TypeAlias = Sequence[tuple[str, str]]
