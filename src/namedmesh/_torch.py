@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _python_dispatch
@@ -58,6 +59,20 @@ def default_timeout() -> timedelta:
 def bound_device() -> torch.device | None:
     """Return the device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
     return getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+def guesses_device(backend: str) -> bool:
+    """Return whether a default group of this backend connects at once, to a device that torch guesses unless it is told.
+
+    From 2.15 on, "nccl" does. Its guess is the global rank modulo the number of visible GPUs, which is wrong where the
+    ranks use a part of a host's GPUs. Up to 2.14 hangs were reported with a bound device (pytorch#153960).
+    """
+    return "nccl" in backend.lower() and Version(torch.__version__).release >= (2, 15)
+
+
+def abort_groups() -> None:
+    """End every process group without waiting for collectives that are stuck, as ``destroy_process_group`` does on NCCL."""
+    c10d._abort_process_group()
 
 
 def from_all(group: dist.ProcessGroup, own: T) -> list[T]:
