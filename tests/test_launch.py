@@ -61,7 +61,9 @@ def test_a_world_size_of_one_alone_is_a_world_of_one(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("no_launcher")
-def test_an_accelerator_that_no_backend_serves_is_not_taken_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_that_no_backend_serves_is_not_taken_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on a Mac: torch would communicate for it with gloo, which does not take its tensors."""
     see(monkeypatch, "mps", 1)
     for asked, chosen in ((None, "cpu"), ("mps", "mps:0")):

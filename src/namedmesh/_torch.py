@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -38,6 +39,16 @@ F = TypeVar("F", bound="Callable[..., Any]")
 def default_store() -> dist.Store:
     """Return the store of the default group: torch has no public way to reach it."""
     return c10d._get_default_store()  # type: ignore[no-any-return]
+
+
+def when_default_group_ends(call: Callable[[], None]) -> weakref.finalize[..., Any]:
+    """Call a function once the default group is destroyed, and return the handle that takes this back.
+
+    torch has no hook for it. It makes a store object for the default group, keeps it beside the group, and drops both together.
+    """
+    handle = weakref.finalize(default_store(), call)
+    handle.atexit = False
+    return handle
 
 
 def usual_timeout() -> timedelta:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from threading import Thread
 from typing import Any, NamedTuple
 from uuid import uuid4
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -99,13 +100,13 @@ class Meetings:
             time.sleep(0.0 if self._told else pause)
 
 
-_known: list[tuple[dist.Store, Meetings]] = []
-"""Those of the default group, with its store, once there are any."""
+_known: list[tuple[ref[dist.Store], Meetings]] = []
+"""Those of the default group, with its store, once there are any. The store ends with the group."""
 
 
 def meet_on(meetings: Meetings) -> None:
     """Take the meetings that made the default group for those of its meshes too."""
-    _known[:] = [(default_store(), meetings)]
+    _known[:] = [(ref(default_store()), meetings)]
 
 
 @contextmanager
@@ -132,7 +133,7 @@ def agreed(
         return
     if meetings is None:
         store = default_store()
-        if not _known or _known[0][0] is not store:
+        if not _known or _known[0][0]() is not store:
             meet_on(Meetings(store, dist.get_rank(), size))
         meetings = _known[0][1]
     meeting = _Meeting(meetings, call, timeout or default_timeout())
