@@ -299,6 +299,11 @@ def test_adopting_a_transposed_mesh() -> None:
         assert mesh.layout == Layout(dp=2, tp=4)
         assert mesh.ranks("tp") == (0, 1, 2, 3) == members(mesh.group("tp"))
         assert mesh["tp", "dp"] is theirs
+        both = mesh.flatten("tp", "dp")
+        assert both.mesh.tolist() == list(range(8)) == list(mesh.ranks("dp", "tp"))
+        assert both.get_local_rank() == 3
+        assert mesh["dp_tp"] is both
+        assert both.get_group() is mesh.group("dp_tp")
         mesh.close()
 
 

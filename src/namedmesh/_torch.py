@@ -123,10 +123,11 @@ def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGr
 
     It goes together with the root's slices. ``DeviceMesh._flatten`` would make a second group.
     """
-    layout = root[axes]._layout
+    # A slice would need the axes in the order of the root, which may not be that of the ranks.
+    selected: Any = concatenate_meshes([root[axis] for axis in axes])
     mesh: Any = DeviceMesh(
         root.device_type,
-        _layout=_one_axis(layout),
+        _layout=_one_axis(selected._layout),
         _rank_map=root._rank_map,
         mesh_dim_names=(name,),
         _root_mesh=root,
