@@ -75,6 +75,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         "  - timeout is datetime.timedelta(0); it is a datetime.timedelta longer than nothing",
     ),
     ({"timeout": 30}, "timeout is 30; it is a datetime.timedelta longer than nothing"),
+    ({"nccl": 4}, "nccl must be a mapping of names to values, got 4"),
 ]
 
 

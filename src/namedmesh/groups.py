@@ -51,9 +51,14 @@ class GroupOptions:
         timeout: object = self.timeout
         if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
             problems.append(f"timeout is {timeout!r}; it is a datetime.timedelta longer than nothing")
+        settings: dict[str, int | str] = {}
+        try:
+            settings = dict(self.nccl)
+        except (TypeError, ValueError):
+            problems.append(f"nccl must be a mapping of names to values, got {self.nccl!r}")
         if problems:
             raise LayoutError(*problems)
-        object.__setattr__(self, "nccl", tuple(sorted(dict(self.nccl).items())))
+        object.__setattr__(self, "nccl", tuple(sorted(settings.items())))
 
     def combined(self, other: GroupOptions, axes: str) -> GroupOptions:
         """Return what either sets, for a group over two ``axes``; LayoutError where they contradict."""

@@ -18,7 +18,7 @@ from namedmesh.errors import LayoutError, MeshError
 from namedmesh.groups import GroupOptions, Groups, destroy_unused
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
-from namedmesh.views import ROOT_VIEW, Views, options_by_axes
+from namedmesh.views import ROOT_VIEW, Views, options_by_axes, options_problems
 
 
 class NamedMesh(Accessors):
@@ -151,7 +151,10 @@ class NamedMesh(Accessors):
             view, ordered = self._views.find(axes)
             name = name or "_".join(ordered)
             self._views.check_product(name, ordered)
-            options = options or self.options_of(ordered)
+            options = self.options_of(ordered) if options is None else options
+            problems = options_problems(options, "options")
+            if problems:
+                raise LayoutError(*problems)
             compare({"axes": "-".join(ordered), "name": name, "options": options})
             self._options[ordered] = options
             group = self._views.flatten(view, ordered, name)
