@@ -202,6 +202,7 @@ JOB = "--layers 1 --hidden 64 --heads 4 --vocab 99999 --seq 4096 --global-batch 
         ("partitions --world-size 8 --explain", 1, "a ranking needs layers"),
         (f"partitions --world-size 1 {JOB} --memory 1 --explain", 3, "nothing fits; the nearest"),
         (f"partitions --world-size 1 {JOB} --explain", 0, "The fastest, with"),
+        (f"partitions --world-size 1 {JOB}", 0, "The numbers are for torch's layers, with FSDP2, "),
         ("diff --a tp=2 --b tp=2", 0, ""),
         ("plan --word-size 8", 2, "unrecognized arguments: --word-size; did you mean '--world-size'?\n"),
         ("shard --in 8", 2, "invalid choice: 'shard'"),

@@ -126,10 +126,10 @@ def _layout(layout: Layout | Mapping[str, int] | None, sizes: Mapping[str, int])
     if layout is None:
         return Layout(**sizes, world_size=world)
     if not isinstance(layout, Layout):
-        given: object = layout
-        if not isinstance(given, Mapping):
+        mapping: object = layout
+        if not isinstance(mapping, Mapping):
             raise LayoutError(
-                f"layout must be a Layout or a mapping of axis names to sizes, got {given!r}; name the axes instead: "
+                f"layout must be a Layout or a mapping of axis names to sizes, got {mapping!r}; name the axes instead: "
                 "init_mesh(dp=2, tp=2)"
             )
         return Layout.from_shape(layout, layout.values(), world_size=world)
