@@ -257,6 +257,26 @@ def test_a_group_that_cannot_be_made_on_one_rank_fails_on_all() -> None:
         assert "Unable to find address for: " in text
 
 
+def _keys_left() -> list[int]:
+    """How many keys the store has after the third call, and after ten more, which are not all alike."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    counts = []
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    for _ in range(6):
+        mesh.flatten("dp", "tp")
+        mesh.close()
+        mesh = namedmesh.init_mesh(dp=2, tp=2)
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    mesh.close()
+    return [counts[-1] - counts[0]]
+
+
+def test_what_ranks_left_in_the_store_is_deleted_by_the_next_call() -> None:
+    assert run_ranks(4, _keys_left) == [[0]] * 4
+
+
 def _second_life() -> list[str]:
     """torchrun starts the ranks of a job again on the store of the first ones, which left their requests there."""
     rank = dist.get_rank()

@@ -52,6 +52,63 @@ def test_plain_python_is_a_world_of_one() -> None:
     assert run_ranks(1, _plain_python, init=False) == [[1, "gloo", "cpu", [1, 1, 1], True, True]]
 
 
+@pytest.mark.usefixtures("no_launcher")
+def test_a_world_size_of_one_alone_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launch.init("cpu") == torch.device("cpu")
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_an_accelerator_that_no_backend_serves_is_not_taken_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a Mac: torch would communicate for it with gloo, which does not take its tensors."""
+    see(monkeypatch, "mps", 1)
+    for asked, chosen in ((None, "cpu"), ("mps", "mps:0")):
+        assert launch.init(asked) == torch.device(chosen)
+        dist.destroy_process_group()
+
+
+def _on_gpus(release: str, local: dict[str, str], gpus: tuple[str, ...]) -> str:
+    """What launch.init() tells torch on a host with some GPUs, by their UUIDs, or what it raises."""
+    setattr(torch, "__version__", release)  # noqa: B010  mypy takes it for a constant
+    del os.environ["LOCAL_RANK"]
+    if os.environ["RANK"] in local:
+        os.environ["LOCAL_RANK"] = local[os.environ["RANK"]]
+
+    def stop(*_: object, device_id: object, **__: object) -> None:
+        raise LaunchError(f"bound to {device_id}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        see(patch, "cuda", len(gpus))
+        module: Any = torch.get_device_module("cuda")
+        module.get_device_properties = lambda device: SimpleNamespace(uuid=gpus[device.index])
+        module.set_device = lambda _: None
+        patch.setattr(dist, "init_process_group", stop)
+        return error_of(launch.init)
+
+
+def test_torch_is_told_the_device_where_it_would_guess() -> None:
+    local = {"0": "2", "1": "3"}  # this job has two of four GPUs: the global ranks are no guide
+    for release, bound in (("2.14.1+cu130", ["None"] * 2), ("2.15.0.dev1", ["cuda:2", "cuda:3"])):
+        told = run_ranks(2, _on_gpus, release, local, ("a", "b", "c", "d"), init=False)
+        assert told == [f"LaunchError: bound to {device}" for device in bound]
+
+
+@pytest.mark.parametrize(
+    ("local", "gpus"),
+    [({}, ("a", "b")), ({"0": "0"}, ("a", "b")), ({"0": "0", "1": "1"}, ("a",))],
+)
+def test_ranks_that_share_a_gpu_are_named_before_there_is_a_group(
+    local: dict[str, str], gpus: tuple[str, ...]
+) -> None:
+    for text in run_ranks(2, _on_gpus, "2.13.0", local, gpus, init=False):
+        assert text.startswith("AgreementError: ranks 0, 1 have the same GPU, a of host ")
+        assert "LOCAL_RANK" in text
+
+
 def _under_a_launcher() -> tuple[str, int, timedelta]:
     mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu", timeout=timedelta(seconds=44))
     group = mesh.group("tp")

@@ -299,6 +299,11 @@ def test_adopting_a_transposed_mesh() -> None:
         assert mesh.layout == Layout(dp=2, tp=4)
         assert mesh.ranks("tp") == (0, 1, 2, 3) == members(mesh.group("tp"))
         assert mesh["tp", "dp"] is theirs
+        both = mesh.flatten("tp", "dp")
+        assert both.mesh.tolist() == list(range(8)) == list(mesh.ranks("dp", "tp"))
+        assert both.get_local_rank() == 3
+        assert mesh["dp_tp"] is both
+        assert both.get_group() is mesh.group("dp_tp")
         mesh.close()
 
 
@@ -349,6 +354,21 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
         "which one the group over both should have with options=",
     ),
     (lambda mesh: mesh.explain(rank=8), LayoutError, "rank 8 is outside ..."),
+    (
+        lambda mesh: mesh.explain("tp"),  # type: ignore[arg-type]
+        MeshError,
+        "group must be a process group, got 'tp'; write mesh.explain(mesh.group(\"dp\")), or rank=...",
+    ),
+    (
+        lambda mesh: mesh.flatten("dp", "tp", options={}),  # type: ignore[arg-type]
+        LayoutError,
+        "options must be GroupOptions, got {}; write GroupOptions(timeout=...)",
+    ),
+    (
+        lambda mesh: NamedMesh.from_device_mesh(mesh),  # type: ignore[arg-type]
+        LayoutError,
+        "mesh must be torch's DeviceMesh, got <NamedMesh ...>; a NamedMesh has one: mesh.device_mesh",
+    ),
 ]
 
 
@@ -365,6 +385,28 @@ def test_messages(call: Callable[[NamedMesh], object], kind: type[Exception], te
             mesh.close()
 
 
+HINTS = {
+    "dp": 'write mesh.size("dp"), mesh.rank("dp"), mesh.group("dp") or mesh["dp"]',
+    "ep": 'write mesh.size("ep"), mesh.rank("ep"), mesh.group("ep") or mesh["ep"]',
+    "get_group": 'write mesh.group("dp")',
+    "world_size": "write mesh.size()",
+    "names": "write mesh.axes",
+    "flaten": "did you mean 'flatten'?",
+}
+
+
+def test_names_that_a_mesh_does_not_have_say_what_to_write() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=4, tp=2)
+        mesh.add_view("expert", edp=2, ep=4)
+        for name, hint in HINTS.items():
+            with pytest.raises(
+                AttributeError, match=says(f"'NamedMesh' object has no attribute {name!r}; {hint}")
+            ):
+                getattr(mesh, name)
+        mesh.close()
+
+
 INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dp": 3}, LayoutError, "dp=3 needs 3 ranks, ..."),
     (
@@ -378,6 +420,25 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
         LayoutError,
         "both Layout(dp=4) and tp=2 were given; give one of them",
     ),
+    (
+        {"layout": (2, 4)},
+        LayoutError,
+        "layout must be a Layout or a mapping of axis names to sizes, got (2, 4); name the axes instead: init_mesh(dp=2, "
+        "tp=2)",
+    ),
+    (
+        {"dp": 8, "options": {"dp": {"share": False}, "tq": GroupOptions()}},
+        LayoutError,
+        "2 problems:\n"
+        "  - options of axis 'dp' must be GroupOptions, got {'share': False}; write GroupOptions(timeout=...)\n"
+        "  - options are given for axis 'tq', which is not one of ('dp',)",
+    ),
+    (
+        {"dp": 8, "options": GroupOptions()},
+        LayoutError,
+        "options must be a mapping of axis names to GroupOptions, ...",
+    ),
+    ({"dp": 8, "timeout": 30}, LayoutError, "timeout is 30; ..."),
     (
         {"dp": 8, "options": {"tp_": GroupOptions(), "dq": GroupOptions(), "ep": GroupOptions()}},
         AxisError,
@@ -396,6 +457,25 @@ def test_messages_of_init_mesh(arguments: dict[str, Any], kind: type[Exception],
         with pytest.raises(kind, match=says(text)):
             namedmesh.init_mesh(**arguments)
         assert live_groups() == before
+
+
+def test_the_layout_of_a_mesh_by_the_names_of_the_field() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh({"dp_replicate": 2, "dp_shard": 2, "tp": -1})
+        mesh.add_view("expert", edp=2, ep=4)
+        assert (mesh.axes, mesh.shape) == (("dp_replicate", "dp_shard", "tp"), (2, 2, 2))
+        assert mesh.shape == mesh.device_mesh.shape
+        assert not hasattr(mesh, "dp")
+        text = (
+            "'dp' is in two parts here: name both, 'dp_replicate' and 'dp_shard', or call "
+            'mesh.flatten("dp_replicate", "dp_shard", name="dp") once, on every rank'
+        )
+        for call in (lambda: mesh["dp"], lambda: mesh.size("dp"), lambda: mesh.group("dp")):
+            with pytest.raises(AxisError, match=says(f"axis 'dp' is not one of ...; {text}")):
+                call()
+        mesh.flatten("dp_replicate", "dp_shard", name="dp")
+        assert mesh.size("dp") == 4
+        mesh.close()
 
 
 def test_a_closed_mesh_says_so() -> None:

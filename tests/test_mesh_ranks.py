@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -158,7 +160,21 @@ def test_of_equal_meshes_each_may_end_and_what_an_open_one_uses_is_not_destroyed
 def _new_default_group() -> list[object]:
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     dist.destroy_process_group()
-    told: list[object] = [error_of(lambda: mesh["dp", "tp"]), error_of(namedmesh.current_mesh)]
+    calls: list[Callable[[], object]] = [
+        lambda: mesh["dp", "tp"],
+        lambda: mesh.group("tp"),
+        lambda: mesh.size("tp"),
+        lambda: mesh.size(),
+        lambda: mesh.rank("tp"),
+        lambda: mesh.ranks("tp"),
+        lambda: mesh.coords,
+        lambda: mesh.next("dp"),
+        lambda: mesh.is_first("dp"),
+        lambda: mesh.flatten("dp", "tp"),
+        mesh.explain,
+    ]
+    [text] = {error_of(call) for call in calls}
+    told: list[object] = [text, error_of(namedmesh.current_mesh)]
     namedmesh.launch.init("cpu")
     again = namedmesh.init_mesh(dp=2, tp=2)
     told += [namedmesh.current_mesh() is again, summed(again.group("tp"))]
@@ -173,6 +189,27 @@ def test_a_mesh_ends_with_the_default_group_and_the_next_one_is_made_anew() -> N
     )
     none = "MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first"
     assert run_ranks(4, _new_default_group) == [[text, none, True, 2.0]] * 4
+
+
+def _for_another_device() -> list[object]:
+    """A default group that serves GPUs only, as NCCL's does."""
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=2)
+    told: list[object] = [error_of(lambda: namedmesh.init_mesh(dp=2, tp=1, device="cpu"))]
+    mesh = namedmesh.init_mesh(dp=2, device="cpu", backend="gloo")
+    view = GroupOptions(backend="cuda:gloo")
+    told.append(error_of(lambda: mesh.add_view("v", x=2, options={"x": view})).partition(";")[0])
+    return [*told, summed(mesh.group("dp"))]
+
+
+def test_a_mesh_on_a_device_that_its_groups_do_not_serve_is_rejected() -> None:
+    def text(axis: str) -> str:
+        return f"MeshError: the mesh is on cpu, but the group of {axis!r} serves cuda only"
+
+    remedy = "make the groups with a backend for cpu, such as backend='cpu:gloo,cuda:nccl', or choose another device"
+    told = run_ranks(2, _for_another_device, init=False)
+    assert told == [[f"{text('dp')}; {remedy}", text("x"), 2.0]] * 2
 
 
 def _ambiguous() -> list[str]:

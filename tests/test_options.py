@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from messages import says
-from ranks import fake_world
+import torch.distributed as dist
+from messages import error_of, says
+from ranks import fake_world, run_ranks, summed
 
 import namedmesh
 from namedmesh import GroupOptions, LayoutError
@@ -31,6 +33,31 @@ def test_options_that_reach_a_group_over_two_axes() -> None:
         mesh.close()
 
 
+def _without_a_backend() -> list[str]:
+    """What torch's tutorials do: the backend of such a group is called "undefined"."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(store=store, rank=rank, world_size=4)
+    wanted = GroupOptions(nccl={"max_ctas": 4}, high_priority=True)
+    told = [error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, device="cpu", options={"tp": wanted}))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda *_: "cpu:gloo,cuda:nccl")
+        told.append(error_of(wanted.arguments))
+    mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
+    assert summed(mesh.group("tp"), rank) == 2 * (rank - rank % 2) + 1
+    return told
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="the backend that torch chooses is NCCL")
+def test_settings_of_nccl_are_not_dropped_where_torch_chose_the_backend() -> None:
+    expected = [
+        "LayoutError: nccl={'max_ctas': 4} and high_priority=True are settings of NCCL, but the groups that they are for "
+        "have the backend 'cpu:gloo'; leave them out, or choose a backend with NCCL, such as backend='nccl'",
+        "MeshError: this torch was built without NCCL, so there are no NCCL options; use another backend",
+    ]
+    assert run_ranks(4, _without_a_backend, init=False) == [expected] * 4
+
+
 @pytest.mark.gpu
 def test_nccl_settings_reach_the_communicator() -> None:
     options = GroupOptions(nccl={"max_ctas": 4}, high_priority=True)
@@ -48,6 +75,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         "  - timeout is datetime.timedelta(0); it is a datetime.timedelta longer than nothing",
     ),
     ({"timeout": 30}, "timeout is 30; it is a datetime.timedelta longer than nothing"),
+    ({"nccl": 4}, "nccl must be a mapping of names to values, got 4"),
 ]
 
 

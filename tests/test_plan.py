@@ -18,6 +18,7 @@ from messages import says
 import namedmesh
 from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.__main__ import COMMANDS, main
+from namedmesh.axes import SHARDING_AXES
 from namedmesh.dialects import DIALECTS
 from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, rank_text
 from namedmesh.plan.describe import parse_spec
@@ -74,7 +75,7 @@ def test_nodes_and_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> N
         if len(peers) <= 16:
             words = f"{at} of 0 to {plan.layout[axis] - 1}, with ranks"
             assert lines[axis] == f"{words} {', '.join(map(str, peers))}"
-    shards = {axis: at for axis, at in here.items() if axis in namedmesh.dialects.SHARDING_AXES}
+    shards = {axis: at for axis, at in here.items() if axis in SHARDING_AXES}
     copies = plan.layout.where(**shards)
     if len(copies) <= 16:
         assert lines["parameters:"].endswith(f"the same on ranks {', '.join(map(str, copies))}")
@@ -201,6 +202,7 @@ JOB = "--layers 1 --hidden 64 --heads 4 --vocab 99999 --seq 4096 --global-batch 
         ("partitions --world-size 8 --explain", 1, "a ranking needs layers"),
         (f"partitions --world-size 1 {JOB} --memory 1 --explain", 3, "nothing fits; the nearest"),
         (f"partitions --world-size 1 {JOB} --explain", 0, "The fastest, with"),
+        (f"partitions --world-size 1 {JOB}", 0, "The numbers are for torch's layers, with FSDP2, "),
         ("diff --a tp=2 --b tp=2", 0, ""),
         ("plan --word-size 8", 2, "unrecognized arguments: --word-size; did you mean '--world-size'?\n"),
         ("shard --in 8", 2, "invalid choice: 'shard'"),

@@ -296,6 +296,31 @@ def test_the_call_to_copy_makes_the_layout() -> None:
     )
 
 
+def test_what_to_write_for_the_policies() -> None:
+    """A step has the global batch, with each trainer; the words are those of the trainer."""
+    job = Job(LLAMA_8B, seq=1024, global_batch=64, micro_batch=2, stage=1, checkpointing="full")
+    piped, flat = (Partition(axes, job).settings for axes in (Axes(pp=2, dp=4), Axes(dp=4)))
+    assert (
+        piped[0] == 'micro-batch 2: Pipeline(stage, mesh, "1F1B", microbatches=8, loss=...)'
+    )  # 2 * 4 * 8 is 64
+    assert flat[0].startswith("micro-batch 2: for rows in batch.split(2), 8 times forward and backward")
+    assert "set_requires_gradient_sync(False)" in flat[1]
+    assert piped[1] == "stage 1: fully_shard(layer, mesh=fsdp_mesh(mesh), reshard_after_forward=False)"
+    assert (
+        piped[2]
+        == flat[2]
+        == "checkpointing full: checkpoint(layer, x, use_reentrant=False) around each layer"
+    )
+    megatron = Partition(Axes(pp=2, dp=4), replace(job, trainer="megatron", stages_per_rank=2)).settings
+    assert megatron[0] == (
+        "micro-batch 2: --micro-batch-size 2 --global-batch-size 64 --num-virtual-stages-per-pipeline-rank 2"
+    )
+    assert [line.partition(": ")[2] for line in megatron[1:]] == [
+        "--use-distributed-optimizer",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ]
+
+
 def test_memory_and_its_margin_are_a_limit() -> None:
     for name, margin in (("a100", 0.0), ("h200", 0.08)):
         job = Job(LLAMA_405B, load_hardware(name), seq=8192, global_batch=64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _python_dispatch
@@ -39,6 +41,16 @@ def default_store() -> dist.Store:
     return c10d._get_default_store()  # type: ignore[no-any-return]
 
 
+def when_default_group_ends(call: Callable[[], None]) -> weakref.finalize[..., Any]:
+    """Call a function once the default group is destroyed, and return the handle that takes this back.
+
+    torch has no hook for it. It makes a store object for the default group, keeps it beside the group, and drops both together.
+    """
+    handle = weakref.finalize(default_store(), call)
+    handle.atexit = False
+    return handle
+
+
 def usual_timeout() -> timedelta:
     """Return the timeout of a group that is made without one, whatever the default group has."""
     return c10d._get_default_timeout(c10d.Backend(dist.get_backend()))  # type: ignore[no-any-return]
@@ -58,6 +70,20 @@ def default_timeout() -> timedelta:
 def bound_device() -> torch.device | None:
     """Return the device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
     return getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+def guesses_device(backend: str) -> bool:
+    """Return whether a default group of this backend connects at once, to a device that torch guesses unless it is told.
+
+    From 2.15 on, "nccl" does. Its guess is the global rank modulo the number of visible GPUs, which is wrong where the
+    ranks use a part of a host's GPUs. Up to 2.14 hangs were reported with a bound device (pytorch#153960).
+    """
+    return "nccl" in backend.lower() and Version(torch.__version__).release >= (2, 15)
+
+
+def abort_groups() -> None:
+    """End every process group without waiting for collectives that are stuck, as ``destroy_process_group`` does on NCCL."""
+    c10d._abort_process_group()
 
 
 def from_all(group: dist.ProcessGroup, own: T) -> list[T]:
@@ -97,10 +123,11 @@ def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGr
 
     It goes together with the root's slices. ``DeviceMesh._flatten`` would make a second group.
     """
-    layout = root[axes]._layout
+    # A slice would need the axes in the order of the root, which may not be that of the ranks.
+    selected: Any = concatenate_meshes([root[axis] for axis in axes])
     mesh: Any = DeviceMesh(
         root.device_type,
-        _layout=_one_axis(layout),
+        _layout=_one_axis(selected._layout),
         _rank_map=root._rank_map,
         mesh_dim_names=(name,),
         _root_mesh=root,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import constant_under_compile
-from namedmesh.errors import MeshError, count_of, listing
+from namedmesh.errors import MeshError, count_of, did_you_mean, listing
 from namedmesh.groups import Communicator, GroupOptions, Groups
 from namedmesh.layout import Layout
 from namedmesh.views import ROOT_VIEW, Views, join_names, quoted
@@ -61,6 +61,24 @@ class Accessors:
     def __len__(self) -> int:
         """Return the number of axes."""
         return len(self._axes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the layout's axes, slowest first; ``list(mesh)`` has those of views, too."""
+        return self.layout.axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the layout's axes, in the order of :attr:`axes`, as torch's ``DeviceMesh`` has them."""
+        return self.layout.sizes
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError for a name that does not exist, with what to write for an axis, or for what torch calls so."""
+        remedy = _INSTEAD.get(name)
+        if remedy is None and name in self.__dict__.get("_axes", ()):
+            remedy = f'mesh.size("{name}"), mesh.rank("{name}"), mesh.group("{name}") or mesh["{name}"]'
+        hint = f"; write {remedy}" if remedy else did_you_mean(name, _public_names(type(self)))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the process group of this rank over one axis, or over several that were flattened; else MeshError."""
@@ -148,6 +166,10 @@ class Accessors:
         """Describe a process group, the place of a rank, or, without either, the whole mesh."""
         layouts = self._views.layouts
         if group is not None:
+            if not isinstance(group, dist.ProcessGroup):
+                raise MeshError(
+                    f'group must be a process group, got {group!r}; write mesh.explain(mesh.group("dp")), or rank=...'
+                )
             return self._explain_group(group)
         if rank is not None:
             return explain_rank(layouts, rank)
@@ -233,6 +255,30 @@ class Accessors:
 
 
 _NO_OPTIONS = GroupOptions()
+
+# What torch's DeviceMesh, and other libraries, call something that a mesh has under another name.
+_INSTEAD = {
+    "get_group": 'mesh.group("dp")',
+    "get_local_rank": 'mesh.rank("dp")',
+    "get_coordinate": "mesh.coords",
+    "get_rank": "mesh.global_rank",
+    "world_size": "mesh.size()",
+    "names": "mesh.axes",
+    "axis_names": "mesh.axes",
+    "dim_names": "mesh.axes",
+    "mesh_dim_names": "mesh.axes",
+    "sizes": "mesh.shape",
+    "ndim": "len(mesh.axes)",
+    "mesh": "mesh.device_mesh",
+    "device_type": "mesh.device.type",
+    "local_rank": "mesh.device.index",
+}
+
+
+def _public_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if not name.startswith("_")]
+
+
 _versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
 
 

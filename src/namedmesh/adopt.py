@@ -15,6 +15,11 @@ from namedmesh.layout import Layout
 
 def layout_of_mesh(mesh: DeviceMesh) -> Layout:
     """Return the layout that a torch mesh has, its axes ordered by stride, the slowest first; LayoutError if it has none."""
+    given: object = mesh
+    if not isinstance(given, DeviceMesh):
+        raise LayoutError(
+            f"mesh must be torch's DeviceMesh, got {given!r}; a NamedMesh has one: mesh.device_mesh"
+        )
     if mesh.get_coordinate() is None:
         raise LayoutError(
             f"rank {dist.get_rank()} is not in the DeviceMesh over ranks {listing(mesh.mesh.flatten().tolist())}; adopt it "

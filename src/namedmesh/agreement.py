@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -33,6 +34,16 @@ _READING = 10.0
 """The seconds for which the host of the store stays after a failure, so that the others can read the verdict."""
 
 
+class Distinct(NamedTuple):
+    """A value of a request that no two ranks may have, and what to do if two of them have it.
+
+    A rank to which the question does not apply gives an empty value.
+    """
+
+    value: str
+    remedy: str
+
+
 class Meetings:
     """The calls on which the ranks of a job agree, one after the other, over a store that every rank reaches."""
 
@@ -42,6 +53,18 @@ class Meetings:
         self._whole = dist.PrefixStore("namedmesh", store)
         self._chosen = uuid4().hex if rank == 0 else ""
         self._told = False
+        self._left: tuple[dist.Store, str] | None = None
+
+    def forget_previous(self, store: dist.Store, stage: str) -> None:
+        """Delete the keys of the stage before this one: every rank has come to this one, so nobody reads them any more."""
+        if self._left is not None:
+            old_store, old_stage = self._left
+            names = [str(self.rank)]
+            if self.rank == 0:
+                names += ["come", "verdict"]
+            for name in names:
+                old_store.delete_key(f"{old_stage}/{name}")
+        self._left = (store, stage)
 
     def part(self, call: str, timeout: timedelta) -> dist.Store:
         """Return a part of the store that no earlier life of the job has used, the same on every rank.
@@ -77,13 +100,13 @@ class Meetings:
             time.sleep(0.0 if self._told else pause)
 
 
-_known: list[tuple[dist.Store, Meetings]] = []
-"""Those of the default group, with its store, once there are any."""
+_known: list[tuple[ref[dist.Store], Meetings]] = []
+"""Those of the default group, with its store, once there are any. The store ends with the group."""
 
 
 def meet_on(meetings: Meetings) -> None:
     """Take the meetings that made the default group for those of its meshes too."""
-    _known[:] = [(default_store(), meetings)]
+    _known[:] = [(ref(default_store()), meetings)]
 
 
 @contextmanager
@@ -110,7 +133,7 @@ def agreed(
         return
     if meetings is None:
         store = default_store()
-        if not _known or _known[0][0] is not store:
+        if not _known or _known[0][0]() is not store:
             meet_on(Meetings(store, dist.get_rank(), size))
         meetings = _known[0][1]
     meeting = _Meeting(meetings, call, timeout or default_timeout())
@@ -137,9 +160,18 @@ class _Meeting:
         self.stage, self.end = "asked", time.monotonic() + self.timeout.total_seconds()
 
     def compare(self, request: Mapping[str, object]) -> None:
-        """Leave what this rank was asked for, and go on as soon as all have left the same."""
-        texts = {"call": self.call} | {name: str(value) for name, value in request.items()}
-        self._within(self.timeout, lambda: self._meet(texts))
+        """Leave what this rank was asked for, and continue once all ranks have left the same.
+
+        Values of the kind :class:`Distinct` have to differ between all ranks instead.
+        """
+        texts = {"call": self.call}
+        distinct: dict[str, Distinct] = {}
+        for name, value in request.items():
+            if isinstance(value, Distinct):
+                distinct[name] = value
+            else:
+                texts[name] = str(value)
+        self._within(self.timeout, lambda: self._meet(texts, distinct))
         self.stage, self.end = "made", time.monotonic() + self.timeout.total_seconds()
 
     def fail(self, error: Exception) -> None:
@@ -152,12 +184,17 @@ class _Meeting:
             if own is None:
                 raise verdict from error
 
-    def _meet(self, request: Mapping[str, str], failure: str = "") -> list[str]:
+    def _meet(
+        self,
+        request: Mapping[str, str],
+        distinct: Mapping[str, Distinct] | None = None,
+        failure: str = "",
+    ) -> list[str]:
         """Return the problems that all ranks hear of."""
         wait = _TELLING if failure else self.timeout
         store = self.store = dist.PrefixStore(str(self.number), self.meetings.part(self.call, wait))
         stage = self.stage
-        store.set(f"{stage}/{self.rank}", json.dumps([failure, request]))
+        store.set(f"{stage}/{self.rank}", json.dumps([failure, request, distinct or {}]))
         if store.add(f"{stage}/come", 1) == self.size:
             self._decide(list(range(self.size)))
         end = min(self.end, time.monotonic() + wait.total_seconds())
@@ -172,6 +209,8 @@ class _Meeting:
         problems: list[str] = json.loads(store.get(f"{stage}/verdict"))
         if problems:
             self._stay()
+        else:
+            self.meetings.forget_previous(store, stage)
         return problems
 
     def _decide(self, come: Sequence[int]) -> None:
@@ -179,8 +218,11 @@ class _Meeting:
         keys = [f"{self.stage}/{rank}" for rank in come]
         texts = self.store.multi_get(keys) if self.store.has_extended_api() else map(self.store.get, keys)
         left = [json.loads(text) for text in texts]
-        failed = [rank for rank, (failure, _) in zip(come, left, strict=True) if failure]
-        problems = [] if failed else differences([request for _, request in left], come)
+        failed = [rank for rank, (failure, *_) in zip(come, left, strict=True) if failure]
+        problems = []
+        if not failed:
+            problems += differences([request for _, request, _ in left], come)
+            problems += coincidences([distinct for *_, distinct in left], come)
         absent = sorted({*range(self.size)} - {*come})
         # Before the time is over they may wait, in torch, for one that has failed.
         if absent and (not failed or time.monotonic() > self.end):
@@ -250,4 +292,30 @@ def differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
             ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
             values = "; ".join(f"{value} on {ranks_in_words(holding)}" for value, holding in ordered)
             problems.append(f"{field} differs between ranks: {values}; give every rank the same")
+    return problems
+
+
+def coincidences(requests: Sequence[Mapping[str, Sequence[str]]], ranks: Sequence[int]) -> list[str]:
+    """Return one sentence for each value that several ranks have and only one of them may have.
+
+    Args:
+        requests: for each rank, a :class:`Distinct` by field, as a tuple or a list.
+        ranks: the ranks that made the requests.
+
+    Example:
+        >>> coincidences([{"GPU": Distinct("0 of host a", "set LOCAL_RANK")}] * 2, [0, 1])
+        ['ranks 0, 1 have the same GPU, 0 of host a; set LOCAL_RANK']
+    """
+    holders: dict[tuple[str, str], list[int]] = defaultdict(list)
+    remedies: dict[tuple[str, str], str] = {}
+    for rank, request in zip(ranks, requests, strict=True):
+        for field, (value, remedy) in request.items():
+            if value:
+                holders[field, value].append(rank)
+                remedies[field, value] = remedy
+    problems = []
+    for (field, value), holding in holders.items():
+        if len(holding) > 1:
+            remedy = remedies[field, value]
+            problems.append(f"{ranks_in_words(holding)} have the same {field}, {value}; {remedy}")
     return problems

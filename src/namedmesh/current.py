@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from namedmesh.errors import MeshError
+from namedmesh.errors import MeshError, listing
+from namedmesh.groups import backends_of
 
 NamedMesh: TypeAlias = Any  # its file imports this one
 
@@ -33,7 +34,7 @@ def every() -> list[NamedMesh]:
 
 def opened(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Note that a mesh is open, with its group on each axis."""
-    refuse_ambiguous(mesh, groups)
+    check_groups(mesh, groups)
     _open.append(mesh)
 
 
@@ -66,13 +67,21 @@ def _tell(*closed: NamedMesh) -> None:
         watcher(*closed)
 
 
-def refuse_ambiguous(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Raise MeshError for names of groups that torch would take for those of another open mesh, whose groups are others.
+def check_groups(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Raise MeshError for groups that a mesh cannot use, by the names that they have in it.
 
-    DTensor remembers operations by mesh, and takes meshes of the same names, ranks and device for one: results of one
-    mesh would come back on the groups of the other.
+    A group may have no backend for the device of the mesh, which torch would find out at the first collective. And its name
+    may be one of another open mesh, whose group is another: DTensor remembers operations by mesh, and takes meshes with the
+    same names, ranks and device for one, so results of one mesh would come back on the groups of the other.
     """
     problems = []
+    for name, group in groups.items():
+        backends = backends_of(group)
+        if group.size() > 1 and mesh.device.type not in backends:
+            problems.append(
+                f"the mesh is on {mesh.device.type}, but the group of {name!r} serves {listing(backends)} only; make the "
+                f"groups with a backend for {mesh.device.type}, such as backend='cpu:gloo,cuda:nccl', or choose another device"
+            )
     for other in alive():
         if other is mesh or other.device.type != mesh.device.type:
             continue

@@ -8,18 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from namedmesh.axes import DATA_AXES, DENSE_AXES, EXPERT_AXES, TOKEN_AXES
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
 from namedmesh.layout import Layout
 from namedmesh.sizes import nearest_axis
 
 DENSE, EXPERT = "dense", "expert"
-AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp")
-"""The usual axes of the dense layout, slowest first."""
-EXPERT_AXES = ("edp", "ep", "etp")
-"""The axes that only the experts' layout has, slowest first."""
-SHARDING_AXES = ("pp", "dp_shard", "tp")
-"""The axes that shard one copy of the parameters."""
-_DATA = ("dp_replicate", "dp_shard", "dp")
 
 Members = Literal["all", "ends", "first", "instance", "peers", "second", "several"]
 """All ranks over some axes, the two ends, or the first. On request only: those of this rank's optimizer instance, the ranks at
@@ -114,7 +108,7 @@ _EZPZ_KINDS = (
     _row("context", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
     _row("tensor", "tp", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
 )
-PLAIN = Dialect("mesh", AXES, has_experts=True)
+PLAIN = Dialect("mesh", DENSE_AXES, has_experts=True)
 """A mesh of namedmesh with the usual names: only the axes that are named exist."""
 _ALL = (
     Dialect("megatron", ("pp", "dp", "cp", "tp"), _MEGATRON_KINDS, has_experts=True),
@@ -194,7 +188,7 @@ def layouts_for(
     tokens = _tokens(dialect, sizes, order)
     axes = [token for token in reversed(tokens) if token not in EXPERT_AXES]
     inferred = -1 in [sizes.get(axis) for axis in axes]
-    if world_size is not None and not inferred and sizes.keys().isdisjoint(_DATA):
+    if world_size is not None and not inferred and sizes.keys().isdisjoint(DATA_AXES):
         sizes = {**sizes, "dp": -1}
     if dialect is PLAIN:
         axes = [axis for axis in axes if axis in sizes]
@@ -222,7 +216,7 @@ def groups_of(of_dialect: DialectLayout) -> tuple[GroupSpec, ...]:
             kinds.pop()
         return tuple(kinds)
     kinds = [_row(axis, axis) for axis in dict.fromkeys((*dense, *(expert or ())))]
-    data = [axis for axis in (*_DATA, "cp") if axis in dense]
+    data = [axis for axis in DENSE_AXES if axis in TOKEN_AXES and axis in dense]
     if len(data) > 1:
         kinds.append(_row("batch and context" if "cp" in data else "batch", " ".join(data)))
     if "pp" in dense and "tp" in dense:
@@ -262,7 +256,8 @@ def _expert(
 ) -> Layout | None:
     if sizes.keys().isdisjoint(EXPERT_AXES) and dialect.name != "megatron":
         return None
-    data = [axis for axis in _DATA if axis in dense] or _DATA  # an order may name only some of them
+    # An order may name only some of the data axes.
+    data = [axis for axis in DATA_AXES if axis in dense] or DATA_AXES
     names = {**dict.fromkeys(data, "edp"), "pp": "pp", "ep": "ep", "tp": "etp"}
     axes = list(dict.fromkeys(names[token] for token in reversed(tokens) if token in names))
     etp = dense.size("tp") if "tp" in dense else 1

@@ -53,13 +53,15 @@ def _run(arguments: Namespace) -> int:
     import torch.distributed as dist
 
     from namedmesh import launch
-    from namedmesh._torch import from_all
+    from namedmesh._torch import abort_groups, from_all, set_group_timeout
     from namedmesh.init import init_mesh
 
     spec, sizes = layout_arguments(arguments)
     parse_spec(spec)  # what cannot be read is said before the ranks look for each other
     timeout = timedelta(seconds=arguments.timeout)
     device = launch.init(arguments.device, timeout=timeout)
+    # A stuck collective has to be found by polling, before NCCL's own timeout ends the process. Groups of the mesh have it too.
+    set_group_timeout(3 * timeout, None)
     try:
         world = dist.get_world_size()
         arrangement = resolve(spec, world_size=world, **sizes)
@@ -73,7 +75,11 @@ def _run(arguments: Namespace) -> int:
         groups.append(Group("world", tuple(range(world)), dist.group.WORLD))
         found = from_all(reports, check_groups(groups, device, timeout))
         if any(found):
-            raise AgreementError(*problems_of(found))
+            # To destroy groups would wait for a stuck collective, so the report comes first, and then they are aborted.
+            sys.stderr.write(f"namedmesh doctor: {AgreementError(*problems_of(found))}\n")
+            sys.stderr.flush()
+            abort_groups()
+            return 1
         hosts = from_all(reports, socket.gethostname())
         megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
         each = from_all(reports, measure(groups, hosts, device, round(megabytes * 2**20)))
@@ -81,7 +87,8 @@ def _run(arguments: Namespace) -> int:
             where = f"{dist.get_backend()} on {device.type}, {count_of(len(set(hosts)), 'host')}"
             sys.stdout.write(f"{arrangement.dense}, {where}\n\n{report_text(each)}\n")
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 

@@ -51,9 +51,14 @@ class GroupOptions:
         timeout: object = self.timeout
         if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
             problems.append(f"timeout is {timeout!r}; it is a datetime.timedelta longer than nothing")
+        settings: dict[str, int | str] = {}
+        try:
+            settings = dict(self.nccl)
+        except (TypeError, ValueError):
+            problems.append(f"nccl must be a mapping of names to values, got {self.nccl!r}")
         if problems:
             raise LayoutError(*problems)
-        object.__setattr__(self, "nccl", tuple(sorted(dict(self.nccl).items())))
+        object.__setattr__(self, "nccl", tuple(sorted(settings.items())))
 
     def combined(self, other: GroupOptions, axes: str) -> GroupOptions:
         """Return what either sets, for a group over two ``axes``; LayoutError where they contradict."""
@@ -78,12 +83,29 @@ class GroupOptions:
         arguments: dict[str, Any] = {"timeout": self.timeout}
         if self.backend is not None:
             arguments["backend"] = self.backend
-        if (self.nccl or self.high_priority) and "nccl" in (self.backend or dist.get_backend()):
-            arguments["pg_options"] = nccl_options(self)
+        settings = self._nccl_settings()
+        if settings is not None:
+            arguments["pg_options"] = settings
         return arguments
+
+    def _nccl_settings(self) -> object:
+        """Return the settings of NCCL that were asked for, or None; LayoutError if no backend of the groups takes them."""
+        if not self.nccl and not self.high_priority:
+            return None
+        # The name of a default group's backend may be "undefined": torch then chose one for each device.
+        backend = (self.backend or dist.get_backend_config()).lower()
+        if "nccl" in backend:
+            return nccl_options(self)
+        if "fake" in backend:  # stands for any backend
+            return None
+        raise LayoutError(
+            f"nccl={dict(self.nccl)} and high_priority={self.high_priority} are settings of NCCL, but the groups that they "
+            f"are for have the backend {backend!r}; leave them out, or choose a backend with NCCL, such as backend='nccl'"
+        )
 
     def override(self) -> tuple[str, Any] | None:
         """Return what ``init_device_mesh`` takes for an axis as ``backend_override``; None where it has no words for it."""
+        self._nccl_settings()
         backend = self.backend or dist.get_backend()
         if backend == "nccl":
             return backend, nccl_options(self)
@@ -257,6 +279,15 @@ class Groups:
         if dist.get_backend() == "fake":
             return options
         return GroupOptions(backend="gloo", timeout=options.timeout, share=options.share)
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of a group for each type of device that it serves."""
+    backends = {}
+    for pair in dist.get_backend_config(group).split(","):
+        device, _, backend = pair.partition(":")
+        backends[device] = backend
+    return backends
 
 
 def destroy_unused() -> None:

@@ -68,7 +68,8 @@ def init_mesh(
     if launched:
         device = launch.init(device, backend=backend, timeout=timeout)
     try:
-        with agreed("init_mesh", timeout) as compare:
+        # A timeout of another kind is reported to the other ranks, too.
+        with agreed("init_mesh", timeout if isinstance(timeout, timedelta) else None) as compare:
             fitted, defaults = _layout(layout, sizes), GroupOptions(backend=backend, timeout=timeout)
             return make_mesh(compare, fitted, {}, {} if options is None else options, defaults, device=device)
     except BaseException as error:
@@ -122,8 +123,16 @@ def _layout(layout: Layout | Mapping[str, int] | None, sizes: Mapping[str, int])
     if layout is not None and sizes:
         given = ", ".join(f"{axis}={size!r}" for axis, size in sizes.items())
         raise LayoutError(f"both {layout!r} and {given} were given; give one of them")
+    if layout is None:
+        return Layout(**sizes, world_size=world)
     if not isinstance(layout, Layout):
-        return Layout(**(sizes if layout is None else layout), world_size=world)
+        mapping: object = layout
+        if not isinstance(mapping, Mapping):
+            raise LayoutError(
+                f"layout must be a Layout or a mapping of axis names to sizes, got {mapping!r}; name the axes instead: "
+                "init_mesh(dp=2, tp=2)"
+            )
+        return Layout.from_shape(layout, layout.values(), world_size=world)
     if layout.ranks != range(world):
         raise LayoutError(
             f"{layout} on ranks {layout.ranks.start} to {layout.ranks.stop - 1} is not the world of {world} ranks; change a "

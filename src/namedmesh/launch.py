@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from namedmesh._torch import bound_device
-from namedmesh.agreement import Meetings, agreed, meet_on
+from namedmesh._torch import bound_device, guesses_device
+from namedmesh.agreement import Distinct, Meetings, agreed, meet_on
 from namedmesh.errors import LaunchError, count_of, listing
 from namedmesh.groups import GroupOptions
 
@@ -43,12 +44,13 @@ def init(
 
     Args:
         device: ``"cpu"``, a kind such as ``"cuda"`` (the index is this process's local rank), or one device
-            such as ``"cuda:1"``. By default the accelerator that torch finds, else the CPU.
+            such as ``"cuda:1"``. By default the accelerator that torch finds, if torch has a backend that serves it, else
+            the CPU: none serves Apple's.
         backend: a backend as ``init_process_group`` takes it; by default torch's own for the device.
         timeout: how long the ranks wait for each other here, and how long a collective of the default group may
             take. Groups of a mesh inherit it.
         bind_device: bind the default group to the device, which makes its communicator at once and lets torch
-            split subgroups off it.
+            split subgroups off it. From torch 2.15 on this is always done with NCCL, which would guess the device.
 
     Returns:
         The device of this process. It is made the current one.
@@ -57,8 +59,8 @@ def init(
         LaunchError: the environment is incomplete, or the device is not there.
         DistNetworkError: torch's, where rank 0 cannot host the store of the job, or does not answer.
         LayoutError: the timeout is not a positive ``timedelta``.
-        AgreementError: the ranks were given different arguments, some did not call this within ``timeout``, or one of
-            them gave up.
+        AgreementError: the ranks were given different arguments, some did not call this within ``timeout``, one of
+            them gave up, or several would use one GPU with NCCL.
 
     Example:
         >>> import torch.distributed as dist
@@ -84,8 +86,17 @@ def init(
     with agreed("launch.init", timeout or default_pg_timeout, meetings) as compare:
         chosen = local_device(device)
         found = backend or dist.get_default_backend_for_device(chosen)
-        compare({"backend": found, "device": chosen.type, "bind_device": bind_device})
-        if chosen.type != "cpu":
+        binds = bind_device or guesses_device(found)
+        compare(
+            {
+                "backend": found,
+                "device": chosen.type,
+                "bind_device": bind_device,
+                "GPU": Distinct(_gpu(chosen) if "nccl" in found.lower() else "", _GPU_REMEDY),
+            }
+        )
+        # torch.mps has one device, and nothing to select it with.
+        if chosen.type != "cpu" and hasattr(torch.get_device_module(chosen), "set_device"):
             torch.get_device_module(chosen).set_device(chosen)
         dist.init_process_group(
             found,
@@ -93,15 +104,31 @@ def init(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=chosen if bind_device and chosen.type != "cpu" else None,
+            device_id=chosen if binds and chosen.type != "cpu" else None,
         )
     meet_on(meetings)
     return chosen
 
 
+_GPU_REMEDY = (
+    "NCCL needs one for each rank: start one process for each GPU, and let the launcher set LOCAL_RANK, or show each "
+    "process its own GPU, or use backend='gloo'"
+)
+
+
+def _gpu(device: torch.device) -> str:
+    """Return the UUID and the host of this process's GPU; nothing if it has none, or does not tell."""
+    try:
+        uuid = torch.get_device_module(device).get_device_properties(device).uuid
+    except (AssertionError, AttributeError):  # torch was built without this device, or the device has no UUID
+        return ""
+    # The index is left out: it counts what is visible, which may differ between processes that share a GPU.
+    return f"{uuid} of host {socket.gethostname()}"
+
+
 def was_launched() -> bool:
-    """Return whether torchrun or another launcher started this process."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    """Return whether torchrun or another launcher started this process; ``WORLD_SIZE=1`` alone is a world of one."""
+    return "RANK" in os.environ or int_variable(os.environ, "WORLD_SIZE") not in {None, 1}
 
 
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
@@ -167,7 +194,12 @@ def _wanted(device: str | torch.device | None) -> torch.device:
     if device is not None:
         return torch.device(device)
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device(found.type if found is not None else "cpu")
+    if found is None:
+        return torch.device("cpu")
+    backend = dist.Backend.default_device_backend_map.get(found.type, "")
+    # torch names gloo for Apple's devices, and gloo does not take their tensors.
+    served = dist.Backend.backend_capability.get(backend, ())
+    return torch.device(found.type if found.type in served else "cpu")
 
 
 def _check_environment(environment: Mapping[str, str]) -> None:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import agreement, current
+from namedmesh._torch import when_default_group_ends
 from namedmesh.accessors import Accessors, Place
 from namedmesh.adopt import layout_of_groups, layout_of_mesh
 from namedmesh.errors import LayoutError, MeshError
 from namedmesh.groups import GroupOptions, Groups, destroy_unused
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
-from namedmesh.views import ROOT_VIEW, Views, options_by_axes
+from namedmesh.views import ROOT_VIEW, Views, options_by_axes, options_problems
 
 
 class NamedMesh(Accessors):
@@ -71,6 +72,8 @@ class NamedMesh(Accessors):
         except MeshError:
             self.groups.release()
             raise
+        # The answers are worked out already, so that accessors cost next to nothing. They end with the default group.
+        self._ending = when_default_group_ends(self._forget_answers)
 
     def _borrow(self, layout: Layout, groups: Mapping[str, dist.ProcessGroup]) -> None:
         for axis, group in groups.items():
@@ -148,11 +151,14 @@ class NamedMesh(Accessors):
             view, ordered = self._views.find(axes)
             name = name or "_".join(ordered)
             self._views.check_product(name, ordered)
-            options = options or self.options_of(ordered)
+            options = self.options_of(ordered) if options is None else options
+            problems = options_problems(options, "options")
+            if problems:
+                raise LayoutError(*problems)
             compare({"axes": "-".join(ordered), "name": name, "options": options})
             self._options[ordered] = options
             group = self._views.flatten(view, ordered, name)
-            current.refuse_ambiguous(self, {name: group})
+            current.check_groups(self, {name: group})
             self._views.products[name] = ordered
             self._prepare()
         return self[name]
@@ -208,9 +214,10 @@ class NamedMesh(Accessors):
             for finish in self._before_close:
                 finish()
         finally:
-            self.closed, self._version = True, ""
-            for answers in (self._places, self._meshes, self._views.roots, self._before_close):
-                answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
+            self.closed = True
+            self._ending.detach()
+            self._before_close.clear()
+            self._forget_answers()
             self.groups.release()
             current.closed(self)
             if destroy_groups:
@@ -258,11 +265,17 @@ class NamedMesh(Accessors):
 
     def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, borrowed: bool = False) -> None:
         new = {axis: root.get_group(axis) for axis in layout if axis not in self}
-        current.refuse_ambiguous(self, new)
+        current.check_groups(self, new)
         if borrowed:
             self._borrow(layout, new)
         self._views.layouts[name], self._views.roots[name] = layout, root
         self._prepare()
+
+    def _forget_answers(self) -> None:
+        """Forget what was worked out: what the mesh is asked for then, it looks up, and finds that it has ended."""
+        self._version = ""
+        for answers in (self._places, self._meshes, self._views.roots):
+            answers.clear()
 
     def _named(self, names: tuple[str, ...]) -> str | None:
         """Return the axis or the flattened product that some names are together, if there is one."""

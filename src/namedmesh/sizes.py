@@ -8,10 +8,8 @@ from keyword import iskeyword
 from math import gcd, prod
 from typing import SupportsIndex, cast
 
+from namedmesh.axes import DATA_PARTS, USUAL_AXES
 from namedmesh.errors import did_you_mean, listing
-
-# The names that the field uses; any identifier will do.
-USUAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
 
 # What `Layout` and `init_mesh` take by keyword beside the axes.
 RESERVED = ("backend", "device", "layout", "options", "rank_offset", "replace", "timeout", "world_size")
@@ -37,12 +35,19 @@ def axis_name_problems(axes: Sequence[object]) -> list[str]:
 
 
 def nearest_axis(axis: object, allowed: Iterable[str]) -> str:
-    """Return what :func:`namedmesh.errors.did_you_mean` does, but nothing for a usual name, which is no typing mistake.
+    """Return the tail of a message about an unknown axis: the nearest one, or nothing if the name is a usual one.
+
+    A usual name is no typing mistake. ``dp`` may exist in two parts.
 
     Example:
         >>> nearest_axis("tq", ("pp", "tp")), nearest_axis("ep", ("pp", "tp"))
         ("; did you mean 'tp'?", '')
+        >>> nearest_axis("dp", ("dp_replicate", "dp_shard"))
+        "; 'dp' is in two parts here: name both, 'dp_replicate' and 'dp_shard'"
     """
+    allowed = tuple(allowed)
+    if axis == "dp" and set(DATA_PARTS) <= set(allowed):
+        return f"; 'dp' is in two parts here: name both, {' and '.join(map(repr, DATA_PARTS))}"
     return "" if axis in USUAL_AXES else did_you_mean(axis, allowed)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh._torch import concatenate_meshes, flattened, without_modes
+from namedmesh.axes import DATA_PARTS
 from namedmesh.errors import AxisError, LayoutError, listing
 from namedmesh.groups import GroupOptions, Groups
 from namedmesh.layout import Layout
@@ -68,9 +69,13 @@ class Views:
         unknown = [axis for axis in wanted if axis not in homes]
         if unknown:
             allowed = tuple(homes)
-            raise AxisError(
-                *(f"axis {axis!r} is not one of {allowed}{nearest_axis(axis, homes)}" for axis in unknown)
-            )
+            problems = []
+            for axis in unknown:
+                problem = f"axis {axis!r} is not one of {allowed}{nearest_axis(axis, homes)}"
+                if axis == "dp" and set(DATA_PARTS) <= set(homes):
+                    problem += f', or call mesh.flatten({quoted(DATA_PARTS)}, name="dp") once, on every rank'
+                problems.append(problem)
+            raise AxisError(*problems)
         places = []
         for axis in wanted:
             home = "the mesh" if homes[axis] == ROOT_VIEW else f"view {homes[axis]!r}"
@@ -208,17 +213,36 @@ def options_by_axes(
 
     Raises:
         AxisError: options for axes that are not there; all problems.
+        LayoutError: options that are no ``GroupOptions``; all problems.
     """
+    given: object = options
+    if not isinstance(given, Mapping):
+        raise LayoutError(
+            f"options must be a mapping of axis names to GroupOptions, got {given!r}; name the axes, such as "
+            'options={"tp": GroupOptions(...)}'
+        )
     found: dict[tuple[str, ...], GroupOptions] = {}
     problems = []
-    for name, each in options.items():
-        found[product_axes(name, axes) or (name,)] = each
-        if not product_axes(name, axes):
+    unknown = []
+    for name, of_axis in options.items():
+        joined = product_axes(str(name), axes)
+        found[joined or (name,)] = of_axis
+        problems += options_problems(of_axis, f"options of axis {name!r}")
+        if not joined:
             near = nearest_axis(name, axes)
-            problems.append(f"options are given for axis {name!r}, which is not one of {tuple(axes)}{near}")
+            unknown.append(f"options are given for axis {name!r}, which is not one of {tuple(axes)}{near}")
     if problems:
-        raise AxisError(*problems)
+        raise LayoutError(*problems, *unknown)
+    if unknown:
+        raise AxisError(*unknown)
     return found
+
+
+def options_problems(options: object, what: str) -> list[str]:
+    """Return a sentence if something that was given as options is not :class:`GroupOptions`."""
+    if isinstance(options, GroupOptions):
+        return []
+    return [f"{what} must be GroupOptions, got {options!r}; write GroupOptions(timeout=...)"]
 
 
 def join_names(axes: Sequence[str]) -> str:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from namedmesh import current
+from namedmesh.axes import DENSE_AXES, LEGACY_AXES
 from namedmesh.compat import ContractError
-from namedmesh.dialects import AXES
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.groups import kept_groups
 from namedmesh.layout import Layout
@@ -204,8 +204,7 @@ def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
         >>> own_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
         ('dp_replicate', 'dp_shard', 'tp')
     """
-    stand_in = {"dp_replicate": "dp", "dp_shard": "dp", "sp": "cp"}
-    return tuple(axis for axis in layout.axes if axis in axes or stand_in.get(axis) in axes)
+    return tuple(axis for axis in layout.axes if axis in axes or LEGACY_AXES.get(axis) in axes)
 
 
 def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, list[int]]:
@@ -230,7 +229,7 @@ def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] | No
 def check_axes(
     layout: Layout,
     dialect: str,
-    allowed: Collection[str] = AXES,
+    allowed: Collection[str] = DENSE_AXES,
     *,
     experts: Collection[str] = (),
     instead: str = "",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from namedmesh.dialects import DIALECTS, EXPERT_AXES, GroupSpec
+from namedmesh.axes import EXPERT_AXES
+from namedmesh.dialects import DIALECTS, GroupSpec
 
 Arguments: TypeAlias = Sequence[tuple[str, str]]
 """The arguments of a call: the keyword (may be empty; ``*`` and ``**`` for unpacked ones) and the source."""

@@ -9,24 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from namedmesh.dialects import (
-    AXES,
-    DIALECTS,
-    EXPERT_AXES,
-    PLAIN,
+from namedmesh.axes import (
+    DATA_AXES,
+    DATA_PARTS,
+    EXPERT_SHARDING_AXES,
+    LAYER_AXES,
     SHARDING_AXES,
-    DialectLayout,
-    groups_of,
-    layouts_for,
+    USUAL_AXES,
 )
+from namedmesh.dialects import DIALECTS, PLAIN, DialectLayout, groups_of, layouts_for
 from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean, listing
 from namedmesh.layout import Layout
 from namedmesh.plan.svg import draw_svg
 
 STATUS = 3  # where layouts or results differ, or nothing fits; beside 1, a layout that is wrong, and 2, arguments that are
-_DATA = ("dp", "dp_replicate", "dp_shard")
-_EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts
-_INSIDE = ("tp", "etp", "ep")  # the axes that exchange activations inside every layer
 _SHOWN, _LONGEST = 32, 16  # ranks of a kind, and of a group, that are shown
 _COMPARED = 4  # groups of a difference that are shown
 
@@ -172,7 +168,7 @@ def _across_nodes(arrangement: DialectLayout, node: int) -> tuple[dict[str, int]
             if axis not in across:
                 last, firsts = layout.group(0, axis)[-1], layout.where(**{axis: 0})
                 across[axis] = sum(rank // node != (rank + last) // node for rank in firsts)
-                if across[axis] and axis in _INSIDE:
+                if across[axis] and axis in LAYER_AXES:
                     leaves = f"{axis}={layout[axis]} leaves a node of {count_of(node, 'GPU')}"
                     remedy = f"put it first in --order, or choose a size that divides {node}"
                     warnings.append(f"{leaves}, with what it sends in every layer; {remedy}")
@@ -243,13 +239,13 @@ def rank_text(plan: Plan, rank: int) -> str:
         before = f"receives from rank {group[at - 1]}" if at else "the first stage"
         after = f"sends to rank {group[at + 1]}" if at + 1 < len(group) else "the last stage"
         lines.append(f"  pipeline: {before}, {after}")
-    data = {axis: at for axis, at in layout.coords(rank).items() if axis in _DATA}
+    data = {axis: at for axis, at in layout.coords(rank).items() if axis in DATA_AXES}
     if data:
         part = f"part {layout.group_rank(rank, *data)} of 0 to {layout.size(*data) - 1}"
         lines.append(f"  batch: {part}, the same samples as ranks {listing(layout.where(**data), _LONGEST)}")
     lines.append(f"  parameters: {_shards_in_words(layout, rank, SHARDING_AXES)}")
     if experts is not None:
-        lines.append(f"  experts: {_shards_in_words(experts, rank, _EXPERT_SHARDS)}")
+        lines.append(f"  experts: {_shards_in_words(experts, rank, EXPERT_SHARDING_AXES)}")
     return "\n".join(lines)
 
 
@@ -287,7 +283,7 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
         raise LayoutError(f"{one.dense} and {other.dense} are not over the same ranks; give one world_size")
     axes: list[tuple[str, ...]] = [(axis,) for axis in dict.fromkeys((*one.dense, *other.dense))]
     if ("dp",) in axes:  # where only one of them splits dp in two, both parts together are the other's dp
-        axes = [each for each in axes if each[0] not in _DATA[1:]]
+        axes = [each for each in axes if each[0] not in DATA_PARTS]
     if ("pp",) in axes and ("tp",) in axes:
         axes.append(("pp", "tp"))
     kinds = {each: _difference(each, one.dense, other.dense) for each in axes}
@@ -299,7 +295,7 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
 
 def _difference(axes: tuple[str, ...], one: Layout, other: Layout) -> tuple[list[Group], list[Group]] | None:
     """Return the first groups of two layouts over some axes, unless all are the same; an axis that one does not have is of size 1."""
-    names = {*axes, *(_DATA if "dp" in axes else ())}
+    names = {*axes, *(DATA_AXES if "dp" in axes else ())}
     over, others = ([axis for axis in layout if axis in names] for layout in (one, other))
     keys = [layout.partition(*own)[2] if own else () for layout, own in ((one, over), (other, others))]
     if keys[0] == keys[1]:
@@ -318,14 +314,14 @@ def add_layout(parser: ArgumentParser) -> None:
     """Add a spec string, a flag for each axis, and the order."""
     text = f"axes and sizes, slowest first: pp=2,dp=-1,tp=2; or one of {', '.join(DIALECTS)} and sizes"
     parser.add_argument("spec", nargs="*", metavar="SPEC", help=text)
-    for axis in (*AXES, *EXPERT_AXES):
+    for axis in USUAL_AXES:
         parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=f"the size of {axis}")
     parser.add_argument("--order", help="the order of the axes, fastest first (default: tp-cp-ep-dp-pp)")
 
 
 def layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
     """Return the spec and the keywords that :func:`resolve` takes."""
-    given = {name: getattr(arguments, name) for name in (*AXES, *EXPERT_AXES, "order")}
+    given = {name: getattr(arguments, name) for name in (*USUAL_AXES, "order")}
     return " ".join(arguments.spec), {name: value for name, value in given.items() if value is not None}
 
 

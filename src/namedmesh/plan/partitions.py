@@ -14,6 +14,7 @@ from namedmesh.errors import LayoutError, UsageError, count_of
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
 from namedmesh.plan.model import CARDS, Axes, Job, Model, knobs, load_hardware, read_config
+from namedmesh.plan.settings import assumptions_of, settings_of
 from namedmesh.sizes import shared_heads
 
 MARGIN = 0.08
@@ -77,6 +78,11 @@ class Partition(NamedTuple):
         if self.job.model.experts:
             call += f'; mesh.add_view("expert", pp={axes.pp}, edp={axes.edp}, ep={axes.ep}, etp={axes.etp})'
         return call
+
+    @property
+    def settings(self) -> list[str]:
+        """What to write for each policy: micro-batch, ZeRO's stage, checkpointing."""
+        return settings_of(self.job, self.axes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -321,7 +327,8 @@ def _run(arguments: Namespace) -> int:
     if two or (arguments.explain == [] and best[1:]):
         parts.append(explain(*(two or best)))
     if best:
-        parts.append(f"The fastest, with {best[0].policies}:\n  {best[0].call}")
+        lines = [f"The fastest, with {best[0].policies}:", best[0].call, *best[0].settings]
+        parts += ["\n  ".join(lines), assumptions_of(best[0].job)]
     sys.stdout.write("\n\n".join(parts) + "\n")
     return 0 if fitting else STATUS
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from namedmesh.axes import DENSE_AXES, EXPERT_AXES
 from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.topology import *
 from namedmesh.compat.deepspeed.topology import Getters, getter
 from namedmesh.compat.install import Original, as_imported
 from namedmesh.compat.state import Bound, State, agreed_groups, check_axes
-from namedmesh.dialects import AXES, EXPERT_AXES
 from namedmesh.mesh import NamedMesh
 
 __all__ = ["ModelParallelUnit", "SequenceParallelUnit", "bind", "install", "mpu"]
@@ -109,7 +109,7 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """
     with agreed_groups(mesh, "deepspeed.mpu"):
         instead = "DeepSpeed makes its own groups for them; leave it out of the mesh"
-        check_axes(mesh.layout, "DeepSpeed", (*AXES, "sp"), experts=EXPERT_AXES, instead=instead)
+        check_axes(mesh.layout, "DeepSpeed", (*DENSE_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
         kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
         if "sp" not in mesh and "cp" not in mesh:
             return ModelParallelUnit(mesh, kinds)

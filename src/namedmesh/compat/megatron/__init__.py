@@ -31,6 +31,7 @@ import torch.distributed as dist
 from namedmesh import current
 from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
+from namedmesh.axes import DENSE_AXES
 from namedmesh.compat import ContractError, ContractRuntimeError, ContractTypeError
 from namedmesh.compat.install import Original, as_imported, is_installed
 from namedmesh.compat.megatron import parallel_state
@@ -43,7 +44,6 @@ from namedmesh.compat.state import (
     require_default_group,
     require_open,
 )
-from namedmesh.dialects import AXES
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
@@ -240,7 +240,7 @@ def _ranks_of(mesh: NamedMesh, axes_of: AxesOf) -> tuple[MeshRanks, MeshRanks]:
     check_axes(
         mesh.layout,
         "Megatron",
-        (*AXES, "sp", "gtp_remat"),
+        (*DENSE_AXES, "sp", "gtp_remat"),
         experts=("ep", *WORDS),
         instead="they factor the world another way; leave it out of the mesh and add a view for it: "
         "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import from_all, set_group_timeout
+from namedmesh.axes import DENSE_COUNTERPARTS
 from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.compat.state import own_axes
 from namedmesh.dialects import DENSE, MEGATRON_GROUPS, GroupSpec, parse_order
 from namedmesh.layout import Layout
 
-WORDS = {"etp": "tp", "edp": "dp", "egtp_remat": "gtp_remat"}
+WORDS = {**DENSE_COUNTERPARTS, "egtp_remat": "gtp_remat"}
 """Our words for the experts' axes, and Megatron's, which are those of the dense ones."""
 EXPERT = {word: (own,) for own, word in WORDS.items()}
 
