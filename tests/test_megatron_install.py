@@ -83,7 +83,7 @@ def test_a_release_that_makes_groups_in_another_way_is_refused(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, old.__name__, old)
     with pytest.raises(RuntimeError, match=r"another way than 0\.14 to 0\.19; install one of those"):
         megatron.install()
-    assert not megatron.ORIGINAL.installed
+    assert not megatron.PATCH.installed
     with fake_world(2):
         mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
         megatron.bind(mesh, create_gloo_process_groups=False)  # the stand-in
@@ -136,7 +136,7 @@ def _gpt_losses(handed_over: bool, tp: int, steps: int) -> tuple[list[float], bo
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    mine = megatron.ORIGINAL.installed
+    mine = megatron.PATCH.installed
     # The dropout that it draws for is 0, and the tracker keeps states of CUDA devices.
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     parallel_state.initialize_model_parallel(tp)

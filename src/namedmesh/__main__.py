@@ -22,7 +22,7 @@ COMMANDS: dict[str, str] = {
     "diff": "namedmesh.plan.describe",
     "doctor": "namedmesh.doctor",
     "migrate": "namedmesh.migrate.command",
-    "run": "namedmesh.compat.install",
+    "run": "namedmesh.compat.run",
     "verify": "namedmesh.doctor",
 }
 """The commands, and the module of each."""

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from namedmesh.compat import fairscale
 from namedmesh.compat import layers as _helpers
 from namedmesh.compat.fairscale import ModelParallel, first_rank, itself
-from namedmesh.compat.install import Original
 from namedmesh.compat.layers import *
+from namedmesh.compat.patching import Patch
 
 _DIALECT = ModelParallel("ezpz", "initialize_tensor_parallel", sys.modules[__name__])
 bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
@@ -107,8 +107,8 @@ _PARTS = ("tp", "tp.layers", "tp.mappings", "tp.utils")
 tp = layers = mappings = utils = sys.modules[__name__]
 sys.modules.update({f"{__name__}.{part}": tp for part in _PARTS})
 
-_ORIGINAL = Original("ezpz.tp", None, dict.fromkeys([f"ezpz.{part}" for part in _PARTS], __name__))
-install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
+_PATCH = Patch("ezpz.tp", None, dict.fromkeys([f"ezpz.{part}" for part in _PARTS], __name__))
+install, uninstall = _PATCH.install, _PATCH.uninstall
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
 __all__ += _helpers.__all__

@@ -35,16 +35,16 @@ from torch import Tensor, nn
 from namedmesh.agreement import agreed
 from namedmesh.compat import ContractError
 from namedmesh.compat import layers as _helpers
-from namedmesh.compat.install import Original
 from namedmesh.compat.layers import *
 from namedmesh.compat.layers import Initializer, ParallelLayer, VocabEmbedding, scatter
+from namedmesh.compat.patching import Patch
 from namedmesh.compat.state import (
     Bound,
     State,
     agreed_groups,
     check_axes,
+    check_default_group,
     group_over,
-    require_default_group,
 )
 from namedmesh.dialects import DIALECTS, layouts_for
 from namedmesh.errors import LayoutError
@@ -95,21 +95,21 @@ class ModelParallel:
             AgreementError: the other ranks did not call this, or not with the same mesh.
         """
         call = f"{self.name}.bind"
-        if self.state.is_bound(mesh):
+        if self.state.has_values(mesh):
             return self.state.bind(mesh)
         with agreed_groups(mesh, call):
             check_axes(mesh.layout, self.name)
             values = self._values(mesh)
-        return self.state.take(mesh, values)
+        return self.state.bind_with_values(mesh, values)
 
     def initialize(
         self, sizes: Mapping[str, int], backends: Mapping[str, str | None], timeout: timedelta | None = None
     ) -> None:
         """Make a mesh over the world, of sizes of tp, pp and cp, with a backend for each axis, and answer from it."""
-        require_default_group()
+        check_default_group()
         options = {axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None}
         with agreed(f"{self.name}.{self.function}") as compare:
-            self.state.refuse_second()
+            self.state.check_uninitialized()
             assigned = [name for name in self.state.names if self.are_there(name)]
             if assigned:
                 raise ContractError(
@@ -125,7 +125,7 @@ class ModelParallel:
                 warnings.warn(note, stacklevel=3)
             mesh = make_mesh(compare, ranks.dense, {}, options, GroupOptions(timeout=timeout))
             values = self._values(mesh)
-        self.state.take(mesh, values, owned=True)
+        self.state.bind_with_values(mesh, values, owned=True)
 
     def are_there(self, *variables: str) -> bool:
         """Return whether variables have values."""
@@ -387,19 +387,19 @@ def _replace(module: ModuleType) -> dict[str, object]:
     """Return what makes and destroys groups, and the first rank: the original's is right for neighboring ranks only."""
     for name in _DIALECT.state.names:
         if name not in vars(module):  # it is of later sources
-            _ORIGINAL.put(vars(module), name, None)
+            _PATCH.set(vars(module), name, None)
     _DIALECT.answer_from(module)
     names = ("initialize_model_parallel", "destroy_model_parallel", "get_model_parallel_src_rank")
     return {name: globals()[name] for name in names}
 
 
-_ORIGINAL = Original(
+_PATCH = Patch(
     f"{_PLACE}.initialize",
     _replace,
     dict.fromkeys([_PLACE, *(f"{_PLACE}.{part}" for part in _PARTS)], __name__),
     lambda: _DIALECT.answer_from(layers),
 )
-install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
+install, uninstall = _PATCH.install, _PATCH.uninstall
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += ["bind", "current_mesh", "install", "unbind", "uninstall"]
 __all__ += _helpers.__all__

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeAlias
 
 from packaging.version import Version
 
@@ -95,35 +96,43 @@ class Program:
 
     def rewrite(self, file: FileUses) -> bytes:
         """Return the source of a file with what is certain replaced."""
-        edits: list[tuple[int, int, bytes]] = []
+        newline = b"\r\n" if b"\r\n" in file.source else b"\n"
+        edits: list[Edit] = []
         imports: list[str] = []
         for use in file.uses:
             if self.is_replaced(use):
                 new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", use.advice.new)
                 edits.append((use.start, use.end, new.encode()))
-                if "namedmesh" not in imports and not file.has_namedmesh:
-                    imports.append("namedmesh")
-        newline = b"\r\n" if b"\r\n" in file.source else b"\n"
+        if edits and not file.has_namedmesh:
+            imports.append("namedmesh")
         for api in self.installs(file):
             imports.append(api.layer)
             for start in sorted(set(file.initialized[api.name])):
                 line_start = file.source.rfind(b"\n", 0, start) + 1
                 indent = file.source[line_start:start]
                 edits.append((start, start, f"{api.layer}.install()".encode() + newline + indent))
-        if not edits:
-            return file.source
         if imports:
-            lines = b""
-            for name in imports:
-                lines += f"import {name}".encode() + newline
-            if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):
-                lines = newline + lines
-            edits.append((file.imports_end, file.imports_end, lines))
+            edits.append(_import_lines(file, imports, newline))
         written = file.source
-        # From the end, so that earlier offsets stay; at one offset an import comes before a statement.
+        # From the end, so that earlier offsets stay valid. At one offset the last edit comes first in the
+        # file: an import before a statement.
         for start, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
             written = written[:start] + text + written[end:]
         return written
+
+
+Edit: TypeAlias = tuple[int, int, bytes]
+"""The offsets in bytes between which a file is replaced, and the new text."""
+
+
+def _import_lines(file: FileUses, names: Sequence[str], newline: bytes) -> Edit:
+    """Return the edit that adds imports after the first imports of a file."""
+    lines = b""
+    if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):
+        lines = newline
+    for name in names:
+        lines += f"import {name}".encode() + newline
+    return file.imports_end, file.imports_end, lines
 
 
 def _installed_release_problem() -> str:

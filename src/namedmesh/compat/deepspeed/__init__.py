@@ -18,7 +18,7 @@ from namedmesh.axes import DENSE_AXES, EXPERT_AXES
 from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.topology import *
 from namedmesh.compat.deepspeed.topology import Getters, getter
-from namedmesh.compat.install import Original, as_imported
+from namedmesh.compat.patching import Patch, reload_fresh
 from namedmesh.compat.state import Bound, State, agreed_groups, check_axes
 from namedmesh.mesh import NamedMesh
 
@@ -27,19 +27,19 @@ __all__ += ["unbind", "uninstall"]
 __all__ += topology.__all__
 
 _PLACE = "deepspeed.runtime.pipe.topology"
-_ORIGINAL = Original(
+_PATCH = Patch(
     _PLACE,
     lambda _module: {name: getattr(topology, name) for name in topology.__all__},
     {_PLACE: f"{__name__}.topology"},
 )
-install, uninstall = _ORIGINAL.install, _ORIGINAL.uninstall
+install, uninstall = _PATCH.install, _PATCH.uninstall
 
 
 @cache
 def _state() -> State:
     module = import_module("deepspeed.utils.groups")
     more = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
-    return State("DeepSpeed", "deepspeed.initialize", module, as_imported(module), more)
+    return State("DeepSpeed", "deepspeed.initialize", module, reload_fresh(module), more)
 
 
 def bind(mesh: NamedMesh) -> Bound:
@@ -52,7 +52,7 @@ def bind(mesh: NamedMesh) -> Bound:
     mesh is selected, and the binding ends with the block.
     """
     state = _state()
-    return state.bind(mesh) if state.is_bound(mesh) else state.take(mesh, _values(mesh))
+    return state.bind(mesh) if state.has_values(mesh) else state.bind_with_values(mesh, _values(mesh))
 
 
 def unbind() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from namedmesh.agreement import agreed
 from namedmesh.compat import ContractError
-from namedmesh.compat.state import agreed_groups, group_over, require_default_group
+from namedmesh.compat.state import agreed_groups, check_default_group, group_over
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
@@ -226,7 +226,7 @@ class PipelineParallelGrid(Getters):
     """
 
     def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  the original's signature
-        require_default_group("deepspeed.init_distributed()")
+        check_default_group("deepspeed.init_distributed()")
         factors = _prime_factors(dist.get_world_size())
         topology = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
         names = topology.get_axis_names()

@@ -33,16 +33,16 @@ from namedmesh._torch import is_registered
 from namedmesh.agreement import agreed
 from namedmesh.axes import DENSE_AXES
 from namedmesh.compat import ContractError, ContractRuntimeError, ContractTypeError
-from namedmesh.compat.install import Original, as_imported, is_installed
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.stand_in import EXPERT, WORDS, AxesOf, MeshRanks
+from namedmesh.compat.patching import Patch, is_installed, reload_fresh
 from namedmesh.compat.state import (
     Bound,
     State,
     agreed_groups,
     check_axes,
-    require_default_group,
-    require_open,
+    check_default_group,
+    check_open,
 )
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
@@ -89,13 +89,13 @@ class Megatron:
 
     def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
         """Answer from a mesh that exists; communicates the first time. See :func:`namedmesh.compat.megatron.bind`."""
-        require_open(mesh, "megatron.bind")
+        check_open(mesh, "megatron.bind")
         determined = [name for name in options if name in _DETERMINED]
         if determined:
             raise ContractTypeError(
                 f"bind() takes no {', '.join(determined)}: the mesh determines it; leave it out"
             )
-        if self.state.is_bound(mesh, options):
+        if self.state.has_values(mesh, options):
             return self.state.bind(mesh)
         seam = _Seam(self.module)
         dense, expert = ranks = _ranks_of(mesh, seam.axes_of)
@@ -107,23 +107,23 @@ class Megatron:
                 sizes[name] = size
         with agreed_groups(mesh, "megatron.bind", _texts(options, dense.get_ranks("pp"))):
             seam.use(mesh)
-            values = self.state.filled(
+            values = self.state.run_initializer(
                 partial(self.initialize, **sizes, **options),
                 create_group=seam.create,
                 RankGenerator=lambda *_, **__: next(generators),
             )
-        return self.state.take(mesh, values, options)
+        return self.state.bind_with_values(mesh, values, options)
 
     def make(self, *args: Any, **kwargs: Any) -> None:
         """Make Megatron's groups, and a mesh and a view of its experts' on them; communicates.
 
         An axis that an open mesh has over the same ranks is on its groups: torch takes equal names over equal ranks for one.
         """
-        require_default_group()
+        check_default_group()
         bound = self.accepted.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        self.state.refuse_second()
+        self.state.check_uninitialized()
         if given.get("rank_offset", 0) or given.get("local_world_size") not in {None, dist.get_world_size()}:
             self.initialize(*args, **kwargs)  # over a part of the world, for which it makes groups of its own
             return
@@ -146,7 +146,7 @@ class Megatron:
 
         try:
             with agreed("megatron.initialize_model_parallel") as compare:
-                values = self.state.filled(
+                values = self.state.run_initializer(
                     partial(self.initialize, *args, **kwargs),
                     create_group=create_group,
                     RankGenerator=generate,
@@ -155,7 +155,7 @@ class Megatron:
             if seam.mesh is not None:
                 seam.mesh.close(destroy_groups=True)
             raise
-        self.state.take(seam.mesh, values, owned=True)
+        self.state.bind_with_values(seam.mesh, values, owned=True)
 
     def end(self) -> None:
         """Forget every answer and assignment; the groups that :meth:`make` made are destroyed."""
@@ -352,7 +352,7 @@ def _original(module: ModuleType) -> Megatron:
             "import the dialect as namedmesh.compat.megatron, without install()"
         )
     if module not in _originals:
-        _originals[module] = Megatron(module, as_imported(module))
+        _originals[module] = Megatron(module, reload_fresh(module))
     return _originals[module]
 
 
@@ -377,10 +377,10 @@ def _answer_from(megatron: Megatron) -> None:
 _PARTS = ("", ".cross_entropy", ".layers", ".mappings", ".utils")
 _STAND_INS = dict.fromkeys(("parallel_state", "mpu"), "parallel_state")
 _STAND_INS |= dict.fromkeys([f"tensor_parallel{part}" for part in _PARTS], "tensor_parallel")
-ORIGINAL = Original(
+PATCH = Patch(
     f"{_PLACE}.parallel_state",
     _replace,
     {f"{_PLACE}.{name}": f"{_OURS}.{ours}" for name, ours in _STAND_INS.items()},
     _restore,
 )
-install, uninstall = ORIGINAL.install, ORIGINAL.uninstall
+install, uninstall = PATCH.install, PATCH.uninstall

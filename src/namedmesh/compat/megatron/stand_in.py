@@ -15,7 +15,7 @@ import torch.distributed as dist
 from namedmesh._torch import from_all, set_group_timeout
 from namedmesh.axes import DENSE_COUNTERPARTS
 from namedmesh.compat import ContractError, ContractRuntimeError
-from namedmesh.compat.state import own_axes
+from namedmesh.compat.state import mesh_axes
 from namedmesh.dialects import DENSE, MEGATRON_GROUPS, GroupSpec, parse_order
 from namedmesh.layout import Layout
 
@@ -53,7 +53,7 @@ class MeshRanks:
 
     def own(self, *words: str) -> tuple[str, ...]:
         """Return the axes of the layout, of several ranks, for some of Megatron's words."""
-        own = own_axes(self.layout, [axis for word in words for axis in self.words.get(word, (word,))])
+        own = mesh_axes(self.layout, [axis for word in words for axis in self.words.get(word, (word,))])
         return tuple(axis for axis in own if self.layout[axis] > 1)
 
     def size(self, word: str) -> int:
