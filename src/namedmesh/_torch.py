@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import wraps
@@ -271,14 +271,65 @@ def replaced_parameters(
 # --- training ---
 
 
+def _fsdp_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters that FSDP2 handles together, of one module's state; none for other kinds of state."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.12
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
 def frees_after_forward(module: Any) -> bool | None:
     """Return whether FSDP2 was told to put the weights of a module away after its forward; None where it decides itself."""
     state = module._get_fsdp_state()
     if state._auto_reshard_after_forward:
         return None
-    one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # of torch 2.12
-    groups = one or state._fsdp_param_groups
-    return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
+    return any(group.post_forward_mesh_info is not None for group in _fsdp_groups(state))
+
+
+def held_unsharded() -> Iterator[torch.Tensor]:
+    """Yield the parameters that FSDP2 puts in the place of sharded ones between a forward and the end of its backward.
+
+    A module has them as its parameters then, without gradients. Nothing about such a tensor itself tells what it is.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for reference in list(_module_state_mapping.values()):
+        for group in _fsdp_groups(reference()):
+            for param in group.fsdp_params:
+                for name in ("_unsharded_param", "_sharded_post_forward_param"):
+                    held = getattr(param, name, None)
+                    if held is not None:
+                        yield held
+
+
+def norms_of(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
+    """Return the norm of each tensor, of one device and type; in float32 for half precision, where a norm soon is infinite.
+
+    ``torch.nn.utils.get_total_norm`` has no type for its result.
+    """
+    dtype = torch.float32 if tensors[0].dtype in {torch.float16, torch.bfloat16} else None
+    if foreach is False:
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
+    """Multiply tensors of one device and type by a factor, in place.
+
+    ``torch.nn.utils.clip_grads_with_norm_`` computes the factor in the type of the norm, and on CUDA takes a kernel for each
+    tensor if that is not the tensors' own.
+    """
+    if foreach is False:
+        for tensor in tensors:
+            tensor.mul_(factor)
+    else:
+        torch._foreach_mul_(tensors, factor)
+
+
+def is_capturing() -> bool:
+    """Return whether the current CUDA stream is being captured in a graph, in which no value can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def dcp_ranks(group: dist.ProcessGroup | None) -> Any:

@@ -1,29 +1,31 @@
-"""Clipping by one norm over all that a model's gradients are spread over: DTensors of any mesh, marked shards, pipeline stages."""
+"""Clipping by one norm over the whole model, on whatever mesh or pipeline stage each gradient is sharded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import functional_collective
+from namedmesh._torch import functional_collective, norms_of, scale_
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients
+from namedmesh.training import replicas
 
-_SHORT = {torch.float16, torch.bfloat16}
+# The type in which gradients are scaled, where it is not float32. torch's fused kernel on CUDA takes a factor of the gradients'
+# own type only. Half precision (float16) is the exception: the factor of a large norm would be rounded to zero.
+_FACTOR_TYPES = {
+    torch.bfloat16: torch.bfloat16,
+    torch.float64: torch.float64,
+    torch.complex128: torch.float64,
+}
 
-
-class _Clipped(NamedTuple):
-    """What torch scales: something with a gradient. The compiler follows no SimpleNamespace."""
-
-    grad: Tensor
+Groups = tuple[ProcessGroup, ...]
 
 
 @torch.no_grad()
@@ -35,95 +37,173 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    check: bool = True,
 ) -> Tensor:
-    """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does; every rank calls this.
+    """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does.
 
     Every number of the model's gradient counts once: DTensors by their placements, on any slice or view of the mesh; plain tensors
     as replicas, but for those marked as shards by Megatron and DeepSpeed: ``tensor_model_parallel`` and ``model_parallel`` (over tp),
     ``allreduce = False`` (experts, over ep and etp); every stage of ``pp``, but for copies of what another stage has, marked ``shared``
-    (by :func:`tie_stages`) or ``ds_pipe_replicated``. There is one small reduction for each axis that gradients are spread over.
+    (by :func:`tie_stages`) or ``ds_pipe_replicated``. There is one small reduction for each axis that parameters are sharded over.
+
+    On the first call with a mesh, and on calls 2, 4, 8 and so on up to 1024, the ranks also compare the weights and the gradients
+    of parameters that must be equal on several ranks. Differences mean that the ranks train apart.
+
+    Collective: every rank of the mesh must call it, with the same parameters in the same order. A rank may lack some gradients.
+
+    Args:
+        parameters: a tensor, or several, such as ``model.parameters()``.
+        max_norm: the largest norm that is not scaled down.
+        mesh: the mesh.
+        norm_type: the order of the norm, greater than 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: whether a norm that is infinite or NaN is an error.
+        foreach: as for ``torch.nn.utils.clip_grad_norm_``.
+        check: whether the ranks compare weights and gradients on the calls above. Pass False if replicas are meant to differ, for
+            example if gradients are averaged after clipping.
 
     Returns:
-        The norm that the gradients had, the same on every rank: of no dims, in float32, or float64 where a gradient is.
+        The norm that the gradients had, the same on every rank: of no dims, in float32, or float64 if a parameter is.
 
     Raises:
-        TrainingError: on every rank, with ``error_if_nonfinite``, and nothing is scaled; or ``norm_type`` is not greater than 0.
+        TrainingError: on every rank, and nothing is scaled: the norm is not finite and ``error_if_nonfinite`` is set, ``norm_type``
+            is not greater than 0, or FSDP2 holds parameters unsharded, so that their gradients are out of sight.
+        GradientError: on every rank, and nothing is scaled: weights or gradients differ between ranks that must have the same.
     """
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    reduce_gradients(parameters)
-    spread: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}  # by the groups whose ranks have other parts
-    clipped: list[Any] = []
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None:
-            clipped.append(_Clipped(grad.to_local() if isinstance(grad, DTensor) else grad))
-            counted = _summed(grad)  # on every rank, as it communicates
-            if not (getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)):
-                spread.setdefault(_groups(parameter, grad, mesh), []).append(counted)
-    powers = {groups: _power(shards, norm_type, foreach) for groups, shards in spread.items()}
-    for group in dict.fromkeys(group for groups in powers for group in groups):
-        over = [groups for groups in powers if group in groups]
-        together = _joined(torch.stack([powers[groups] for groups in over]), norm_type, group)
-        powers.update(zip(over, together, strict=True))
-    nothing = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    total = _joined(torch.stack([*powers.values(), nothing]), norm_type)
-    if "pp" in mesh.layout:
-        total = _joined(total[None], norm_type, mesh.group("pp"))[0]
-    if not math.isinf(norm_type):
-        total = total ** (1 / norm_type)
-    if error_if_nonfinite and not total.isfinite():
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    reduce_gradients(params)
+    grads = [param.grad for param in params]
+    replicas.check_sharded({at: params[at] for at, grad in enumerate(grads) if grad is None})
+    if check:
+        replicas.compare(params, mesh)
+    total = _total_power(_counted_shards(params, grads, mesh), norm_type, mesh, foreach)
+    norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
+    if error_if_nonfinite and not norm.isfinite():
         remedy = "skip this step, or pass error_if_nonfinite=False"
-        raise TrainingError(f"the norm of order {norm_type} of all gradients is {total.item()}; {remedy}")
-    clip_grads_with_norm_(clipped, max_norm, total, foreach)
-    return total if any(each.grad.dtype == torch.float64 for each in clipped) else total.float()
+        raise TrainingError(f"the norm of order {norm_type} of all gradients is {norm.item()}; {remedy}")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    local_grads = [_local(grad) for grad in grads if grad is not None]
+    for (device, dtype), some in _by_device_and_type(local_grads).items():
+        scale_(some, factor.to(device, _FACTOR_TYPES.get(dtype, torch.float32)), foreach)
+    return norm if any(param.dtype == torch.float64 for param in params) else norm.float()
 
 
-def _summed(grad: Tensor) -> Tensor:
-    """Return what this rank has of a gradient; one that is a part of a sum is summed."""
-    if not isinstance(grad, DTensor):
-        return grad
-    if any(isinstance(each, Partial) for each in grad.placements):
-        whole = [Replicate() if isinstance(each, Partial) else each for each in grad.placements]
-        grad = grad.redistribute(placements=whole)
-    return grad.to_local()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _groups(parameter: Tensor, grad: Tensor, mesh: NamedMesh) -> tuple[ProcessGroup, ...]:
-    """Return the groups over which a gradient is cut: by its placements, and by the marks of Megatron and DeepSpeed."""
+def _counted_shards(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], mesh: NamedMesh
+) -> dict[Groups, list[Tensor]]:
+    """Return the local gradients that count, by the groups whose ranks have the other shards.
+
+    The groups follow from the parameters: a rank without gradients, such as one whose experts got no tokens, takes part in the
+    same reductions as the others.
+    """
+    shards: dict[Groups, list[Tensor]] = {}
+    known: dict[object, tuple[Groups, tuple[Placement, ...]]] = {}
+    for param, grad in zip(params, grads, strict=True):
+        if getattr(param, "shared", False) or getattr(param, "ds_pipe_replicated", False):
+            continue
+        key = replicas.layout_key(param)
+        if key not in known:
+            known[key] = _sharding_groups(param, mesh), _whole_sums(param)
+        groups, placements = known[key]
+        counted = shards.setdefault(groups, [])
+        if isinstance(grad, DTensor) and grad.placements != placements:
+            # torch's operators may leave a gradient in another layout than the parameter's.
+            grad = grad.redistribute(placements=placements)  # noqa: PLW2901
+        if grad is not None:
+            counted.append(_local(grad))
+    return shards
+
+
+def _whole_sums(param: Tensor) -> tuple[Placement, ...]:
+    """Return the placements of a DTensor, without ``Partial``."""
+    if not isinstance(param, DTensor):
+        return ()
+    return tuple(Replicate() if isinstance(each, Partial) else each for each in param.placements)
+
+
+def _sharding_groups(param: Tensor, mesh: NamedMesh) -> Groups:
+    """Return the groups that a parameter is sharded over, by its placements and by Megatron's and DeepSpeed's attributes."""
     groups: list[ProcessGroup] = []
-    if isinstance(grad, DTensor):
-        cut = [dim for dim, each in enumerate(grad.placements) if not isinstance(each, Replicate | Partial)]
-        groups = [grad.device_mesh.get_group(dim) for dim in cut]
-    expert = not getattr(parameter, "allreduce", True)
-    marks = ["ep"] if expert else []
-    if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
-        marks.append("etp" if expert else "tp")
-    for axis in marks:  # of which its own mesh may tell already
-        known = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else []
-        if axis in mesh.coords and len(set(known) & set(mesh.ranks(axis))) <= 1:
+    own_ranks: set[int] = set()
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            if not isinstance(placement, Replicate | Partial):
+                groups.append(param.device_mesh.get_group(dim))
+    for axis in replicas.marked_axes(param):
+        if axis not in mesh:
+            continue
+        if isinstance(param, DTensor) and not own_ranks:
+            own_ranks = set(param.device_mesh.mesh.flatten().tolist())
+        # The mesh of a DTensor may have this axis already, with a placement of its own.
+        if len(own_ranks.intersection(mesh.ranks(axis))) <= 1:
             groups.append(mesh.group(axis))
     return tuple(groups)
 
 
-def _power(shards: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """Return what is added up over ranks: the power of a norm; or the largest number. A norm in a short type soon is infinite."""
-    norms = [
-        torch.linalg.vector_norm(each, norm_type, dtype=torch.float32)
-        for each in shards
-        if each.dtype in _SHORT
-    ]
-    others = [each for each in shards if each.dtype not in _SHORT]
-    norms += [get_total_norm(others, norm_type, foreach=foreach)] if others else []
-    together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
-    norm: Tensor = torch.linalg.vector_norm(together, norm_type)
-    return norm if math.isinf(norm_type) else norm.pow(norm_type)
+def _total_power(
+    shards: dict[Groups, list[Tensor]], norm_type: float, mesh: NamedMesh, foreach: bool | None
+) -> Tensor:
+    """Return the sum of powers, or the largest absolute value, over all gradients of the model.
+
+    Collective: one all-gather for each group, and one over ``pp``.
+    """
+    powers: dict[Groups, Tensor] = {}
+    for groups, some in shards.items():
+        powers[groups] = _local_power(some, norm_type, mesh.device, foreach)
+    every_group = dict.fromkeys(group for groups in shards for group in groups)
+    for group in every_group:
+        spread = [groups for groups in shards if group in groups]
+        together = _join_ranks(torch.stack([powers[groups] for groups in spread]), norm_type, group)
+        powers.update(zip(spread, together, strict=True))
+    total = _join([*powers.values()], norm_type, mesh.device)
+    if "pp" in mesh.layout:
+        total = _join_ranks(total[None], norm_type, mesh.group("pp"))[0]
+    return total
 
 
-def _joined(powers: Tensor, norm_type: float, group: ProcessGroup | None = None) -> Tensor:
-    """Join powers, over the ranks of a group. They are gathered: not every backend's maximum keeps what is not a number."""
-    if group is not None:
-        powers = functional_collective("all_gather_into_tensor", powers, group.size(), group.group_name)
-        powers = powers.view(group.size(), -1)
-    return powers.amax(0) if math.isinf(norm_type) else powers.sum(0)
+def _local_power(
+    shards: list[Tensor], norm_type: float, device: torch.device, foreach: bool | None
+) -> Tensor:
+    """Return the sum of powers, or the largest absolute value, over some tensors of this rank, in float64."""
+    powers: list[Tensor] = []
+    # An empty shard has no largest value.
+    for some in _by_device_and_type([shard for shard in shards if shard.numel()]).values():
+        norms = torch.stack(norms_of(some, norm_type, foreach))
+        norm = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64).to(device)
+        powers.append(norm if math.isinf(norm_type) else norm.pow(norm_type))
+    return _join(powers, norm_type, device)
+
+
+def _by_device_and_type(
+    tensors: list[Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Return lists of tensors that one kernel takes together."""
+    together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        together.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return together
+
+
+def _join(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the sum of powers, or the largest absolute value; zero if there is none."""
+    if not powers:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if len(powers) == 1:
+        return powers[0]
+    together = torch.stack(powers)
+    return together.amax() if math.isinf(norm_type) else together.sum()
+
+
+def _join_ranks(powers: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
+    """Join each power with those of the other ranks of a group."""
+    if group.size() == 1:
+        return powers
+    # They are gathered, because the maximum of some backends loses NaN.
+    gathered = functional_collective("all_gather_into_tensor", powers, group.size(), group.group_name)
+    by_rank = gathered.view(group.size(), -1)
+    return by_rank.amax(0) if math.isinf(norm_type) else by_rank.sum(0)

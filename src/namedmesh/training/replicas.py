@@ -1,0 +1,228 @@
+"""Weights and gradients that must be equal on several ranks, and the few calls in which the ranks compare them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from namedmesh._torch import from_all, held_unsharded, is_capturing
+from namedmesh.errors import GradientError, TrainingError, listing
+from namedmesh.layout import Layout
+from namedmesh.mesh import NamedMesh
+from namedmesh.tensor_parallel.gradients import LAST_STEP, NOTHING, TOLERANCE, fingerprint
+
+# The axes along which a parameter is replicated unless it is a DTensor or has attributes that say otherwise. The meaning of other
+# names, which an adopted mesh may have, is not known.
+_REPLICATING = ("dp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "etp")
+
+_CAUSES = (
+    "The two commonest causes: the gradients are not averaged over this axis, because fully_shard was called on a mesh without "
+    "it, or not at all (fully_shard(model, mesh=training.fsdp_mesh(mesh)) covers dp and cp); or the weights were never made "
+    "equal (use one seed on every rank, or training.init_parameters). A plain tensor that is a shard needs the attribute "
+    "tensor_model_parallel. If the ranks are meant to differ, pass check=False"
+)
+
+# The number of calls with each mesh. Every rank of a mesh makes the same calls, whatever parameters it has.
+_calls: weakref.WeakKeyDictionary[NamedMesh, int] = weakref.WeakKeyDictionary()
+
+Differences = dict[tuple[str, str, int], dict[int, tuple[tuple[int, ...], float]]]
+"""By kind (weights or gradients), axis and pipeline stage: the position of each parameter, its shape, and the difference."""
+
+
+def marked_axes(param: Tensor) -> list[str]:
+    """Return the axes over which Megatron's and DeepSpeed's attributes shard a parameter."""
+    expert = not getattr(param, "allreduce", True)
+    axes = ["ep"] if expert else []
+    if getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False):
+        axes.append("etp" if expert else "tp")
+    return axes
+
+
+def layout_key(param: Tensor) -> object:
+    """Return a key that is equal for parameters that are sharded over the same ranks."""
+    marks = tuple(marked_axes(param))
+    return (param.device_mesh, param.placements, marks) if isinstance(param, DTensor) else marks
+
+
+def check_sharded(without_grad: dict[int, Tensor]) -> None:
+    """Raise if FSDP2 holds parameters unsharded: the gradients belong to the sharded ones, which the model does not show then.
+
+    Args:
+        without_grad: the parameters that have no gradient, by position.
+    """
+    if torch.compiler.is_compiling() or not any(param.requires_grad for param in without_grad.values()):
+        return
+    held = {id(param) for param in held_unsharded()}
+    hidden = {at: tuple(param.shape) for at, param in without_grad.items() if id(param) in held}
+    if hidden:
+        raise TrainingError(
+            f"Parameters {_describe(hidden)} are unsharded by FSDP2, as after a forward without a backward. Their gradients belong "
+            "to the sharded parameters, and an optimizer made from these trains nothing. Clip before the next forward, or first call "
+            "reshard() on every FSDPModule of the model"
+        )
+
+
+def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
+    """Compare weights and gradients over each axis along which they must be equal, on calls 1, 2, 4 and so on.
+
+    Collective: every rank of the mesh must call it.
+
+    Raises:
+        GradientError: on every rank of the mesh, with all differences.
+    """
+    # Compiled code and a CUDA graph cannot read values.
+    if torch.compiler.is_compiling() or is_capturing():
+        return
+    call = _calls[mesh] = _calls.get(mesh, 0) + 1
+    if call > LAST_STEP or call & (call - 1) or mesh.size() == 1 or dist.get_backend() == "fake":
+        return
+    found = _find_differences(params, mesh)
+    for axis in mesh.layout:
+        if mesh.size(axis) > 1:
+            for of_rank in from_all(mesh.group(axis), found):
+                _merge(found, of_rank)
+    if found:
+        raise GradientError(*_messages(found, mesh))
+
+
+def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> Differences:
+    """Return the differences between this rank and those along each axis."""
+    known: dict[object, dict[str, dist.ProcessGroup]] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
+    compared: dict[str, list[int]] = {}
+    for position, param in enumerate(params):
+        layout = layout_key(param)
+        if layout not in known:
+            known[layout] = _replica_groups(param, mesh)
+        groups |= known[layout]
+        for axis in known[layout]:
+            compared.setdefault(axis, []).append(position)
+    prints = {}
+    for position in {position for positions in compared.values() for position in positions}:
+        param = params[position]
+        grad = [0.0, 0.0] if param.grad is None else fingerprint(param.grad)
+        prints[position] = {"weights": fingerprint(param), "gradients": grad}
+
+    found: Differences = {}
+    stage = mesh.rank("pp") if "pp" in mesh.layout else 0
+    for axis in sorted(compared):
+        by_rank = from_all(groups[axis], [prints[position] for position in compared[axis]])
+        if any(len(of_rank) != len(by_rank[0]) for of_rank in by_rank):
+            continue  # a rank has parameters that others lack, such as the bias of a sharded layer
+        for kind in ("weights", "gradients"):
+            differences = _differences([[each[kind] for each in of_rank] for of_rank in by_rank])
+            if differences:
+                found[kind, axis, stage] = {
+                    compared[axis][at]: (tuple(params[compared[axis][at]].shape), far)
+                    for at, far in differences.items()
+                }
+                break  # different weights have different gradients
+    return found
+
+
+def _replica_groups(param: Tensor, mesh: NamedMesh) -> dict[str, dist.ProcessGroup]:
+    """Return the groups whose ranks must have the same of a parameter, by axis."""
+    # The ranks of the same pipeline stage, whatever the axes of a view span.
+    stage = set(mesh.layout.where(pp=mesh.rank("pp")) if "pp" in mesh.layout else mesh.ranks())
+    marked = marked_axes(param)
+    candidates = [axis for axis in _layout_of(param, mesh) if axis in _REPLICATING and axis not in marked]
+    found: dict[str, dist.ProcessGroup] = {}
+    known: list[set[int]] = []
+    everyone, shards, copies = _ranks_of(param)
+    for axis in candidates:
+        ranks = set(mesh.ranks(axis))
+        # If the parameter's own mesh has the axis, all ranks along it must have a copy of the same shard there.
+        is_known = len(ranks & shards) <= 1 and (len(ranks & everyone) <= 1 or ranks <= copies)
+        if len(ranks) > 1 and ranks <= stage and is_known:
+            found[axis] = mesh.group(axis)
+            known.append(ranks)
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            group = param.device_mesh.get_group(dim)
+            ranks = set(dist.get_process_group_ranks(group))
+            if isinstance(placement, Replicate) and len(ranks) > 1 and ranks <= stage and ranks not in known:
+                found[(param.device_mesh.mesh_dim_names or ())[dim]] = group
+    return found
+
+
+def _layout_of(param: Tensor, mesh: NamedMesh) -> Layout | tuple[str, ...]:
+    """Return the layout to which a parameter belongs: the mesh's own, or the view of experts and of a DTensor's axes."""
+    names: set[str] = set()
+    if isinstance(param, DTensor):
+        names = set(param.device_mesh.mesh_dim_names or ())
+    elif "ep" in marked_axes(param):
+        names = {"ep"}
+    for layout in (mesh.layout, *mesh.views.values()):
+        if names <= set(layout):
+            return layout
+    return () if "ep" in marked_axes(param) else mesh.layout
+
+
+def _ranks_of(param: Tensor) -> tuple[set[int], set[int], set[int]]:
+    """Return the ranks of a DTensor's mesh, those of them with the other shards, and those with copies of the same shard."""
+    if not isinstance(param, DTensor):
+        return set(), set(), set()
+    ranks = param.device_mesh.mesh
+    of_shards: list[Any] = [*(param.device_mesh.get_coordinate() or ())]
+    of_copies = list(of_shards)
+    for dim, placement in enumerate(param.placements):
+        chosen = of_copies if isinstance(placement, Replicate) else of_shards
+        chosen[dim] = slice(None)
+    chosen_ranks = (ranks, ranks[tuple(of_shards)], ranks[tuple(of_copies)])
+    everyone, shards, copies = (set(each.flatten().tolist()) for each in chosen_ranks)
+    return everyone, shards, copies
+
+
+def _differences(by_rank: Sequence[Sequence[Sequence[float]]]) -> dict[int, float]:
+    """Return how far fingerprints are apart in relation to the norm, by position, if they are not equal except for rounding."""
+    first = by_rank[0]
+    largest = max((norm for norm, *_ in first if math.isfinite(norm)), default=0.0)
+    found = {}
+    for position in range(len(first)):
+        of_ranks = [prints[position] for prints in by_rank]
+        finite = [all(map(math.isfinite, numbers)) for numbers in of_ranks]
+        if not all(finite):
+            # If it is NaN or infinite on every rank, the norm says so.
+            if any(finite):
+                found[position] = math.inf
+            continue
+        columns = list(zip(*of_ranks, strict=True))
+        far = max(max(column) - min(column) for column in columns)
+        norm = max(columns[0])
+        if far > TOLERANCE * norm and far > NOTHING * largest:
+            found[position] = far / norm
+    return found
+
+
+def _merge(found: Differences, other: Differences) -> None:
+    """Add the differences that another rank found: the larger one if both did."""
+    for key, differences in other.items():
+        mine = found.setdefault(key, {})
+        for position, (shape, far) in differences.items():
+            mine[position] = shape, max(far, mine.get(position, (shape, far))[1])
+
+
+def _messages(found: Differences, mesh: NamedMesh) -> list[str]:
+    """Return a message for each axis, the same on every rank."""
+    messages = []
+    for (kind, axis, stage), differences in sorted(found.items()):
+        shapes = {position: shape for position, (shape, _) in sorted(differences.items())}
+        far = max(far for _, far in differences.values())
+        where = f" of stage {stage} of pp" if "pp" in mesh.layout and mesh.size("pp") > 1 else ""
+        messages.append(
+            f"The {kind} of parameters {_describe(shapes)}{where} differ between the ranks of {axis}, by up to {far:.2g} of the "
+            f"norm. They must be equal there. {_CAUSES}"
+        )
+    return messages
+
+
+def _describe(shapes: dict[int, tuple[int, ...]]) -> str:
+    """Return parameters by their position among those that were given, and their shape."""
+    return listing(f"{position} {shape}" for position, shape in shapes.items())
