@@ -18,8 +18,9 @@ from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import namedmesh
 from namedmesh import training
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 # The whole shape, the dim that each axis shards, the axes of the DTensor (none for a plain tensor), and marks.
 Case = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], dict[str, Any]]
+ORDERS = (1.0, 2.0, math.inf)
 MARKED = {"tensor_model_parallel": True}
 EXPERT = {"allreduce": False}
 OF_DENSE: list[Case] = [
@@ -167,6 +169,64 @@ def test_every_number_of_the_models_gradient_counts_once() -> None:
     assert all(told == first for told in others)
     # One for each axis of several ranks that parameters are sharded over, and one for the gradient that is Partial.
     assert [collectives for collectives, *_ in first] == [4, 5, 4, 3]
+
+
+def check_missing() -> list[list[float]]:
+    """Norms where one rank has no gradient at all, or an empty shard: of a shard, of a marked one, and of copies."""
+    mesh = namedmesh.init_mesh(dp=1, ep=2)
+    axis, found = mesh["ep"], []
+    for order in ORDERS:
+        experts = parameter(torch.ones(2, 3), axis, [Shard(0)], {})
+        expert = parameter(torch.full((2,), 2.0), None, [], EXPERT)
+        # One row over two ranks.
+        empty = nn.Parameter(distribute_tensor(torch.ones(1, 2), axis, [Shard(0)]))
+        empty.grad = distribute_tensor(torch.full((1, 2), 3.0), axis, [Shard(0)])
+        if mesh.is_last("ep"):
+            experts.grad = expert.grad = None
+        weights = [experts, expert] if order == ORDERS[0] else [experts, expert, empty]
+        norm = training.clip_grad_norm_(weights, 0.5, mesh, order)
+        grads = [each.grad for each in weights if each.grad is not None]
+        found.append([norm.item(), *(tiny.shard(grad).sum().item() for grad in grads)])
+    mesh.close()
+    return found
+
+
+def test_a_rank_without_gradients_or_with_an_empty_shard_takes_part() -> None:
+    first, last = run_ranks(2, check_missing)
+    for order, of_first, of_last in zip(ORDERS, first, last, strict=True):
+        grads = [torch.ones(6), torch.full((2,), 2.0), torch.full((2,), 3.0)]
+        if order == ORDERS[0]:
+            del grads[-1]
+        norm = torch.nn.utils.get_total_norm(grads, order).item()
+        sums = [grad.sum().item() * 0.5 / norm for grad in grads]
+        assert of_first == pytest.approx([norm, *sums], rel=1e-5)
+        assert of_last == pytest.approx([norm, *[0.0] * (len(grads) - 2)], rel=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Count the operations, each of which is a kernel or more on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_clipping_takes_as_many_operations_for_many_gradients_as_for_few() -> None:
+    with fake_world(1):
+        mesh = namedmesh.init_mesh(dp=1, device="cpu")
+        for dtype in (torch.float32, torch.bfloat16):
+            counts = []
+            for number in (2, 50):
+                weights = [nn.Parameter(torch.zeros(4, dtype=dtype)) for _ in range(number)]
+                for weight in weights:
+                    weight.grad = numbers(4, seed=number).to(dtype)
+                with Operations() as seen:
+                    training.clip_grad_norm_(weights, 1.0, mesh)
+                counts.append(seen.count)
+            assert counts[0] == counts[1] <= 12
+        mesh.close()
 
 
 def test_norms_of_short_types_are_computed_in_float32() -> None:

@@ -254,6 +254,20 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     engine.queue_callback(call)
 
 
+def sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Return the mesh and the placements of the DTensor for which a parameter stands in under DDP, if it does.
+
+    DDP over tensor parallelism replaces the parameters of a module by their local shards.
+    """
+    spec = getattr(parameter, "_st_info", None)
+    return None if spec is None else (spec.mesh, spec.placements)
+
+
+def is_capturing() -> bool:
+    """Return whether the current CUDA stream is being captured into a graph; False without CUDA, where torch's raises."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def has_hooks(owner: torch.Tensor | torch.nn.Module) -> bool:
     """Return whether somebody gets the gradient of a parameter, or the output of a module, and may change it."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks", "_forward_hooks")
@@ -325,11 +339,6 @@ def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
             tensor.mul_(factor)
     else:
         torch._foreach_mul_(tensors, factor)
-
-
-def is_capturing() -> bool:
-    """Return whether the current CUDA stream is being captured in a graph, in which no value can be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def dcp_ranks(group: dist.ProcessGroup | None) -> Any:

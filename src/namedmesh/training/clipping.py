@@ -120,28 +120,25 @@ def _counted_shards(
 
 
 def _whole_sums(param: Tensor) -> tuple[Placement, ...]:
-    """Return the placements of a DTensor, without ``Partial``."""
-    if not isinstance(param, DTensor):
-        return ()
-    return tuple(Replicate() if isinstance(each, Partial) else each for each in param.placements)
+    """Return the placements of a parameter, without ``Partial``."""
+    _, placements = replicas.sharding_of(param) or (None, ())
+    return tuple(Replicate() if isinstance(each, Partial) else each for each in placements)
 
 
 def _sharding_groups(param: Tensor, mesh: NamedMesh) -> Groups:
     """Return the groups that a parameter is sharded over, by its placements and by Megatron's and DeepSpeed's attributes."""
+    own_mesh, placements = replicas.sharding_of(param) or (None, ())
     groups: list[ProcessGroup] = []
     own_ranks: set[int] = set()
-    if isinstance(param, DTensor):
-        for dim, placement in enumerate(param.placements):
+    if own_mesh is not None:
+        for dim, placement in enumerate(placements):
             if not isinstance(placement, Replicate | Partial):
-                groups.append(param.device_mesh.get_group(dim))
-    for axis in replicas.marked_axes(param):
-        if axis not in mesh:
-            continue
-        if isinstance(param, DTensor) and not own_ranks:
-            own_ranks = set(param.device_mesh.mesh.flatten().tolist())
-        # The mesh of a DTensor may have this axis already, with a placement of its own.
-        if len(own_ranks.intersection(mesh.ranks(axis))) <= 1:
-            groups.append(mesh.group(axis))
+                groups.append(own_mesh.get_group(dim))
+    marked = [axis for axis in replicas.marked_axes(param) if axis in mesh]
+    if own_mesh is not None and marked:
+        own_ranks.update(own_mesh.mesh.flatten().tolist())
+    # The mesh of a DTensor may have such an axis already, with a placement of its own.
+    groups += [mesh.group(axis) for axis in marked if len(own_ranks.intersection(mesh.ranks(axis))) <= 1]
     return tuple(groups)
 
 

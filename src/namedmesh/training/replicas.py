@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import from_all, held_unsharded, is_capturing
+from namedmesh._torch import from_all, held_unsharded, is_capturing, sharding_under_ddp
 from namedmesh.errors import GradientError, TrainingError, listing
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
@@ -45,10 +47,16 @@ def marked_axes(param: Tensor) -> list[str]:
     return axes
 
 
+def sharding_of(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Return the mesh and the placements of a DTensor, or of a local shard that DDP has in its place; None for other tensors."""
+    if isinstance(param, DTensor):
+        return param.device_mesh, param.placements
+    return sharding_under_ddp(param)
+
+
 def layout_key(param: Tensor) -> object:
     """Return a key that is equal for parameters that are sharded over the same ranks."""
-    marks = tuple(marked_axes(param))
-    return (param.device_mesh, param.placements, marks) if isinstance(param, DTensor) else marks
+    return sharding_of(param), *marked_axes(param)
 
 
 def check_sharded(without_grad: dict[int, Tensor]) -> None:
@@ -143,20 +151,21 @@ def _replica_groups(param: Tensor, mesh: NamedMesh) -> dict[str, dist.ProcessGro
         if len(ranks) > 1 and ranks <= stage and is_known:
             found[axis] = mesh.group(axis)
             known.append(ranks)
-    if isinstance(param, DTensor):
-        for dim, placement in enumerate(param.placements):
-            group = param.device_mesh.get_group(dim)
-            ranks = set(dist.get_process_group_ranks(group))
-            if isinstance(placement, Replicate) and len(ranks) > 1 and ranks <= stage and ranks not in known:
-                found[(param.device_mesh.mesh_dim_names or ())[dim]] = group
+    mesh_of_param, placements = sharding_of(param) or (mesh.device_mesh, ())
+    for dim, placement in enumerate(placements):
+        group = mesh_of_param.get_group(dim)
+        ranks = set(dist.get_process_group_ranks(group))
+        if isinstance(placement, Replicate) and len(ranks) > 1 and ranks <= stage and ranks not in known:
+            found[(mesh_of_param.mesh_dim_names or ())[dim]] = group
     return found
 
 
 def _layout_of(param: Tensor, mesh: NamedMesh) -> Layout | tuple[str, ...]:
     """Return the layout to which a parameter belongs: the mesh's own, or the view of experts and of a DTensor's axes."""
     names: set[str] = set()
-    if isinstance(param, DTensor):
-        names = set(param.device_mesh.mesh_dim_names or ())
+    sharding = sharding_of(param)
+    if sharding is not None:
+        names = set(sharding[0].mesh_dim_names or ())
     elif "ep" in marked_axes(param):
         names = {"ep"}
     for layout in (mesh.layout, *mesh.views.values()):
@@ -167,12 +176,14 @@ def _layout_of(param: Tensor, mesh: NamedMesh) -> Layout | tuple[str, ...]:
 
 def _ranks_of(param: Tensor) -> tuple[set[int], set[int], set[int]]:
     """Return the ranks of a DTensor's mesh, those of them with the other shards, and those with copies of the same shard."""
-    if not isinstance(param, DTensor):
+    sharding = sharding_of(param)
+    if sharding is None:
         return set(), set(), set()
-    ranks = param.device_mesh.mesh
-    of_shards: list[Any] = [*(param.device_mesh.get_coordinate() or ())]
+    mesh, placements = sharding
+    ranks = mesh.mesh
+    of_shards: list[Any] = [*(mesh.get_coordinate() or ())]
     of_copies = list(of_shards)
-    for dim, placement in enumerate(param.placements):
+    for dim, placement in enumerate(placements):
         chosen = of_copies if isinstance(placement, Replicate) else of_shards
         chosen[dim] = slice(None)
     chosen_ranks = (ranks, ranks[tuple(of_shards)], ranks[tuple(of_copies)])

@@ -1,0 +1,258 @@
+"""Weights and gradients that must be equal on several ranks are compared when gradients are clipped."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import tiny
+import torch
+from messages import error_of, problems_of, says
+from ranks import run_ranks
+from tensors import apart, numbers
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import namedmesh
+from namedmesh import training
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from namedmesh import NamedMesh
+
+CAUSES = (
+    "They must be equal there. The two commonest causes: the gradients are not averaged over this axis, because fully_shard was "
+    "called on a mesh without it, or not at all (fully_shard(model, mesh=training.fsdp_mesh(mesh)) covers dp and cp); or the "
+    "weights were never made equal (use one seed on every rank, or training.init_parameters). A plain tensor that is a shard "
+    "needs the attribute tensor_model_parallel. If the ranks are meant to differ, pass check=False"
+)
+
+
+def trained(mesh: NamedMesh, over: Any, *, seed: int = 0) -> nn.Module:
+    """A model whose ranks see different rows, after a backward, with FSDP2 over some mesh or over none."""
+    model = tiny.model(seed)
+    if over is not None:
+        fully_shard(model, mesh=over)
+    model(tiny.batch(4, seed=mesh.global_rank)).pow(2).mean().backward()
+    return model
+
+
+def clip(model: nn.Module, mesh: NamedMesh, **how: Any) -> Tensor:
+    return training.clip_grad_norm_(model.parameters(), 1.0, mesh, **how)
+
+
+def wrong_data_axes() -> list[list[str]]:
+    """What the ranks of dp=2, cp=2 are told, on the first call with a mesh each."""
+    found = []
+    jobs: list[tuple[Callable[[NamedMesh], nn.Module], dict[str, Any]]] = [
+        (lambda mesh: trained(mesh, training.fsdp_mesh(mesh)), {}),
+        (lambda mesh: trained(mesh, mesh["dp"]), {}),
+        (lambda mesh: trained(mesh, None), {}),
+        (lambda mesh: trained(mesh, None), {"check": False}),
+        (lambda mesh: trained(mesh, mesh["dp"], seed=mesh.rank("cp")), {}),
+    ]
+    for make, how in jobs:
+        mesh = namedmesh.init_mesh(dp=2, cp=2)
+        model = make(mesh)
+        before = [tiny.shard(param.grad).clone() for param in model.parameters() if param.grad is not None]
+        problems = problems_of(partial(clip, model, mesh, **how))
+        found.append(problems)
+        if problems:  # and nothing was scaled
+            for grad, param in zip(before, model.parameters(), strict=True):
+                assert param.grad is not None
+                assert torch.equal(tiny.shard(param.grad), grad)
+        torch.distributed.barrier()
+        mesh.close()
+    return found
+
+
+def test_gradients_that_nobody_averages_and_weights_of_two_seeds_are_named() -> None:
+    first, *others = run_ranks(4, wrong_data_axes)
+    assert all(told == first for told in others)
+    right, without_cp, without_fsdp, unchecked, seeds = first
+    assert right == unchecked == []
+    assert len(without_cp) == len(seeds) == 1
+    start = "The gradients of parameters 0 (32, 16), 1 (32,), 2 (16, 32), 3 (16,), 4 (32, 16), 5 (32,), 6 (16, 32), 7 (16,)"
+    with pytest.raises(
+        namedmesh.GradientError,
+        match=says(f"{start} differ between the ranks of cp, by up to ... of the norm. {CAUSES}"),
+    ):
+        raise namedmesh.GradientError(*without_cp)
+    axes = [text.partition("the ranks of ")[2].partition(",")[0] for text in without_fsdp]
+    assert axes == ["cp", "dp"]
+    assert seeds[0].startswith("The weights of parameters 0 (32, 16), ")
+
+
+def plain(value: Tensor, grad: Tensor, **marks: Any) -> nn.Parameter:
+    param = nn.Parameter(value.clone())
+    param.grad = grad.clone()
+    for name, mark in marks.items():
+        setattr(param, name, mark)
+    return param
+
+
+def layouts() -> list[list[str]]:
+    """What may differ on a mesh with experts and two stages, and what must not."""
+    mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
+    view = mesh.add_view("expert", pp=2, edp=2, ep=2)
+    stage, dp, tp = (mesh.rank(axis) for axis in ("pp", "dp", "tp"))
+    edp, ep = mesh.rank("edp"), mesh.rank("ep")
+
+    def told(*params: nn.Parameter) -> list[str]:
+        # For its first call each, a mesh of the same groups.
+        adopted = namedmesh.NamedMesh.from_device_mesh(mesh.device_mesh)
+        adopted.adopt_view("expert", view)
+        problems = problems_of(lambda: training.clip_grad_norm_(params, 1.0, adopted))
+        adopted.close()
+        return problems
+
+    def of(*coords: int) -> Tensor:
+        """Numbers that depend on the stage and on some coordinates."""
+        seed = stage
+        for coord in coords:
+            seed = 2 * seed + coord
+        return numbers(4, seed=seed)
+
+    def sharded(value: Tensor, grad: Tensor, axes: tuple[str, ...], *placements: Any) -> nn.Parameter:
+        param = nn.Parameter(DTensor.from_local(value, mesh[axes], placements))
+        param.grad = DTensor.from_local(grad, mesh[axes], placements)
+        return param
+
+    marked, expert = {"tensor_model_parallel": True}, {"allreduce": False}
+    right = told(
+        plain(of(), of()),
+        plain(of(tp), of(tp), **marked),
+        plain(of(ep), of(ep), **expert),
+        sharded(of(tp), of(tp), ("tp",), Shard(0)),
+        sharded(of(dp, tp), of(dp, tp), ("dp", "tp"), Shard(0), Shard(0)),
+        sharded(of(dp), of(dp), ("dp", "tp"), Shard(0), Replicate()),
+        sharded(of(ep), of(ep), ("edp", "ep"), Replicate(), Shard(0)),
+        sharded(of(edp, ep), of(edp, ep), ("edp", "ep"), Shard(0), Shard(0)),
+        plain(of(), of() * torch.nan),
+        plain(of(), of() * torch.inf),
+    )
+    wrong = [
+        right,
+        told(plain(of(), of(tp))),
+        told(plain(of(tp), of(dp, tp), **marked)),
+        told(plain(of(edp, ep), of(ep), **expert)),
+        told(sharded(of(tp), of(dp, tp), ("tp",), Shard(0))),
+        told(sharded(of(dp), of(dp), ("dp", "tp"), Replicate(), Shard(0))),
+        told(sharded(of(edp, ep), of(ep), ("ep",), Shard(0))),
+        # On one stage only, and not a number on one rank only: told to all.
+        told(plain(of(), of(tp if stage else 0))),
+        told(plain(of(), of() / (0 if dp and stage else 1))),
+    ]
+    mesh.close()
+    return wrong
+
+
+def test_what_is_compared_follows_from_placements_and_marks() -> None:
+    first, *others = run_ranks(8, layouts)
+    assert all(told == first for told in others)
+
+    def short(text: str) -> str:
+        kind, _, rest = text.partition(" of parameters ")
+        stage = rest.partition("of stage ")[2][:1]
+        return f"{kind.removeprefix('The ')} {stage} {rest.partition('the ranks of ')[2].partition(',')[0]}"
+
+    assert [sorted(map(short, told)) for told in first] == [
+        [],
+        ["gradients 0 tp", "gradients 1 tp"],
+        ["gradients 0 dp", "gradients 1 dp"],
+        ["weights 0 edp", "weights 1 edp"],
+        ["gradients 0 dp", "gradients 1 dp"],
+        ["weights 0 dp", "weights 1 dp"],
+        ["weights 0 edp", "weights 1 edp"],
+        ["gradients 1 tp"],
+        ["gradients 1 dp"],
+    ]
+
+
+def under_ddp() -> list[float]:
+    """The norms of DDP over tensor parallelism, where plain local shards stand for DTensors, and of one process."""
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+    alone, model = tiny.model(), parallelize(tiny.model(), mesh["tp"], plan, check=False)
+    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    params = list(model.parameters())  # a forward takes them away
+    model(tiny.batch(4).chunk(2)[mesh.rank("dp")]).pow(2).mean().backward()
+    alone(tiny.batch(4)).pow(2).mean().backward()
+    grads = [param.grad for param in alone.parameters() if param.grad is not None]
+    norm = training.clip_grad_norm_(params, 1.0, mesh)
+    mesh.close()
+    return [norm.item(), nn.utils.get_total_norm(grads).item()]
+
+
+def test_local_shards_under_ddp_are_no_replicas() -> None:
+    for norm, expected in run_ranks(4, under_ddp):
+        assert norm == pytest.approx(expected, rel=1e-9)
+
+
+class NoReads(TorchDispatchMode):
+    """Refuse what a CUDA graph cannot capture: reads of device values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def calls() -> list[bool]:
+    """On which calls with a mesh different gradients are an error; all others read no values."""
+    mesh = namedmesh.init_mesh(dp=2)
+    found = []
+    for call in range(1, 10):
+        param = plain(numbers(3, seed=0), numbers(3, seed=mesh.rank("dp")))
+        if call in {1, 2, 4, 8}:
+            clipped = partial(training.clip_grad_norm_, param, 1.0, mesh)
+            found.append(error_of(clipped) != "")
+        else:
+            with NoReads():
+                training.clip_grad_norm_(param, 1.0, mesh)
+    mesh.close()
+    mesh = namedmesh.init_mesh(dp=2)
+    with NoReads(), mock.patch("namedmesh.training.replicas.is_capturing", return_value=True):
+        training.clip_grad_norm_(param, 1.0, mesh)  # the first call
+    mesh.close()
+    return found
+
+
+def unsharded() -> str:
+    """An evaluation between backward and clipping: an error, and the right norm once the weights are sharded again."""
+    mesh = namedmesh.init_mesh(dp=2)
+    model = trained(mesh, mesh["dp"])
+    expected = clip(model, mesh)
+    with torch.no_grad():
+        model(tiny.batch(2))
+    told = error_of(lambda: clip(model, mesh))
+    optimizer = torch.optim.SGD(model.parameters())  # of parameters that are replaced
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    assert error_of(lambda: training.clip_grad_norm_(held, 1.0, mesh)) == told
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    assert apart(clip(model, mesh), expected.clamp(max=1.0)) < 1e-5
+    mesh.close()
+    return told
+
+
+def on_two_ranks() -> tuple[list[bool], str]:
+    return calls(), unsharded()
+
+
+def test_ranks_compare_on_few_calls_and_name_parameters_that_fsdp_holds_unsharded() -> None:
+    for found, told in run_ranks(2, on_two_ranks):
+        assert found == [True] * 4
+        assert told == (
+            "TrainingError: Parameters 0 (32, 16), 1 (32,), 2 (16, 32), 3 (16,), 4 (32, 16), 5 (32,), 6 (16, 32), 7 (16,) are "
+            "unsharded by FSDP2, as after a forward without a backward. Their gradients belong to the sharded parameters, and an "
+            "optimizer made from these trains nothing. Clip before the next forward, or first call reshard() on every FSDPModule "
+            "of the model"
+        )
