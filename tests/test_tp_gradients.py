@@ -246,6 +246,44 @@ def test_parts_are_summed_once_a_step(name: str) -> None:
         assert worst < 1e-12
 
 
+class Routed(nn.Module):
+    """Three gains, one for each kind of row; a kind without rows leaves its gain without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ModuleList(nn.LayerNorm(4) for _ in range(3)).double()
+
+    def forward(self, rows: Tensor, kinds: list[int]) -> Tensor:
+        outputs = [self.gains[kind](row) for row, kind in zip(rows, kinds, strict=True)]
+        return torch.stack(outputs)
+
+
+def routed(rows: slice, *, sharded: bool) -> list[list[float] | None]:
+    """The gradients of two steps, of a rank's own rows: the ranks use different gains, and nobody uses the last one."""
+    model: Any = Routed()
+    if sharded:
+        parallelize(model, tp_mesh(), {"gains.*": LocalParameters()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    found: list[list[float] | None] = []
+    for kinds in ([0, 0, 1, 1], [1, 0, 1, 1]):
+        optimizer.zero_grad()
+        model(numbers(4, 4, seed=3)[rows], kinds[rows]).pow(3).sum().backward()
+        optimizer.step()
+        gradients = [param.grad for param in model.parameters()]
+        found += [None if gradient is None else whole(gradient).tolist() for gradient in gradients]
+    return found
+
+
+def test_a_rank_that_does_not_use_a_module_takes_part_in_the_sum() -> None:
+    expected = routed(slice(None), sharded=False)
+    assert expected[-1] is None
+    for found in run_ranks(
+        2, lambda: routed(slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2), sharded=True)
+    ):
+        for gradient, other in zip(found, expected, strict=True):
+            assert gradient == (None if other is None else pytest.approx(other))
+
+
 def clipped_and_stepped() -> list[float]:
     """Clipping and steps of torch's optimizers on gradients that are parts, against one process."""
     found = []

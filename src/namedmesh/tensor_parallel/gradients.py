@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from namedmesh._torch import at_end_of_backward, from_all, gradient_like, group_named, synchronous
@@ -43,23 +44,54 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
     together: dict[Any, list[Any]] = {}
     parameter: Any
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
-        gradient = parameter.grad
-        layout = gradient.placements if isinstance(gradient, DTensor) else ()
-        if not any(isinstance(each, Partial) for each in layout):
+        layout = _partial_layout(parameter)
+        if not layout:
             continue
         summed = tuple(Replicate() if isinstance(each, Partial) else each for each in layout)
         if summed == parameter.placements:
+            gradient = parameter if parameter.grad is None else parameter.grad
             together.setdefault((gradient.device_mesh, layout, gradient.dtype), []).append(parameter)
         else:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     for (mesh, layout, _), some in together.items():
-        parts = [synchronous(parameter.grad.to_local().detach()) for parameter in some]
-        total = torch.cat([part.flatten() for part in parts])
-        for dim, placement in enumerate(layout):
-            if isinstance(placement, Partial):
-                total = all_reduce(total, Group.of(mesh.get_group(dim)))
-        sums = total.split([part.numel() for part in parts])
-        for parameter, part, whole in zip(some, parts, sums, strict=True):
+        _all_reduce_together(some, mesh, layout)
+
+
+def _partial_layout(parameter: Any) -> tuple[Placement, ...]:
+    """Return the placements of a partial gradient; nothing for any other gradient.
+
+    A rank that has no gradient, such as one whose tokens did not go to an expert, must take part for the other ranks, so this
+    follows from the parameter if it can.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        is_partial = parameter.requires_grad and getattr(parameter, "gradient_is_partial", False)
+        # A parameter that FSDP2 has sharded has another layout.
+        return (Partial(),) if is_partial and parameter.placements == (Replicate(),) else ()
+    layout = gradient.placements if isinstance(gradient, DTensor) else ()
+    return layout if any(isinstance(each, Partial) for each in layout) else ()
+
+
+def _all_reduce_together(parameters: Sequence[Any], mesh: DeviceMesh, layout: Sequence[Placement]) -> None:
+    """Sum the gradients of some parameters in one all-reduce; those that no rank has stay None."""
+    parts = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parts.append(torch.zeros_like(parameter.to_local().detach()))
+        else:
+            parts.append(synchronous(parameter.grad.to_local().detach()))
+    ranks_with_gradient = parts[0].new_ones(len(parts))
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            ranks_with_gradient[index] = 0
+    total = torch.cat([*(part.flatten() for part in parts), ranks_with_gradient])
+    for dim, placement in enumerate(layout):
+        if isinstance(placement, Partial):
+            total = all_reduce(total, Group.of(mesh.get_group(dim)))
+    *sums, ranks_with_gradient = total.split([*(part.numel() for part in parts), len(parts)])
+    for index, (parameter, part, whole) in enumerate(zip(parameters, parts, sums, strict=True)):
+        # The count is read on ranks without a gradient only.
+        if parameter.grad is not None or ranks_with_gradient[index] > 0:
             parameter.grad = gradient_like(parameter, whole.view_as(part), parameter.placements)
 
 

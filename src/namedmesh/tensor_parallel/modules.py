@@ -56,6 +56,9 @@ class LocalParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout = self.layout(module, device_mesh.size())
         shard_parameters(module, device_mesh, layout, self.src_data_rank)
+        for name, placement in layout.items():
+            # reduce_gradients needs it on ranks that do not use the module.
+            vars(module.get_parameter(name))["gradient_is_partial"] = isinstance(placement, Replicate)
         module.forward = LocalForward(module, layout)
         return module
 
