@@ -222,7 +222,7 @@ def test_clipping_takes_as_many_operations_for_many_gradients_as_for_few() -> No
                 weights = [nn.Parameter(torch.zeros(4, dtype=dtype)) for _ in range(number)]
                 for weight in weights:
                     weight.grad = numbers(4, seed=number).to(dtype)
-                with Operations() as seen:
+                with Operations() as seen:  # type: ignore[no-untyped-call]
                     training.clip_grad_norm_(weights, 1.0, mesh)
                 counts.append(seen.count)
             assert counts[0] == counts[1] <= 12

@@ -24,6 +24,7 @@ from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from namedmesh import NamedMesh
 
@@ -214,17 +215,17 @@ def calls() -> list[bool]:
             clipped = partial(training.clip_grad_norm_, param, 1.0, mesh)
             found.append(error_of(clipped) != "")
         else:
-            with NoReads():
+            with NoReads():  # type: ignore[no-untyped-call]
                 training.clip_grad_norm_(param, 1.0, mesh)
     mesh.close()
     mesh = namedmesh.init_mesh(dp=2)
-    with NoReads(), mock.patch("namedmesh.training.replicas.is_capturing", return_value=True):
+    with NoReads(), mock.patch("namedmesh.training.replicas.is_capturing", return_value=True):  # type: ignore[no-untyped-call]
         training.clip_grad_norm_(param, 1.0, mesh)  # the first call
     mesh.close()
     return found
 
 
-def unsharded() -> str:
+def unsharded(path: str) -> str:
     """An evaluation between backward and clipping: an error, and the right norm once the weights are sharded again."""
     mesh = namedmesh.init_mesh(dp=2)
     model = trained(mesh, mesh["dp"])
@@ -239,16 +240,19 @@ def unsharded() -> str:
         if isinstance(module, FSDPModule):
             module.reshard()
     assert apart(clip(model, mesh), expected.clamp(max=1.0)) < 1e-5
+    assert "make it from the parameters that the model has now" in error_of(
+        partial(training.save, path, mesh, model, optimizer)
+    )
     mesh.close()
     return told
 
 
-def on_two_ranks() -> tuple[list[bool], str]:
-    return calls(), unsharded()
+def on_two_ranks(path: str) -> tuple[list[bool], str]:
+    return calls(), unsharded(path)
 
 
-def test_ranks_compare_on_few_calls_and_name_parameters_that_fsdp_holds_unsharded() -> None:
-    for found, told in run_ranks(2, on_two_ranks):
+def test_ranks_compare_on_few_calls_and_name_parameters_that_fsdp_holds_unsharded(tmp_path: Path) -> None:
+    for found, told in run_ranks(2, on_two_ranks, str(tmp_path / "saved")):
         assert found == [True] * 4
         assert told == (
             "TrainingError: Parameters 0 (32, 16), 1 (32,), 2 (16, 32), 3 (16,), 4 (32, 16), 5 (32,), 6 (16, 32), 7 (16,) are "

@@ -43,7 +43,7 @@ class CheckpointError(NamedMeshError, ValueError):
 
 
 class GradientError(NamedMeshError, RuntimeError):
-    """The ranks of an axis have different gradients, or inputs, of what is the same on each of them."""
+    """The ranks of an axis have different gradients, inputs or weights where they must be equal."""
 
 
 class LayoutError(NamedMeshError, ValueError):
