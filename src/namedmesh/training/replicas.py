@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import from_all, held_unsharded, is_capturing, sharding_under_ddp
+from namedmesh.axes import TOKEN_AXES
 from namedmesh.errors import GradientError, TrainingError, listing
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
@@ -22,7 +23,7 @@ from namedmesh.tensor_parallel.gradients import LAST_STEP, NOTHING, TOLERANCE, f
 
 # The axes along which a parameter is replicated unless it is a DTensor or has attributes that say otherwise. The meaning of other
 # names, which an adopted mesh may have, is not known.
-_REPLICATING = ("dp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "etp")
+_REPLICATING = (*TOKEN_AXES, "tp", "edp", "etp")
 
 _CAUSES = (
     "The two commonest causes: the gradients are not averaged over this axis, because fully_shard was called on a mesh without "
@@ -101,44 +102,62 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
 
 
 def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> Differences:
-    """Return the differences between this rank and those along each axis."""
+    """Return the differences between the ranks along each axis, as this rank sees them."""
+    # The ranks of the same pipeline stage, whatever the axes of a view span.
+    stage = mesh.rank("pp") if "pp" in mesh.layout else 0
+    stage_ranks = set(mesh.layout.where(pp=stage) if "pp" in mesh.layout else mesh.ranks())
     known: dict[object, dict[str, dist.ProcessGroup]] = {}
-    groups: dict[str, dist.ProcessGroup] = {}
-    compared: dict[str, list[int]] = {}
+    compared: dict[tuple[str, dist.ProcessGroup], list[int]] = {}
     for position, param in enumerate(params):
         layout = layout_key(param)
         if layout not in known:
-            known[layout] = _replica_groups(param, mesh)
-        groups |= known[layout]
-        for axis in known[layout]:
-            compared.setdefault(axis, []).append(position)
+            known[layout] = _replica_groups(param, mesh, stage_ranks)
+        for axis_and_group in known[layout].items():
+            compared.setdefault(axis_and_group, []).append(position)
     prints = {}
     for position in {position for positions in compared.values() for position in positions}:
         param = params[position]
-        grad = [0.0, 0.0] if param.grad is None else fingerprint(param.grad)
-        prints[position] = {"weights": fingerprint(param), "gradients": grad}
+        prints[position] = [_numbers_of(param), _numbers_of(param.grad)]
 
     found: Differences = {}
-    stage = mesh.rank("pp") if "pp" in mesh.layout else 0
-    for axis in sorted(compared):
-        by_rank = from_all(groups[axis], [prints[position] for position in compared[axis]])
-        if any(len(of_rank) != len(by_rank[0]) for of_rank in by_rank):
+    # By name: every rank goes through the axes in the same order, or ranks would wait for each other.
+    for axis, group in sorted(compared, key=lambda axis_and_group: axis_and_group[0]):
+        positions = compared[axis, group]
+        most, least = _extremes([len(positions)], group, mesh.device)
+        if most != least:
             continue  # a rank has parameters that others lack, such as the bias of a sharded layer
-        for kind in ("weights", "gradients"):
-            differences = _differences([[each[kind] for each in of_rank] for of_rank in by_rank])
+        highest, lowest = _extremes([prints[position] for position in positions], group, mesh.device)
+        for index, kind in enumerate(("weights", "gradients")):
+            differences = _differences([each[index] for each in highest], [each[index] for each in lowest])
             if differences:
-                found[kind, axis, stage] = {
-                    compared[axis][at]: (tuple(params[compared[axis][at]].shape), far)
-                    for at, far in differences.items()
-                }
+                of_axis = found.setdefault((kind, axis, stage), {})
+                for at, far in differences.items():
+                    of_axis[positions[at]] = tuple(params[positions[at]].shape), far
                 break  # different weights have different gradients
     return found
 
 
-def _replica_groups(param: Tensor, mesh: NamedMesh) -> dict[str, dist.ProcessGroup]:
-    """Return the groups whose ranks must have the same of a parameter, by axis."""
-    # The ranks of the same pipeline stage, whatever the axes of a view span.
-    stage = set(mesh.layout.where(pp=mesh.rank("pp")) if "pp" in mesh.layout else mesh.ranks())
+def _numbers_of(tensor: Tensor | None) -> list[float]:
+    """Return the norm of a tensor, a weighted sum, and 1 if both are finite. A gradient that does not exist counts as zeros."""
+    if tensor is None:
+        return [0.0, 0.0, 1.0]
+    norm, weighted = fingerprint(tensor)
+    return [norm, weighted, 1.0] if math.isfinite(norm) and math.isfinite(weighted) else [0.0, 0.0, 0.0]
+
+
+def _extremes(numbers: list[Any], group: dist.ProcessGroup, device: torch.device) -> tuple[Any, Any]:
+    """Return the highest and the lowest value of each number over the ranks of a group, in one all-reduce.
+
+    Its cost does not grow with the number of ranks, as that of a gather would.
+    """
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    both = torch.stack([values, -values])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    return both[0].tolist(), (-both[1]).tolist()
+
+
+def _replica_groups(param: Tensor, mesh: NamedMesh, stage: set[int]) -> dict[str, dist.ProcessGroup]:
+    """Return the groups, of ranks of the same stage, whose ranks must have the same of a parameter, by axis."""
     marked = marked_axes(param)
     candidates = [axis for axis in _layout_of(param, mesh) if axis in _REPLICATING and axis not in marked]
     found: dict[str, dist.ProcessGroup] = {}
@@ -147,16 +166,17 @@ def _replica_groups(param: Tensor, mesh: NamedMesh) -> dict[str, dist.ProcessGro
     for axis in candidates:
         ranks = set(mesh.ranks(axis))
         # If the parameter's own mesh has the axis, all ranks along it must have a copy of the same shard there.
-        is_known = len(ranks & shards) <= 1 and (len(ranks & everyone) <= 1 or ranks <= copies)
-        if len(ranks) > 1 and ranks <= stage and is_known:
+        is_replicated = len(ranks & shards) <= 1 and (len(ranks & everyone) <= 1 or ranks <= copies)
+        if len(ranks) > 1 and ranks <= stage and is_replicated:
             found[axis] = mesh.group(axis)
             known.append(ranks)
     mesh_of_param, placements = sharding_of(param) or (mesh.device_mesh, ())
+    names = mesh_of_param.mesh_dim_names or [f"dim {dim} of a mesh" for dim in range(mesh_of_param.ndim)]
     for dim, placement in enumerate(placements):
         group = mesh_of_param.get_group(dim)
         ranks = set(dist.get_process_group_ranks(group))
         if isinstance(placement, Replicate) and len(ranks) > 1 and ranks <= stage and ranks not in known:
-            found[(mesh_of_param.mesh_dim_names or ())[dim]] = group
+            found[names[dim]] = group
     return found
 
 
@@ -191,24 +211,18 @@ def _ranks_of(param: Tensor) -> tuple[set[int], set[int], set[int]]:
     return everyone, shards, copies
 
 
-def _differences(by_rank: Sequence[Sequence[Sequence[float]]]) -> dict[int, float]:
-    """Return how far fingerprints are apart in relation to the norm, by position, if they are not equal except for rounding."""
-    first = by_rank[0]
-    largest = max((norm for norm, *_ in first if math.isfinite(norm)), default=0.0)
+def _differences(highest: list[list[float]], lowest: list[list[float]]) -> dict[int, float]:
+    """Return how far tensors are apart in relation to their norm, by position, if they differ by more than rounding."""
+    largest = max(norm for norm, *_ in highest)
     found = {}
-    for position in range(len(first)):
-        of_ranks = [prints[position] for prints in by_rank]
-        finite = [all(map(math.isfinite, numbers)) for numbers in of_ranks]
-        if not all(finite):
-            # If it is NaN or infinite on every rank, the norm says so.
-            if any(finite):
-                found[position] = math.inf
-            continue
-        columns = list(zip(*of_ranks, strict=True))
-        far = max(max(column) - min(column) for column in columns)
-        norm = max(columns[0])
+    for position, (high, low) in enumerate(zip(highest, lowest, strict=True)):
+        norm, _, is_finite = high
+        if low[2] != is_finite:
+            # NaN or infinite on some of the ranks only. If it is on every rank, the norm says so.
+            found[position] = math.inf
+        far = max(high[0] - low[0], high[1] - low[1])
         if far > TOLERANCE * norm and far > NOTHING * largest:
-            found[position] = far / norm
+            found.setdefault(position, far / norm)
     return found
 
 
