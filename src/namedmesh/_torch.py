@@ -286,7 +286,7 @@ def replaced_parameters(
 
 
 def _fsdp_groups(state: Any) -> list[Any]:
-    """Return the groups of parameters that FSDP2 handles together, of one module's state; none for other kinds of state."""
+    """Return the groups of parameters in FSDP2's state of a module; none for other kinds of state."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.12
         groups = [getattr(state, "_fsdp_param_group", None)]
@@ -302,9 +302,10 @@ def frees_after_forward(module: Any) -> bool | None:
 
 
 def held_unsharded() -> Iterator[torch.Tensor]:
-    """Yield the parameters that FSDP2 puts in the place of sharded ones between a forward and the end of its backward.
+    """Yield the unsharded parameters that FSDP2 uses from a forward to the end of its backward.
 
-    A module has them as its parameters then, without gradients. Nothing about such a tensor itself tells what it is.
+    A module has them as its parameters then, without gradients. The tensors themselves do not tell
+    what they are.
     """
     from torch.distributed._composable_state import _module_state_mapping
 
@@ -318,9 +319,9 @@ def held_unsharded() -> Iterator[torch.Tensor]:
 
 
 def norms_of(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
-    """Return the norm of each tensor, of one device and type; in float32 for half precision, where a norm soon is infinite.
+    """Return the norms of tensors of one device and type; in float32 for half precision.
 
-    ``torch.nn.utils.get_total_norm`` has no type for its result.
+    ``torch.nn.utils.get_total_norm`` computes them in half precision, where they soon are infinite.
     """
     dtype = torch.float32 if tensors[0].dtype in {torch.float16, torch.bfloat16} else None
     if foreach is False:
@@ -331,8 +332,8 @@ def norms_of(tensors: list[torch.Tensor], order: float, foreach: bool | None) ->
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
     """Multiply tensors of one device and type by a factor, in place.
 
-    ``torch.nn.utils.clip_grads_with_norm_`` computes the factor in the type of the norm, and on CUDA takes a kernel for each
-    tensor if that is not the tensors' own.
+    ``torch.nn.utils.clip_grads_with_norm_`` computes the factor in the type of the norm. On CUDA it
+    then takes a kernel for each tensor if that is not the tensors' own type.
     """
     if foreach is False:
         for tensor in tensors:

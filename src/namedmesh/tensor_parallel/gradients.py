@@ -60,8 +60,8 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
 def _partial_layout(parameter: Any) -> tuple[Placement, ...]:
     """Return the placements of a partial gradient; nothing for any other gradient.
 
-    A rank that has no gradient, such as one whose tokens did not go to an expert, must take part for the other ranks, so this
-    follows from the parameter if it can.
+    A rank without a gradient, such as one whose tokens did not go to an expert, must take part with
+    the others. This follows from the parameter: ``LocalParameters`` has set an attribute.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -72,7 +72,7 @@ def _partial_layout(parameter: Any) -> tuple[Placement, ...]:
     return layout if any(isinstance(each, Partial) for each in layout) else ()
 
 
-def _all_reduce_together(parameters: Sequence[Any], mesh: DeviceMesh, layout: Sequence[Placement]) -> None:
+def _all_reduce_together(parameters: Sequence[Any], mesh: DeviceMesh, layout: tuple[Placement, ...]) -> None:
     """Sum the gradients of some parameters in one all-reduce; those that no rank has stay None."""
     parts = []
     for parameter in parameters:

@@ -58,7 +58,8 @@ class LocalParameters(ParallelStyle):
         shard_parameters(module, device_mesh, layout, self.src_data_rank)
         for name, placement in layout.items():
             # reduce_gradients needs it on ranks that do not use the module.
-            vars(module.get_parameter(name))["gradient_is_partial"] = isinstance(placement, Replicate)
+            param: Any = module.get_parameter(name)
+            param.gradient_is_partial = isinstance(placement, Replicate)
         module.forward = LocalForward(module, layout)
         return module
 

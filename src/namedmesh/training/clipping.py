@@ -1,15 +1,15 @@
-"""Clipping by one norm over the whole model, on whatever mesh or pipeline stage each gradient is sharded."""
+"""Clipping by one norm over the whole model, whatever meshes and stages hold the gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh._torch import functional_collective, norms_of, scale_
 from namedmesh.errors import TrainingError
@@ -17,8 +17,9 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training import replicas
 
-# The type in which gradients are scaled, where it is not float32. torch's fused kernel on CUDA takes a factor of the gradients'
-# own type only. Half precision (float16) is the exception: the factor of a large norm would be rounded to zero.
+# The type of the factor by which gradients of a type are scaled, if it is not float32. On CUDA
+# torch's fused kernel takes a factor of the gradients' own type only. float16 is the exception,
+# with a kernel for each gradient: a small factor would be rounded to zero.
 _FACTOR_TYPES = {
     torch.bfloat16: torch.bfloat16,
     torch.float64: torch.float64,
@@ -41,33 +42,39 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does.
 
-    Every number of the model's gradient counts once: DTensors by their placements, on any slice or view of the mesh; plain tensors
-    as replicas, but for those marked as shards by Megatron and DeepSpeed: ``tensor_model_parallel`` and ``model_parallel`` (over tp),
-    ``allreduce = False`` (experts, over ep and etp); every stage of ``pp``, but for copies of what another stage has, marked ``shared``
-    (by :func:`tie_stages`) or ``ds_pipe_replicated``. There is one small reduction for each axis that parameters are sharded over.
+    Every number of the model's gradient counts once. DTensors count by their placements, on any
+    slice or view of the mesh. Plain tensors count as replicas, except those with the attributes of
+    Megatron and DeepSpeed: ``tensor_model_parallel`` and ``model_parallel`` for shards over tp,
+    ``allreduce = False`` for experts over ep and etp. Every stage of ``pp`` counts, except copies
+    of another stage's parameter with ``shared`` (by :func:`tie_stages`) or ``ds_pipe_replicated``.
+    There is one small reduction for each axis that parameters are sharded over.
 
-    On the first call with a mesh, and on calls 2, 4, 8 and so on up to 1024, the ranks also compare the weights and the gradients
-    of parameters that must be equal on several ranks. Differences mean that the ranks train apart.
+    On the first call with a mesh, and on calls 2, 4, 8 and so on up to 1024, the ranks also compare
+    the weights and the gradients of parameters that must be equal on several ranks.
 
-    Collective: every rank of the mesh must call it, with the same parameters in the same order. A rank may lack some gradients.
+    Collective: every rank of the mesh must call it, with the same parameters in the same order. A
+    rank may lack some of the gradients.
 
     Args:
         parameters: a tensor, or several, such as ``model.parameters()``.
         max_norm: the largest norm that is not scaled down.
         mesh: the mesh.
-        norm_type: the order of the norm, greater than 0; ``math.inf`` for the largest absolute value.
+        norm_type: the order of the norm, greater than 0; ``math.inf`` for the largest value.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
-        foreach: as for ``torch.nn.utils.clip_grad_norm_``.
-        check: whether the ranks compare weights and gradients on the calls above. Pass False if replicas are meant to differ, for
-            example if gradients are averaged after clipping.
+        foreach: False for one kernel per gradient instead of one per device and type.
+        check: whether the ranks compare weights and gradients on the calls above. Pass False if
+            replicas are meant to differ, for example if gradients are averaged after clipping.
 
     Returns:
-        The norm that the gradients had, the same on every rank: of no dims, in float32, or float64 if a parameter is.
+        The norm that the gradients had, the same on every rank: a tensor without dims, in float32,
+        or in float64 if a parameter is.
 
     Raises:
-        TrainingError: on every rank, and nothing is scaled: the norm is not finite and ``error_if_nonfinite`` is set, ``norm_type``
-            is not greater than 0, or FSDP2 holds parameters unsharded, so that their gradients are out of sight.
-        GradientError: on every rank, and nothing is scaled: weights or gradients differ between ranks that must have the same.
+        TrainingError: on every rank, and nothing is scaled: the norm is not finite and
+            ``error_if_nonfinite`` is set, ``norm_type`` is not greater than 0, or FSDP2 holds
+            parameters unsharded, so that their gradients cannot be seen.
+        GradientError: on every rank, and nothing is scaled: weights or gradients differ between
+            ranks that must have the same.
     """
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
@@ -81,7 +88,8 @@ def clip_grad_norm_(
     norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
         remedy = "skip this step, or pass error_if_nonfinite=False"
-        raise TrainingError(f"the norm of order {norm_type} of all gradients is {norm.item()}; {remedy}")
+        value = norm.item()
+        raise TrainingError(f"the norm of order {norm_type} of all gradients is {value}; {remedy}")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     local_grads = [_local(grad) for grad in grads if grad is not None]
     for (device, dtype), some in _by_device_and_type(local_grads).items():
@@ -94,51 +102,45 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _counted_shards(
-    params: Sequence[Tensor], grads: Sequence[Tensor | None], mesh: NamedMesh
+    params: Sequence[Any], grads: Sequence[Tensor | None], mesh: NamedMesh
 ) -> dict[Groups, list[Tensor]]:
     """Return the local gradients that count, by the groups whose ranks have the other shards.
 
-    The groups follow from the parameters: a rank without gradients, such as one whose experts got no tokens, takes part in the
-    same reductions as the others.
+    The groups follow from the parameters: a rank without gradients, such as one whose experts got
+    no tokens, takes part in the same reductions as the others.
     """
     shards: dict[Groups, list[Tensor]] = {}
-    known: dict[object, tuple[Groups, tuple[Placement, ...]]] = {}
+    known: dict[object, Groups] = {}
     for param, grad in zip(params, grads, strict=True):
         if getattr(param, "shared", False) or getattr(param, "ds_pipe_replicated", False):
             continue
         key = replicas.layout_key(param)
         if key not in known:
-            known[key] = _sharding_groups(param, mesh), _whole_sums(param)
-        groups, placements = known[key]
-        counted = shards.setdefault(groups, [])
-        if isinstance(grad, DTensor) and grad.placements != placements:
+            known[key] = _sharding_groups(param, mesh)
+        counted = shards.setdefault(known[key], [])
+        if isinstance(grad, DTensor) and grad.placements != param.placements:
             # torch's operators may leave a gradient in another layout than the parameter's.
-            grad = grad.redistribute(placements=placements)  # noqa: PLW2901
+            grad = grad.redistribute(placements=param.placements)  # noqa: PLW2901
         if grad is not None:
             counted.append(_local(grad))
     return shards
 
 
-def _whole_sums(param: Tensor) -> tuple[Placement, ...]:
-    """Return the placements of a parameter, without ``Partial``."""
-    _, placements = replicas.sharding_of(param) or (None, ())
-    return tuple(Replicate() if isinstance(each, Partial) else each for each in placements)
-
-
 def _sharding_groups(param: Tensor, mesh: NamedMesh) -> Groups:
-    """Return the groups that a parameter is sharded over, by its placements and by Megatron's and DeepSpeed's attributes."""
+    """Return the groups that a parameter is sharded over, by its placements and its attributes."""
     own_mesh, placements = replicas.sharding_of(param) or (None, ())
     groups: list[ProcessGroup] = []
     own_ranks: set[int] = set()
     if own_mesh is not None:
         for dim, placement in enumerate(placements):
-            if not isinstance(placement, Replicate | Partial):
+            if not isinstance(placement, Replicate):
                 groups.append(own_mesh.get_group(dim))
     marked = [axis for axis in replicas.marked_axes(param) if axis in mesh]
     if own_mesh is not None and marked:
         own_ranks.update(own_mesh.mesh.flatten().tolist())
     # The mesh of a DTensor may have such an axis already, with a placement of its own.
-    groups += [mesh.group(axis) for axis in marked if len(own_ranks.intersection(mesh.ranks(axis))) <= 1]
+    new = [axis for axis in marked if len(own_ranks.intersection(mesh.ranks(axis))) <= 1]
+    groups += [mesh.group(axis) for axis in new]
     return tuple(groups)
 
 
@@ -166,7 +168,7 @@ def _total_power(
 def _local_power(
     shards: list[Tensor], norm_type: float, device: torch.device, foreach: bool | None
 ) -> Tensor:
-    """Return the sum of powers, or the largest absolute value, over some tensors of this rank, in float64."""
+    """Return the sum of powers, or the largest absolute value, over local tensors, in float64."""
     powers: list[Tensor] = []
     # An empty shard has no largest value.
     for some in _by_device_and_type([shard for shard in shards if shard.numel()]).values():
@@ -201,6 +203,7 @@ def _join_ranks(powers: Tensor, norm_type: float, group: ProcessGroup) -> Tensor
     if group.size() == 1:
         return powers
     # They are gathered, because the maximum of some backends loses NaN.
-    gathered = functional_collective("all_gather_into_tensor", powers, group.size(), group.group_name)
-    by_rank = gathered.view(group.size(), -1)
+    size = group.size()
+    gathered = functional_collective("all_gather_into_tensor", powers, size, group.group_name)
+    by_rank = gathered.view(size, -1)
     return by_rank.amax(0) if math.isinf(norm_type) else by_rank.sum(0)
