@@ -478,7 +478,7 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
     "max_norm and ...": lambda one: one.VocabParallelEmbedding(8, 4, max_norm=1.0),
     "max_norm ...": lambda one: one.ParallelEmbedding(8, 4, scale_grad_by_freq=True),
     "16 is not divisible by 3; ...": lambda one: one.split_tensor_along_last_dim(zeros(2, 16), 3),
-    "the target has shape (3,) and ...": lambda _: FAIRSCALE_LOSS(zeros(2, 4), zeros(3)),
+    "the target has shape (3,) and ...": lambda _: FAIRSCALE_LOSS(zeros(2, 4), zeros(3).long()),
 }
 
 
@@ -505,7 +505,7 @@ MEGATRON: dict[str, Callable[[], Any]] = {
     ),
     "the length ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
     "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
-    "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3), 1.0),
+    "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3).long(), 1.0),
     "the tensor of shape (2, 4) is marked already; ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
     "sequence_parallel needs ...": lambda: ROW(4, 4, config=IN_SEQUENCE),

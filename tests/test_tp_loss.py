@@ -12,11 +12,12 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from messages import error_of
 from ranks import fake_world, run_ranks
 from tensors import apart, numbers, whole
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from tp_compare import assert_right, gradient_of, tp_mesh
 
-from namedmesh.tensor_parallel import cross_entropy
+from namedmesh.tensor_parallel import cross_entropy, entropy, logsumexp, token_log_probs
 
 TARGET = torch.tensor([[1, 7, -100], [0, 5, 6]])
 
@@ -44,6 +45,52 @@ def differences() -> dict[str, float]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_loss_is_that_of_the_whole_logits(size: int) -> None:
     assert_right(run_ranks(size, differences), cases=12)
+
+
+def padded_logits() -> Tensor:
+    """Logits of a vocabulary whose last two entries are padding, which is all that the last of four ranks has."""
+    logits = numbers(2, 3, 8, seed=0) * 4
+    return torch.cat([logits[..., :6], torch.full((2, 3, 2), -torch.inf, dtype=torch.float64)], -1)
+
+
+def whole_log_probs(logits: Tensor) -> Tensor:
+    target = TARGET.clamp(0, 5)
+    log_probs = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return log_probs.masked_fill(TARGET == -100, 0)
+
+
+def of_distributions() -> dict[str, float]:
+    """Each function of sharded logits and its gradient against torch's of the whole logits."""
+    mesh = tp_mesh()
+    target = TARGET.clamp(0, 5).masked_fill(TARGET == -100, -100)
+    functions: dict[str, tuple[Any, Any]] = {
+        "logsumexp": (logsumexp, lambda logits: logits.logsumexp(-1)),
+        "z-loss": (
+            lambda logits, mesh: logsumexp(logits, mesh) ** 2,
+            lambda logits: logits.logsumexp(-1) ** 2,
+        ),
+        "entropy": (entropy, lambda logits: torch.distributions.Categorical(logits=logits).entropy()),
+        "log-probabilities": (lambda logits, mesh: token_log_probs(logits, target, mesh), whole_log_probs),
+    }
+    found = {}
+    for (name, (mine, theirs)), padded in product(functions.items(), (False, True)):
+        logits = padded_logits() if padded else numbers(2, 3, 8, seed=0) * 4
+        part = logits.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_()
+        # The whole entropy is that of the entries which are not padding: torch's has no gradient at minus infinity.
+        kept = logits[..., :6].clone().requires_grad_() if padded else logits.requires_grad_()
+        weights = numbers(2, 3, seed=1)
+        value, expected = mine(part, mesh), theirs(kept)
+        (value * weights).sum().backward()
+        (expected * weights).sum().backward()
+        wanted = torch.nn.functional.pad(gradient_of(kept), (0, 2 * padded)).chunk(mesh.size(), -1)
+        here = wanted[mesh.get_local_rank()]
+        found[f"{name}, padded {padded}"] = max(apart(value, expected), apart(part.grad, here))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_other_functions_of_the_vocabulary_are_those_of_the_whole_logits(size: int) -> None:
+    assert_right(run_ranks(size, of_distributions), cases=8)
 
 
 def surroundings() -> dict[str, float]:
@@ -95,5 +142,12 @@ def test_what_is_refused() -> None:
             "  - reduction is 'median'; it can be 'mean', 'sum' or 'none'\n"
             "  - label_smoothing is 2.0; it can be from 0 to 1"
         )
+        for ids in (target.float(), target.bool(), target.to(torch.uint8)):
+            assert error_of(partial(cross_entropy, torch.zeros(3, 4), ids, tp_mesh())) == (
+                f"ShapeError: the target has dtype {ids.dtype}; pass ids of dtype torch.int64"
+            )
+        for function in (logsumexp, entropy):
+            told = error_of(partial(function, torch.zeros(3, 4, dtype=torch.long), tp_mesh()))
+            assert told == "ShapeError: the logits have dtype torch.int64; pass floating-point numbers"
         with pytest.raises(IndexError, match="bounds: the ids run from 1 to 8, the vocabulary from 0 to 7"):
             cross_entropy(torch.zeros(2, 4), torch.tensor([1, 8]), tp_mesh())

@@ -39,6 +39,8 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     ShardedExperts,
     SumOutput,
+    entropy,
+    logsumexp,
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
@@ -219,6 +221,15 @@ def vocabulary_loss() -> Pairs:
     )
 
 
+def vocabulary_distribution() -> Pairs:
+    mesh = tp_mesh()
+    for mine, whole in (
+        (logsumexp, lambda logits: logits.logsumexp(-1)),
+        (entropy, lambda logits: torch.distributions.Categorical(logits=logits).entropy()),
+    ):
+        yield from against_function(partial(mine, mesh=mesh), whole, [(noise(3, 8) * 4, 1)], None)
+
+
 def regions() -> Pairs:
     mesh = tp_mesh()
     peers, size = Group.of(mesh), mesh.size()
@@ -307,7 +318,7 @@ for _sequence in (False, True):
 CHECKS: dict[str, Callable[[], Pairs]] = {name: partial(as_whole, *case) for name, case in CASES.items()}
 for _name in ("default", "sequence", "unknown to the short way"):
     CHECKS[f"{_name}, DTensor in"] = partial(as_whole, *CASES[_name], as_dtensor=True)
-CHECKS |= {"loss": vocabulary_loss, "regions": regions}
+CHECKS |= {"loss": vocabulary_loss, "distribution": vocabulary_distribution, "regions": regions}
 
 
 def largest_difference(check: Callable[[], Pairs]) -> float:

@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh.compat import ContractError
-from namedmesh.tensor_parallel.collectives import Group, rows_cross_entropy, split, target_problems
+from namedmesh.tensor_parallel.collectives import Group, split
+from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
 __all__ = [
     "VocabUtility",

@@ -2,9 +2,9 @@
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from namedmesh.tensor_parallel.collectives import cross_entropy
 from namedmesh.tensor_parallel.gradients import compare_gradients, reduce_gradients
 from namedmesh.tensor_parallel.hf import plan_from_hf
+from namedmesh.tensor_parallel.loss import cross_entropy, entropy, logsumexp, token_log_probs
 from namedmesh.tensor_parallel.modules import (
     ExpertParallel,
     KeepWhole,
@@ -36,10 +36,13 @@ __all__ = [
     "VerifyReport",
     "compare_gradients",
     "cross_entropy",
+    "entropy",
+    "logsumexp",
     "parallelize",
     "plan_from_hf",
     "plan_report",
     "reduce_gradients",
     "split_linear",
+    "token_log_probs",
     "verify",
 ]

@@ -1,0 +1,217 @@
+"""Losses of logits whose vocabulary is sharded over the ranks, without gathering the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel.collectives import Group, all_reduce, leave, refuse_strangers
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    mesh: DeviceMesh,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the cross entropy of vocabulary-sharded logits; the same on every rank.
+
+    It computes what ``torch.nn.functional.cross_entropy`` computes from the full logits, in float32
+    at least, with two small all-reduces. It stores no probabilities: it needs three times the memory
+    of the logits at most, and torch's ``loss_parallel`` needs five to nine times. Collective: every
+    rank of ``mesh`` must call it.
+
+    Args:
+        logits: ``(..., vocabulary / ranks)``, this rank's shard: what an output layer under
+            ``ColwiseParallel()`` returns.
+        target: ``(...)``, ids in the full vocabulary, of dtype int64, the same on every rank.
+        mesh: the one-dimensional mesh over which the vocabulary is sharded.
+        ignore_index: a target that does not count.
+        reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for the loss of each target.
+        label_smoothing: from 0 to 1: the weight that the target loses and the whole vocabulary shares.
+
+    Raises:
+        ShapeError: the target has another shape than the logits without their last dim, or holds no
+            ids, or an option is out of range.
+        IndexError: on a CPU: a target is outside of the vocabulary.
+    """
+    group = Group.of(mesh)
+    problems = target_problems(logits.shape, target) + logits_problems(logits)
+    if reduction not in {"mean", "sum", "none"}:
+        problems.append(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
+    if not 0 <= label_smoothing <= 1:
+        problems.append(f"label_smoothing is {label_smoothing}; it can be from 0 to 1")
+    if problems:
+        raise ShapeError(*problems)
+    counts = target != ignore_index
+    refuse_strangers(target.masked_fill(~counts, 0), logits.shape[-1] * group.size, "target is out of bounds")
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    losses = rows_cross_entropy(logits, target, counts, group, dtype, label_smoothing, False)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / counts.sum()
+
+
+def token_log_probs(logits: Tensor, target: Tensor, mesh: DeviceMesh, *, ignore_index: int = -100) -> Tensor:
+    """Return the log-probability of each target in a sharded vocabulary; the same on every rank.
+
+    Policy gradients and preference losses use them. Collective: every rank of ``mesh`` must call it.
+
+    Args:
+        logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
+        target: ``(...)``, ids in the full vocabulary, of dtype int64, the same on every rank.
+        mesh: the one-dimensional mesh over which the vocabulary is sharded.
+        ignore_index: a target whose log-probability and gradient are 0.
+
+    Returns:
+        ``(...)``, in float32 at least, differentiable once.
+
+    Raises:
+        ShapeError: the target has another shape than the logits without their last dim, or holds no
+            ids.
+        IndexError: on a CPU: a target is outside of the vocabulary.
+    """
+    return -cross_entropy(logits, target, mesh, ignore_index=ignore_index, reduction="none")
+
+
+def logsumexp(logits: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return ``torch.logsumexp`` over a sharded vocabulary; the same on every rank.
+
+    A z-loss is ``z * logsumexp(logits, mesh) ** 2``. Collective: every rank of ``mesh`` must call it.
+
+    Args:
+        logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
+        mesh: the one-dimensional mesh over which the vocabulary is sharded.
+
+    Returns:
+        ``(...)``, in float32 at least, differentiable any number of times.
+
+    Raises:
+        ShapeError: the logits are a DTensor or no floating-point numbers.
+    """
+    group = _group_of(logits, mesh)
+    shifted, highest = _shift(logits, group)
+    total = leave(shifted.exp().sum(-1), group)
+    return total.log() + highest
+
+
+def entropy(logits: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the entropy of each row over a sharded vocabulary; the same on every rank.
+
+    An entry of minus infinity has the probability 0, and adds nothing. Collective: every rank of
+    ``mesh`` must call it.
+
+    Args:
+        logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
+        mesh: the one-dimensional mesh over which the vocabulary is sharded.
+
+    Returns:
+        ``(...)``, in nats, in float32 at least, differentiable any number of times.
+
+    Raises:
+        ShapeError: the logits are a DTensor or no floating-point numbers.
+    """
+    group = _group_of(logits, mesh)
+    shifted, _ = _shift(logits, group)
+    weights = shifted.exp()
+    # exp(-inf) is 0, and 0 * -inf would be NaN.
+    products = weights * shifted.masked_fill(shifted == -torch.inf, 0)
+    total, weighted = leave(torch.stack([weights.sum(-1), products.sum(-1)]), group).unbind()
+    return total.log() - weighted / total
+
+
+def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
+    """Return the reasons why a target does not fit logits of a shape (empty if it fits)."""
+    problems = []
+    if target.shape != shape[:-1]:
+        got = f"the target has shape {tuple(target.shape)} and the logits {tuple(shape)}"
+        problems.append(f"{got}; pass one id for each row of logits: shape {tuple(shape[:-1])}")
+    if target.dtype not in {torch.int32, torch.int64}:
+        problems.append(f"the target has dtype {target.dtype}; pass ids of dtype torch.int64")
+    return problems
+
+
+def logits_problems(logits: Tensor) -> list[str]:
+    """Return the reasons why a tensor cannot be a rank's shard of logits (empty if it can)."""
+    if isinstance(logits, DTensor):
+        return [f"the logits are a DTensor, {logits.placements}; pass each rank's to_local()"]
+    if not logits.is_floating_point():
+        return [f"the logits have dtype {logits.dtype}; pass floating-point numbers"]
+    return []
+
+
+def _group_of(logits: Tensor, mesh: DeviceMesh) -> Group:
+    problems = logits_problems(logits)
+    if problems:
+        raise ShapeError(*problems)
+    return Group.of(mesh)
+
+
+def _shift(logits: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Subtract the maximum of each row over all ranks; return the result and the maxima.
+
+    Both are in float32 at least.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    highest = all_reduce(logits.detach().amax(-1).to(dtype), group, "max")
+    return logits - highest.unsqueeze(-1), highest
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """``lse(x) - (1 - s) x[target] - s mean(x)`` for each row x, with the spread s, in ``dtype``.
+
+    The mean is over the whole vocabulary, or over this rank's part of it, which then has another loss than its group.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  autograd passes them by position
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        counts: Tensor | None,
+        group: Group,
+        dtype: torch.dtype,
+        spread: float,
+        over_part: bool,
+    ) -> Tensor:
+        part = logits.shape[-1]
+        mine = target - group.rank * part
+        elsewhere = (mine < 0) | (mine >= part)
+        mine = mine.masked_fill(elsewhere, 0)
+        highest = all_reduce(logits.amax(-1).to(dtype), group, "max")
+        shifted = logits - highest.unsqueeze(-1)  # in the larger of the two types
+        of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+        mean = shifted.mean(-1) if spread else torch.zeros_like(of_target)
+        sums = torch.stack([shifted.exp().sum(-1), of_target, mean / group.size])
+        total, of_target, of_all = all_reduce(sums, group).unbind()
+        loss = total.log() - (1 - spread) * of_target - spread * (mean if over_part else of_all)
+        ctx.save_for_backward(logits, total.log() + highest, elsewhere, mine, counts)
+        ctx.spread, ctx.entries = spread, part if over_part else part * group.size
+        return loss if counts is None else loss.masked_fill(~counts, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, lse, elsewhere, mine, counts = ctx.saved_tensors
+        gradient = gradient if counts is None else gradient.masked_fill(~counts, 0)
+        result = (logits - lse.unsqueeze(-1)).exp_().mul_(gradient.unsqueeze(-1))
+        on_target = gradient.masked_fill(elsewhere, 0) * (ctx.spread - 1)
+        result.scatter_add_(-1, mine.unsqueeze(-1), on_target.unsqueeze(-1))
+        if ctx.spread:
+            result.sub_(gradient.unsqueeze(-1) * (ctx.spread / ctx.entries))
+        return result.to(logits.dtype), *[None] * 6
+
+
+rows_cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply
+"""The cross entropy of each row of logits; which of them count may be None: all do."""
