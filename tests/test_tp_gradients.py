@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,13 +17,15 @@ from messages import error_of
 from ranks import run_ranks
 from tensors import apart, numbers, whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as torch_styles
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from tp_compare import Recorded, tp_mesh
+from tp_compare import Recorded, assert_right, gradient_of, tp_mesh
 from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, llama_plan
 
 from namedmesh.errors import GradientError
@@ -33,10 +37,11 @@ X = numbers(2, 8, seed=1)
 def gained(*, zeros: bool = False) -> Any:
     """A gain on each rank's features."""
     torch.manual_seed(0)
-    linears = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+    down = nn.Linear(16, 8)
     if zeros:
-        nn.init.zeros_(linears["down"].weight)
-    return Net(lambda m, x: m.down(m.gain(m.up(x))), gain=Gain(), **linears).double()
+        nn.init.zeros_(down.weight)
+    layers = {"up": nn.Linear(8, 16), "gain": Gain(), "down": down}
+    return nn.Sequential(OrderedDict(layers)).double()
 
 
 def wrong_model(**options: Any) -> Any:
@@ -120,6 +125,36 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         compare_gradients(model, tp_mesh())
         step(model)
 
+    def after_a_forward(copied: Callable[[Any], Any]) -> None:
+        model = wrong_model()
+        model(X)
+        step(copied(model))
+
+    def loaded(model: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    def copied_and_compiled() -> None:
+        model = wrong_model()
+        model(X)
+        model = copy.deepcopy(model)
+        model.compile(backend="aot_eager", fullgraph=True)
+        trained(model, 1)
+
+    def after_other_gradients() -> None:
+        """Gradients that are returned, and that no parameter gets, leave the check for the backward."""
+        model = wrong_model()
+        torch.autograd.grad(model(X).sum(), [*model.parameters()])
+        step(model)
+
+    def not_finite(ranks: set[int]) -> None:
+        model: Any = parallelize(Mlp(), tp_mesh(), UP_DOWN)
+        if dist.get_rank() in ranks:
+            model.down.bias.register_hook(lambda gradient: gradient * torch.nan)
+        step(model, X.float())
+
     def keys() -> None:
         """A whole layer whose features each rank uses with its own."""
         compute = lambda m, x: m.down(m.up(x).unflatten(-1, (-1, 4)).mul(m.k(x).unsqueeze(-2)).flatten(-2))  # noqa: E731
@@ -151,6 +186,12 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "behind zeros": stops(lambda: trained(behind_zeros(), 2)),
         "of a copy": stops(lambda: step(copy.deepcopy(wrong_model()))),
         "of a copy, behind zeros": stops(lambda: trained(copy.deepcopy(behind_zeros()), 2)),
+        "of a copy after a forward": stops(lambda: after_a_forward(copy.deepcopy)),
+        "loaded after a forward": stops(lambda: after_a_forward(loaded)),
+        "of a compiled copy": stops(copied_and_compiled),
+        "after other gradients": stops(after_other_gradients),
+        "not finite on one rank": stops(lambda: not_finite({1}), "down.bias"),
+        "not: not finite on all ranks": not stops(lambda: not_finite({0, 1})),
         "checkpoint": stops(partial(checkpointed, False)),
         "reentrant checkpoint": stops(partial(checkpointed, True)),
         "compiled": stops(compiled),
@@ -184,6 +225,109 @@ def under_fsdp() -> bool:
 
 def test_under_fsdp_all_ranks_stop_at_the_first_step() -> None:
     assert run_ranks(4, under_fsdp) == [True] * 4
+
+
+def under_ddp() -> dict[str, float]:
+    """DDP has local shards in the place of parameters: they are not whole, and its gradients are right."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data = [X, X.roll(1, 0) * 2]
+    found = {}
+    for as_view in (False, True):
+        options: Any = {"device_mesh": mesh["dp"], "gradient_as_bucket_view": as_view}
+        reference = gained()
+        for batch in data:
+            (reference(batch).square().sum() / 2).backward()
+        model: Any = parallelize(gained(), mesh["tp"], UP_DOWN | {"gain": LocalParameters()})
+        model = DistributedDataParallel(model, **options)
+        parameters = dict(model.module.named_parameters())  # a forward takes them away
+        optimizer = torch.optim.SGD(parameters.values(), lr=0.0)
+        step(model, data[mesh.get_local_rank("dp")])
+        optimizer.step()
+        shards = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+        for name, parameter in reference.named_parameters():
+            wanted = gradient_of(parameter)
+            if name in shards:
+                wanted = wanted.chunk(2, shards[name])[mesh.get_local_rank("tp")]
+            found[f"{name}, view {as_view}"] = apart(parameters[name].grad, wanted)
+        wrong = DistributedDataParallel(parallelize(gained(), mesh["tp"], UP_DOWN), **options)
+        found[f"stops, view {as_view}"] = 0.0 if stops(partial(step, wrong)) else 1.0
+    return found
+
+
+def test_ddp_over_tensor_parallelism() -> None:
+    assert_right(run_ranks(4, under_ddp), cases=12)
+
+
+class Refused(TorchDispatchMode):
+    """No reads of values by the host, as while a CUDA graph is captured."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        assert "_local_scalar_dense" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def while_captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A whole step in a capture, as a first one and later; what the ranks compare waits until it is over."""
+    found = []
+    for steps_before in (0, 3):
+        model = wrong_model(check=False)
+        compare_gradients(model, tp_mesh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
+        model.gain.requires_grad_(requires_grad=False)
+        for _ in range(steps_before):
+            step(model)
+            optimizer.step()
+        model.gain.requires_grad_(requires_grad=True)
+        with monkeypatch.context() as patch, Refused():
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            step(model)
+            optimizer.step()
+        try:
+            optimizer.step()
+        except GradientError as error:
+            found += names_in(error)
+    return found
+
+
+def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(2, while_captured, monkeypatch) == [["gain.weight"] * 2] * 2
+
+
+def looks_at_meshes() -> list[int]:
+    """How often a compared step asks for the ranks of meshes and groups, with few parameters and with many."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    ranks_of, found = dist.get_process_group_ranks, []
+    places = DeviceMesh.mesh
+    for layers in (1, 8):
+        model: Any = nn.Sequential(*(Mlp() for _ in range(layers)))
+        plan = {f"*.{name}": style for name, style in UP_DOWN.items()}
+        fully_shard(parallelize(model, mesh["tp"], plan), mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, X.float())
+        asked = []
+
+        def groups(group: Any, asked: list[Any] = asked) -> Any:
+            asked.append(group)
+            return ranks_of(group)
+
+        def numbers_of(mesh: Any, asked: list[Any] = asked) -> Any:
+            asked.append(mesh)
+            return places.fget(mesh)  # type: ignore[attr-defined]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_process_group_ranks", groups)
+            patch.setattr(DeviceMesh, "mesh", property(numbers_of))
+            optimizer.step()
+        found.append(len(asked))
+    return found
+
+
+def test_a_compared_step_looks_at_each_mesh_once() -> None:
+    for few, many in run_ranks(2, looks_at_meshes):
+        assert few == many > 0
 
 
 def when_compared() -> list[int]:

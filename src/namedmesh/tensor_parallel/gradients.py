@@ -10,18 +10,26 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._torch import at_end_of_backward, from_all, gradient_like, group_named, synchronous
+from namedmesh._torch import (
+    at_end_of_backward,
+    from_all,
+    gradient_like,
+    group_named,
+    is_capturing,
+    sharding_under_ddp,
+    synchronous,
+)
 from namedmesh.errors import GradientError, listing
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 
@@ -95,8 +103,9 @@ def _all_reduce_together(parameters: Sequence[Any], mesh: DeviceMesh, layout: tu
             parameter.grad = gradient_like(parameter, whole.view_as(part), parameter.placements)
 
 
-# Those that the optimizers' hook asks, in the same order on every rank. A copy of a model comes in with its first forward.
-_watched: weakref.WeakKeyDictionary[nn.Module, dict[_Watch, None]] = weakref.WeakKeyDictionary()
+# The watches of all models of this process, by number: every rank makes them in the same order.
+_watches: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary()
+_numbers = count()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -118,9 +127,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     sum_before_steps()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
-        watch = _Watch(mesh)
-        model.register_forward_pre_hook(watch)
-        _watched.setdefault(model, {})[watch] = None
+        model.register_forward_pre_hook(_Watch(model, mesh))
 
 
 @cache
@@ -132,70 +139,115 @@ def sum_before_steps() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     reduce_gradients(parameters)
+    if is_capturing():
+        return  # a CUDA graph cannot contain a read of values by the host
     step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if step > LAST_STEP or step & (step - 1):
         return
-    own = {id(parameter) for parameter in parameters}
-    for model, watches in list(_watched.items()):
-        # As they are now: fully_shard has replaced them.
-        mine = {name: each for name, each in model.named_parameters() if id(each) in own}
-        for watch in watches if mine else ():
-            watch.compare(mine)
+    in_optimizer = {id(parameter) for parameter in parameters}
+    for watch in list(_watches.values()):
+        model = watch.model()
+        # The parameters as they are now: fully_shard has replaced those of before.
+        named = {} if model is None else dict(model.named_parameters())
+        stepped = {name: param for name, param in named.items() if id(param) in in_optimizer}
+        if stepped:
+            watch.compare(stepped)
 
 
 class _Watch:
-    """An axis over which gradients are compared: a hook before the model's forward, copied and pickled with the model."""
+    """An axis over which the gradients of a model are compared: a forward pre-hook of the model.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.group, self.begun = Group.of(mesh), False
+    It is copied and pickled with the model. The copy of a model starts anew, like a new model.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self.group = Group.of(mesh)
         self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
         self.ranks = frozenset(dist.get_process_group_ranks(mesh.get_group()))
+        self._start(model)
+
+    def _start(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)  # a model is freed as soon as nobody else holds it
+        self.begun = False
+        # By mesh and placements: thousands of parameters share a few of them.
+        self.replicated: dict[Any, bool] = {}
+        _watches[next(_numbers)] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy keeps; its model is the copied one."""
+        return {"group": self.group, "axis": self.axis, "ranks": self.ranks, "model": self.model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.group, self.axis, self.ranks = state["group"], state["axis"], state["ranks"]
+        self._start(state["model"])
 
     def __call__(self, model: nn.Module, _args: Any) -> None:
         """Watch the backward of the first forward that trains: parameters may be frozen until then."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.begun:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.begun or is_capturing():
             return
         self.begun = True
-        _watched.setdefault(model, {})[self] = None
-        parameters = {name: each for name, each in model.named_parameters() if self.is_whole(each)}
-        layouts = [each.placements for each in parameters.values() if isinstance(each, DTensor)]
-        if any(set(layout) != {Replicate()} for layout in layouts):
-            return  # under FSDP2, whose gradients are there after the backward
+        parameters = dict(model.named_parameters())
+        replicated = {name: param for name, param in parameters.items() if self.is_whole(param)}
+        for param in replicated.values():
+            if isinstance(param, DTensor) and set(param.placements) != {Replicate()}:
+                return  # FSDP2 sets its gradients after the backward
 
-        def with_first_gradient(_gradient: Tensor) -> None:
-            handle.remove()
-            at_end_of_backward(partial(self.compare, parameters))
+        def compare_at_end(_parameter: Tensor) -> None:
+            if not handles or is_capturing():
+                return
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            # A callback in a callback runs last: after that of DDP, which finishes its gradients.
+            at_end_of_backward(partial(at_end_of_backward, partial(self.compare, replicated)))
 
-        trained = [each for each in parameters.values() if each.requires_grad and not each.is_meta]
-        handle = register_multi_grad_hook(trained, with_first_gradient, mode="any")
+        # A gradient that is only returned, by torch.autograd.grad, is not accumulated, and does not count.
+        trained = [param for param in parameters.values() if param.requires_grad and not param.is_meta]
+        handles = [param.register_post_accumulate_grad_hook(compare_at_end) for param in trained]
 
     def is_whole(self, tensor: Tensor) -> bool:
-        """Return whether every rank of the axis has the same of a parameter or a gradient."""
-        if not isinstance(tensor, DTensor):
+        """Return whether a parameter or a gradient is the same on every rank of the axis."""
+        if isinstance(tensor, DTensor):
+            sharding: Any = tensor.device_mesh, tensor.placements
+        else:
+            sharding = sharding_under_ddp(tensor)
+        if sharding is None:
             marks = ("tensor_model_parallel", "model_parallel")
             return not any(getattr(tensor, mark, False) for mark in marks)
-        # Of its own mesh, which may cut the ranks otherwise, as those of experts do.
-        mesh = tensor.device_mesh
-        place: list[Any] = [*(mesh.get_coordinate() or ())]
-        for dim, placement in enumerate(tensor.placements):
+        if sharding not in self.replicated:
+            self.replicated[sharding] = self._is_replicated(*sharding)
+        return self.replicated[sharding]
+
+    def _is_replicated(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+        # The tensor's own mesh may split the ranks in another way, as the mesh of experts does.
+        peers: list[Any] = [*(mesh.get_coordinate() or ())]
+        for dim, placement in enumerate(placements):
             if not isinstance(placement, Replicate):
-                place[dim] = slice(None)
-        return len(self.ranks.intersection(mesh.mesh[tuple(place)].flatten().tolist())) <= 1
+                peers[dim] = slice(None)
+        return len(self.ranks.intersection(mesh.mesh[tuple(peers)].flatten().tolist())) <= 1
 
     def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raise if gradients differ, on all ranks, those too that see other parts of the parameters, as those of FSDP2 do."""
-        mine = {}
+        """Raise an error if gradients differ, on every rank.
+
+        Under FSDP2 other ranks have other shards of the same parameters: they raise it, too.
+        """
+        fingerprints = {}
+        meshes: dict[DeviceMesh, None] = {}
+        for name, param in parameters.items():
+            if isinstance(param, DTensor):
+                meshes[param.device_mesh] = None
+            if self.is_whole(param):
+                grad: Any = param.grad
+                counts = grad is not None and self.is_whole(grad)
+                fingerprints[name] = fingerprint(grad) if counts else [0.0, 0.0]
+        wrong = _different(from_all(group_named(self.group.name), fingerprints))
         across: dict[frozenset[int], dist.ProcessGroup] = {}
-        for name, each in parameters.items():
-            gradient: Any = each.grad
-            if self.is_whole(each):
-                some = gradient is not None and self.is_whole(gradient)
-                mine[name] = fingerprint(gradient) if some else [0.0, 0.0]
-            for group in each.device_mesh.get_all_groups() if isinstance(each, DTensor) else ():
+        for mesh in meshes:
+            for group in mesh.get_all_groups():
                 across.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
-        wrong = _different(from_all(group_named(self.group.name), mine))
-        for ranks, group in across.items():
-            for found in from_all(group, wrong) if ranks != self.ranks else ():
+        across.pop(self.ranks, None)
+        for group in across.values():
+            for found in from_all(group, wrong):
                 wrong.update(found)
         if wrong:
             raise GradientError(
@@ -207,19 +259,30 @@ class _Watch:
 
 
 def _different(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return how far gradients are apart that are not the same, as a part of their size, of those that all ranks have."""
-    apart, sizes = {}, {}
+    """Return the gradients that differ between ranks, of those that all ranks have.
+
+    Args:
+        found: the fingerprints of each rank, by the names of parameters; a bias may exist on one rank only.
+
+    Returns:
+        How far each is apart, relative to its norm: infinitely if it is finite on some of the ranks only.
+    """
+    wrong, apart, norms = {}, {}, {}
     for name in found[0]:
-        if all(name in each for each in found):  # a bias may be on the first one only
-            numbers = [*zip(*(each[name] for each in found), strict=True)]
-            apart[name] = max(max(each) - min(each) for each in numbers)
-            sizes[name] = max(numbers[0])
-    largest = max(filter(math.isfinite, sizes.values()), default=0.0)
-    return {
-        name: far / sizes[name]
-        for name, far in apart.items()
-        if math.isfinite(far) and far > TOLERANCE * sizes[name] and far > NOTHING * largest
-    }
+        by_rank = [fingerprints[name] for fingerprints in found if name in fingerprints]
+        finite = [math.isfinite(numbers[0]) for numbers in by_rank]
+        if len(by_rank) < len(found) or not any(finite):
+            continue
+        if not all(finite):
+            wrong[name] = math.inf
+            continue
+        apart[name] = max(max(numbers) - min(numbers) for numbers in zip(*by_rank, strict=True))
+        norms[name] = max(numbers[0] for numbers in by_rank)
+    largest = max(norms.values(), default=0.0)
+    for name, far in apart.items():
+        if far > TOLERANCE * norms[name] and far > NOTHING * largest:
+            wrong[name] = far / norms[name]
+    return wrong
 
 
 def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
