@@ -70,7 +70,12 @@ def test_local_parameters_shared_norms_and_latent_attention(tp_size: int) -> Non
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize(
-    ("kind", "options"), [("Llama", {"head_dim": 8, "tie_word_embeddings": True}), ("Phi3", {})]
+    ("kind", "options"),
+    [
+        ("Llama", {"head_dim": 8, "tie_word_embeddings": True}),
+        # All heads on every rank, whose number the ranks do not have to divide.
+        ("Phi3", {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    ],
 )
 def test_a_random_model_trains_as_the_whole_one(kind: str, options: dict[str, Any], tp_size: int) -> None:
     assert max(run_ranks(tp_size, hf_difference, hf_model(kind, **options))) < 1e-10

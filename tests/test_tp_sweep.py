@@ -1,6 +1,7 @@
 """Every configuration of Hugging Face with a tensor-parallel plan: right, or refused for a reason.
 
-On two ranks as it is, and, where keys and values have heads of their own, with two of them on four ranks.
+On two ranks as it is, and, where keys and values have heads of their own, with two of them on four ranks, with eager attention
+and padding.
 
 ``python tests/test_tp_sweep.py 2 4 8`` goes through more ranks, which takes minutes.
 """
@@ -98,7 +99,7 @@ def sweep(
     warnings.simplefilter("ignore")  # of transformers, about what the configurations are not meant for
     for name in names:
         try:
-            reference = hf_models.tiny_model(name, kv_heads)
+            reference = hf_models.tiny_model(name, kv_heads, None if kv_heads is None else "eager")
             wanted = step(reference, name)
         except Exception:  # noqa: BLE001  told with what is wrong of the others
             yield name, 1, f"failed: {traceback.format_exc()}"

@@ -190,14 +190,23 @@ def _owner(stated: Mapping[str, str], fqn: str, module: nn.Module, name: str) ->
 
 
 def _tell_attention(modules: Mapping[str, nn.Module], plan: dict[str, ParallelStyle]) -> None:
-    """Add the attention that has to be told how many queries share a kv head; some layers use the keys of others."""
+    """Add a style for each attention module that counts the queries of a kv head, and computes a rank's heads.
+
+    Some layers have no keys and values of their own, and use those of another layer.
+    """
     for fqn, module in modules.items():
         heads = _heads(modules, f"{fqn}.") if hasattr(module, _GROUPS) else None
         if heads is None or heads[0] == heads[1]:
             continue
-        inside = [style for name, style in plan.items() if name.startswith(f"{fqn}.")]
+        shards_heads = any(
+            name.startswith(f"{fqn}.")
+            and isinstance(style, ColwiseParallel)
+            # Where columns are gathered, every rank computes all heads, as one process does.
+            and style.output_layouts == (Shard(-1),)
+            for name, style in plan.items()
+        )
         known = plan.get(fqn, LocalParameters({}))
-        if type(known) is LocalParameters and any(isinstance(style, ColwiseParallel) for style in inside):
+        if type(known) is LocalParameters and shards_heads:
             plan[fqn] = AttentionGroups(known.layout(module, 1), *heads)
 
 
