@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from messages import error_of
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.tensor import DTensor, Shard
 from tp_checks import heads_and_tail
 from tp_compare import hf_difference, sharded, training_difference
 from tp_models import Net, hf_model
 
-from namedmesh.tensor_parallel import LocalParameters, plan_from_hf
+from namedmesh.tensor_parallel import LocalParameters, plan_from_hf, plan_report
 
 
 def test_what_has_no_answer_is_reported_at_once() -> None:
@@ -28,6 +30,29 @@ def test_what_has_no_answer_is_reported_at_once() -> None:
     )
     told = error_of(lambda: plan_from_hf(nn.Linear(2, 2)))
     assert told.startswith("PlanError: Linear states no plan in its _tp_plan; write one")
+
+
+def test_a_plan_that_names_nothing_of_the_model_is_reported() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    model._tp_plan = {"layers.*.up": "colwise"}
+    told = error_of(lambda: plan_from_hf(model))
+    assert told == "PlanError: Sequential has no module that its _tp_plan names (layers.*.up)"
+
+
+def test_names_behind_wrappers() -> None:
+    """A plan has the model's own names, and what reads it the names with all wrappers."""
+    model: Any = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.Linear(4, 4)}), "c": nn.Linear(4, 4)})
+    model._tp_plan = {"a.b": "colwise", "c": "rowwise"}
+    inside = "_checkpoint_wrapped_module"
+    apply_activation_checkpointing(model, check_fn=lambda module: module in {model["a"], model["a"]["b"]})
+    compiled: Any = torch.compile(model, backend="eager")
+    for wrapper, prefix in (
+        (compiled, "_orig_mod."),
+        (nn.Sequential(nn.Identity(), compiled), "1._orig_mod."),
+    ):
+        plan = plan_from_hf(wrapper)
+        assert list(plan) == [f"{prefix}a.{inside}.b.{inside}", f"{prefix}c"]
+        assert plan_report(wrapper, 2, plan)
 
 
 # --- styles that only such plans use, on a model that states one itself -------------------------------------
@@ -62,6 +87,41 @@ def stated_difference() -> float:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_local_parameters_shared_norms_and_latent_attention(tp_size: int) -> None:
     assert max(run_ranks(tp_size, stated_difference)) < 1e-12
+
+
+# --- adapters -----------------------------------------------------------------------------------------------
+
+
+def adapted(**options: Any) -> Any:
+    """A Llama with a kv head for several ranks and LoRA on all linears, none of which is zero."""
+    peft: Any = importlib.import_module("peft")
+    settings = peft.LoraConfig(r=3, target_modules="all-linear", **options)
+    model = peft.get_peft_model(hf_model("Llama", num_key_value_heads=1, num_hidden_layers=1), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
+def adapted_difference(reference: Any) -> float:
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    model = sharded(reference, plan_from_hf(reference, adapters=True))
+    placed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    assert len(placed) == 2 + 2 * 7  # embedding, head, and of seven linears the weight and one adapter
+    return training_difference(model, reference, ids, steps=2, pick="logits")
+
+
+@pytest.mark.oracle("transformers", "peft")
+def test_lora_trains_as_in_one_process() -> None:
+    assert max(run_ranks(2, adapted_difference, adapted())) < 1e-12
+
+
+@pytest.mark.oracle("transformers", "peft")
+def test_adapters_are_reported_where_they_are_not_asked_for_or_not_known() -> None:
+    told = error_of(lambda: plan_from_hf(adapted()))
+    assert "self_attn.q_proj': has adapters; call plan_from_hf(..., adapters=True)" in told
+    told = error_of(lambda: plan_from_hf(adapted(use_dora=True), adapters=True))
+    assert "self_attn.q_proj': 'colwise' is for a layer whose adapters are not plain LoRA" in told
 
 
 # --- transformers itself ------------------------------------------------------------------------------------

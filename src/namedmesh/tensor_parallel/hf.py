@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import Group, enter
 from namedmesh.tensor_parallel.modules import LocalParameters, ShardedExperts
@@ -82,6 +83,8 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 # Layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent.
 _BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj")
 _GROUPS = "num_key_value_groups"
+# The names that torch.compile and activation checkpointing give the module inside a wrapper.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm"}
 # What a plan leaves out, by the type of the model: beside which entry, a module on each rank's features.
 _LEFT_OUT: dict[str, dict[str, str]] = {
@@ -100,40 +103,76 @@ _WRONG_ATTENTION = {
 }
 
 
-def plan_from_hf(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Read a Hugging Face model's own tensor-parallel plan, its ``_tp_plan``, into one for ``parallelize``.
+def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, ParallelStyle]:
+    """Read a Hugging Face model's own tensor-parallel plan into one for ``parallelize``.
 
-    What it says of modules that this model does not have is left out, and what every rank keeps whole (``"replicate"``).
+    The plan is the ``_tp_plan`` of the model, or of the models inside it if it is a wrapper, such
+    as a ``PeftModel`` or what ``torch.compile`` returns. Entries for modules that the model does
+    not have, and modules that stay replicated (``"replicate"``), are omitted.
+
+    Args:
+        model: the model; it is not changed.
+        adapters: whether linears may have LoRA adapters of PEFT. The adapters are then sharded with
+            their linear: the second matrix under a column layer, the first one under a row layer.
+
+    Returns:
+        A style for each name of a module.
 
     Raises:
-        PlanError: if the model has no plan, or if it is known not to work; or with every style that is not supported.
+        PlanError: the model has no plan, or one that is known not to work or names none of its
+            modules; or the plan uses styles, or the model has adapters, that are not supported.
     """
     stated = _stated(model)
-    modules = dict(model.named_modules())
+    # The names in the model as it was written. A wrapper has that of the module inside, which comes after it.
+    modules, names = {}, {}
+    for name, module in model.named_modules():
+        modules[_plain(name)] = module
+        names[_plain(name)] = name
     plan: dict[str, ParallelStyle] = {}
     problems = []
     for fqn, module in modules.items():
-        key, name = _stated_for(stated, fqn)
-        if not key or name == "replicate" or isinstance(module, nn.ModuleList):
+        key, kind = _stated_for(stated, fqn)
+        if not key or kind == "replicate" or isinstance(module, nn.ModuleList):
             continue
         try:
-            style = _style(modules, stated, fqn, name)
+            style = _style(modules, stated, fqn, kind)
             if style is not None:
-                plan[fqn] = style
+                plan.update(_with_adapters(fqn, module, style) if adapters else {fqn: style})
+            if not adapters and hasattr(module, "base_layer"):
+                problems.append(f"{key!r}: has adapters; call plan_from_hf(..., adapters=True)")
         except LookupError as error:
-            problems.append(f"{key!r}: {name!r} {error.args[0]}; change or remove it in model._tp_plan")
+            problems.append(f"{key!r}: {kind!r} {error.args[0]}; change or remove it in model._tp_plan")
+    if not plan and not problems:
+        problems.append(
+            f"{type(model).__name__} has no module that its _tp_plan names ({listing(stated, 3)})"
+        )
     if problems:
         raise PlanError(*dict.fromkeys(problems))
     _tell_attention(modules, plan)
-    return plan
+    return {names[fqn]: style for fqn, style in plan.items()}
 
 
 def _stated(model: nn.Module) -> dict[str, str]:
     """Return the names of styles that a model states, by names of modules and parameters."""
-    stated = dict(getattr(model, "_tp_plan", None) or {})
+    stated: dict[str, str] = {}
+    stating: list[str] = []
+    for fqn, module in model.named_modules():
+        # Wrappers forward attributes of the model inside, in which modules have shorter names.
+        own = inspect.getattr_static(module, "_tp_plan", None)
+        inside = any(f"{fqn}.".startswith(f"{outer}." if outer else "") for outer in stating)
+        if own and not inside:
+            stating.append(fqn)
+            for key, name in _plan_of(module, own).items():
+                stated[f"{_plain(fqn)}.{key}".lstrip(".")] = name
     if not stated:
         remedy = "write one, a dict of names to styles"
         raise PlanError(f"{type(model).__name__} states no plan in its _tp_plan; {remedy}")
+    return stated
+
+
+def _plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the plan that one model states, completed where it is known to lack entries."""
+    stated = dict(plan)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -147,11 +186,27 @@ def _stated(model: nn.Module) -> dict[str, str]:
     return stated
 
 
+def _with_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """Return the styles of a linear and of its LoRA adapters, by name; or of a module without any.
+
+    A LookupError says why the adapters of the module cannot be sharded.
+    """
+    if not hasattr(module, "base_layer") or isinstance(style, TailGradient):
+        return {fqn: style}
+    kinds = {ColwiseParallel: "lora_B", KeyValueParallel: "lora_B", RowwiseParallel: "lora_A"}
+    adapters: Any = getattr(module, kinds.get(type(style), ""), None)
+    # Variants, such as DoRA, compute with the norms of whole weights.
+    if not adapters or getattr(module, "lora_variant", None):
+        raise LookupError("is for a layer whose adapters are not plain LoRA of a linear; merge them")
+    inside = ["base_layer", *(f"{kinds[type(style)]}.{name}" for name in adapters)]
+    return {f"{fqn}.{name}": style for name in inside}
+
+
 def _style(
     modules: Mapping[str, nn.Module], stated: Mapping[str, str], fqn: str, name: str
 ) -> ParallelStyle | None:
     """Return the style of one module, None where it stays whole; a LookupError says why there is none."""
-    module = modules[fqn]
+    module = getattr(modules[fqn], "base_layer", modules[fqn])
     if name in _OWNERS:
         return _owner(stated, fqn, module, name)
     if name == "mla_kv_a_proj":
@@ -190,7 +245,7 @@ def _owner(stated: Mapping[str, str], fqn: str, module: nn.Module, name: str) ->
 
 
 def _tell_attention(modules: Mapping[str, nn.Module], plan: dict[str, ParallelStyle]) -> None:
-    """Add a style for each attention module that counts the queries of a kv head, and computes a rank's heads.
+    """Add a style for each attention that counts the queries of a kv head and has a rank's heads.
 
     Some layers have no keys and values of their own, and use those of another layer.
     """
@@ -236,5 +291,10 @@ def _first_count(source: object, *names: str) -> int | None:
 
 
 def _stated_for(stated: Mapping[str, str], fqn: str) -> tuple[str, str]:
-    """Return the first key that matches a name, and what it says; two empty strings if there is none."""
+    """Return the first key that matches a name, and its style; two empty strings without one."""
     return next(((key, name) for key, name in stated.items() if matches(key, fqn)), ("", ""))
+
+
+def _plain(fqn: str) -> str:
+    """Return the name of a module in the model as it was written, without torch's wrappers."""
+    return ".".join(token for token in fqn.split(".") if token not in _WRAPPERS)
