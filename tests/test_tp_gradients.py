@@ -19,7 +19,7 @@ from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -29,7 +29,7 @@ from tp_compare import Recorded, assert_right, gradient_of, tp_mesh
 from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, llama_plan
 
 from namedmesh.errors import GradientError
-from namedmesh.tensor_parallel import LocalParameters, compare_gradients, parallelize
+from namedmesh.tensor_parallel import ColwiseParallel, LocalParameters, compare_gradients, parallelize
 
 X = numbers(2, 8, seed=1)
 
@@ -227,6 +227,89 @@ def test_under_fsdp_all_ranks_stop_at_the_first_step() -> None:
     assert run_ranks(4, under_fsdp) == [True] * 4
 
 
+def other_samples() -> dict[str, bool]:  # noqa: C901  one function for each way
+    """Ranks with samples of their own, in each way in which a model may begin; and what is no such thing."""
+    rank = dist.get_rank()
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(rank))
+
+    def llama(**options: Any) -> Any:
+        torch.manual_seed(0)
+        return parallelize(Llama(layers=1), tp_mesh(), llama_plan(**options))
+
+    def one_token() -> None:
+        other = torch.zeros(2, 8, dtype=torch.long)
+        other[0, 0] = rank
+        step(llama(), other)
+
+    def checkpointed() -> None:
+        checkpoint(llama(), ids, use_reentrant=False).square().sum().backward()
+
+    def copied(forwards: int) -> None:
+        model = llama()
+        for _ in range(forwards):
+            model(torch.zeros_like(ids))
+        step(copy.deepcopy(model), ids)
+
+    def whole_embedding() -> None:
+        plan = {name: style for name, style in llama_plan().items() if name != "tok_embeddings"}
+        step(parallelize(Llama(layers=1), tp_mesh(), plan), ids)
+
+    def compiled_layers() -> None:
+        model = llama()
+        for layer in model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        step(model, ids)
+
+    def assigned() -> None:
+        model = llama()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(model(ids).square().sum(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        torch.optim.SGD(parameters, foreach=False).step()
+
+    def as_a_stage() -> None:
+        """A first run on memory as it is, for shapes, then a batch."""
+        model: Any = parallelize(Mlp(), tp_mesh(), UP_DOWN)
+        memory = numbers(2, 8, seed=rank).float().requires_grad_()
+        torch.autograd.grad(model(memory).sum(), memory)
+        step(model, X.float())
+
+    def own_sequence() -> None:
+        """A rank's own part of the sequence, which the first layer gathers."""
+        plan = UP_DOWN | {"up": ColwiseParallel(input_layouts=Shard(0))}
+        step(parallelize(Mlp(), tp_mesh(), plan), numbers(2, 8, seed=rank).float())
+
+    name = "tok_embeddings"
+    return {
+        "ids": stops(lambda: step(llama(), ids), name),
+        "one token": stops(one_token, name),
+        "sequence parallel": stops(lambda: step(llama(sequence_parallel=True), ids), name),
+        "other lengths": stops(lambda: llama()(ids[:, : 8 - rank]), name),
+        "checkpointed": stops(checkpointed, name),
+        "a copy": stops(lambda: copied(0), name),
+        "a copy after a forward": stops(lambda: copied(1), name),
+        "a copy after three": stops(lambda: copied(3), name),
+        "compiled layers": stops(compiled_layers, name),
+        "assigned": stops(assigned, name),
+        "whole embedding": stops(whole_embedding, "layers.0.attention.wq"),
+        "features": stops(
+            lambda: step(parallelize(Mlp(), tp_mesh(), UP_DOWN), numbers(2, 8, seed=rank).float()), "up"
+        ),
+        "not: a stage's first run": not stops(as_a_stage),
+        "not: a part of the sequence": not stops(own_sequence),
+        "not: check=False": not stops(
+            lambda: step(parallelize(Mlp(), tp_mesh(), UP_DOWN, check=False), X.float() * rank)
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_ranks_with_other_samples_are_reported() -> None:
+    for found in run_ranks(2, other_samples):
+        assert all(found.values()), found
+
+
 def under_ddp() -> dict[str, float]:
     """DDP has local shards in the place of parameters: they are not whole, and its gradients are right."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -270,7 +353,7 @@ class Refused(TorchDispatchMode):
 
 def while_captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A whole step in a capture, as a first one and later; what the ranks compare waits until it is over."""
-    found = []
+    found: list[str] = []
     for steps_before in (0, 3):
         model = wrong_model(check=False)
         compare_gradients(model, tp_mesh())
@@ -280,7 +363,7 @@ def while_captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             step(model)
             optimizer.step()
         model.gain.requires_grad_(requires_grad=True)
-        with monkeypatch.context() as patch, Refused():
+        with monkeypatch.context() as patch, Refused():  # type: ignore[no-untyped-call]
             patch.setattr(torch.cuda, "is_initialized", lambda: True)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             step(model)
@@ -307,7 +390,7 @@ def looks_at_meshes() -> list[int]:
         fully_shard(parallelize(model, mesh["tp"], plan), mesh=mesh["dp"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model, X.float())
-        asked = []
+        asked: list[Any] = []
 
         def groups(group: Any, asked: list[Any] = asked) -> Any:
             asked.append(group)

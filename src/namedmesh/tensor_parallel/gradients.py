@@ -1,7 +1,8 @@
-"""Gradients that are parts are summed over their ranks, and those of what every rank has whole are compared.
+"""Partial gradients are all-reduced; gradients of replicated parameters are compared between ranks.
 
-What a forward does with a whole parameter, on a rank's own features, cannot be known from the outside; that the gradients then
-differ can. One hook of torch's optimizers does both, for compiled models, zero-bubble schedules and FSDP2 alike.
+Whether a forward uses a replicated parameter on a rank's own features cannot be known from outside.
+That the gradients then differ can. One hook of torch's optimizers does both, also for compiled
+models, zero-bubble schedules and FSDP2.
 """
 
 from __future__ import annotations
@@ -110,20 +111,31 @@ _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyD
 
 
 def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the ranks of an axis compare the gradients of what is whole on each of them: at the first backward, and before steps.
+    """Let the ranks of an axis compare gradients of replicated parameters, and their inputs.
 
-    For a model that was sharded along the axis by whatever means; ``parallelize`` calls this itself. Compared is every parameter
-    that the axis does not shard: a plain tensor, or a DTensor that is replicated along it, but for gradients that are
-    ``Partial``, and plain tensors that are marked as shards (``tensor_model_parallel``). The ranks send two numbers for each at the
-    end of the first backward, and before the steps 1, 2, 4 and so on up to 1024 of each optimizer of torch's: what was zero or
-    frozen at first, and what compiled code, zero-bubble schedules and FSDP2 compute, is compared there.
+    For a model that was sharded along the axis by other means; ``parallelize`` calls this itself.
+    Every parameter is compared that the axis does not shard: a plain tensor, or a DTensor that is
+    replicated along it. Gradients that are ``Partial`` are not compared, nor plain tensors that are
+    tagged as shards (``tensor_model_parallel``). A copy of the model is compared like a new one.
+
+    The ranks send two numbers for each gradient at the end of the first backward, and before the
+    steps 1, 2, 4 and so on up to 1024 of each of torch's optimizers. The steps find what was zero
+    or frozen at first, and what compiled code, zero-bubble schedules and FSDP2 compute. Nothing is
+    compared while a CUDA graph is captured.
+
+    With the first gradients they compare the input of the first layer that ``parallelize`` has
+    sharded, such as the ids of tokens: ranks of one axis have to work on the same samples. The
+    shape of the input is compared in the first forward. Layers that gather their input (sequence
+    parallelism) and compiled layers are skipped.
 
     Args:
-        model: the model; all ranks of the axis call this, and run its forward and backward, on the same data.
+        model: the model; all ranks of the axis call this, and run its forward and backward, on the
+            same data.
         mesh: the one-dimensional mesh of the axis.
 
     Raises:
-        GradientError: in the backward, or before the optimizer's step, on every rank: gradients differ, by name.
+        GradientError: in the first forward or backward, or before the optimizer's step, on every
+            rank of the axis: gradients or inputs differ, by name.
     """
     sum_before_steps()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
@@ -169,6 +181,7 @@ class _Watch:
     def _start(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)  # a model is freed as soon as nobody else holds it
         self.begun = False
+        self.inputs = _InputCheck(self.group, self.axis)
         # By mesh and placements: thousands of parameters share a few of them.
         self.replicated: dict[Any, bool] = {}
         _watches[next(_numbers)] = self
@@ -178,12 +191,15 @@ class _Watch:
         return {"group": self.group, "axis": self.axis, "ranks": self.ranks, "model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.group, self.axis, self.ranks = state["group"], state["axis"], state["ranks"]
+        vars(self).update(state)
         self._start(state["model"])
 
     def __call__(self, model: nn.Module, _args: Any) -> None:
         """Watch the backward of the first forward that trains: parameters may be frozen until then."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.begun or is_capturing():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_capturing():
+            return
+        self.inputs.expect(model)
+        if self.begun:
             return
         self.begun = True
         parameters = dict(model.named_parameters())
@@ -240,22 +256,96 @@ class _Watch:
                 grad: Any = param.grad
                 counts = grad is not None and self.is_whole(grad)
                 fingerprints[name] = fingerprint(grad) if counts else [0.0, 0.0]
-        wrong = _different(from_all(group_named(self.group.name), fingerprints))
+        reports = from_all(group_named(self.group.name), (fingerprints, self.inputs.noted))
+        wrong = _different([found for found, _ in reports])
+        problems = self.inputs.problems([noted for _, noted in reports])
         across: dict[frozenset[int], dist.ProcessGroup] = {}
         for mesh in meshes:
             for group in mesh.get_all_groups():
                 across.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
         across.pop(self.ranks, None)
         for group in across.values():
-            for found in from_all(group, wrong):
+            for found, noted in from_all(group, (wrong, problems)):
                 wrong.update(found)
-        if wrong:
-            raise GradientError(
+                problems = problems or noted
+        if wrong and not problems:  # other inputs make other gradients
+            problems.append(
                 f"{listing(wrong)}: whole on each of the {self.group.size} ranks of {self.axis}, but their gradients differ, by "
                 f"up to {max(wrong.values()):.2g} of the size: each has a part, and they would train apart; give a module that "
                 f"works on a rank's own features or tokens LocalParameters(), which sums the parts, and a linear whose "
                 f"features they use in part ColwiseParallel(), or KeyValueParallel(...) for keys and values"
             )
+        if problems:
+            raise GradientError(*problems)
+
+
+class _InputCheck:
+    """Compares the input of the first layer in a forward that takes its input replicated.
+
+    Ranks with different samples would train on a mixture of them silently: a sharded embedding
+    all-reduces the vectors of different ids, and then all gradients agree. Shapes are compared in
+    the first forward, because collectives with different shapes end the process or hang. Values are
+    noted in the first two forwards, and compared with the first gradients: the first forward of a
+    pipeline stage may be the one in which torch infers shapes, on uninitialized memory.
+    """
+
+    def __init__(self, group: Group, axis: str) -> None:
+        self.group, self.axis = group, axis
+        self.forwards = 0
+        self.expected = False
+        self.noted: tuple[str, float, list[float]] | None = None
+        self.hooks: list[Any] = []
+
+    def expect(self, model: nn.Module) -> None:
+        """Prepare for a forward of the model that begins: the first two note an input."""
+        self.forwards += 1
+        self.expected = self.forwards <= 2  # noqa: PLR2004  the first two
+        if self.forwards == 1:
+            for name, module in model.named_modules():
+                wiring = getattr(module, "wiring", None)
+                if wiring is not None and wiring.input_dim is None and wiring.group == self.group:
+                    note = partial(self.note, name)
+                    self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        if not self.expected:
+            while self.hooks:
+                self.hooks.pop().remove()
+
+    def note(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the input of a layer: a forward pre-hook of every layer that may be the first."""
+        if torch.compiler.is_compiling() or not self.expected:
+            return
+        self.expected = False
+        x = args[0] if args else next(iter(kwargs.values()))
+        if isinstance(x, DTensor):
+            if set(x.placements) != {Replicate()}:
+                return
+            x = x.to_local()
+        x = synchronous(x)
+        if type(x) is not Tensor or x.is_meta:  # such as a fake tensor
+            return
+        if self.forwards == 1:
+            shapes = dict.fromkeys(from_all(group_named(self.group.name), tuple(x.shape)))
+            if len(shapes) > 1:
+                raise GradientError(self._problem(name, f" (shapes {listing(shapes)})"))
+        # Rounding may differ in what layers before it computed, but not in the ids of tokens.
+        tolerance = TOLERANCE if x.is_floating_point() else 0.0
+        self.noted = name, tolerance, fingerprint(x, (1.0, 0.7, 0.3))
+
+    def problems(self, noted: Sequence[tuple[str, float, list[float]] | None]) -> list[str]:
+        """Return a sentence if what the ranks noted differs."""
+        known = [each for each in noted if each is not None]
+        for numbers in zip(*(numbers for _, _, numbers in known), strict=True):
+            name, tolerance, (norm, *_) = known[0]
+            if max(numbers) - min(numbers) > tolerance * norm:
+                return [self._problem(name, "")]
+        return []
+
+    def _problem(self, name: str, detail: str) -> str:
+        return (
+            f"{name or 'the model'}: the {self.group.size} ranks of {self.axis} have different "
+            f"inputs{detail}, but must work on the same samples; give their samplers the rank on the "
+            f"data axes (training.sampler_kwargs(mesh)), and the same seed to dropout before this layer"
+        )
 
 
 def _different(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
