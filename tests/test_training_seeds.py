@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from contextlib import nullcontext, suppress
+import threading
+from contextlib import contextmanager, nullcontext, suppress
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,12 +16,19 @@ import torch
 from messages import error_of
 from ranks import fake_world
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_checks import ON_EIGHT, ON_FOUR
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import forget_operations
 from namedmesh.training import seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def draw(name: str | None = None) -> float:
@@ -113,6 +122,113 @@ def test_a_recomputation_draws_from_streams_as_the_forward_did(inside: bool) -> 
     assert torch.equal(found, expected)
 
 
+def test_blocks_for_data_repeat_no_numbers_and_leave_the_order_of_samples_alone() -> None:
+    with fake_world(1):
+        mesh = namedmesh.init_mesh(tp=1, device="cpu")
+        training.seed_all(3, mesh)
+        orders, numbers = [], []
+        for _ in range(2):
+            with training.streams("data"):
+                orders += [torch.randperm(50, generator=training.data_generator()) for _ in range(2)]
+                numbers += [draw(), draw("data"), draw()]
+        mesh.close()
+    assert len({tuple(order.tolist()) for order in orders}) == 4
+    assert len({*numbers}) == 6
+
+
+class Accelerator:
+    """Devices with generators, and a current device for each thread, as ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator().manual_seed(5) for _ in range(4)]
+        self.thread = threading.local()
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.thread.current = device.index
+        yield
+        self.thread.current = 0
+
+    def manual_seed(self, seed: int) -> None:
+        self.generators[getattr(self.thread, "current", 0)].manual_seed(seed)
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return self.generators[device.index].get_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        self.generators[device.index].set_state(state)
+
+    def is_available(self) -> bool:
+        return True
+
+
+def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_dtensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = Accelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: fake)
+    monkeypatch.setattr(torch.distributed.tensor._random, "_get_device_handle", lambda _: fake)
+    monkeypatch.setattr(torch.distributed.tensor._random, "_rng_tracker", None)
+    resolved = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.distributed.tensor._random, "_resolve_device", lambda *_, **__: resolved)
+    found: list[float] = []
+
+    def draw_on_device_3() -> None:
+        for name in ("tensor", "expert"):
+            with training.streams(name):
+                found.append(torch.rand((), generator=fake.generators[3]).item())
+
+    with fake_world(2), monkeypatch.context() as patch:
+        mesh = namedmesh.init_mesh(tp=2, device="cpu")
+        mesh.device = torch.device("cuda", 3)
+        patch.setattr(torch.distributed, "broadcast", mock.Mock(side_effect=AssertionError("of rank 0's state")))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        training.seed_all(3, mesh)
+        # What makes a tracker that broadcasts is that there is none.
+        assert torch.distributed.tensor._random._rng_tracker is not None
+        thread = threading.Thread(target=draw_on_device_3)
+        thread.start()
+        thread.join()
+        draw_on_device_3()
+        assert len({*found}) == 4
+        fresh = torch.Generator().manual_seed(5).get_state()
+        assert all(torch.equal(generator.get_state(), fresh) for generator in fake.generators)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        said = error_of(training.streams("tensor").__enter__)
+        mesh.device = torch.device("cpu")
+        training.seed_all(3, mesh)
+        mesh.close()
+    assert said == (
+        "TrainingError: streams('tensor') was entered while a CUDA graph is captured, which cannot seed generators and would "
+        "replay the same numbers; capture only code without streams, or do not capture this step"
+    )
+
+
+def test_nothing_follows_the_default_device_or_type() -> None:
+    layer = nn.Linear(20, 300)
+    training.init_parameters(layer, 4)
+    expected = layer.weight.clone()
+    with fake_world(1):
+        mesh = namedmesh.init_mesh(dp=1, device="cpu")
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        try:
+            training.seed_all(0, mesh)
+            training.init_parameters(layer, 4)
+            with training.streams("tensor"), training.streams("data"):
+                pass
+            seeds.set_random_state(seeds.random_state())
+            assert training.count_tokens(3, mesh).item() == 3
+            assert training.mean_loss(torch.ones((), device="cpu"), mesh).item() == 1
+            training.check_same_batch([1], mesh)
+        finally:
+            torch.set_default_device("cpu")
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+        mesh.close()
+    assert torch.equal(layer.weight, expected)
+
+
 class Fused(nn.Module):
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -141,6 +257,58 @@ def test_megatrons_shards_are_shards_of_the_same_weights() -> None:
             assert torch.equal(columns.weight, whole.weight.chunk(2, 1)[rank])
             assert torch.equal(expert.weight, whole.weight)  # cut over etp, which is 1
             mesh.close()
+
+
+class Drawn(TorchDispatchMode):
+    """Counts the random numbers that are drawn."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.normal_.default:
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+SHARDED: list[tuple[tuple[int, ...], list[Any], int]] = [  # shape, placements over dp and tp, tiles that a rank may draw
+    ((512, 2048), [Shard(0), Shard(1)], 32),
+    ((70, 603), [Shard(1), Replicate()], 6),
+    ((70, 603), [Replicate(), Shard(0)], 6),
+    ((70, 603), [Shard(1), Shard(1)], 6),
+    ((70, 30), [_StridedShard(0, split_factor=2), Shard(0)], 2),
+    ((5, 40, 300), [Shard(0), Shard(2)], 12),
+    ((40, 64, 3, 3), [Shard(1), Shard(0)], 2),
+    ((20_000,), [Shard(0), Shard(0)], 2),
+    ((3,), [Shard(0), Shard(0)], 1),
+]
+
+
+def test_first_weights_are_shards_of_those_of_one_process_and_no_rank_draws_all() -> None:
+    for shape, placements, tiles in SHARDED:
+        whole = nn.ParameterDict({"w": nn.Parameter(torch.empty(shape))})
+        training.init_parameters(whole, 1, distribution=lambda *_: (0.5, 2.0))
+        assert len(whole["w"].unique()) > whole["w"].numel() * 0.97
+        for rank in range(4):
+            with fake_world(4, rank):
+                forget_operations()  # those of another rank, on an equal mesh
+                mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
+                expected, empty = (
+                    distribute_tensor(full, mesh["dp", "tp"], placements, src_data_rank=None)
+                    for full in (whole["w"].detach(), torch.zeros(shape))
+                )
+                sharded = nn.ParameterDict({"w": nn.Parameter(empty)})
+                with Drawn() as drawn:
+                    training.init_parameters(sharded, 1, distribution=lambda *_: (0.5, 2.0))
+                assert torch.equal(sharded["w"].to_local(), expected.to_local()), (shape, placements)
+                assert drawn.count <= tiles * 8192, (shape, placements)
+                mesh.close()
+
+
+def test_rows_that_pad_a_vocabulary_leave_the_others_as_they_are() -> None:
+    short, long = nn.Embedding(100, 300), nn.Embedding(128, 300)
+    for embedding in (short, long):
+        training.init_parameters(embedding, 0)
+    assert torch.equal(short.weight, long.weight[:100])
 
 
 def test_first_weights_have_the_distribution_and_the_name_of_the_parameter() -> None:

@@ -293,6 +293,17 @@ def _fsdp_groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def make_rng_tracker(seed: int, mesh: DeviceMesh) -> None:
+    """Seed torch's default generators, as ``torch.manual_seed`` does, and make DTensor's RNG tracker of an accelerator.
+
+    If no tracker exists, the first random operation on a DTensor makes one that broadcasts the generator of rank 0 over the
+    world: all data-parallel ranks would draw the same dropout masks. A tracker that this makes does not communicate.
+    """
+    from torch.distributed.tensor import _random
+
+    _random.manual_seed(seed, mesh)
+
+
 def frees_after_forward(module: Any) -> bool | None:
     """Return whether FSDP2 was told to put the weights of a module away after its forward; None where it decides itself."""
     state = module._get_fsdp_state()

@@ -3,14 +3,9 @@
 from namedmesh.training.checkpoints import Checkpoints, load, save, to_pretrained
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
-from namedmesh.training.data import (
-    check_same_batch,
-    count_tokens,
-    fsdp_mesh,
-    mean_loss,
-    sampler_kwargs,
-    token_mean,
-)
+from namedmesh.training.data import check_same_batch, sampler_kwargs
+from namedmesh.training.fsdp import fsdp_mesh
+from namedmesh.training.loss import count_tokens, mean_loss, token_mean
 from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers, tie_stages
 from namedmesh.training.seeds import data_generator, init_parameters, seed_all, streams
 

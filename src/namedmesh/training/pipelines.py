@@ -19,7 +19,7 @@ from namedmesh._torch import frees_after_forward, from_all, remove_backwards, tr
 from namedmesh.errors import LayoutError, ShapeError, TrainingError
 from namedmesh.mesh import NamedMesh
 from namedmesh.sizes import stage_range
-from namedmesh.training.data import sum_of
+from namedmesh.training.loss import sum_of
 
 Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.ModuleDict
 Loss: TypeAlias = Callable[[Tensor, Any], Tensor]

@@ -1,4 +1,4 @@
-"""Random numbers that differ between ranks where they should, and first weights that do not depend on the layout."""
+"""Random numbers that differ between ranks where they should, and initial weights that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.data import get_worker_info
 
+from namedmesh._torch import make_rng_tracker
 from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import NamedMesh, current_mesh
 
 _places: dict[str, str] = {}  # of each stream, the coordinates that its numbers depend on
 _devices: list[torch.device] = []  # the accelerator, where there is one
-_data = torch.Generator()
+_data = torch.Generator("cpu")
+
+# A matrix is drawn in tiles of 32 rows and 256 columns. Smaller tiles cost more for each number, as a generator is seeded
+# for each tile. Of larger tiles, a rank with few rows or columns would draw many numbers that belong to other ranks.
+_TILE_NUMBERS = 8192
+_TILE_COLUMNS = 256
+_TILE_ROWS = 32
 
 
 def _derived(seed: int, name: str, place: object = "") -> int:
@@ -44,6 +53,8 @@ def seed_all(seed: int, mesh: NamedMesh) -> None:
     _devices[:] = [mesh.device] if mesh.device.type not in {"cpu", "meta"} else []
     random.seed(own)
     torch.manual_seed(own)
+    if _devices:
+        make_rng_tracker(own, mesh[next(iter(mesh.layout))])
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(own % 2**32)
 
@@ -61,30 +72,39 @@ def streams(name: str) -> Iterator[None]:
     - ``"expert"`` differs over ep and etp as well: for what is inside experts;
     - ``"data"`` is the same over pp, cp and tp: for what is drawn for samples, on the CPU.
 
-    A block is seeded by a number from the default generator of the CPU, and by the rank's place: what puts that generator back,
-    such as ``torch.utils.checkpoint``, puts blocks back, too. Every rank of a tp group has to enter **equally many blocks**: one
-    that enters more has other default numbers from then on. ``"data"`` has a generator of its own instead (in a loader's worker the
-    worker's), as loaders draw at other moments on each rank. The compiler does not follow a block: enter one around what is compiled.
+    A block is seeded by a number from the default generator of the CPU, and by the rank's coordinates: what restores that
+    generator, such as ``torch.utils.checkpoint``, restores the blocks, too. Every rank of a tp group has to enter **equally
+    many blocks**: a rank that enters more has other default numbers from then on. ``"data"`` is seeded by a number from
+    :func:`data_generator` instead, as loaders draw at other moments on each rank; in a loader's worker it is the worker's
+    default generator. The compiler does not follow a block: enter one around what is compiled.
+
+    Raises:
+        TrainingError: the stream is unknown, or a CUDA graph is being captured.
     """
+    devices = _devices
     if name == "data":
         if get_worker_info() is not None:
             yield
             return
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(_data.get_state())
-            try:
-                yield
-            finally:
-                _data.set_state(torch.get_rng_state())
-        return
-    if name not in _places:
+        source, place, devices = _data, "", []
+    elif name in _places:
+        source, place = torch.default_generator, _places[name]
+    else:
         raise TrainingError(f"there is no stream {name!r}; seed_all() makes tensor, expert and data")
-    seed = _derived(int(torch.randint(2**62, ())), "stream", _places[name])
-    with torch.random.fork_rng(devices=_devices, device_type=_devices[0].type if _devices else "cuda"):
+    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
+        raise TrainingError(
+            f"streams({name!r}) was entered while a CUDA graph is captured, which cannot seed generators and would replay "
+            "the same numbers; capture only code without streams, or do not capture this step"
+        )
+    # Seeded by a draw, not by a copy of its state: the source may move inside the block, and goes on after it.
+    seed = _derived(int(torch.randint(2**62, (), generator=source, device="cpu")), "stream", place)
+    with torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"):
         # torch.manual_seed() writes down the stack where CUDA was not used yet, which takes a millisecond.
         torch.default_generator.manual_seed(seed)
-        for device in _devices:
-            torch.get_device_module(device).manual_seed(seed)
+        for device in devices:
+            module = torch.get_device_module(device)
+            with module.device(device):  # the current device of a new thread is device 0
+                module.manual_seed(seed)
         yield
 
 
@@ -92,7 +112,7 @@ def random_state() -> dict[str, Any]:
     """Return the states of the default generators of Python, NumPy (where it is imported) and torch, and that of the data."""
     found: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": _data.get_state()}
     version, numbers, *rest = random.getstate()
-    found["python"] = (version, torch.tensor(numbers), *rest)
+    found["python"] = (version, torch.tensor(numbers, device="cpu"), *rest)
     for device in _devices:
         found[device.type] = torch.get_device_module(device).get_rng_state(device)
     if "numpy" in sys.modules:
@@ -105,7 +125,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Let the generators go on from a state; those that are not here are left out."""
     setters: dict[str, Any] = {"cpu": torch.set_rng_state, "data": _data.set_state}
     setters["python"] = lambda state: random.setstate(
-        (state[0], tuple(torch.as_tensor(state[1]).tolist()), *state[2:])
+        (state[0], tuple(torch.as_tensor(state[1], device="cpu").tolist()), *state[2:])
     )
     for device in _devices:
         setters[device.type] = partial(torch.get_device_module(device).set_rng_state, device=device)
@@ -142,12 +162,21 @@ def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[DeviceMesh, int
 def init_parameters(
     model: nn.Module, seed: int, *, distribution: Callable[[str, Tensor], tuple[float, float]] = normal
 ) -> None:
-    """Fill a model's parameters with random numbers that depend on the seed and on each one's name only.
+    """Fill a model's parameters with random numbers that do not depend on the layout.
 
-    Call it where the model is parallelized and sharded: each rank draws one whole parameter after the other, on the CPU in float32,
-    and keeps its shard, as torch's ``distribute_tensor`` cuts it; marked shards of Megatron's over the tp (experts: etp) of the
-    current mesh. A pipeline stage has the names of the whole model. Buffers are left alone. ``distribution`` gets the name and the
-    parameter (of a DTensor, with the whole shape), and returns the mean and the deviation of a normal distribution.
+    Call it when the model is parallelized and sharded. Each number follows from the seed, the name of its parameter and its
+    position in the full parameter: each rank draws its shards only, on the CPU in float32. Shards are those of DTensors, or
+    plain tensors with Megatron's attributes, which are sharded over the tp axis (experts: etp) of the current mesh. A
+    pipeline stage has the names of the whole model. Buffers are left alone. It does not communicate.
+
+    Args:
+        model: the model, on any device but meta.
+        seed: the same on every rank.
+        distribution: gets the name and the parameter (of a DTensor, with the full shape), and returns the mean and the
+            standard deviation of a normal distribution.
+
+    Raises:
+        TrainingError: some parameters are on the meta device.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
@@ -160,19 +189,94 @@ def init_parameters(
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if deviation == 0:
             local.fill_(mean)
-            continue
-        mesh = current_mesh() if getattr(parameter, "tensor_model_parallel", False) else None
-        cut = shard_of(parameter, mesh)
-        shape = list(parameter.shape)
-        if cut is not None:
-            ranks, dim, blocks = cut
-            shape[dim] *= ranks.size()
-        generator = torch.Generator().manual_seed(_derived(seed, name))
-        whole = torch.empty(shape).normal_(mean, deviation, generator=generator)
-        if isinstance(parameter, DTensor):  # nothing is sent
-            places = parameter.device_mesh, parameter.placements
-            whole = distribute_tensor(whole, *places, src_data_rank=None).to_local()
-        elif cut is not None:
-            by_rank = whole.unflatten(dim, (blocks, ranks.size(), -1))
-            whole = by_rank.select(dim + 1, ranks.get_local_rank()).flatten(dim, dim + 1)
-        local.copy_(whole)
+        elif local.numel():
+            values = torch.empty(local.shape or (1,), dtype=torch.float32, device="cpu")
+            _fill_by_tiles(values, _dims_of(parameter), partial(_derived, seed, name))
+            local.copy_(values.mul_(deviation).add_(mean).view(local.shape))
+
+
+class _Dim(NamedTuple):
+    """One dim of a parameter: its size in the full parameter, and the indices there of what this rank has."""
+
+    size: int
+    indices: Tensor
+
+
+class _Run(NamedTuple):
+    """Indices of a shard along one dim that follow each other in one tile."""
+
+    tile: int
+    in_tile: slice
+    in_shard: slice
+
+
+def _dims_of(parameter: Tensor) -> list[_Dim]:
+    """Return the dims of a parameter, with the indices of this rank's shard; a parameter without dims is a vector of 1."""
+    dims = [_Dim(size, torch.arange(size, device="cpu")) for size in parameter.shape or [1]]
+    if isinstance(parameter, DTensor):
+        for dim, (size, indices) in enumerate(dims):
+            placements: list[Placement] = [Replicate()] * parameter.device_mesh.ndim
+            for mesh_dim, placement in enumerate(parameter.placements):
+                if getattr(placement, "dim", None) == dim:  # Shard, and FSDP2's private kind of it
+                    placements[mesh_dim] = placement
+            if placements != [Replicate()] * parameter.device_mesh.ndim:
+                # A vector along this dim, which torch shards as it shards the parameter.
+                vector = indices.reshape([-1 if other == dim else 1 for other in range(parameter.ndim)])
+                shard = distribute_tensor(vector, parameter.device_mesh, placements, src_data_rank=None)
+                dims[dim] = _Dim(size, shard.to_local().flatten().cpu())
+        return dims
+    mesh = current_mesh() if getattr(parameter, "tensor_model_parallel", False) else None
+    cut = shard_of(parameter, mesh)
+    if cut is not None:
+        ranks, dim, blocks = cut
+        size = parameter.shape[dim] * ranks.size()
+        by_rank = torch.arange(size, device="cpu").unflatten(0, (blocks, ranks.size(), -1))
+        dims[dim] = _Dim(size, by_rank.select(1, ranks.get_local_rank()).flatten())
+    return dims
+
+
+def _fill_by_tiles(values: Tensor, dims: list[_Dim], seed_of: Callable[[object], int]) -> None:
+    """Fill a shard with standard normal numbers, drawing every tile of the full tensor that overlaps the shard.
+
+    Args:
+        values: the shard, in float32 on the CPU.
+        dims: the dims of the full tensor, and the indices of the shard.
+        seed_of: returns the seed of a tile, from its number along each dim.
+    """
+    shape = _tile_shape([dim.size for dim in dims])
+    runs_by_dim = [_runs(dim.indices, extent) for dim, extent in zip(dims, shape, strict=True)]
+    numbers = torch.empty(shape, dtype=torch.float32, device="cpu")
+    generator = torch.Generator("cpu")
+    for runs in product(*runs_by_dim):
+        # torch's CPU generator takes 32 bits of a seed: of millions of tiles, a few have a twin elsewhere in the model.
+        generator.manual_seed(seed_of([run.tile for run in runs]))
+        numbers.normal_(generator=generator)
+        values[tuple(run.in_shard for run in runs)] = numbers[tuple(run.in_tile for run in runs)]
+
+
+def _tile_shape(shape: list[int]) -> list[int]:
+    """Return the shape of the tiles of a tensor: 32 rows and 256 columns of a matrix, if it has as many columns.
+
+    It does not depend on the size of dim 0, so rows that are added to a padded vocabulary leave the others as they are.
+    """
+    extents: list[int] = []
+    numbers = 1
+    for size in reversed(shape[1:]):
+        limit = _TILE_ROWS if extents else _TILE_COLUMNS
+        extents.insert(0, min(size, limit, _TILE_NUMBERS // numbers))
+        numbers *= extents[0]
+    return [_TILE_NUMBERS // numbers, *extents]
+
+
+def _runs(indices: Tensor, extent: int) -> list[_Run]:
+    """Split the indices of a shard along one dim into runs, each inside of a tile of this extent."""
+    is_start = indices % extent == 0
+    is_start[0] = True
+    is_start[1:] |= indices.diff() != 1
+    starts = is_start.nonzero().flatten()
+    bounds = pairwise([*starts.tolist(), len(indices)])
+    runs = []
+    for index, (start, end) in zip(indices[starts].tolist(), bounds, strict=True):
+        offset = index % extent
+        runs.append(_Run(index // extent, slice(offset, offset + end - start), slice(start, end)))
+    return runs
