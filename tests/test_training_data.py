@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
 from namedmesh import training
+from namedmesh.errors import ShapeError
 from namedmesh.training.data import digest
 
 PLACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -53,7 +54,10 @@ def test_an_axis_that_nobody_knows_is_refused() -> None:
             "so it is not known whether samples differ along it; make the mesh with these names, and add what has "
             "others with mesh.add_view(...)"
         )
-        for call in (training.sampler_kwargs, training.fsdp_mesh):
+        calls: tuple[Any, ...] = (training.sampler_kwargs, training.fsdp_mesh)
+        calls += tuple(partial(call, torch.ones(())) for call in (training.mean_loss, training.count_tokens))
+        calls += (partial(training.token_mean, torch.ones(()), torch.tensor(1)),)
+        for call in calls:
             assert problems_of(partial(call, mesh)) == [
                 f"axis {axis!r} is none of {known}, {tail}" for axis in ("data", "model")
             ]
@@ -72,6 +76,38 @@ def test_fsdp_needs_an_axis_to_shard_over() -> None:
         mesh = namedmesh.init_mesh(dp_replicate=8, dp_shard=1, device="cpu")
         assert training.fsdp_mesh(mesh).mesh_dim_names == ("dp_replicate", "dp_shard")
         assert training.fsdp_mesh(mesh).shape == (8, 1)
+        mesh.close()
+
+
+def test_tokens_are_counted_by_masks_and_numbers_and_their_mean_is_exact() -> None:
+    with fake_world(2):
+        mesh = namedmesh.init_mesh(dp=1, cp=1, tp=2, device="cpu")
+        targets = torch.tensor([[7, -100], [3, 5]])
+        mask = targets != -100
+        for counted in (mask, 3, torch.tensor(3), mask.float().sum()):
+            assert training.count_tokens(counted, mesh).item() == 3
+        assert problems_of(lambda: training.count_tokens(targets, mesh)) == [
+            "counted must be a mask of booleans, or a number, got torch.int64 of shape (2, 2); give a mask such as "
+            "targets != -100, or the sum of a mask of another type"
+        ]
+        with pytest.raises(ShapeError, match=r"a sum of losses in torch.bfloat16 is not exact"):
+            training.token_mean(torch.ones((), dtype=torch.bfloat16), torch.tensor(3), mesh)
+        halves = [torch.tensor(each, dtype=torch.bfloat16) for each in (256.0, 1.0)]
+        assert training.mean_loss(halves, mesh) == 257
+        logits = torch.randn(4, 10, requires_grad=True)
+        nothing = torch.full((4,), -100)
+        total = torch.nn.functional.cross_entropy(logits, nothing, reduction="sum")
+        loss = training.token_mean(total, training.count_tokens(nothing != -100, mesh), mesh)
+        loss.backward()
+        assert [loss.item(), *logits.grad.unique().tolist()] == [0, 0]
+        mesh.close()
+
+
+def test_the_mean_over_tokens_is_compiled_as_one_graph() -> None:
+    with fake_world(4):
+        mesh = namedmesh.init_mesh(dp=2, cp=2, device="cpu")
+        mean = torch.compile(training.token_mean, backend="eager", fullgraph=True)
+        assert mean(torch.tensor(3.0), torch.tensor(6), mesh) == 2
         mesh.close()
 
 
@@ -101,8 +137,20 @@ def compare_batches() -> list[str]:
     check({"array": long})
     check(Sample(torch.arange(3) + mesh.rank("dp"), {"a": {rank // 7}}))
     check(batch(5))
+    check(mine | {"image": Image(mesh.rank("dp")), "how": [masked, partial(masked, []), lambda: 0, dict]})
+    check(mine | {"image": Image(rank % 2), "reader": iter([1]), "lines": (line for line in [rank])})
     mesh.close()
     return told
+
+
+class Image:
+    """Pixels behind a description that has their place in memory, and that points back to itself."""
+
+    def __init__(self, color: int) -> None:
+        self.pixels, self.parent = bytes([color] * 8), self
+
+    def __repr__(self) -> str:
+        return f"<Image at {id(self):#x}>"
 
 
 @dataclass
@@ -120,7 +168,11 @@ def test_ranks_with_other_samples_are_named() -> None:
         "AgreementError: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7 loaded the same samples, and must load different ones; give their "
         "samplers sampler_kwargs(mesh)"
     )
-    expected = ["", "", "", both, *[seven] * 5, alike]
+    stages = "AgreementError: 2 problems:\n" + "\n".join(
+        f"  - ranks {first} and ranks {second} {tail}"
+        for first, second in (("0, 4", "1, 5"), ("2, 6", "3, 7"))
+    )
+    expected = ["", "", "", both, *[seven] * 5, alike, "", stages]
     assert all(told == expected for told in by_rank), by_rank[0]
 
 

@@ -128,8 +128,10 @@ def test_blocks_for_data_repeat_no_numbers_and_leave_the_order_of_samples_alone(
         training.seed_all(3, mesh)
         orders, numbers = [], []
         for _ in range(2):
-            with training.streams("data"):
+            with training.streams("data"):  # no number of the block's own is drawn
                 orders += [torch.randperm(50, generator=training.data_generator()) for _ in range(2)]
+        for _ in range(2):
+            with training.streams("data"):
                 numbers += [draw(), draw("data"), draw()]
         mesh.close()
     assert len({tuple(order.tolist()) for order in orders}) == 4
@@ -153,7 +155,8 @@ class Accelerator:
         self.generators[getattr(self.thread, "current", 0)].manual_seed(seed)
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        return self.generators[device.index].get_state()
+        state: Tensor = self.generators[device.index].get_state()
+        return state
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         self.generators[device.index].set_state(state)
@@ -181,7 +184,8 @@ def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_d
     with fake_world(2), monkeypatch.context() as patch:
         mesh = namedmesh.init_mesh(tp=2, device="cpu")
         mesh.device = torch.device("cuda", 3)
-        patch.setattr(torch.distributed, "broadcast", mock.Mock(side_effect=AssertionError("of rank 0's state")))
+        broadcast = mock.Mock(side_effect=AssertionError("of rank 0's generator"))
+        patch.setattr(torch.distributed, "broadcast", broadcast)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         training.seed_all(3, mesh)
         # What makes a tracker that broadcasts is that there is none.
@@ -270,7 +274,8 @@ class Drawn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-SHARDED: list[tuple[tuple[int, ...], list[Any], int]] = [  # shape, placements over dp and tp, tiles that a rank may draw
+# The shape, the placements over dp and tp, and the number of tiles that a rank may draw.
+SHARDED: list[tuple[tuple[int, ...], list[Any], int]] = [
     ((512, 2048), [Shard(0), Shard(1)], 32),
     ((70, 603), [Shard(1), Replicate()], 6),
     ((70, 603), [Replicate(), Shard(0)], 6),
@@ -297,7 +302,7 @@ def test_first_weights_are_shards_of_those_of_one_process_and_no_rank_draws_all(
                     for full in (whole["w"].detach(), torch.zeros(shape))
                 )
                 sharded = nn.ParameterDict({"w": nn.Parameter(empty)})
-                with Drawn() as drawn:
+                with Drawn() as drawn:  # type: ignore[no-untyped-call]  # torch's
                     training.init_parameters(sharded, 1, distribution=lambda *_: (0.5, 2.0))
                 assert torch.equal(sharded["w"].to_local(), expected.to_local()), (shape, placements)
                 assert drawn.count <= tiles * 8192, (shape, placements)
