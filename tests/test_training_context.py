@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -14,9 +15,13 @@ from ranks import fake_world, run_ranks
 from tensors import apart, numbers
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import attend_lower_right
 from namedmesh.errors import ShapeError
 from namedmesh.training import context
 
@@ -67,21 +72,77 @@ def check_all() -> None:
         mesh.close()
 
 
-def check_compiled() -> None:
+def check_modes() -> None:
+    """Attention is that of one process in compiled code and under dispatch modes, and makes no mask for all queries."""
     mesh = namedmesh.init_mesh(cp=2, device="cpu")
+
+    def attend_by_name(q: Tensor, k: Tensor, v: Tensor, _: DeviceMesh, **how: Any) -> Tensor:
+        return training.context_attention(q, k, v, mesh["cp"], **how)
+
+    def recompute(*args: Any, **how: Any) -> Any:
+        policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        return checkpoint(training.context_attention, *args, use_reentrant=False, context_fn=policy, **how)
+
+    def count_operations(*args: Any, **how: Any) -> Tensor:
+        with FlopCounterMode(display=False):
+            return training.context_attention(*args, **how)
+
     for causal, ulysses in ((True, False), (False, True)):
         torch._dynamo.reset()
-        # The compiler makes no causal bias: it leaves the graph for it.
-        attend = torch.compile(training.context_attention, backend="aot_eager", fullgraph=ulysses)
+        compiled = torch.compile(attend_by_name, backend="aot_eager", fullgraph=True)
         how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": False}
-        check(mesh["cp"], 8, attend=attend, **how)
+        for attend in (compiled, recompute, count_operations):
+            check(mesh["cp"], 8, attend=attend, **how)
+    length = 4096
+    whole = [numbers(1, 1, length, 8, seed=number) for number in range(3)]
+    *parts, places = training.shard_sequence(*whole, mesh=mesh["cp"], dim=2)
+    with Largest() as made:
+        output = training.context_attention(*parts, mesh["cp"])
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+    assert apart(output, expected[:, :, places]) < 1e-13
+    assert made.numbers <= length * length / 8
     torch.distributed.barrier()
     mesh.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
-def test_compiled_attention_is_that_of_one_process() -> None:
-    run_ranks(2, check_compiled)
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that an operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+def test_attention_in_compiled_code_and_under_dispatch_modes_is_that_of_one_process() -> None:
+    run_ranks(2, check_modes)
+
+
+def test_what_the_kernels_of_attention_return_is_kept() -> None:
+    """Of which two are called directly where a causal mask is aligned to the last key."""
+    aten = torch.ops.aten
+    kernels = [
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        aten._efficient_attention_forward,
+        aten._flash_attention_forward,
+    ]
+    kept = [context._keep_attention(None, kernel.default) for kernel in kernels]
+    assert kept == [CheckpointPolicy.MUST_SAVE] * 5
+    assert context._keep_attention(None, aten.mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_the_kernels_of_an_accelerator_get_the_last_queries_under_a_dispatch_mode() -> None:
+    q, k, v, _ = whole_tensors(10, HEADS // 2)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for queries in (6, 10):
+        with FlopCounterMode(display=False):
+            found = attend_lower_right(q[:, :, -queries:], k, v, None)
+        assert apart(found, expected[:, :, -queries:]) < 1e-13
 
 
 def within_documents(length: int) -> Tensor:

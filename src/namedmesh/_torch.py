@@ -304,6 +304,36 @@ def make_rng_tracker(seed: int, mesh: DeviceMesh) -> None:
     _random.manual_seed(seed, mesh)
 
 
+class _LowerRight:
+    """What torch's ``CausalBias`` knows, without being a tensor."""
+
+    def __init__(self, variant: object, queries: int, keys: int) -> None:
+        self.variant = variant
+        self.seq_len_q = queries
+        self.seq_len_kv = keys
+
+    def _materialize(self, device: torch.device) -> torch.Tensor:
+        """Return the mask as a tensor, for when no kernel fits."""
+        mask = torch.ones(self.seq_len_q, self.seq_len_kv, dtype=torch.bool, device=device)
+        return mask.tril(self.seq_len_kv - self.seq_len_q)
+
+
+def attend_lower_right(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Return causal attention of the last queries of a sequence to all of its keys, by the kernels of an accelerator.
+
+    It is ``scaled_dot_product_attention`` with ``causal_lower_right``, which is a subclass of tensors: to make one fails
+    under every dispatch mode (selective checkpointing, counters of operations), and breaks the graph of compiled code.
+    """
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # which imports the compiler
+
+    bias: Any = _LowerRight(CausalVariant.LOWER_RIGHT, query.shape[2], key.shape[2])
+    gqa = query.shape[1] != key.shape[1]
+    result: torch.Tensor = CausalBias._dispatch(query, key, value, bias, scale=scale, enable_gqa=gqa)
+    return result
+
+
 def frees_after_forward(module: Any) -> bool | None:
     """Return whether FSDP2 was told to put the weights of a module away after its forward; None where it decides itself."""
     state = module._get_fsdp_state()

@@ -10,10 +10,13 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from namedmesh._torch import attend_lower_right
 from namedmesh.errors import ShapeError
+
+_BLOCK = 512
+"""Queries that attend at once on a CPU, where the mask of a block is materialized."""
 
 
 def shard_sequence(*tensors: Tensor, mesh: DeviceMesh, dim: int = 1) -> tuple[Tensor, ...]:
@@ -51,9 +54,11 @@ def context_attention(
 ) -> Tensor:
     """Compute attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
 
-    Each rank keeps its queries, and gathers keys and values, once more in the backward, so that it keeps its own only (in compiled
-    code the compiler decides). With ``ulysses`` an all-to-all gives each rank whole sequences of some heads instead. Both are torch's
-    ``scaled_dot_product_attention`` between ``redistribute`` calls, with exact gradients, on any device, beside tensor parallelism.
+    Each rank keeps its queries, and all-gathers keys and values, once more in the backward, so that it keeps only its own (in
+    compiled code the compiler decides). With ``ulysses`` an all-to-all gives each rank whole sequences of some heads instead. Both
+    are torch's ``scaled_dot_product_attention`` between ``redistribute`` calls, with exact gradients, on any device, next to tensor
+    parallelism, under activation checkpointing and in compiled code. On GPUs causal attention needs no mask if the flash or the
+    efficient kernel fits; on a CPU a mask of 512 queries and all keys is materialized.
 
     On CUDA torch has ring attention, ``torch.distributed.tensor.experimental.context_parallel(mesh["cp"], buffers=...,
     buffer_seq_dims=...)``, with which no rank ever has all keys and values. Take it where those do not fit, for causal attention
@@ -93,14 +98,9 @@ def context_attention(
         how: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": heads[0] != heads[1], "scale": scale}
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **how)
         return _exchanged(_in_order(mixed, ranks, back=True), mesh, 1, 2)
-    seen: list[tuple[int | None, Any]] = [(None, None)]
-    if is_causal:
-        size = query.shape[2] // 2
-        ends = [(part + 1) * size for part in _chunks_of(mesh.get_local_rank(), ranks)]
-        seen = [(end, causal_lower_right(size, end)) for end in ends]  # which kernels take, and no matrix
-    elif attn_mask is not None:
-        seen = [(None, shard_sequence(attn_mask, mesh=mesh, dim=-2)[0])]
-    attend = partial(_attend_to_gathered, mesh=mesh, scale=scale, seen=seen)
+    if attn_mask is not None:
+        attn_mask = shard_sequence(attn_mask, mesh=mesh, dim=-2)[0]
+    attend = partial(_attend_to_gathered, mesh=mesh, scale=scale, is_causal=is_causal, mask=attn_mask)
     if torch.compiler.is_compiling():  # whose partitioner decides what is kept
         return attend(query, key, value)
     result = checkpoint(
@@ -115,7 +115,7 @@ def context_attention(
 
 def _keep_attention(_: object, operation: Any, *__: object, **___: object) -> CheckpointPolicy:
     """Keep what the kernels of attention return; the gathered keys and values are gathered again."""
-    is_attention = "scaled_dot_product" in str(operation)
+    is_attention = "attention" in str(operation)
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -126,21 +126,54 @@ def _attend_to_gathered(
     *,
     mesh: DeviceMesh,
     scale: float | None,
-    seen: list[tuple[int | None, Any]],
+    is_causal: bool,
+    mask: Tensor | None,
 ) -> Tensor:
-    """Return the attention of this rank's queries to all keys and values; ``seen``: of each chunk, how many keys, and the mask."""
-    gathered = []
-    for each in (key, value):
-        part = DTensor.from_local(each, mesh, [Shard(2)], run_check=False)
-        whole = part.redistribute(placements=[Replicate()])
-        local = whole.to_local(grad_placements=[Partial()])  # each rank's queries add to the gradient
-        gathered.append(_in_order(local, mesh.size()))
-    gqa = query.shape[1] != key.shape[1]
+    """Return the attention of this rank's queries to all keys and values, with this rank's rows of the mask."""
+    ranks = mesh.size()
+    key, value = _gathered(key, mesh), _gathered(value, mesh)
+    if not is_causal:
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa, scale=scale)
+    size = query.shape[2] // 2
     results = []
-    for chunk, (end, mask) in zip(query.chunk(len(seen), dim=2), seen, strict=True):
-        keys, values = (each[:, :, :end] for each in gathered)
-        results.append(F.scaled_dot_product_attention(chunk, keys, values, mask, enable_gqa=gqa, scale=scale))
+    for chunk, queries in zip(_chunks_of(mesh.get_local_rank(), ranks), query.chunk(2, dim=2), strict=True):
+        end = (chunk + 1) * size
+        attend = _attend_by_blocks if query.is_cpu else attend_lower_right
+        results.append(attend(queries, key[:, :, :end], value[:, :, :end], scale))
     return torch.cat(results, dim=2)
+
+
+def _attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Return causal attention of the last queries of a sequence to all of its keys, with one mask for a block of queries.
+
+    The kernels of a CPU take no causal mask that is aligned to the last key. One materialized for all queries has a number
+    for each query and key.
+    """
+    gqa = query.shape[1] != key.shape[1]
+    length = query.shape[2]
+    end = key.shape[2]
+    if length == end:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa, scale=scale)
+    rows = min(_BLOCK, length)
+    # The mask of each block is the lower right corner of this one: a view of it.
+    mask = query.new_full((rows, end), -torch.inf).triu(end - rows + 1)
+    blocks = []
+    for start in range(0, length, rows):
+        block = query[:, :, start : start + rows]
+        stop = end - length + start + block.shape[2]
+        corner = mask[rows - block.shape[2] :, end - stop :]
+        seen = key[:, :, :stop], value[:, :, :stop]
+        blocks.append(F.scaled_dot_product_attention(block, *seen, corner, enable_gqa=gqa, scale=scale))
+    return torch.cat(blocks, dim=2)
+
+
+def _gathered(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the whole sequence in its own order; each rank's queries add to its gradient."""
+    whole = DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False).redistribute(
+        placements=[Replicate()]
+    )
+    return _in_order(whole.to_local(grad_placements=[Partial()]), mesh.size())
 
 
 def _exchanged(tensor: Tensor, mesh: DeviceMesh, joined: int, cut: int) -> Tensor:
