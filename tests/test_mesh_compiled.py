@@ -54,6 +54,7 @@ MESH: dict[str, Callable[[NamedMesh], object]] = {
     "gloo group": lambda mesh: mesh.gloo_group("dp"),
     "slice": lambda mesh: mesh["tp"],
     "slice of several": lambda mesh: mesh["dp", "tp"],
+    "group of a slice": lambda mesh: (mesh["tp"].get_group().size(), mesh["dp"].get_local_rank()),
     "first": lambda mesh: mesh.is_first("pp"),
     "last": lambda mesh: mesh.is_last("pp"),
     "next": lambda mesh: mesh.next("pp"),

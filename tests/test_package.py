@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from installing import interpreter
+from torch.utils._device import _device_constructors
 
 import namedmesh
 from namedmesh import NamedMeshError
@@ -84,6 +85,20 @@ def test_only_one_file_touches_private_torch() -> None:
         if path.name != "_torch.py"
         for match in private.finditer(path.read_text(encoding="utf-8"))
     ]
+    assert guilty == []
+
+
+def test_every_new_tensor_says_on_which_device_it_is() -> None:
+    """A default device, such as scripts for GPUs set, would move what belongs on the CPU."""
+    makers = {maker.__name__ for maker in _device_constructors()}
+    guilty = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            is_maker = ast.unparse(node.func.value) == "torch" and node.func.attr in makers
+            if is_maker and "device" not in {keyword.arg for keyword in node.keywords}:
+                guilty.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
     assert guilty == []
 
 

@@ -36,6 +36,7 @@ class Accessors:
     _views: Views
     _options: dict[tuple[str, ...], GroupOptions]
     _meshes: dict[tuple[str, ...], DeviceMesh]
+    _slices: dict[str, DeviceMesh]
     _places: dict[tuple[str, ...], Place]
     _axes: tuple[str, ...]
     _version: str
@@ -48,7 +49,10 @@ class Accessors:
             LayoutError: axes out of order.
             MeshError: the mesh is closed; so for all accessors.
         """
-        return self._slice((names,) if isinstance(names, str) else tuple(names), self._version)
+        if isinstance(names, str):
+            known = self._slices.get(names)
+            return self._slice((names,), self._version) if known is None else known
+        return self._slice(tuple(names), self._version)
 
     def __contains__(self, name: object) -> bool:
         """Return whether ``mesh[name]`` answers: for axes, those of views included, and flattened products by name."""
@@ -212,6 +216,9 @@ class Accessors:
             self._places[axis,] = self._place((axis,))
         for name, axes in self._views.products.items():
             self._places[name,] = self._places[axes] = self._place(axes)
+        for name in (*self._axes, *self._views.products):
+            # Compiled code can ask a slice for its group if it finds the slice, but not if it is a constant to it.
+            self._slices[name] = self._slice((name,), self._version)
 
     def _place(self, axes: tuple[str, ...]) -> Place:
         view, ordered = self._views.find(axes)

@@ -59,6 +59,7 @@ class NamedMesh(Accessors):
         self._options = dict(options)  # by the axes of a group, in the order of their layout
         self._views = Views(layout, self.groups, device.type, self.options_of)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}  # slices, by the names that they are asked with
+        self._slices: dict[str, DeviceMesh] = {}  # those over one name
         self._places: dict[tuple[str, ...], Place] = {}
         self._before_close: list[Callable[[], None]] = []
         if groups is None:
@@ -274,7 +275,7 @@ class NamedMesh(Accessors):
     def _forget_answers(self) -> None:
         """Forget what was worked out: what the mesh is asked for then, it looks up, and finds that it has ended."""
         self._version = ""
-        for answers in (self._places, self._meshes, self._views.roots):
+        for answers in (self._places, self._meshes, self._slices, self._views.roots):
             answers.clear()
 
     def _named(self, names: tuple[str, ...]) -> str | None:

@@ -152,7 +152,7 @@ class ParallelLayer(nn.Module):
         if self.perform_initialization and self.params_device is not None:
             fill_shard(shard, initialize, self.group)
         elif self.perform_initialization:
-            whole = torch.empty(shape, dtype=self.init_dtype or shard.dtype)
+            whole = torch.empty(shape, dtype=self.init_dtype or shard.dtype, device=shard.device)
             initialize(whole)
             blocks = whole.unflatten(self.dim, (stride if self.group.size > 1 else 1, self.group.size, -1))
             shard.copy_(blocks.select(self.dim + 1, self.group.rank).flatten(self.dim, self.dim + 1))

@@ -115,8 +115,11 @@ def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
         kind = type(output).__name__
         raise PlanError(f"no tensor is in the output, a {kind}; return some in plain containers")
     trained = [each for each in outputs if each.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each) for each in trained]
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = []
+    for tensor in trained:
+        weight = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device="cpu")
+        weights.append(weight.to(tensor))
     if trained:
         torch.autograd.backward(trained, weights)
     found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}

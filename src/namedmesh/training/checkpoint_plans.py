@@ -241,7 +241,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             elif here.dtype != dtype and not self._cast:
                 how = "make the model so, or pass cast=True, which rounds"
                 self._note(name, f"{here.dtype} here, and {dtype} in {self._where}; {how}")
-        return torch.empty_like(here, dtype=dtype).detach() if fits else torch.empty(shape, dtype=dtype)
+        if fits:
+            return torch.empty_like(here, dtype=dtype).detach()
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def _of_optimizers(self) -> list[str]:
         """Return what the checkpoint has for the optimizers' parameters, and note why they cannot go on from it."""

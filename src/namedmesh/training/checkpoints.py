@@ -191,7 +191,7 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
     """
     reader = files.Reader(Path(path), _about(Path(path)))
     tensors = {
-        name: torch.empty(each.size, dtype=each.properties.dtype)
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="cpu")
         for name, each in reader.read_metadata().state_dict_metadata.items()
         if name.startswith("model.") and isinstance(each, dcp.TensorStorageMetadata)
     }

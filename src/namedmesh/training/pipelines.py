@@ -173,7 +173,7 @@ class Pipeline:
         if new:
             rows, schedule = needed, self._schedule(backward=backward)
             self._built[backward] = shape, rows, schedule
-        index = torch.arange(rows * self._microbatches)
+        index = torch.arange(rows * self._microbatches, device="cpu")
         # Parts of one size: the last row again, which the loss leaves out.
         filled = index.clamp(max=count - 1)
 
@@ -204,7 +204,7 @@ class Pipeline:
 
         def loss(output: Tensor, index: Tensor) -> Tensor:
             if self._target is None:
-                return torch.zeros(())  # the output is asked for
+                return torch.zeros((), device="cpu")  # the output is asked for
             part = self._part(output, index)
             if not backward:
                 stages[-1].clear_runtime_states()  # with the output, kept for a backward that never comes
