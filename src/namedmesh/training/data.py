@@ -14,15 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from namedmesh.axes import DATA_AXES, SAME_SAMPLE_AXES
 from namedmesh.errors import AgreementError, AxisError, listing
 from namedmesh.mesh import NamedMesh
-
-DATA = ("dp", "dp_replicate", "dp_shard")
-"""Axes along which ranks load different samples."""
-SAME_SAMPLES = ("pp", "cp", "tp")
-"""Axes along which ranks load the same samples."""
-TOKENS = (*DATA, "cp")
-"""Axes along which ranks have different tokens: ranks of cp share the tokens of one sample."""
 
 
 def data_axes(mesh: NamedMesh) -> list[str]:
@@ -31,13 +25,13 @@ def data_axes(mesh: NamedMesh) -> list[str]:
     Raises:
         AxisError: the mesh has an axis with another meaning, so it is not known whether samples differ along it.
     """
-    known = (*DATA, *SAME_SAMPLES)
+    known = (*DATA_AXES, *SAME_SAMPLE_AXES)
     unknown = [axis for axis in mesh.layout if mesh.size(axis) > 1 and axis not in known]
     if unknown:
         so = f"is none of {known}, so it is not known whether samples differ along it"
         remedy = "make the mesh with these names, and add what has others with mesh.add_view(...)"
         raise AxisError(*[f"axis {axis!r} {so}; {remedy}" for axis in unknown])
-    return [axis for axis in mesh.layout if axis in DATA]
+    return [axis for axis in mesh.layout if axis in DATA_AXES]
 
 
 def sampler_kwargs(mesh: NamedMesh) -> dict[str, Any]:

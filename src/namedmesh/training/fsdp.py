@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import concatenate_meshes
+from namedmesh.axes import FSDP_AXES
 from namedmesh.errors import AxisError
 from namedmesh.mesh import NamedMesh
 from namedmesh.training.data import data_axes
@@ -17,7 +18,7 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
     Axes of one rank are left out. Call ``fully_shard`` after tensor parallelism.
     """
     data_axes(mesh)
-    shard = [axis for axis in mesh.layout if axis in {"dp", "dp_shard", "cp"}]
+    shard = [axis for axis in mesh.layout if axis in FSDP_AXES]
     if not shard:
         raise AxisError(
             f"{mesh.layout} has no axis to shard parameters over; add dp, dp_shard or cp, if of size 1"

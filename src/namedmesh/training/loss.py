@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from namedmesh.axes import TOKEN_AXES
 from namedmesh.errors import ShapeError
 from namedmesh.mesh import NamedMesh
-from namedmesh.training.data import TOKENS, data_axes, sum_over_axes
+from namedmesh.training.data import data_axes, sum_over_axes
 
 
 def _token_axes(mesh: NamedMesh) -> list[str]:
     """Return the axes along which ranks have different tokens; reject a mesh with an axis of unknown meaning."""
     data_axes(mesh)
-    return [axis for axis in mesh.layout if axis in TOKENS]
+    return [axis for axis in mesh.layout if axis in TOKEN_AXES]
 
 
 def _token_ranks(mesh: NamedMesh) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.data import get_worker_info
 
 from namedmesh._torch import make_rng_tracker
+from namedmesh.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
 from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import NamedMesh, current_mesh
 
@@ -45,10 +46,10 @@ def seed_all(seed: int, mesh: NamedMesh) -> None:
     Default numbers differ along all axes of the mesh but tp.
     """
     own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in mesh.layout if axis != "tp"})
-    inside_experts: list[str] = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
+    inside_experts: list[str] = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords] or ["tp"]
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         _places[name] = f"{name} { {axis: mesh.rank(axis) for axis in more if axis in mesh.coords} }"
-    samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in {"pp", "cp", "tp"}}
+    samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in SAME_SAMPLE_AXES}
     _data.manual_seed(_derived(seed, "data", samples))
     _devices[:] = [mesh.device] if mesh.device.type not in {"cpu", "meta"} else []
     random.seed(own)
