@@ -99,7 +99,9 @@ def test_tokens_are_counted_by_masks_and_numbers_and_their_mean_is_exact() -> No
         total = torch.nn.functional.cross_entropy(logits, nothing, reduction="sum")
         loss = training.token_mean(total, training.count_tokens(nothing != -100, mesh), mesh)
         loss.backward()
-        assert [loss.item(), *logits.grad.unique().tolist()] == [0, 0]
+        assert loss == 0
+        assert logits.grad is not None
+        assert logits.grad.eq(0).all()
         mesh.close()
 
 
