@@ -294,10 +294,11 @@ def _fsdp_groups(state: Any) -> list[Any]:
 
 
 def make_rng_tracker(seed: int, mesh: DeviceMesh) -> None:
-    """Seed torch's default generators, as ``torch.manual_seed`` does, and make DTensor's RNG tracker of an accelerator.
+    """Seed torch's default generators, and make DTensor's RNG tracker of an accelerator.
 
-    If no tracker exists, the first random operation on a DTensor makes one that broadcasts the generator of rank 0 over the
-    world: all data-parallel ranks would draw the same dropout masks. A tracker that this makes does not communicate.
+    If no tracker exists, the first random operation on a DTensor makes one that broadcasts the
+    generator of rank 0 over the world: all data-parallel ranks would draw the same dropout masks. A
+    tracker that this makes does not communicate.
     """
     from torch.distributed.tensor import _random
 
@@ -321,16 +322,17 @@ class _LowerRight:
 def attend_lower_right(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Return causal attention of the last queries of a sequence to all of its keys, by the kernels of an accelerator.
+    """Return causal attention of the last queries of a sequence to all of its keys.
 
-    It is ``scaled_dot_product_attention`` with ``causal_lower_right``, which is a subclass of tensors: to make one fails
-    under every dispatch mode (selective checkpointing, counters of operations), and breaks the graph of compiled code.
+    For accelerators. It is ``scaled_dot_product_attention`` with ``causal_lower_right``, which is a
+    subclass of tensors: to make one fails under every dispatch mode (selective checkpointing,
+    counters of operations), and breaks the graph of compiled code.
     """
     from torch.nn.attention.bias import CausalBias, CausalVariant  # which imports the compiler
 
     bias: Any = _LowerRight(CausalVariant.LOWER_RIGHT, query.shape[2], key.shape[2])
-    gqa = query.shape[1] != key.shape[1]
-    result: torch.Tensor = CausalBias._dispatch(query, key, value, bias, scale=scale, enable_gqa=gqa)
+    how: Any = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    result: torch.Tensor = CausalBias._dispatch(query, key, value, bias, **how)
     return result
 
 

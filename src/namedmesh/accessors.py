@@ -217,7 +217,8 @@ class Accessors:
         for name, axes in self._views.products.items():
             self._places[name,] = self._places[axes] = self._place(axes)
         for name in (*self._axes, *self._views.products):
-            # Compiled code can ask a slice for its group if it finds the slice, but not if it is a constant to it.
+            # Compiled code can ask a slice for its group if it finds the slice, but not if it is a
+            # constant to it.
             self._slices[name] = self._slice((name,), self._version)
 
     def _place(self, axes: tuple[str, ...]) -> Place:

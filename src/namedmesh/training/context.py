@@ -52,13 +52,15 @@ def context_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Compute attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
+    """Compute attention over whole sequences that :func:`shard_sequence` has sharded.
 
-    Each rank keeps its queries, and all-gathers keys and values, once more in the backward, so that it keeps only its own (in
-    compiled code the compiler decides). With ``ulysses`` an all-to-all gives each rank whole sequences of some heads instead. Both
-    are torch's ``scaled_dot_product_attention`` between ``redistribute`` calls, with exact gradients, on any device, next to tensor
-    parallelism, under activation checkpointing and in compiled code. On GPUs causal attention needs no mask if the flash or the
-    efficient kernel fits; on a CPU a mask of 512 queries and all keys is materialized.
+    Each rank keeps its queries, and all-gathers keys and values, once more in the backward, so that
+    it keeps only its own (in compiled code the compiler decides). With ``ulysses`` an all-to-all
+    gives each rank whole sequences of some heads instead. Both are torch's
+    ``scaled_dot_product_attention`` between ``redistribute`` calls, with exact gradients, on any
+    device, next to tensor parallelism, under activation checkpointing and in compiled code. On GPUs
+    causal attention needs no mask if the flash or the efficient kernel fits. On a CPU a mask of 512
+    queries and all keys is materialized. Collective: every rank of ``mesh`` must call it.
 
     On CUDA torch has ring attention, ``torch.distributed.tensor.experimental.context_parallel(mesh["cp"], buffers=...,
     buffer_seq_dims=...)``, with which no rank ever has all keys and values. Take it where those do not fit, for causal attention
@@ -100,7 +102,8 @@ def context_attention(
         return _exchanged(_in_order(mixed, ranks, back=True), mesh, 1, 2)
     if attn_mask is not None:
         attn_mask = shard_sequence(attn_mask, mesh=mesh, dim=-2)[0]
-    attend = partial(_attend_to_gathered, mesh=mesh, scale=scale, is_causal=is_causal, mask=attn_mask)
+    how = {"mesh": mesh, "scale": scale, "is_causal": is_causal, "mask": attn_mask}
+    attend = partial(_attend_to_gathered, **how)
     if torch.compiler.is_compiling():  # whose partitioner decides what is kept
         return attend(query, key, value)
     result = checkpoint(
@@ -129,7 +132,7 @@ def _attend_to_gathered(
     is_causal: bool,
     mask: Tensor | None,
 ) -> Tensor:
-    """Return the attention of this rank's queries to all keys and values, with this rank's rows of the mask."""
+    """Return the attention of this rank's queries, with their rows of the mask, to all keys."""
     ranks = mesh.size()
     key, value = _gathered(key, mesh), _gathered(value, mesh)
     if not is_causal:
@@ -137,24 +140,26 @@ def _attend_to_gathered(
         return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa, scale=scale)
     size = query.shape[2] // 2
     results = []
-    for chunk, queries in zip(_chunks_of(mesh.get_local_rank(), ranks), query.chunk(2, dim=2), strict=True):
+    attend = _attend_by_blocks if query.is_cpu else attend_lower_right
+    chunks = _chunks_of(mesh.get_local_rank(), ranks)
+    for chunk, queries in zip(chunks, query.chunk(2, dim=2), strict=True):
         end = (chunk + 1) * size
-        attend = _attend_by_blocks if query.is_cpu else attend_lower_right
         results.append(attend(queries, key[:, :, :end], value[:, :, :end], scale))
     return torch.cat(results, dim=2)
 
 
 def _attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Return causal attention of the last queries of a sequence to all of its keys, with one mask for a block of queries.
+    """Return causal attention of the last queries of a sequence to all of its keys.
 
-    The kernels of a CPU take no causal mask that is aligned to the last key. One materialized for all queries has a number
-    for each query and key.
+    On a CPU no kernel has a causal mask that is aligned to the last key, so a mask is materialized.
+    For all queries at once it would have as many numbers as there are queries times keys, so
+    queries are taken in blocks.
     """
-    gqa = query.shape[1] != key.shape[1]
+    how: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "scale": scale}
     length = query.shape[2]
     end = key.shape[2]
     if length == end:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa, scale=scale)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **how)
     rows = min(_BLOCK, length)
     # The mask of each block is the lower right corner of this one: a view of it.
     mask = query.new_full((rows, end), -torch.inf).triu(end - rows + 1)
@@ -164,7 +169,7 @@ def _attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float | 
         stop = end - length + start + block.shape[2]
         corner = mask[rows - block.shape[2] :, end - stop :]
         seen = key[:, :, :stop], value[:, :, :stop]
-        blocks.append(F.scaled_dot_product_attention(block, *seen, corner, enable_gqa=gqa, scale=scale))
+        blocks.append(F.scaled_dot_product_attention(block, *seen, corner, **how))
     return torch.cat(blocks, dim=2)
 
 

@@ -23,7 +23,8 @@ def data_axes(mesh: NamedMesh) -> list[str]:
     """Return the axes of the mesh along which samples differ.
 
     Raises:
-        AxisError: the mesh has an axis with another meaning, so it is not known whether samples differ along it.
+        AxisError: the mesh has an axis with another meaning, so it is not known whether samples
+            differ along it.
     """
     known = (*DATA_AXES, *SAME_SAMPLE_AXES)
     unknown = [axis for axis in mesh.layout if mesh.size(axis) > 1 and axis not in known]
@@ -46,16 +47,18 @@ def sampler_kwargs(mesh: NamedMesh) -> dict[str, Any]:
 
 
 def check_same_batch(batch: object, mesh: NamedMesh) -> None:
-    """Refuse a batch that differs between ranks that must have the same samples, or is another data rank's; communicates.
+    """Check that the ranks which must load the same samples do, and that others do not.
 
-    It copies the batch, as it is loaded, to the CPU and hashes it: for the first steps, or every thousandth.
+    It copies the batch, as it is loaded, to the CPU and hashes it: for the first steps, or every
+    thousandth. Collective: every rank of the mesh must call it.
 
     Args:
-        batch: tensors, NumPy arrays, and any objects in dicts, lists and tuples. Objects are compared by what pickle
-            would write, functions and classes by name, and by type alone what has no state to compare, such as iterators
-            and open files. None on a rank that loads nothing, such as a stage in the middle of a pipeline: such a rank is
-            not compared.
-        mesh: the mesh; every rank of it calls this.
+        batch: tensors, NumPy arrays, and any objects in dicts, lists and tuples. Objects are
+            compared by what pickle would write, functions and classes by name, and objects without
+            a state to compare, such as iterators and open files, by type alone. None on a rank
+            that loads nothing, such as a stage in the middle of a pipeline: such a rank is not
+            compared.
+        mesh: the mesh.
 
     Raises:
         AgreementError: on every rank, naming the ranks whose batches differ.
@@ -123,7 +126,7 @@ def _add(found: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
 
 
 def _state_of(value: Any) -> object:
-    """Return what pickle would write of an object, without its place in memory, which differs on each rank."""
+    """Return what pickle would write of an object, without its address in memory."""
     if hasattr(value, "__qualname__"):  # a function, a class, or a generator
         return getattr(value, "__module__", None), value.__qualname__
     kind = type(value).__qualname__

@@ -12,10 +12,16 @@ from namedmesh.training.data import data_axes
 
 
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
-    """Return the mesh that ``fully_shard(mesh=...)`` wants; communicates the first time, where cp is beside dp.
+    """Return the mesh that ``fully_shard(mesh=...)`` wants.
 
-    It is 1-D, over dp (or dp_shard) times cp, whose ranks see other tokens of the same samples; with ``dp_replicate`` 2-D, for HSDP.
-    Axes of one rank are left out. Call ``fully_shard`` after tensor parallelism.
+    It is 1-D, over dp (or dp_shard) times cp, whose ranks see other tokens of the same samples;
+    with ``dp_replicate`` it is 2-D, for HSDP. Axes of one rank are left out. Call ``fully_shard``
+    after tensor parallelism.
+
+    Collective: every rank must call it. The first call makes a group if the mesh has dp and cp.
+
+    Raises:
+        AxisError: no axis to shard parameters over, or an axis of unknown meaning.
     """
     data_axes(mesh)
     shard = [axis for axis in mesh.layout if axis in FSDP_AXES]

@@ -15,7 +15,7 @@ from namedmesh.training.data import data_axes, sum_over_axes
 
 
 def _token_axes(mesh: NamedMesh) -> list[str]:
-    """Return the axes along which ranks have different tokens; reject a mesh with an axis of unknown meaning."""
+    """Return the axes along which ranks have different tokens; all axes must be known."""
     data_axes(mesh)
     return [axis for axis in mesh.layout if axis in TOKEN_AXES]
 
@@ -28,66 +28,82 @@ def _token_ranks(mesh: NamedMesh) -> int:
 
 
 def count_tokens(counted: Tensor | int, mesh: NamedMesh) -> Tensor:
-    """Count the supervised tokens of a step over the whole global batch: once a step, before its micro-batches.
+    """Count the supervised tokens of a step over the whole global batch.
 
-    Collective: every rank along the dp and cp axes of the mesh must call it.
+    Call it once a step, before its micro-batches. Collective: every rank along the dp and cp axes
+    of the mesh must call it.
 
     Args:
-        counted: a mask of this rank's targets that count, of all micro-batches of the step, such as ``targets != -100``;
-            or their number. It may be a tensor without dims, such as the sum of a mask of floats.
+        counted: a mask of this rank's targets that count, of all micro-batches of the step, such as
+            ``targets != -100``; or their number. It may be a tensor without dims, such as the sum
+            of a mask of floats.
         mesh: the mesh.
 
     Raises:
-        ShapeError: ``counted`` is a tensor of something else than booleans, such as the targets themselves.
+        AxisError: the mesh has an axis of unknown meaning.
+        ShapeError: ``counted`` is a tensor of something else than booleans, such as the targets
+            themselves.
     """
     counts = torch.as_tensor(counted, device=mesh.device)
     if counts.ndim and counts.dtype != torch.bool:
         raise ShapeError(
-            f"counted must be a mask of booleans, or a number, got {counts.dtype} of shape {tuple(counts.shape)}; give a mask "
-            "such as targets != -100, or the sum of a mask of another type"
+            f"counted must be a mask of booleans, or a number, got {counts.dtype} of shape "
+            f"{tuple(counts.shape)}; give a mask such as targets != -100, or the sum of a mask of "
+            "another type"
         )
     return sum_over_axes(counts.sum(), mesh, _token_axes(mesh))
 
 
 def token_mean(total: Tensor, tokens: Tensor, mesh: NamedMesh) -> Tensor:
-    """Compute what a sum of losses adds to the mean over all tokens of a step, to call ``backward()`` on.
+    """Compute what a sum of losses adds to the mean over all tokens of a step.
 
-    The gradients, after FSDP2 or DDP averaged them over the ranks of :func:`fsdp_mesh`, are those of one process with all the
-    tokens, however many of them each rank has: a mean of the ranks' means is not. Micro-batches add up. A step without a
-    supervised token has loss 0 and gradients 0. It does not communicate.
+    Call ``backward()`` on it. The gradients, after FSDP2 or DDP averaged them over the ranks of
+    :func:`fsdp_mesh`, are those of one process with all the tokens, however many of them each rank
+    has: a mean of the ranks' means is not. Micro-batches add up. A step without a supervised token
+    has loss 0 and gradients 0. It does not communicate.
 
     Args:
-        total: the sum of the losses of some of this rank's tokens, without dims; from ``loss_parallel`` the DTensor that it is.
+        total: the sum of the losses of some of this rank's tokens, without dims, in float32 or
+            float64; from ``loss_parallel`` the DTensor that it is.
         tokens: what :func:`count_tokens` returned for the step.
         mesh: the mesh.
 
     Raises:
+        AxisError: the mesh has an axis of unknown meaning.
         ShapeError: ``total`` has dims, or is in half precision.
     """
     problems = []
     if total.ndim:
         problems.append(f'a loss of shape {tuple(total.shape)} is no sum; give it reduction="sum"')
     if total.dtype in (torch.bfloat16, torch.float16):
-        # The sum itself and the gradient, 1 / tokens, would be rounded to 8 bits: off by up to 0.4 % for the whole step.
-        problems.append(f"a sum of losses in {total.dtype} is not exact; compute the loss of logits.float()")
+        # The sum and its gradient, which is 1 / tokens, would be rounded to 8 bits. All gradients
+        # of the step would be off by the same 0.4 % at most, as no mean evens that out.
+        remedy = "compute the loss of logits.float()"
+        problems.append(f"a sum of losses in {total.dtype} is not exact; {remedy}")
     if problems:
         raise ShapeError(*problems)
     if isinstance(total, DTensor):
         total = total.full_tensor()
-    # Without a supervised token the sum is 0, and 0 / 1 is the mean: 0 / 0 would make every gradient NaN, on every rank.
+    # Without a supervised token the sum is 0, and 0 / 1 is the mean: 0 / 0 would make every
+    # gradient NaN, on every rank.
     divisor = (tokens + (tokens == 0)).double()
     return (total.double() * (_token_ranks(mesh) / divisor)).to(total.dtype)
 
 
 def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
-    """Compute the mean loss of a step, in float64 and the same on every rank, to print and to compare between runs.
+    """Compute the mean loss of a step, to print and to compare between runs.
 
-    Collective: every rank of the mesh must call it, pipeline stages without a loss too, with zeros or nothing.
+    It is in float64 and the same on every rank. Collective: every rank of the mesh must call it,
+    pipeline stages without a loss too, with zeros or nothing.
 
     Args:
-        losses: what this rank called ``backward()`` on in the step, one for each micro-batch, or their sum; or what ``pipe.step``
-            or ``pipe.eval`` returned. Parts of a mean, as of :func:`token_mean`, or means divided by the number of micro-batches.
+        losses: what this rank called ``backward()`` on in the step, one for each micro-batch, or
+            their sum; or what ``pipe.step`` or ``pipe.eval`` returned. Parts of a mean, as of
+            :func:`token_mean`, or means divided by the number of micro-batches.
         mesh: the mesh.
+
+    Raises:
+        AxisError: the mesh has an axis of unknown meaning.
     """
     total = sum_of([losses] if isinstance(losses, Tensor) else losses, mesh)
     axes = [*_token_axes(mesh), *(["pp"] if "pp" in mesh.layout else [])]

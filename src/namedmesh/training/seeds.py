@@ -1,4 +1,4 @@
-"""Random numbers that differ between ranks where they should, and initial weights that do not depend on the layout."""
+"""Random numbers that differ between the right ranks, and initial weights of any layout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _places: dict[str, str] = {}  # of each stream, the coordinates that its numbers
 _devices: list[torch.device] = []  # the accelerator, where there is one
 _data = torch.Generator("cpu")
 
-# A matrix is drawn in tiles of 32 rows and 256 columns. Smaller tiles cost more for each number, as a generator is seeded
-# for each tile. Of larger tiles, a rank with few rows or columns would draw many numbers that belong to other ranks.
+# A matrix is drawn in tiles of 32 rows and 256 columns. Smaller tiles cost more for each number, as
+# a generator is seeded for each tile. Of larger tiles, a rank with few rows or columns would draw
+# many numbers that belong to other ranks.
 _TILE_NUMBERS = 8192
 _TILE_COLUMNS = 256
 _TILE_ROWS = 32
@@ -41,12 +42,13 @@ def _derived(seed: int, name: str, place: object = "") -> int:
 
 
 def seed_all(seed: int, mesh: NamedMesh) -> None:
-    """Seed Python's and torch's random numbers, and NumPy's where it is imported, and prepare :func:`streams`.
+    """Seed Python, torch, and NumPy if it is imported, and prepare :func:`streams`.
 
-    Default numbers differ along all axes of the mesh but tp.
+    Default numbers differ along all axes of the mesh except tp. On an accelerator, DTensor's random
+    operations follow these seeds, too. It does not communicate.
     """
     own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in mesh.layout if axis != "tp"})
-    inside_experts: list[str] = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords] or ["tp"]
+    inside_experts = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords] or ["tp"]
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         _places[name] = f"{name} { {axis: mesh.rank(axis) for axis in more if axis in mesh.coords} }"
     samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in SAME_SAMPLE_AXES}
@@ -67,38 +69,43 @@ def data_generator() -> torch.Generator:
 
 @contextmanager
 def streams(name: str) -> Iterator[None]:
-    """Draw numbers inside the block that differ between ranks in another way than the default ones, after :func:`seed_all`.
+    """Draw numbers inside the block that differ along other axes than the default ones do.
 
-    - ``"tensor"`` differs over tp as well: for what tp cuts, such as dropout on the heads of attention;
-    - ``"expert"`` differs over ep and etp as well: for what is inside experts;
-    - ``"data"`` is the same over pp, cp and tp: for what is drawn for samples, on the CPU.
+    Call :func:`seed_all` before. Default numbers differ along all axes except tp. Numbers of the
+    stream
 
-    A block is seeded by a number from the default generator of the CPU, and by the rank's coordinates: what restores that
-    generator, such as ``torch.utils.checkpoint``, restores the blocks, too. Every rank of a tp group has to enter **equally
-    many blocks**: a rank that enters more has other default numbers from then on. ``"data"`` is seeded by a number from
-    :func:`data_generator` instead, as loaders draw at other moments on each rank; in a loader's worker it is the worker's
-    default generator. The compiler does not follow a block: enter one around what is compiled.
+    - ``"tensor"`` differ along tp as well: for dropout on what tp shards, such as heads;
+    - ``"expert"`` differ along ep and etp as well: for dropout inside experts;
+    - ``"data"`` are the same along pp, cp and tp: for what is drawn for samples, on the CPU.
+
+    A block is seeded by a number from the default generator of the CPU, and by the rank's
+    coordinates: what restores that generator, such as ``torch.utils.checkpoint``, restores the
+    blocks, too. Every rank of a tp group has to enter **equally many blocks**: a rank that enters
+    more has other default numbers from then on. ``"data"`` is seeded by a number from
+    :func:`data_generator` instead, as loaders draw at other moments on each rank; in a loader's
+    worker it is the worker's default generator. The compiler does not follow a block: enter one
+    around what is compiled.
 
     Raises:
         TrainingError: the stream is unknown, or a CUDA graph is being captured.
     """
-    devices = _devices
-    if name == "data":
-        if get_worker_info() is not None:
-            yield
-            return
-        source, place, devices = _data, "", []
-    elif name in _places:
-        source, place = torch.default_generator, _places[name]
-    else:
+    if name == "data" and get_worker_info() is not None:
+        yield
+        return
+    if name != "data" and name not in _places:
         raise TrainingError(f"there is no stream {name!r}; seed_all() makes tensor, expert and data")
-    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
+    source = _data if name == "data" else torch.default_generator
+    devices = [] if name == "data" else _devices
+    on_cuda = any(device.type == "cuda" for device in devices)
+    if on_cuda and torch.cuda.is_current_stream_capturing():
         raise TrainingError(
-            f"streams({name!r}) was entered while a CUDA graph is captured, which cannot seed generators and would replay "
-            "the same numbers; capture only code without streams, or do not capture this step"
+            f"streams({name!r}) was entered while a CUDA graph is captured, which cannot seed "
+            "generators and would replay the same numbers; capture only code without streams, or "
+            "do not capture this step"
         )
-    # Seeded by a draw, not by a copy of its state: the source may move inside the block, and goes on after it.
-    seed = _derived(int(torch.randint(2**62, (), generator=source, device="cpu")), "stream", place)
+    # The source may move inside the block, so a draw seeds the block, and not a copy of its state.
+    drawn = int(torch.randint(2**62, (), generator=source, device="cpu"))
+    seed = _derived(drawn, "stream", _places.get(name, ""))
     with torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"):
         # torch.manual_seed() writes down the stack where CUDA was not used yet, which takes a millisecond.
         torch.default_generator.manual_seed(seed)
@@ -165,16 +172,17 @@ def init_parameters(
 ) -> None:
     """Fill a model's parameters with random numbers that do not depend on the layout.
 
-    Call it when the model is parallelized and sharded. Each number follows from the seed, the name of its parameter and its
-    position in the full parameter: each rank draws its shards only, on the CPU in float32. Shards are those of DTensors, or
-    plain tensors with Megatron's attributes, which are sharded over the tp axis (experts: etp) of the current mesh. A
-    pipeline stage has the names of the whole model. Buffers are left alone. It does not communicate.
+    Call it when the model is parallelized and sharded. Each number follows from the seed, the name
+    of its parameter and its position in the full parameter: each rank draws its shards only, on the
+    CPU in float32. Shards are those of DTensors, or plain tensors with Megatron's attributes, which
+    are sharded over the tp axis (experts: etp) of the current mesh. A pipeline stage has the names
+    of the whole model. Buffers are left alone. It does not communicate.
 
     Args:
         model: the model, on any device but meta.
         seed: the same on every rank.
-        distribution: gets the name and the parameter (of a DTensor, with the full shape), and returns the mean and the
-            standard deviation of a normal distribution.
+        distribution: gets the name and the parameter (of a DTensor, with the full shape), and
+            returns the mean and the standard deviation of a normal distribution.
 
     Raises:
         TrainingError: some parameters are on the meta device.
@@ -197,7 +205,7 @@ def init_parameters(
 
 
 class _Dim(NamedTuple):
-    """One dim of a parameter: its size in the full parameter, and the indices there of what this rank has."""
+    """One dim of a parameter: its size in the full parameter, and this rank's indices."""
 
     size: int
     indices: Tensor
@@ -212,7 +220,7 @@ class _Run(NamedTuple):
 
 
 def _dims_of(parameter: Tensor) -> list[_Dim]:
-    """Return the dims of a parameter, with the indices of this rank's shard; a parameter without dims is a vector of 1."""
+    """Return the dims of a parameter; one without dims counts as a vector of one number."""
     dims = [_Dim(size, torch.arange(size, device="cpu")) for size in parameter.shape or [1]]
     if isinstance(parameter, DTensor):
         for dim, (size, indices) in enumerate(dims):
@@ -222,12 +230,15 @@ def _dims_of(parameter: Tensor) -> list[_Dim]:
                     placements[mesh_dim] = placement
             if placements != [Replicate()] * parameter.device_mesh.ndim:
                 # A vector along this dim, which torch shards as it shards the parameter.
-                vector = indices.reshape([-1 if other == dim else 1 for other in range(parameter.ndim)])
-                shard = distribute_tensor(vector, parameter.device_mesh, placements, src_data_rank=None)
+                shape = [1] * parameter.ndim
+                shape[dim] = size
+                vector = indices.view(shape)
+                mesh = parameter.device_mesh
+                shard = distribute_tensor(vector, mesh, placements, src_data_rank=None)
                 dims[dim] = _Dim(size, shard.to_local().flatten().cpu())
         return dims
-    mesh = current_mesh() if getattr(parameter, "tensor_model_parallel", False) else None
-    cut = shard_of(parameter, mesh)
+    is_marked = getattr(parameter, "tensor_model_parallel", False)
+    cut = shard_of(parameter, current_mesh() if is_marked else None)
     if cut is not None:
         ranks, dim, blocks = cut
         size = parameter.shape[dim] * ranks.size()
@@ -237,7 +248,9 @@ def _dims_of(parameter: Tensor) -> list[_Dim]:
 
 
 def _fill_by_tiles(values: Tensor, dims: list[_Dim], seed_of: Callable[[object], int]) -> None:
-    """Fill a shard with standard normal numbers, drawing every tile of the full tensor that overlaps the shard.
+    """Fill a shard with standard normal numbers.
+
+    Every tile of the full tensor that overlaps the shard is drawn.
 
     Args:
         values: the shard, in float32 on the CPU.
@@ -249,16 +262,19 @@ def _fill_by_tiles(values: Tensor, dims: list[_Dim], seed_of: Callable[[object],
     numbers = torch.empty(shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator("cpu")
     for runs in product(*runs_by_dim):
-        # torch's CPU generator takes 32 bits of a seed: of millions of tiles, a few have a twin elsewhere in the model.
+        # torch's CPU generator takes 32 bits of a seed: of millions of tiles, a few have a twin
+        # elsewhere in the model.
         generator.manual_seed(seed_of([run.tile for run in runs]))
         numbers.normal_(generator=generator)
         values[tuple(run.in_shard for run in runs)] = numbers[tuple(run.in_tile for run in runs)]
 
 
 def _tile_shape(shape: list[int]) -> list[int]:
-    """Return the shape of the tiles of a tensor: 32 rows and 256 columns of a matrix, if it has as many columns.
+    """Return the shape of the tiles of a tensor.
 
-    It does not depend on the size of dim 0, so rows that are added to a padded vocabulary leave the others as they are.
+    For a matrix it is 32 rows and 256 columns, or more rows if the matrix has fewer columns. It
+    does not depend on the size of dim 0, so rows that are added to a padded vocabulary leave the
+    others as they are.
     """
     extents: list[int] = []
     numbers = 1
@@ -270,7 +286,7 @@ def _tile_shape(shape: list[int]) -> list[int]:
 
 
 def _runs(indices: Tensor, extent: int) -> list[_Run]:
-    """Split the indices of a shard along one dim into runs, each inside of a tile of this extent."""
+    """Split the indices of a shard along one dim into runs that lie in one tile each."""
     is_start = indices % extent == 0
     is_start[0] = True
     is_start[1:] |= indices.diff() != 1
