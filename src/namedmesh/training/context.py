@@ -102,8 +102,7 @@ def context_attention(
         return _exchanged(_in_order(mixed, ranks, back=True), mesh, 1, 2)
     if attn_mask is not None:
         attn_mask = shard_sequence(attn_mask, mesh=mesh, dim=-2)[0]
-    how = {"mesh": mesh, "scale": scale, "is_causal": is_causal, "mask": attn_mask}
-    attend = partial(_attend_to_gathered, **how)
+    attend = partial(_attend_to_gathered, mesh, scale, is_causal, attn_mask)
     if torch.compiler.is_compiling():  # whose partitioner decides what is kept
         return attend(query, key, value)
     result = checkpoint(
@@ -122,15 +121,14 @@ def _keep_attention(_: object, operation: Any, *__: object, **___: object) -> Ch
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _attend_to_gathered(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
+def _attend_to_gathered(  # noqa: PLR0917  checkpoint passes the tensors by position
     mesh: DeviceMesh,
     scale: float | None,
     is_causal: bool,
     mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 ) -> Tensor:
     """Return the attention of this rank's queries, with their rows of the mask, to all keys."""
     ranks = mesh.size()
