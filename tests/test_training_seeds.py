@@ -285,6 +285,7 @@ SHARDED: list[tuple[tuple[int, ...], list[Any], int]] = [
     ((40, 64, 3, 3), [Shard(1), Shard(0)], 2),
     ((20_000,), [Shard(0), Shard(0)], 2),
     ((3,), [Shard(0), Shard(0)], 1),
+    ((), [Replicate(), Replicate()], 1),
 ]
 
 

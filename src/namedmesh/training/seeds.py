@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils.data import get_worker_info
 
 from namedmesh._torch import make_rng_tracker
@@ -223,19 +222,19 @@ def _dims_of(parameter: Tensor) -> list[_Dim]:
     """Return the dims of a parameter; one without dims counts as a vector of one number."""
     dims = [_Dim(size, torch.arange(size, device="cpu")) for size in parameter.shape or [1]]
     if isinstance(parameter, DTensor):
-        for dim, (size, indices) in enumerate(dims):
-            placements: list[Placement] = [Replicate()] * parameter.device_mesh.ndim
-            for mesh_dim, placement in enumerate(parameter.placements):
-                if getattr(placement, "dim", None) == dim:  # Shard, and FSDP2's private kind of it
-                    placements[mesh_dim] = placement
-            if placements != [Replicate()] * parameter.device_mesh.ndim:
-                # A vector along this dim, which torch shards as it shards the parameter.
-                shape = [1] * parameter.ndim
-                shape[dim] = size
-                vector = indices.view(shape)
-                mesh = parameter.device_mesh
-                shard = distribute_tensor(vector, mesh, placements, src_data_rank=None)
-                dims[dim] = _Dim(size, shard.to_local().flatten().cpu())
+        mesh = parameter.device_mesh
+        for dim, size in enumerate(parameter.shape):
+            # A vector along this dim, which torch shards as it shards the parameter. Not only Shard
+            # has a dim: FSDP2 has a private kind of it, for dims that tp has sharded.
+            shape = [1] * parameter.ndim
+            shape[dim] = size
+            vector = dims[dim].indices.view(shape)
+            sharding = [
+                placement if getattr(placement, "dim", None) == dim else Replicate()
+                for placement in parameter.placements
+            ]
+            shard = distribute_tensor(vector, mesh, sharding, src_data_rank=None)
+            dims[dim] = _Dim(size, shard.to_local().flatten().cpu())
         return dims
     is_marked = getattr(parameter, "tensor_model_parallel", False)
     cut = shard_of(parameter, current_mesh() if is_marked else None)
