@@ -11,8 +11,11 @@ from namedmesh.training.data import (
     sampler_kwargs,
     token_mean,
 )
-from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers, tie_stages
+from namedmesh.training.pipelines import pipeline
+from namedmesh.training.scaling import sync_found_inf
 from namedmesh.training.seeds import data_generator, init_parameters, seed_all, streams
+from namedmesh.training.stages import stage_indices, stage_layers
+from namedmesh.training.tying import tie_stages
 
 __all__ = [
     "Checkpoints",
@@ -33,6 +36,7 @@ __all__ = [
     "stage_indices",
     "stage_layers",
     "streams",
+    "sync_found_inf",
     "tie_stages",
     "to_pretrained",
     "token_mean",
