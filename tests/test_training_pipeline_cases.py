@@ -1,4 +1,4 @@
-"""Cases of pipelines, tied stages and loss scaling that once were silently wrong, against one process."""
+"""Pipelines, tied stages and loss scaling where they were silently wrong, against one process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def nested_arguments_and_several_outputs_are_cut_by_rows() -> None:
     pipe = training.pipeline(stage, mesh, microbatches=4, loss=two_outputs, whole=("scale",))
     for rows in (6, 8):
         x, full, other, y = (numbers(rows, WIDTH, seed=seed) for seed in range(4))
-        given: dict[str, Any] = {"masks": {"full": full, "other": (other,)}, "scale": [torch.tensor(0.5)]}
+        masks = {"full": full, "other": (other,)}
+        given: dict[str, Any] = {"masks": masks, "scale": [torch.tensor(0.5)]}
         stage.zero_grad()
         alone.zero_grad()
         outputs = alone(x, **given)
@@ -105,9 +106,11 @@ class Returning(nn.Module):
 
 
 def what_cannot_be_cut_is_rejected_on_every_rank() -> None:
+    # torch finds out the shapes with uninitialized memory, which this fills with NaN.
+    torch.use_deterministic_algorithms(True)
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     x, y = numbers(6, WIDTH, seed=0), numbers(6, WIDTH, seed=1)
-    blocks = create_block_mask(lambda _b, _h, query, key: query >= key, 6, None, 128, 128, device="cpu")
+    blocks = create_block_mask(lambda _b, _h, q, k: q >= k, 6, None, 128, 128, device="cpu")
 
     def new(loss: Callable[..., Tensor], returns: Callable[[Tensor], Any] | None = None) -> Any:
         stage = Returning(returns if mesh.is_last("pp") else None)
@@ -146,12 +149,14 @@ def what_cannot_be_cut_is_rejected_on_every_rank() -> None:
     mesh.close()
     assert by_rank[0] == by_rank[1]
     mask, target, *others = told
-    assert mask.startswith("ShapeError: mask is a BlockMask, which cannot be cut into micro-batches; ")
+    assert mask.startswith(
+        "ShapeError: the argument mask is a BlockMask, which cannot be cut into micro-batches; "
+    )
     assert target.startswith("ShapeError: the batch has [5, 6] rows; ")
-    returned = "ShapeError: the last stage must return a tensor, or a tuple of tensors, got dict; "
-    loss = "ShapeError: loss must return a tensor of one number, got a tensor of shape "
+    returned = "TrainingError: the last stage must return a tensor, or a tuple of tensors, got "
+    loss = "TrainingError: loss must return a tensor of one number, got ("
     rowless = "ShapeError: the last stage returns a tensor without the rows of its micro-batch, "
-    reduction = "TrainingError: the loss is a sum: "
+    reduction = "TrainingError: the loss of a row that is given twice is 2 times its loss, as of a "
     starts = [returned, returned, loss, loss, rowless, rowless, "", rowless, reduction]
     for text, start in zip(others, starts, strict=True):
         assert text.startswith(start), text
@@ -206,8 +211,8 @@ def frozen_first_stages_are_right_or_rejected() -> None:
         stages = [layers[index] for index in indices]
         wanted = [copy.deepcopy(stage.weight.grad) for stage in stages]
         alone.zero_grad()
-        step = partial(training.pipeline(stages, mesh, schedule, microbatches=4, loss=mean).step, x, target=y)
-        told.append(error_of(step).partition(",")[0])
+        pipe = training.pipeline(stages, mesh, schedule, microbatches=4, loss=mean)
+        told.append(error_of(partial(pipe.step, x, target=y)).partition(",")[0])
         if not told[-1]:
             for stage, expected in zip(stages, wanted, strict=True):
                 assert apart(stage.weight.grad, expected) < 1e-12
@@ -238,7 +243,8 @@ def test_a_pipeline_leaves_nothing_in_its_stages() -> None:
         new = partial(training.pipeline, stage, mesh, microbatches=2, loss=mean, whole=("scale",))
         for pipe in (new(), new()):
             assert apart(pipe.step(x, target=y, scale=scale), expected) < 1e-12
-        copies = [copy.deepcopy(stage), AveragedModel(stage).module, pickle.loads(pickle.dumps(stage))]  # noqa: S301  of its own
+        pickled = pickle.loads(pickle.dumps(stage))  # noqa: S301  of this test
+        copies = [copy.deepcopy(stage), AveragedModel(stage).module, pickled]
         stage.fails = True
         with pytest.raises(RuntimeError, match="failed to run forward"):
             pipe.step(x, target=y, scale=scale)
@@ -256,18 +262,19 @@ def test_a_loss_that_is_reduced_otherwise_than_said_is_rejected(rows: int) -> No
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
 
         def summed(output: Tensor, target: Tensor) -> Tensor:
-            return training.token_mean((output - target).square().sum(), torch.tensor(rows * WIDTH), mesh)
+            total = (output - target).square().sum()
+            return training.token_mean(total, torch.tensor(rows * WIDTH), mesh)
+
+        new = partial(training.pipeline, linears(1)[0], mesh, microbatches=4)
 
         def said(loss: Callable[..., Tensor], reduction: Any) -> str:
-            pipe = training.pipeline(linears(1)[0], mesh, microbatches=4, loss=loss, reduction=reduction)
-            return error_of(lambda: pipe.step(x, target=y)).partition(":")[2].partition(":")[0]
+            pipe = new(loss=loss, reduction=reduction)
+            return error_of(lambda: pipe.step(x, target=y)).partition("; ")[2]
 
         assert said(mean, "mean") == said(summed, "sum") == ""
-        assert said(summed, "mean") == " the loss is a sum"
-        assert said(mean, "sum") == " the loss is a mean"
-        text = error_of(
-            lambda: training.pipeline(linears(1)[0], mesh, microbatches=4, loss=mean, reduction="average")  # type: ignore[arg-type]
-        )
+        assert said(summed, "mean") == 'pass reduction="sum"'
+        assert said(mean, "sum") == 'pass reduction="mean"'
+        text = error_of(lambda: new(loss=mean, reduction="average"))  # type: ignore[arg-type]
         assert text == 'TrainingError: reduction must be "mean" or "sum", got \'average\''
         mesh.close()
 
@@ -275,7 +282,8 @@ def test_a_loss_that_is_reduced_otherwise_than_said_is_rejected(rows: int) -> No
 @pytest.mark.parametrize(("stage", "stages"), [(5, 2), (2, 2), (-1, 2), (0, 0)])
 def test_stages_that_do_not_exist_have_no_layers(stage: int, stages: int) -> None:
     text = error_of(lambda: training.stage_layers(8, None, stage=stage, stages=stages))
-    assert text == f"LayoutError: stage must be at least 0 and less than stages={stages}, got {stage}"
+    wrong = f"stage must be at least 0 and less than stages={stages}, got {stage}"
+    assert text == f"LayoutError: {wrong}"
 
 
 class End(nn.Module):
@@ -328,7 +336,7 @@ def marks_of_ties_stay_with_converted_and_copied_weights(root: Path) -> None:
 
 
 def ranks_skip_the_same_steps(axis: str) -> None:
-    """One of the gradients of one rank is infinite once; torch looks at the placements of the first one only."""
+    """A gradient of one rank is infinite once. torch looks at the first one's placements only."""
     mesh = namedmesh.init_mesh({axis: 2}, device="cpu")
     params = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     if axis == "tp":

@@ -1,4 +1,4 @@
-"""A batch on its way through a pipeline: its rows, those of its micro-batches, and what the last stage makes of them."""
+"""A batch on its way through a pipeline: its rows, and the arguments and outputs of its stages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from torch.distributed.pipelining import PipelineStage
 
 from namedmesh._torch import tree_leaves
 
+ROWLESS = (
+    "the last stage returns a tensor without the rows of its micro-batch, which can be neither cut "
+    "nor joined; give a target, and as many rows as fill the micro-batches, or return rows"
+)
+
 
 @dataclass
 class Built:
@@ -23,7 +28,7 @@ class Built:
     rows: int  # of one micro-batch
     stages: list[PipelineStage]
     schedule: Any
-    # Whether the output of the last stage has a tensor without the rows of the micro-batch, such as an auxiliary loss.
+    # Whether the last stage returns a tensor without rows, such as an auxiliary loss.
     rowless: bool = False
 
 
@@ -31,61 +36,41 @@ class Built:
 class Batch:
     """One call of ``step`` or ``eval``. torch hands it on to the loss of each micro-batch."""
 
+    args: tuple[Any, ...]
+    by_row: dict[str, Any]
+    whole: dict[str, Any]  # keyword arguments that are not cut
     target: Any
-    count: int  # the rows that the batch has
-    slots: int  # the rows of all micro-batches together, which may be more
-    built: Built
     backward: bool
-    is_first_run: bool
-    checks_reduction: bool
-    # What the last stage finds wrong in a first run, for all ranks to raise.
+    count: int = 0  # of rows
     problems: list[str] = field(default_factory=list)
-    reduction_problem: str = ""
+    # Only in the first run of a schedule.
+    checks_output: bool = False
+    checks_reduction: bool = False
 
-
-def count_rows(args: tuple[Any, ...], by_row: dict[str, Any], target: Any) -> tuple[int, list[str]]:
-    """Return the number of rows that a batch has, and what keeps it from being cut into micro-batches."""
-    named = {f"argument {position}": value for position, value in enumerate(args)}
-    named |= by_row
-    named["target"] = target
-    counts: set[int] = set()
-    problems: list[str] = []
-    for name, value in named.items():
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                counts.add(leaf.shape[0] if leaf.ndim else 0)
-            elif any(isinstance(attribute, Tensor) for attribute in getattr(leaf, "__dict__", {}).values()):
-                # torch would give it whole to every micro-batch, or cut a BlockMask by other rows than ours.
-                problems.append(
-                    f"{name} is a {type(leaf).__name__}, which cannot be cut into micro-batches; give tensors, or a "
-                    "keyword argument that is named in pipeline(..., whole=...)"
-                )
-    if len(counts) != 1 or not args or 0 in counts:
-        remedy = (
-            "give all as many, one at least; name keyword arguments without rows in pipeline(..., whole=...)"
-        )
-        problems.append(f"the batch has {sorted(counts)} rows; {remedy}")
-    return max(counts, default=0), problems
-
-
-def rowless_problems(count: int, slots: int, target: Any) -> list[str]:
-    """Return why an output with tensors without rows cannot be had for a batch, if it cannot."""
-    if target is not None and count == slots:
-        return []
-    problem = (
-        "the last stage returns a tensor without the rows of its micro-batch, which can be neither cut nor joined; give "
-        "a target, and as many rows as fill the micro-batches, or return tensors with rows"
-    )
-    return [problem]
-
-
-def describe(value: Any, *, skipped_dims: int) -> object:
-    """Return what the shapes between stages may depend on of an argument; of other values than tensors by their types."""
-    if isinstance(value, Tensor):
-        return value.shape[skipped_dims:], value.dtype, value.requires_grad
-    if value is None or isinstance(value, bool | str):
-        return value
-    return type(value)
+    def __post_init__(self) -> None:
+        """Count the rows, and find the values that cannot be cut into micro-batches."""
+        named: dict[object, Any] = dict(enumerate(self.args))
+        named.update(self.by_row)
+        named["target"] = self.target
+        counts: set[int] = set()
+        for name, value in named.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    counts.add(leaf.shape[0] if leaf.ndim else 0)
+                elif tensors_of(list(getattr(leaf, "__dict__", {}).values())):
+                    # torch gives objects whole to every micro-batch, and cuts a BlockMask without
+                    # the rows that fill up the last micro-batches.
+                    self.problems.append(
+                        f"the argument {name} is a {type(leaf).__name__}, which cannot be cut into "
+                        "micro-batches; give tensors, or name it in pipeline(..., whole=...)"
+                    )
+        if len(counts) != 1 or not self.args or 0 in counts:
+            remedy = (
+                "give all as many, one at least; name keyword arguments without rows in "
+                "pipeline(..., whole=...)"
+            )
+            self.problems.append(f"the batch has {sorted(counts)} rows; {remedy}")
+        self.count = max(counts, default=0)
 
 
 def tensors_of(values: Any) -> list[Tensor]:
@@ -93,33 +78,41 @@ def tensors_of(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def take_rows(index: Tensor, value: Any) -> Any:
-    """Return the rows of a tensor with these numbers; other values as they are."""
-    return value[index.to(value.device)] if isinstance(value, Tensor) else value
+def describe(dims_of_rows: int, value: Any) -> object:
+    """Return what the shapes between stages may depend on: of numbers and objects, their types."""
+    if isinstance(value, Tensor):
+        return value.shape[dims_of_rows:], value.dtype, value.requires_grad
+    return value if value is None or isinstance(value, bool | str) else type(value)
 
 
-def cut_rows(first: int, size: int, value: Any) -> Any:
-    """Return ``size`` rows of a tensor from ``first`` on; other values as they are."""
-    return value[first : first + size] if isinstance(value, Tensor) else value
+def take_rows(rows: slice | Tensor, value: Any) -> Any:
+    """Return some rows of a tensor; other values as they are."""
+    return value[rows] if isinstance(value, Tensor) and value.ndim else value
 
 
 def twice(value: Any) -> Any:
     """Return the rows of a tensor twice; other values as they are."""
-    return torch.cat([value, value]) if isinstance(value, Tensor) else value
+    return torch.cat([value, value]) if isinstance(value, Tensor) and value.ndim else value
 
 
 @contextmanager
-def stage_hooks(modules: list[nn.Module], batch: Batch, whole: dict[str, Any]) -> Iterator[None]:
-    """Give the stages of one batch the keyword arguments that are not cut, and look at the output of a first run.
+def stage_hooks(modules: list[nn.Module], batch: Batch, built: Built) -> Iterator[None]:
+    """Give the stages the keyword arguments that are not cut, and check the output in a first run.
 
-    torch is not given them: it drops the gradients of all arguments that it knows after each micro-batch.
+    torch is not given these arguments: it drops the gradients of all that it knows after each
+    micro-batch.
     """
+
+    def add_arguments(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | batch.whole
+
     handles: list[Any] = []
-    if whole:
-        add = partial(_add_arguments, whole)
-        handles.extend(module.register_forward_pre_hook(add, with_kwargs=True) for module in modules)
-    if batch.is_first_run and batch.built.stages[-1].is_last:
-        handles.append(modules[-1].register_forward_hook(partial(_check_output, batch)))
+    if batch.whole:
+        for module in modules:
+            handle = module.register_forward_pre_hook(add_arguments, with_kwargs=True)
+            handles.append(handle)
+    if batch.checks_output and built.stages[-1].is_last:
+        handles.append(modules[-1].register_forward_hook(partial(_check_output, batch, built)))
     try:
         yield
     finally:
@@ -127,25 +120,17 @@ def stage_hooks(modules: list[nn.Module], batch: Batch, whole: dict[str, Any]) -
             handle.remove()
 
 
-def _add_arguments(whole: dict[str, Any], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args, kwargs | whole
-
-
-def _check_output(batch: Batch, _module: nn.Module, _args: Any, output: Any) -> Any:
-    """Return the output of the last stage, or in place of one that torch stumbles over, one that it takes."""
+def _check_output(batch: Batch, built: Built, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """Find out whether an output can be cut. Return one with which torch comes to the end."""
     parts = output if isinstance(output, tuple | list) else [output]
+    tensors = tensors_of(output)
     if not all(isinstance(part, Tensor) for part in parts):
-        if not batch.problems:
-            shown = type(output).__name__
-            batch.problems.append(
-                f"the last stage must return a tensor, or a tuple of tensors, got {shown}; take the tensors out of it"
-            )
-        return tuple(tensors_of(output))
-    rows = batch.built.rows
-    if any(part.ndim == 0 or part.shape[0] != rows for part in parts):
-        batch.built.rowless = True
-        problems = rowless_problems(batch.count, batch.slots, batch.target)
-        if problems:
-            batch.problems[:] = problems
-            return tuple(part.reshape(-1) for part in parts)
+        kind = type(output).__name__
+        problem = f"the last stage must return a tensor, or a tuple of tensors, got {kind}"
+        batch.problems[:] = [f"{problem}; take the tensors out of it"]
+        return tuple(tensors)
+    if any(tensor.shape[:1] != (built.rows,) for tensor in tensors):
+        built.rowless = True
+        if batch.target is None:  # torch joins the outputs, for which each needs a dim
+            return tuple(tensor.reshape(-1) for tensor in tensors)
     return output

@@ -16,9 +16,9 @@ from namedmesh.mesh import NamedMesh
 def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) -> None:
     """Let every rank skip the optimizer step if a gradient of any rank is not finite.
 
-    A GradScaler looks at the gradients of its own rank. Without this call the pipeline stages, and the shards of tensor
-    parallelism, take different decisions and have different scales from then on. Call it between
-    ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)``, once for each optimizer.
+    A GradScaler looks at the gradients of its own rank. Without this call pipeline stages and
+    shards of tensor parallelism decide differently, and have different scales from then on. Call it
+    between ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)``, once for each optimizer.
 
     Collective: every rank must call it.
 
@@ -31,11 +31,15 @@ def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) ->
         TrainingError: if ``scaler.unscale_(optimizer)`` was not called in this step.
 
     Example:
-        A pipeline stage without a loss has nothing to scale. Its scaler takes the scale from the zero that ``step`` returns.
+        A pipeline stage without a loss has nothing to scale. Its scaler gets its scale when it
+        scales the zero that ``step`` returns.
 
         ::
 
-            pipe = training.pipeline(stage, mesh, microbatches=4, loss=lambda out, y: scaler.scale(loss(out, y)))
+            def scaled_loss(output, target):
+                return scaler.scale(loss(output, target))
+
+            pipe = training.pipeline(stage, mesh, microbatches=4, loss=scaled_loss)
             scaler.scale(pipe.step(inputs, target=targets))
             scaler.unscale_(optimizer)
             training.sync_found_inf(scaler, optimizer, mesh)
@@ -57,5 +61,6 @@ def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) ->
             dist.all_reduce(found, dist.ReduceOp.MAX, mesh.group(axis))
     for of_device in by_device.values():
         of_device.copy_(found)
-    # A stage without gradients skips the same steps. Without an entry, scaler.step and scaler.update would raise.
+    # A stage without gradients skips the same steps. Without an entry, scaler.step and
+    # scaler.update would raise.
     by_device.setdefault(found.device, found)

@@ -25,11 +25,21 @@ def stage_layers(
 ) -> Any:
     """Return the layers of one pipeline stage: as even as can be, the longer stages last.
 
-    By default this rank's, with one stage on each rank of ``pp``; the mesh may be None where ``stage`` and ``stages`` are given.
+    By default this rank's, with one stage on each rank of ``pp``.
+
+    Args:
+        layers: all layers of the model, or their number.
+        mesh: a mesh with an axis ``pp``; None if ``stage`` and ``stages`` are given.
+        stage: the number of the stage.
+        stages: the number of all stages.
 
     Returns:
-        The layers, in an ``nn.ModuleDict`` under their numbers in the whole model, or the names that they have in one: the same in
-        every layout. Of a number the numbers of the layers.
+        The layers, in an ``nn.ModuleDict`` under their numbers in the whole model, or the names
+        that they have in one: the same in every layout. If ``layers`` is a number, a range of
+        numbers.
+
+    Raises:
+        LayoutError: if there is no such stage, or if there are fewer layers than stages.
 
     Example:
         >>> [list(stage_layers(5, None, stage=stage, stages=2)) for stage in (0, 1)]
@@ -56,11 +66,13 @@ def stage_layers(
 def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> tuple[int, ...]:
     """Return which stages of the pipeline a rank has, when each has ``stages`` of them.
 
-    Rank 0 of two has stages 0 and 2 where stages go round (interleaved), and 0 and 3 where they go there and back (ZBV, DualPipeV).
+    Rank 0 of two has stages 0 and 2 if stages go round (interleaved), and 0 and 3 if they go there
+    and back (ZBV, DualPipeV).
     """
     kind, size, rank = schedule_class(schedule), mesh.size("pp"), mesh.rank("pp")
     returns = kind.__name__ in RETURNING
-    if (issubclass(kind, PipelineScheduleSingle) and stages != 1) or (returns and stages != 2):  # noqa: PLR2004
+    single = issubclass(kind, PipelineScheduleSingle)
+    if (single and stages != 1) or (returns and stages != 2):  # noqa: PLR2004
         takes = 2 if returns else 1
         raise LayoutError(f"{schedule} takes {takes} of the stages on each rank, not {stages}; give as many")
     return (rank, 2 * size - 1 - rank) if returns else tuple(rank + size * turn for turn in range(stages))
