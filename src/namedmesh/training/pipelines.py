@@ -299,8 +299,8 @@ class Pipeline:
         if not batch.problems and not self._lacks_rows(batch, built):
             loss = self._loss(output, target)
             if isinstance(loss, Tensor) and loss.numel() == 1:
-                # Not while torch finds out the shapes: the input is uninitialized memory then, and no
-                # stage keeps anything for a backward.
+                # Not while torch finds out the shapes: the input is uninitialized memory then. The
+                # stage keeps nothing for a backward.
                 if batch.checks_reduction and built.stages[-1].fwd_cache:
                     batch.checks_reduction = False
                     self._check_reduction(batch, output, target)
