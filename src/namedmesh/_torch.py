@@ -9,7 +9,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -408,6 +408,31 @@ def remove_backwards(schedule: Any) -> None:
         ]
         for rank, actions in schedule.pipeline_order_with_comms.items()
     }
+
+
+@contextmanager
+def loss_of_schedule(schedule: Any, loss: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let a pipeline schedule compute the loss of one batch by ``loss``, and forget it then.
+
+    torch takes a loss when a schedule is made. Such a loss would have to find each batch's target in some lasting place.
+    """
+    usual = schedule._loss_fn
+    schedule._loss_fn = loss
+    try:
+        yield
+    finally:
+        schedule._loss_fn = usual
+
+
+def found_infs(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor] | None:
+    """Return what ``scaler.unscale_(optimizer)`` found, by device: 1 if a gradient was not finite. None before that call.
+
+    torch keeps it to itself until ``scaler.step``. What is written into the dict and its tensors decides about the step.
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"].name != "UNSCALED":
+        return None
+    return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
 
 # --- dialects ---

@@ -6,8 +6,11 @@ from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, sampler_kwargs
 from namedmesh.training.fsdp import fsdp_mesh
 from namedmesh.training.loss import count_tokens, mean_loss, token_mean
-from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers, tie_stages
+from namedmesh.training.pipelines import pipeline
+from namedmesh.training.scaling import sync_found_inf
 from namedmesh.training.seeds import data_generator, init_parameters, seed_all, streams
+from namedmesh.training.stages import stage_indices, stage_layers
+from namedmesh.training.tying import tie_stages
 
 __all__ = [
     "Checkpoints",
@@ -28,6 +31,7 @@ __all__ = [
     "stage_indices",
     "stage_layers",
     "streams",
+    "sync_found_inf",
     "tie_stages",
     "to_pretrained",
     "token_mean",

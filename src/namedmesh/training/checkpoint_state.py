@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.mesh import NamedMesh
 from namedmesh.training import seeds
+from namedmesh.training.tying import tie_of
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -72,8 +73,9 @@ class State:
                 self.aliases[name] = self._names[id(value)]
                 return
             self.parameters.add(entry)
-            if hasattr(value, "tied_stages"):
-                self.ties[value.tied_stages] = name
+            tie = tie_of(value)
+            if tie is not None:
+                self.ties[tie] = name
         self._add(entry, value, value)
 
     def _add(self, name: str, value: Any, source: object = None) -> None:

@@ -16,6 +16,7 @@ from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training import replicas
+from namedmesh.training.tying import is_counted_elsewhere
 
 # The type of the factor by which gradients of a type are scaled, if it is not float32. On CUDA
 # torch's fused kernel takes a factor of the gradients' own type only. float16 is the exception,
@@ -112,7 +113,7 @@ def _counted_shards(
     shards: dict[Groups, list[Tensor]] = {}
     known: dict[object, Groups] = {}
     for param, grad in zip(params, grads, strict=True):
-        if getattr(param, "shared", False) or getattr(param, "ds_pipe_replicated", False):
+        if is_counted_elsewhere(param):
             continue
         key = replicas.layout_key(param)
         if key not in known:
