@@ -148,7 +148,7 @@ class Reader(dcp.FileSystemReader):
         except Exception as error:
             raise _damaged(place.relative_path, self._where) from error
         room = planner.lookup_tensor(item.dest_index)
-        # Equal shapes are not enough: a stored shard of the same size may be another part of the tensor.
+        # Equal shapes are not enough: the stored shard may be another part of the tensor.
         is_all_of_both = item.lengths == room.shape == tensor.shape
         if room.is_cpu and is_all_of_both and room.stride() == tensor.stride():
             room.set_(tensor)  # without a copy

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import get_worker_info
 
+from namedmesh.axes import SAME_SAMPLE_AXES
 from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import NamedMesh, current_mesh
 
@@ -99,6 +100,15 @@ def random_state() -> dict[str, Any]:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         found["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return found
+
+
+def axes_with_equal_state(name: str) -> tuple[str, ...]:
+    """Return the axes along which :func:`seed_all` gives ranks the same state of a generator.
+
+    Args:
+        name: the key of the generator in :func:`random_state`.
+    """
+    return SAME_SAMPLE_AXES if name == "data" else ("tp",)
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
