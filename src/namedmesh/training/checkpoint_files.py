@@ -148,8 +148,10 @@ class Reader(dcp.FileSystemReader):
         except Exception as error:
             raise _damaged(place.relative_path, self._where) from error
         room = planner.lookup_tensor(item.dest_index)
-        if room.is_cpu and (room.shape, room.stride()) == (tensor.shape, tensor.stride()):
-            room.set_(tensor)  # all of it, without a copy
+        # Equal shapes are not enough: the stored shard may be another part of the tensor.
+        is_all_of_both = item.lengths == room.shape == tensor.shape
+        if room.is_cpu and is_all_of_both and room.stride() == tensor.stride():
+            room.set_(tensor)  # without a copy
             return
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dim, offset, length)

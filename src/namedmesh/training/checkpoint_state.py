@@ -1,14 +1,20 @@
-"""What a rank saves and loads, by names that every layout knows: ``model.NAME``, ``optimizer.PARAMETER:KEY``, ``random.NAME``, ``data.NUMBER``."""
+"""The values that a rank saves and loads, under names that every layout knows.
+
+The names of entries are ``model.NAME``, ``optimizer.PARAMETER:KEY`` (see :func:`entry_of`),
+``random.NAME`` and ``data.NUMBER``. ``optimizers.NUMBER`` is what an optimizer keeps in addition to
+the state of its parameters.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,8 +26,12 @@ from namedmesh.training.tying import tie_of
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
-Options = dict[str, tuple[list[str], dict[str, Any], int]]
-"""Of each optimized parameter the kinds of its optimizer, the options, and the number of its group."""
+Options = dict[str, tuple[list[str], dict[str, Any], int, list[dict[str, Any]]]]
+"""For each optimized parameter: the classes of its optimizer, the options of its group, the number
+of its group, and the options of all groups of the optimizer, including those without parameters."""
+
+GROUPS = 10**6
+"""The group at a position of an optimizer has the number ``GROUPS * optimizer + position``."""
 
 Names: TypeAlias = tuple[dict[str, str], dict[tuple[str, str], str]]
 """Further names of parameters, which have no values, and whose they are; what tie_stages() has tied, by the tie and the end of it."""
@@ -34,10 +44,7 @@ class State:
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
     ) -> None:
         self.mesh = mesh
-        modules = [model] if isinstance(model, nn.Module) else model
-        self.modules = [
-            each.module if isinstance(each, DistributedDataParallel) else each for each in modules
-        ]
+        self.modules = [model] if isinstance(model, nn.Module) else list(model)
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
         loaders: Any = data if isinstance(data, list | tuple) else [data]
         self.loaders = [each for each in loaders if each is not None]
@@ -47,15 +54,24 @@ class State:
         self.aliases: dict[str, str] = {}  # as in Names
         self.ties: dict[tuple[str, str], str] = {}
         self.options: Options = {}
+        # Names of plain tensors that optimizers keep for parameters that are DTensors.
+        self.local: set[str] = set()
         self._names: dict[int, str] = {}  # of parameters, by identity
         self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part
 
     def collect(self) -> Names:
         """Find all values, and return the names that ranks tell each other: the further ones, and those of ties."""
+        on_meta = []
         for module in self.modules:
+            name_of = _without_wrappers(module)
             # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
             for raw, value in module.state_dict(keep_vars=True).items():
-                self._add_to_model(seeds.plain_name(raw), value)
+                if isinstance(value, Tensor) and value.is_meta:
+                    on_meta.append(raw)
+                self._add_to_model(name_of(raw), value)
+        if on_meta:
+            remedy = "call model.to_empty(device=...) first"
+            raise CheckpointError(f"{listing(on_meta, 4)}: on the meta device; {remedy}")
         for number, optimizer in enumerate(self.optimizers):
             self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
@@ -86,27 +102,51 @@ class State:
         elif isinstance(source, Tensor):
             self._sources.setdefault(name, source)
             value = self._as_shard(value, source)
+            of_shard = isinstance(self.parameter_of(name), DTensor)
+            if of_shard and value.ndim and not isinstance(value, DTensor):
+                self.local.add(name)
         if name in self.values:
             remedy = "number layers with training.stage_layers, and give a parameter to one optimizer"
             raise CheckpointError(f"{shown(name)} is the name of two values; {remedy}")
         self.values[name] = value
+
+    def parameter_of(self, name: str) -> Any:
+        """Return the parameter of an optimizer's entry, a marked one as a DTensor; else None."""
+        if not name.startswith("optimizer."):
+            return None
+        return self.values.get(f"model.{owner_and_key(name)[0]}")
+
+    def is_marked(self, name: str) -> bool:
+        """Return whether the parameter of an optimizer's entry is a plain shard of Megatron's."""
+        source = self._sources.get(f"model.{owner_and_key(name)[0]}")
+        return isinstance(self.parameter_of(name), DTensor) and not isinstance(source, DTensor)
 
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
         named = self._named(optimizer)
         if unknown := [tuple(each.shape) for name, each in named if not name]:
             what = f"the optimizer has parameters of shape {listing(unknown)} that the model has not"
             raise CheckpointError(f"{what}; make it from the parameters that the model has now")
-        for index, kept in optimizer.state_dict()["state"].items():
+        packed = optimizer.state_dict()
+        own = {key: value for key, value in packed.items() if key not in {"state", "param_groups"}}
+        for index, kept in packed["state"].items():
+            if not isinstance(index, int):  # torch numbers the parameters and keeps all other keys
+                own.setdefault("state", {})[index] = kept
+                continue
             name, parameter = named[index]
             for key, value in kept.items():
-                self._add(f"optimizer.{name}:{key}", value, parameter)
+                self._add(entry_of(name, key), value, parameter)
+        if own:
+            self._add(f"optimizers.{number}", own)
         kinds = [each.__name__ for each in type(optimizer).__mro__]
         kinds = kinds[: kinds.index("Optimizer")]
-        for place, group in enumerate(optimizer.param_groups):
+        contents: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
             options = {key: each for key, each in group.items() if key not in {"params", "param_names"}}
-            content = plain(options, "an option of the optimizer")
-            for each in group["params"]:
-                self.options[self._names[id(each)]] = kinds, content, 1000 * number + place
+            contents.append(plain(options, "an option of the optimizer"))
+        for position, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                name, place = self._names[id(parameter)], number * GROUPS + position
+                self.options[name] = kinds, contents[position], place, contents
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return an optimizer's parameters with their names, in the order in which torch numbers them."""
@@ -126,66 +166,146 @@ class State:
         return DTensor.from_local(tensor, ranks, [Shard(dim)], run_check=False)
 
     @torch.no_grad()
+    def reduce_partial(self) -> None:
+        """All-reduce partial values, such as norms that an optimizer keeps: DCP rejects them.
+
+        Collective: every rank must call it, after all ranks have collected.
+        """
+        for name, value in self.values.items():
+            if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
+                reduced: list[Placement] = list(value.placements)
+                for dim, place in enumerate(reduced):
+                    if place.is_partial():
+                        reduced[dim] = Replicate()
+                self.values[name] = value.redistribute(placements=reduced)
+
+    @torch.no_grad()
     def copy(self) -> None:
         """Take copies of the tensors, for the background."""
         for name, each in self.values.items():
             self.values[name] = each.to("cpu", copy=True) if isinstance(each, Tensor) else each
 
-    def put(self, found: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Give the loaded values to the model, the optimizers, the loaders and the generators."""
+    def put(self, found: Mapping[str, Any], options: Options) -> None:
+        """Give the loaded values to the model, the optimizers, the loaders and the generators.
+
+        Args:
+            found: the values, by the names of entries.
+            options: the saved options of the parameters that are loaded.
+        """
         local = {name: self._as_here(name, value) for name, value in found.items()}
         for module in self.modules:
-            names = {raw: f"model.{seeds.plain_name(raw)}" for raw in module.state_dict(keep_vars=True)}
-            own = {raw: local[name] for raw, name in names.items() if name in local and name in self.values}
+            own = {}
+            name_of = _without_wrappers(module)
+            for raw in module.state_dict(keep_vars=True):
+                entry = f"model.{name_of(raw)}"
+                if entry in local and entry in self.values:
+                    own[raw] = local[entry]
             module.load_state_dict(own, strict=False)
-        for optimizer in self.optimizers:
-            self._put_optimizer(optimizer, local, options)
+        for number, optimizer in enumerate(self.optimizers):
+            self._put_optimizer(number, optimizer, local, options)
         for number, loader in enumerate(self.loaders):
             loader.load_state_dict(local[f"data.{number}"])
         random = {name: each for name, each in local.items() if name.startswith("random.")}
         seeds.set_random_state({name.removeprefix("random."): each for name, each in random.items()})
 
     def _as_here(self, name: str, value: Any) -> Any:
-        source = self._sources.get(name if name in self._sources else "model." + owner(name))
+        source = self._sources.get(name)
+        if source is None and name.startswith("optimizer."):
+            source = self._sources.get(f"model.{owner_and_key(name)[0]}")
         if isinstance(value, DTensor) and source is not None and not isinstance(source, DTensor):
             return value.to_local()
         return value
 
     def _put_optimizer(
-        self, optimizer: Optimizer, found: Mapping[str, Any], options: Mapping[str, Any]
+        self, number: int, optimizer: Optimizer, found: Mapping[str, Any], options: Options
     ) -> None:
         named, packed = self._named(optimizer), optimizer.state_dict()
-        kept: dict[str, dict[str, Any]] = {}
-        for name, value in found.items():
-            if name.startswith("optimizer."):
-                kept.setdefault(owner(name), {})[name.partition(":")[2]] = value
-        for group in packed["param_groups"]:
-            if group["params"]:
-                group.update(options[named[group["params"][0]][0]][1])
-        packed["state"] = {number: kept[name] for number, (name, _) in enumerate(named) if name in kept}
-        optimizer.load_state_dict(packed)
+        entries = by_parameter(found)
+        own = dict(found.get(f"optimizers.{number}", {}))
+        state = dict(own.pop("state", {}))
+        for index, (name, _) in enumerate(named):
+            if name in entries:
+                state[index] = {key: found[entry] for key, entry in entries[name].items()}
+            elif name not in options and index in packed["state"]:  # not loaded: it stays as it is
+                state[index] = packed["state"][index]
+        loaded = [options[name] for name, _ in named if name in options]
+        for position, group in enumerate(packed["param_groups"]):
+            names = [named[index][0] for index in group["params"]]
+            saved = [options[name][1] for name in names if name in options]
+            if loaded and not names:  # an empty group: all groups are known from any parameter
+                saved = loaded[0][3][position : position + 1]
+            group.update(saved[0] if saved else {})
+        optimizer.load_state_dict({**packed, **own, "state": state})
         for name, parameter in named:  # torch gives what is no step the type of the parameter
-            for key, value in kept.get(name, {}).items():
-                now = optimizer.state[parameter][key]
+            for key, entry in entries.get(name, {}).items():
+                value, now = found[entry], optimizer.state[parameter][key]
                 if isinstance(value, Tensor) and now.dtype != value.dtype:
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def owner(name: str) -> str:
-    """Return the parameter of ``optimizer.PARAMETER:KEY``."""
-    return name.removeprefix("optimizer.").partition(":")[0]
+def by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the names of optimizers' entries, by parameter and key."""
+    entries: dict[str, dict[str, str]] = {}
+    for name in names:
+        if name.startswith("optimizer."):
+            parameter, key = owner_and_key(name)
+            entries.setdefault(parameter, {})[key] = name
+    return entries
+
+
+def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
+    """Return a function from a key of a state dict to its name without torch's wrappers."""
+    replicated = []
+    for name, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, DistributedDataParallel):
+            replicated.append(f"{name}." if name else "")
+
+    def name_of(key: str) -> str:
+        for wrapper in reversed(replicated):  # inner ones first: their names contain the outer ones
+            if key.startswith(f"{wrapper}module."):
+                key = wrapper + key.removeprefix(f"{wrapper}module.")
+        return seeds.plain_name(key)
+
+    return name_of
+
+
+def entry_of(parameter: str, key: str) -> str:
+    """Return the name of the entry of an optimizer for one parameter."""
+    return f"optimizer.{_escaped(parameter)}:{_escaped(key)}"
+
+
+def owner_and_key(entry: str) -> tuple[str, str]:
+    """Return the parameter and the key of ``optimizer.PARAMETER:KEY``."""
+    # Older checkpoints do not escape a colon. It is in the parameter's name then: keys hardly ever
+    # have one.
+    parameter, _, key = entry.removeprefix("optimizer.").rpartition(":")
+    return _unescaped(parameter), _unescaped(key)
+
+
+def _escaped(name: str) -> str:
+    """Return a name without the separator, as modules and optimizers may use any characters."""
+    return name.replace("%", "%25").replace(":", "%3A")
+
+
+def _unescaped(name: str) -> str:
+    return name.replace("%3A", ":").replace("%25", "%")
 
 
 def of_owner(name: str, aliases: Mapping[str, str]) -> str:
     """Return the name under which a checkpoint has an entry of a parameter with several names."""
     kind, _, rest = name.partition(".")
-    parameter, colon, key = rest.partition(":") if kind == "optimizer" else (rest, "", "")
-    return f"{kind}.{aliases[parameter]}{colon}{key}" if parameter in aliases else name
+    if kind == "optimizer":
+        parameter, key = owner_and_key(name)
+        return entry_of(aliases[parameter], key) if parameter in aliases else name
+    return f"model.{aliases[rest]}" if kind == "model" and rest in aliases else name
 
 
 def shown(name: str) -> str:
     """Return the name of an entry as messages have it."""
-    return repr(name.partition(".")[2])
+    kind, _, rest = name.partition(".")
+    if kind == "optimizers":
+        return f"optimizer {rest}"
+    return repr(_unescaped(rest) if kind == "optimizer" else rest)
 
 
 def plain(value: object, what: str) -> Any:

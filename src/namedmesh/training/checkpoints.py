@@ -20,7 +20,8 @@ from namedmesh.errors import CheckpointError
 from namedmesh.mesh import NamedMesh
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_files import DamagedError, Ranks
-from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, joined_aliases
+from namedmesh.training.checkpoint_loading import LoadPlanner
+from namedmesh.training.checkpoint_plans import SavePlanner, joined_aliases
 from namedmesh.training.checkpoint_state import Model, Names, Optimizers, State, plain
 
 _NAME = re.compile(r"step-\d+")
@@ -39,8 +40,10 @@ def save(
     """Write a model, its optimizers, the random states and any values of yours; every rank of the mesh calls this.
 
     DCP writes what each rank has to a new directory in ``path``; the file ``namedmesh.pt``, which names it, is put in its place last.
-    Parameters have to be the same on all ranks that have the same part of them; what else differs (buffers, random states, the
-    place in the data) is saved for each rank. A parameter with two names, or tied by :func:`tie_stages`, is one weight.
+    Parameters have to be the same on all ranks that have the same shard of them, and so does every
+    DTensor that an optimizer keeps. Other values may differ, and are saved for each rank: buffers, plain
+    tensors of optimizers, random states, the place in the data. A parameter with two names, or tied by
+    :func:`tie_stages`, is one weight.
 
     Args:
         path: a directory of the checkpoint's own, on a file system that all ranks see.
@@ -81,12 +84,16 @@ def _save(
     def collect() -> Names:
         names = state.collect()
         state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
+        return names
+
+    def prepare() -> None:
+        state.reduce_partial()
         if background:
             state.copy()
-        return names
 
     what = f"the checkpoint {path} could not be written"
     aliases = joined_aliases(ranks.from_all(what, collect))
+    ranks.from_all(what, prepare)
     name = ranks.from_first(what, partial(files.new_directory, path))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished)
@@ -113,6 +120,15 @@ def _save(
     return future
 
 
+class Loaded(dict[str, Any]):
+    """The extra values of a checkpoint, and the names that were not loaded."""
+
+    missing_keys: list[str]
+    """Parameters and buffers of the model, on any rank, that keep their values."""
+    unexpected_keys: list[str]
+    """Parameters and buffers that only the checkpoint has."""
+
+
 def load(
     path: str | os.PathLike[str],
     mesh: NamedMesh | None,
@@ -121,31 +137,64 @@ def load(
     *,
     data: object = None,
     cast: bool = False,
-) -> dict[str, Any]:
-    """Fill a model and its optimizers from a checkpoint of any layout; every rank of the mesh calls this.
+    strict: bool = True,
+    select: Callable[[str], bool] | None = None,
+) -> Loaded:
+    """Fill a model and its optimizers from a checkpoint of any layout.
 
-    What was saved for each rank goes to the rank that stands for it: the one with its coordinates on the axes that have the
-    same size now. Where several ranks had other values, a buffer is the first one's; random generators stay as they are; what an
-    optimizer keeps for the shard of a rank, and the place in the data, are refused. Until all is read, this rank's part is in
-    memory twice.
+    Collective: every rank of the mesh must call it.
+
+    Per-rank values are matched by coordinates, on the axes whose size has not changed. If several
+    saved ranks match and their values differ, buffers take the value of the lowest rank.
+
+    - Random states are restored if the axes that they depend on have the same sizes as when they
+      were saved. Otherwise the generators stay as :func:`seed_all` has seeded them.
+    - The place in the data is restored if the number of data ranks is the same. Otherwise it raises
+      CheckpointError, because a sampler counts the samples of one rank. A position that counts the
+      samples of all ranks can be an extra value.
+    - A tensor that an optimizer keeps for the shard of one rank is restored if a rank has that
+      shard now. Otherwise it raises CheckpointError.
+
+    Until everything is read, a rank has its shards in memory twice. It reads all of every saved
+    shard that overlaps with its own, to verify the checksum. In another layout, these may be
+    several times the bytes that it keeps.
 
     Args:
         path: what :func:`save` wrote, or a directory in the format of Hugging Face's ``save_pretrained`` (safetensors), which
             holds no optimizer. No code that a file names is run.
-        mesh: the mesh of now.
-        model: as for :func:`save`.
+        mesh: the current mesh.
+        model: as for :func:`save`. It must not be on the meta device: call
+            ``model.to_empty(device=...)`` first.
         optimizer: the same, of the kinds that were saved.
         data: the same.
         cast: whether tensors may have another type in the model than in the checkpoint.
+        strict: whether the model and the checkpoint must have the same names. If it is False, a new
+            layer keeps its values, and a layer that the model no longer has is skipped. A tensor of
+            another shape is still an error.
+        select: which parameters and buffers to load: a function of the name, the same on every
+            rank, such as ``lambda name: not name.startswith("head.")``. Everything else keeps its
+            values, and may have other shapes, or be in the model or the checkpoint only.
 
     Returns:
-        The extra values.
+        The extra values, as a dict with two more attributes, as from ``load_state_dict()``.
+        ``missing_keys`` are the names in the model that were not loaded, ``unexpected_keys`` those
+        that only the checkpoint has. The optimizer keeps the state of parameters that were not
+        loaded.
 
     Raises:
         CheckpointError: on every rank, with all problems at once, before anything is changed: a file is missing or not as it was
             written, or something does not fit.
+
+    Example:
+        A pretrained backbone under a new head::
+
+            backbone = lambda name: not name.startswith("head.")
+            loaded = training.load("pretrained", mesh, model, select=backbone)
+            print(loaded.missing_keys)  # ["head.weight", "head.bias"]
     """
-    return dict(_load(Path(path), mesh, (model, optimizer, data), cast=cast)["extra"])
+    filled = (model, optimizer, data)
+    loaded, _ = _load(Path(path), mesh, filled, cast=cast, strict=strict, select=select)
+    return loaded
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -157,7 +206,9 @@ def _about(path: Path) -> dict[str, Any]:
     return about | {"tensors": files.read_metadata(path, about)}
 
 
-def _load(path: Path, mesh: NamedMesh | None, filled: tuple[Any, ...], *, cast: bool) -> dict[str, Any]:
+def _load(
+    path: Path, mesh: NamedMesh | None, filled: tuple[Any, ...], **how: Any
+) -> tuple[Loaded, dict[str, Any]]:
     ranks = Ranks.of(mesh)
     ranks.finish()
     what = f"the checkpoint {path} could not be read"
@@ -171,14 +222,17 @@ def _load(path: Path, mesh: NamedMesh | None, filled: tuple[Any, ...], *, cast: 
         return state.collect()
 
     aliases = joined_aliases(ranks.from_all(what, collect))
-    planner = LoadPlanner(state, aliases, about, path, cast=cast)
+    planner = LoadPlanner(state, aliases, about, path, **how)
     own = files.Reader(path, about) if about["data"] else None
     with ranks.told(what):
         reader = own or dcp.HuggingFaceStorageReader(str(path))
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
     ranks.from_all(what, planner.refuse_untied)
     ranks.from_all(what, planner.put)
-    return about
+    loaded = Loaded(about["extra"])
+    loaded.missing_keys = planner.missing_keys
+    loaded.unexpected_keys = planner.unexpected_keys
+    return loaded, about
 
 
 def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
@@ -275,7 +329,7 @@ class Checkpoints:
         candidates = self._from_first(partial(self._candidates, resume))
         for path in candidates:
             try:
-                about = _load(path, self.mesh, (model, optimizer, data), cast=cast)
+                _, about = _load(path, self.mesh, (model, optimizer, data), cast=cast)
                 break
             except DamagedError as error:
                 if resume is not True:

@@ -128,6 +128,15 @@ def random_state() -> dict[str, Any]:
     return found
 
 
+def axes_with_equal_state(name: str) -> tuple[str, ...]:
+    """Return the axes along which :func:`seed_all` gives ranks the same state of a generator.
+
+    Args:
+        name: the key of the generator in :func:`random_state`.
+    """
+    return SAME_SAMPLE_AXES if name == "data" else ("tp",)
+
+
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Let the generators go on from a state; those that are not here are left out."""
     setters: dict[str, Any] = {"cpu": torch.set_rng_state, "data": _data.set_state}

@@ -1,0 +1,479 @@
+"""Loading in other layouts: the saved values, or an error that names what cannot be kept."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from messages import error_of, problems_of
+from ranks import run_ranks
+from tensors import numbers, whole
+from tiny import shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+import namedmesh
+from namedmesh import training
+from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
+from namedmesh.training import seeds
+from namedmesh.training.data import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# --- any two layouts -------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[int, list[dict[str, int]]] = {
+    2: [{"dp": 2}, {"pp": 2, "dp": 1}],
+    3: [{"dp": 3}],
+    6: [{"dp": 3, "tp": 2}, {"dp_replicate": 2, "dp_shard": 3}, {"pp": 3, "dp": 2}],
+}
+# Sizes that ranks do not divide evenly: their shards have equal lengths at different offsets.
+WIDTHS = [(5, 12), (50, 12), (5, 12)]
+
+
+def expected_values() -> dict[str, Tensor]:
+    """What each entry is in one process."""
+    values: dict[str, Tensor] = {}
+    for number, (narrow, wide) in enumerate(WIDTHS):
+        shapes = {"up.weight": (wide, narrow), "up.bias": (wide,), "down.weight": (narrow, wide)}
+        for name, shape in shapes.items():
+            values[f"{number}.{name}"] = numbers(*shape, seed=len(values))
+    return values
+
+
+def sharded_model(mesh: namedmesh.NamedMesh) -> nn.Sequential:
+    """The layers of this rank's stage, with tensor parallelism over tp and FSDP over dp."""
+    stages = mesh.size("pp") if "pp" in mesh.layout else 1
+    stage = mesh.rank("pp") if stages > 1 else 0
+    model = nn.Sequential()
+    for number in range(stage, len(WIDTHS), stages):
+        narrow, wide = WIDTHS[number]
+        up, down = nn.Linear(narrow, wide), nn.Linear(wide, narrow, bias=False)
+        model.add_module(str(number), nn.ModuleDict({"up": up, "down": down}).double())
+    for name, parameter in model.named_parameters():
+        parameter.data = expected_values()[name]
+    if "tp" in mesh.layout:
+        plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+        parallelize(model, mesh["tp"], plan, missing="ignore")
+    fully_shard(model, mesh=training.fsdp_mesh(mesh))
+    return model
+
+
+def adam_with_state(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose moments are the parameters, doubled."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        moment = torch.empty_like(parameter)
+        shard(moment).copy_(2 * shard(parameter.detach()))
+        optimizer.state[parameter] = {"step": torch.tensor(7.0), "exp_avg": moment, "exp_avg_sq": moment}
+    return optimizer
+
+
+def save_and_load_in_layouts(layouts: list[dict[str, int]], root: Path, sources: list[str]) -> None:
+    expected = expected_values()
+    for sizes in layouts:
+        mesh = namedmesh.init_mesh(sizes, device="cpu")
+        model = sharded_model(mesh)
+        optimizer = adam_with_state(model)
+        name = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+        training.save(root / name, mesh, model, optimizer)
+        others = random.Random(name).sample(sources, min(2, len(sources)))
+        for source in others:
+            for parameter in model.parameters():
+                shard(parameter.detach()).zero_()
+            optimizer = torch.optim.AdamW(model.parameters())
+            training.load(root / source, mesh, model, optimizer)
+            for key, parameter in model.named_parameters():
+                state = optimizer.state[parameter]
+                assert torch.equal(whole(parameter), expected[key]), (source, name, key)
+                assert torch.equal(whole(state["exp_avg"]), 2 * expected[key]), (source, name, key)
+                assert torch.equal(shard(state["exp_avg"]), shard(state["exp_avg_sq"])), (source, name, key)
+                assert state["step"] == 7
+        sources = [*sources, name]
+        dist.barrier()
+        mesh.close()
+
+
+def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
+    for ranks, layouts in LAYOUTS.items():
+        saved = sorted(path.name for path in tmp_path.iterdir())
+        run_ranks(ranks, save_and_load_in_layouts, layouts, tmp_path, saved)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------
+
+
+class Own(torch.optim.SGD):
+    """An optimizer with values besides the state of its parameters."""
+
+    scale: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"scale": self.scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scale = state_dict.pop("scale")
+        super().load_state_dict(state_dict)
+
+
+def with_momentum(model: nn.Module, value: float) -> torch.optim.Optimizer:
+    """An optimizer with momentum of one value, as plain tensors of the parameters' shapes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        momentum = torch.full(parameter.shape, value)
+        optimizer.state[parameter] = {"momentum_buffer": momentum, "absmax": torch.full((3,), value)}
+    return optimizer
+
+
+def values_in(optimizer: torch.optim.Optimizer, key: str) -> list[float]:
+    return sorted(
+        {number for kept in optimizer.state.values() for number in shard(kept[key]).flatten().tolist()}
+    )
+
+
+def test_keys_of_an_optimizer_its_empty_groups_and_any_names_are_kept(tmp_path: Path) -> None:
+    def job() -> tuple[nn.Module, list[Own], list[Any]]:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "a:b%3A": nn.Linear(2, 2)})
+        groups: list[dict[str, Any]] = [{"params": model["a"].parameters()}, {"params": []}]
+        optimizers = [
+            Own(groups, lr=0.5, momentum=0.9),
+            Own(model["a:b%3A"].parameters(), lr=0.5, momentum=0.9),
+        ]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+        return model, optimizers, schedulers
+
+    def train(model: nn.Module, optimizers: list[Own], schedulers: list[Any]) -> None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        for each in (*optimizers, *schedulers):
+            each.step()
+
+    model, optimizers, schedulers = job()
+    train(model, optimizers, schedulers)
+    for number, optimizer in enumerate(optimizers):
+        optimizer.scale = {"growth": number}
+        optimizer.state["all"] = {"calls": number}  # type: ignore[index]  # torch leaves it as it is
+    training.save(tmp_path / "one", None, model, optimizers)
+    other, again, _ = job()
+    for optimizer in again:
+        for group in optimizer.param_groups:
+            del group["initial_lr"]
+    training.load(tmp_path / "one", None, other, again[::-1])  # each has what its parameters' optimizer had
+    for found, expected in zip(again, optimizers, strict=True):
+        assert digest(found.state_dict()) == digest(expected.state_dict())
+    train(other, again, [torch.optim.lr_scheduler.ExponentialLR(each, 0.5, last_epoch=1) for each in again])
+    train(model, optimizers, schedulers)
+    assert digest(other.state_dict()) == digest(model.state_dict())
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    training.save(tmp_path / "without", None, model, plain)
+    both = Own(model.parameters(), lr=0.5)
+    for name in ("one", "without"):  # of two optimizers, and of one that has none
+        said = error_of(partial(training.load, tmp_path / name, None, model, both))
+        assert "optimizer 0: what it keeps in addition to the state of its parameters is not in" in said
+
+
+def what_each_rank_keeps_comes_back_to_it_or_is_rejected(root: Path) -> None:
+    mesh = namedmesh.init_mesh(dp=2, tp=1, device="cpu")
+    rank = float(mesh.rank())
+    model, sharded = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    fully_shard(sharded, mesh=mesh["dp"])
+    for each in (model, sharded):
+        for parameter in each.parameters():
+            shard(parameter.detach()).fill_(1)
+    for name, net in (("plain", model), ("sharded", sharded)):
+        training.save(root / name, mesh, net, with_momentum(net, rank))
+        training.load(root / name, mesh, net, optimizer := torch.optim.SGD(net.parameters()))
+        assert values_in(optimizer, "momentum_buffer") == values_in(optimizer, "absmax") == [rank]
+        assert not isinstance(optimizer.state[next(net.parameters())]["momentum_buffer"], DTensor)
+    training.save(root / "equal", mesh, model, with_momentum(model, 5.0))
+    # The same coordinates, but other shards than what is kept was for.
+    kept = "'0.weight:momentum_buffer', '0.weight:absmax', '0.bias:momentum_buffer', '0.bias:absmax': kept by the optimizer"
+    for name, net in (("plain", sharded), ("sharded", model)):
+        optimizer = torch.optim.SGD(net.parameters())
+        assert error_of(partial(training.load, root / name, mesh, net, optimizer)).startswith(
+            f"CheckpointError: {kept}"
+        )
+        training.load(root / name, mesh, net)
+    own = Own(model.parameters(), lr=0.1)
+    own.scale = rank
+    training.save(root / "own", mesh, model, own)
+    own.scale = None
+    training.load(root / "own", mesh, model, own)
+    assert own.scale == rank
+    # What all ranks have is sharded as the parameters.
+    training.load(root / "equal", mesh, sharded, optimizer := torch.optim.SGD(sharded.parameters()))
+    assert isinstance(optimizer.state[next(sharded.parameters())]["momentum_buffer"], DTensor)
+    assert values_in(optimizer, "momentum_buffer") == [5.0]
+    # Replicas that are said to be one tensor, and are not.
+    optimizer = torch.optim.SGD(model.parameters())
+    for parameter in model.parameters():
+        replica = DTensor.from_local(torch.full_like(parameter, rank), mesh["dp"], [Replicate()])
+        optimizer.state[parameter] = {"momentum_buffer": replica}
+    said = error_of(lambda: training.save(root / "bad", mesh, model, optimizer))
+    assert (
+        "'0.weight:momentum_buffer', '0.bias:momentum_buffer': other values on rank 1 than on rank 0" in said
+    )
+    mesh.close()
+    mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
+    assert "optimizer 0: what it keeps" in error_of(partial(training.load, root / "own", mesh, model, own))
+    mesh.close()
+
+
+class RowsAndNorms(torch.optim.Optimizer):
+    """A moment for each row and column, as Adafactor's, and norms of parameters, as LAMB's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # noqa: ARG002  torch's signature
+        for parameter in self.param_groups[0]["params"]:
+            state, squares = self.state[parameter], parameter.grad.square()
+            for key, moment in (
+                ("rows", squares.mean(-1)),
+                ("kept", squares.mean(-1, keepdim=True)),
+                ("columns", squares.mean(0)),
+            ):
+                state[key] = state[key] * 0.9 + moment if key in state else moment
+            state["norm"] = state.get("norm", 0.0) * 0.5 + parameter.norm()
+            denominator = state["rows"].unsqueeze(-1) + state["kept"] + state["columns"]
+            parameter.sub_(parameter.grad / denominator.sqrt() * state["norm"] * 0.1)
+
+
+def state_of_other_shapes_is_resumed_from_in_any_layout(root: Path) -> None:
+    def job(sharded: bool, source: Path | None, target: Path | None) -> Tensor:
+        net = nn.Linear(6, 5, bias=False).double()
+        net.weight.data = numbers(5, 6, seed=0)
+        if sharded:
+            fully_shard(net, mesh=mesh["dp"])
+        optimizer = RowsAndNorms(net.parameters())
+        where = mesh if sharded else None
+        if source is not None:
+            training.load(source, where, net, optimizer)
+        value = numbers(5, 6, seed=1)
+        net.weight.grad = value
+        if sharded:
+            weight: Any = net.weight
+            net.weight.grad = torch.distributed.tensor.distribute_tensor(
+                value, weight.device_mesh, weight.placements, src_data_rank=None
+            )
+        optimizer.step()
+        if target is not None and (sharded or mesh.rank() == 0):
+            training.save(target, where, net, optimizer)
+        dist.barrier()
+        return whole(net.weight).clone()
+
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    job(False, None, root / "plain")
+    expected = job(False, root / "plain", None)
+    job(True, None, root / "sharded")
+    for source in ("plain", "sharded"):
+        for sharded in (True, False):
+            torch.testing.assert_close(job(sharded, root / source, None), expected)
+    mesh.close()
+    # Of a plain shard it is not known which of the moments are its.
+    mesh = namedmesh.init_mesh(tp=2, device="cpu")
+    net = nn.Linear(6, 5, bias=False).double()
+    net.weight = nn.Parameter(numbers(5, 6, seed=0).chunk(2, 1)[mesh.rank()])
+    set_tensor_model_parallel_attributes(net.weight, is_parallel=True, dim=1, stride=1)
+    said = error_of(lambda: training.load(root / "plain", mesh, net, RowsAndNorms(net.parameters())))
+    assert (
+        "'weight:rows', 'weight:kept', 'weight:columns': kept by the optimizer for the shard of one rank"
+        in said
+    )
+    training.load(root / "plain", mesh, net)
+    mesh.close()
+
+
+# --- random numbers, and the place in the data -----------------------------------------------------------------
+
+
+class Loader:
+    """What counts the samples of one rank, as torch's samplers."""
+
+    place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def numbers_and_samples_of_ranks_that_did_not_exist_are_not_repeated(root: Path) -> None:
+    model = nn.Linear(1, 1)
+    layouts: dict[str, dict[str, int]] = {
+        "one": {"dp": 1, "tp": 2},
+        "stages": {"pp": 2, "dp": 1},
+        "two": {"dp": 2, "tp": 1},
+        "shards": {"dp_replicate": 1, "dp_shard": 2},
+    }
+    states: dict[str, dict[str, int]] = {}
+    for name, sizes in layouts.items():
+        mesh = namedmesh.init_mesh(sizes, device="cpu")
+        training.seed_all(0, mesh)
+        torch.rand(1)
+        loader = Loader()
+        loader.place = 7
+        training.save(root / name, mesh, model, data=loader)
+        states[name] = {key: digest(value) for key, value in seeds.random_state().items()}
+        mesh.close()
+    default = {"cpu", "python"}
+    for source, target, kept in (
+        ("one", "one", {*default, "data"}),
+        ("one", "stages", {"data"}),
+        ("stages", "one", {"data"}),
+        ("one", "two", set()),
+        ("two", "one", set()),
+        ("two", "two", {*default, "data"}),
+        ("two", "shards", set()),
+    ):
+        mesh = namedmesh.init_mesh(layouts[target], device="cpu")
+        training.seed_all(1, mesh)
+        fresh = {key: digest(value) for key, value in seeds.random_state().items()}
+        training.load(root / source, mesh, model)
+        found = {key: digest(value) for key, value in seeds.random_state().items()}
+        for key in (*default, "data"):
+            assert found[key] == (states[source] if key in kept else fresh)[key], (source, target, key)
+        loader = Loader()
+        said = error_of(partial(training.load, root / source, mesh, model, data=loader))
+        if {source, target} in ({"one", "two"}, {"stages", "two"}):
+            assert "'0': no place in the data for this rank in" in said
+        else:
+            assert (said, loader.place) == ("", 7)
+        mesh.close()
+
+
+# --- wrappers, and what is left out ----------------------------------------------------------------------------
+
+
+def names_are_those_of_the_model_without_wrappers(root: Path) -> None:
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+
+    def net(value: float) -> nn.Sequential:
+        made = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+        for parameter in made.parameters():
+            parameter.data.fill_(value)
+        return made
+
+    inside = net(3.0)
+    inside[1] = DistributedDataParallel(inside[1])
+    wrapped: list[Any] = [
+        torch.compile(DistributedDataParallel(net(1.0)), backend="eager"),
+        DistributedDataParallel(torch.compile(net(2.0), backend="eager")),
+        inside,
+    ]
+    for value, model in enumerate(wrapped, 1):
+        training.save(root / str(value), mesh, model)
+        training.load(root / str(value), mesh, plain := net(0.0))
+        assert {each.mean().item() for each in plain.parameters()} == {value}
+        training.load(root / "1", mesh, model)
+        assert {each.mean().item() for each in model.parameters()} == {1.0}
+    mesh.close()
+
+
+def test_a_model_on_meta_is_rejected(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    training.save(tmp_path / "one", None, model)
+    with torch.device("meta"):
+        other = nn.Linear(2, 2)
+    for call in (training.save, training.load):
+        assert error_of(partial(call, tmp_path / "one", None, other)) == (
+            "CheckpointError: weight, bias: on the meta device; call model.to_empty(device=...) first"
+        )
+    other.to_empty(device="cpu")
+    training.load(tmp_path / "one", None, other)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_parts_of_a_checkpoint_are_loaded_and_the_rest_is_named(tmp_path: Path) -> None:
+    def net(classes: int, *names: str) -> tuple[Any, torch.optim.Optimizer]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+        model["head"] = nn.Linear(2, classes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * classes, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.data.fill_(classes)
+            optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, classes)}
+        return model, optimizer
+
+    def values(*job: Any) -> dict[str, float]:
+        model, optimizer = job
+        found = {}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(optimizer.state[parameter]["momentum_buffer"], parameter)
+            found[name.removesuffix(".weight")] = parameter.mean().item()
+        return found
+
+    path = tmp_path / "one"
+    training.save(path, None, *net(3, "a", "b"), step=4)
+    # A new layer, and a lost one.
+    job = net(3, "a", "c")
+    job[0]["c"].weight.data.fill_(8)
+    job[1].state[job[0]["c"].weight]["momentum_buffer"].fill_(8)
+    loaded = training.load(path, None, *job, strict=False)
+    assert (loaded, loaded.missing_keys, loaded.unexpected_keys) == ({"step": 4}, ["c.weight"], ["b.weight"])
+    assert values(*job) == {"a": 3, "c": 8, "head": 3, "head.bias": 3}
+    # A head of another size is an error, unless it is left out.
+    job = net(5, "a", "b")
+    assert problems_of(lambda: training.load(path, None, *job, strict=False)) == [
+        f"'head.weight': of shape (5, 2) here, and (3, 2) in the checkpoint {path}",
+        f"'head.bias': of shape (5,) here, and (3,) in the checkpoint {path}",
+    ]
+    assert set(values(*job).values()) == {5}
+    loaded = training.load(path, None, *job, select=lambda name: not name.startswith("head."))
+    assert (loaded.missing_keys, loaded.unexpected_keys) == (["head.weight", "head.bias"], [])
+    assert values(*job) == {"a": 3, "b": 3, "head": 5, "head.bias": 5}
+    assert job[1].param_groups[0]["lr"] == pytest.approx(0.3)
+    # What is chosen has to be there, and all of it.
+    job = net(5, "a", "c")
+    assert problems_of(
+        partial(training.load, path, None, job[0], select=lambda name: "head" not in name)
+    ) == [
+        f"'c.weight': not in the checkpoint {path}",
+        f"'b.weight': in the checkpoint {path}, and on no rank in the model",
+    ]
+    loaded = training.load(path, None, *net(3, "a", "b"))
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
+
+
+def what_stages_do_not_load_is_named_on_all_of_them(root: Path) -> None:
+    mesh = namedmesh.init_mesh(pp=2, device="cpu")
+    stage = mesh.rank()
+    training.save(
+        root / "one", mesh, nn.ModuleDict({f"{stage}": nn.Linear(1, 1), f"old{stage}": nn.Linear(1, 1)})
+    )
+    model = nn.ModuleDict({f"{stage}": nn.Linear(1, 1), f"new{stage}": nn.Linear(1, 1, bias=False)})
+    loaded = training.load(root / "one", mesh, model, strict=False)
+    assert loaded.missing_keys == ["new0.weight", "new1.weight"]
+    assert loaded.unexpected_keys == ["old0.bias", "old0.weight", "old1.bias", "old1.weight"]
+    mesh.close()
+
+
+# --- all of them, in a world of two ranks ----------------------------------------------------------------------
+
+ON_TWO_RANKS = (
+    what_each_rank_keeps_comes_back_to_it_or_is_rejected,
+    state_of_other_shapes_is_resumed_from_in_any_layout,
+    numbers_and_samples_of_ranks_that_did_not_exist_are_not_repeated,
+    names_are_those_of_the_model_without_wrappers,
+    what_stages_do_not_load_is_named_on_all_of_them,
+)
+
+
+def in_turn(cases: tuple[Callable[[Path], None], ...], root: Path) -> None:
+    for case in cases:
+        (root / case.__name__).mkdir(exist_ok=True)
+        case(root / case.__name__)
+
+
+def test_what_two_ranks_resume_from(tmp_path: Path) -> None:
+    run_ranks(2, in_turn, ON_TWO_RANKS, tmp_path)
