@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -458,6 +459,31 @@ def what_stages_do_not_load_is_named_on_all_of_them(root: Path) -> None:
     mesh.close()
 
 
+def tied_ends_are_one_weight_after_a_conversion_and_in_a_copy(root: Path) -> None:
+    mesh = namedmesh.init_mesh(pp=2, dp=1, device="cpu")
+
+    def stage(sharded: bool) -> nn.ModuleDict:
+        linear = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(linear.weight)
+        if sharded:
+            fully_shard(linear, mesh=mesh["dp"])
+        ends = (linear.weight, None) if mesh.is_first("pp") else (None, linear.weight)
+        ties.append(training.tie_stages(*ends, mesh))
+        return nn.ModuleDict({"embed" if mesh.is_first("pp") else "head": linear})
+
+    ties: list[Any] = []
+    for name, model in (
+        ("converted", stage(True).to(torch.float64)),
+        ("copied", copy.deepcopy(stage(False))),
+    ):
+        training.save(root / name, mesh, model)
+        for parameter in model.parameters():
+            shard(parameter.detach()).add_(mesh.rank())
+        said = error_of(partial(training.save, root / "apart", mesh, model))
+        assert "'embed.weight': other values on rank 1 than on rank 0" in said
+    mesh.close()
+
+
 # --- all of them, in a world of two ranks ----------------------------------------------------------------------
 
 ON_TWO_RANKS = (
@@ -466,6 +492,7 @@ ON_TWO_RANKS = (
     numbers_and_samples_of_ranks_that_did_not_exist_are_not_repeated,
     names_are_those_of_the_model_without_wrappers,
     what_stages_do_not_load_is_named_on_all_of_them,
+    tied_ends_are_one_weight_after_a_conversion_and_in_a_copy,
 )
 
 
