@@ -121,6 +121,19 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
             assert told == [_did_not(who, "call init_mesh")] * 3
 
 
+def _late(who: int) -> str:
+    """One rank calls when the others have given up."""
+    soon, rank = timedelta(seconds=1), dist.get_rank()
+    told = "" if rank == who else error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=soon))
+    dist.barrier()
+    return told or error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=soon))
+
+
+def test_a_rank_that_comes_late_is_named_to_itself() -> None:
+    expected = _did_not(3, "call init_mesh").replace("5 s", "1 s")
+    assert run_ranks(4, _late, 3) == [expected] * 4
+
+
 def _in_file(path: str) -> list[object]:
     """The ranks meet in a file; one asks for something else, then all ask for the same."""
     rank = int(os.environ["RANK"])

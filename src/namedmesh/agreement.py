@@ -77,11 +77,26 @@ class Meetings:
             self._whole.set(f"question/{self._whole.add('asked', 1)}", question)
             try:
                 self._whole.wait([f"answer/{question}"], timeout)
+                self._chosen = self._whole.get(f"answer/{question}").decode()
             except dist.DistStoreError:
-                raise AgreementError(_absent([0], self.size, f"call {call}", timeout)) from None
-            self._chosen = self._whole.get(f"answer/{question}").decode()
+                # Rank 0 does not answer any more once the call has failed. Then this rank is the late one.
+                self._chosen = self._part_for_late_ranks()
+                if not self._chosen:
+                    raise AgreementError(_absent([0], self.size, f"call {call}", timeout)) from None
             self._whole.add(f"{self._chosen}/read", 1)
         return dist.PrefixStore(self._chosen, self._whole)
+
+    def leave_part(self) -> None:
+        """Leave the part on rank 0 for ranks that come after the call has failed, so that they find its result."""
+        if self.rank == 0 and not self._told:
+            self._whole.set("late", json.dumps([_life(), self._chosen]))
+
+    def _part_for_late_ranks(self) -> str:
+        """Return the part that rank 0 left in this life of the job; nothing if it left none."""
+        if not self._whole.check(["late"]):
+            return ""
+        life, part = json.loads(self._whole.get("late"))
+        return str(part) if life == _life() else ""
 
     def tell_part(self, store: dist.Store, verdict: str, end: float) -> None:
         """Answer on rank 0 those that ask for the part, until all have read it, there is a verdict, or the time is over."""
@@ -98,6 +113,11 @@ class Meetings:
             self._told = self._whole.add(f"{self._chosen}/read", 0) == self.size - 1
             pause = min(2 * pause, longest)
             time.sleep(0.0 if self._told else pause)
+
+
+def _life() -> str:
+    """Return what torchrun counts when it starts the ranks again on the same store."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
 
 
 _known: list[tuple[ref[dist.Store], Meetings]] = []
@@ -208,6 +228,7 @@ class _Meeting:
             store.wait([f"{stage}/verdict"], _ANSWER)
         problems: list[str] = json.loads(store.get(f"{stage}/verdict"))
         if problems:
+            self.meetings.leave_part()
             self._stay()
         else:
             self.meetings.forget_previous(store, stage)
