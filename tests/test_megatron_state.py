@@ -427,6 +427,13 @@ def test_the_original_s_own_initializations_before(theirs: Any) -> None:
         with pytest.raises(AssertionError, match="already initialized"):
             theirs.initialize_model_parallel(4, **NO_GLOO)
         theirs.destroy_model_parallel()
+        theirs.initialize_model_parallel(2, **NO_GLOO)
+        with pytest.raises(RuntimeError, match="is not divisible by 3"):
+            theirs.initialize_model_parallel(3, **NO_GLOO)
+        with pytest.raises(AssertionError, match="already initialized"):
+            theirs.initialize_model_parallel(4, **NO_GLOO)
+        assert theirs.get_tensor_model_parallel_world_size() == 2
+        theirs.destroy_model_parallel()
         other.close()
 
 
@@ -536,4 +543,7 @@ def test_use_before_and_twice() -> None:
         text = r"already initialized, for pp=1 x dp=4 x cp=1 x tp=2 .8 ranks.; "
         with pytest.raises(AssertionError, match=text):
             parallel_state.initialize_model_parallel(4, **NO_GLOO)
+        for wrong in ({"tensor_model_parallel_size": 3}, {"virtual_pipeline_model_parallel_size": 2}):
+            with pytest.raises(RuntimeError):  # the arguments are checked first, as in the original
+                parallel_state.initialize_model_parallel(**wrong, **NO_GLOO)
         assert answers(parallel_state) == told

@@ -109,18 +109,18 @@ class ModelParallel:
         check_default_group()
         options = {axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None}
         with agreed(f"{self.name}.{self.function}") as compare:
-            self.state.check_uninitialized()
             assigned = [name for name in self.state.names if self.are_there(name)]
-            if assigned:
-                raise ContractError(
-                    f"{', '.join(assigned)} were assigned; destroy {self.name}'s groups first"
-                )
             try:
                 ranks = layouts_for(
                     DIALECTS[self.name], {"dp": -1, **sizes}, world_size=dist.get_world_size()
                 )
             except LayoutError as error:
                 raise ContractError(*error.problems) from None
+            self.state.check_uninitialized()
+            if assigned:
+                raise ContractError(
+                    f"{', '.join(assigned)} were assigned; destroy {self.name}'s groups first"
+                )
             for note in ranks.notes:
                 warnings.warn(note, stacklevel=3)
             mesh = make_mesh(compare, ranks.dense, {}, options, GroupOptions(timeout=timeout))

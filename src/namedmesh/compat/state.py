@@ -131,9 +131,13 @@ class State:
             )
         return self.shown
 
+    def mesh_in_use(self) -> NamedMesh | None:
+        """Return the mesh that keeps the legacy API from making one of its own, if there is one."""
+        return self.owned or self.bound or self.shown
+
     def check_uninitialized(self) -> None:
         """Raise if the legacy API has a mesh already, or if another mesh is selected."""
-        mesh = self.owned or self.bound or self.shown
+        mesh = self.mesh_in_use()
         if mesh is not None:
             raise ContractError(
                 f"{self.api} is already initialized, for {mesh.layout}; call the function that destroys it first, "

@@ -123,7 +123,12 @@ class Megatron:
         bound = self.accepted.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        self.state.check_uninitialized()
+        if self.state.mesh_in_use() is not None:
+            # Upstream checks its arguments before it finds out that it is initialized.
+            self.state.run_initializer(
+                partial(self.initialize, *args, **kwargs),
+                create_group=lambda *_, **__: self.state.check_uninitialized(),
+            )
         if given.get("rank_offset", 0) or given.get("local_world_size") not in {None, dist.get_world_size()}:
             self.initialize(*args, **kwargs)  # over a part of the world, for which it makes groups of its own
             return
