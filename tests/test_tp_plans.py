@@ -385,3 +385,40 @@ def test_a_style_is_one_of_torchs_and_says_what_it_does() -> None:
     assert repr(RowwiseParallel()) == (
         "RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Replicate(),), use_local_output=True)"
     )
+
+
+# --- models that were made on the meta device ---------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """Four buffers that no state dict has, and one that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("assigned", "written", "moved", "forgotten"):
+            self.register_buffer(name, torch.ones(4), persistent=False)
+        self.register_buffer("saved", torch.ones(4))
+        self.mlp = Mlp(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.mlp(x)
+        return output
+
+
+def test_buffers_that_nobody_computed_after_to_empty_are_named_once() -> None:
+    with fake_world(4):
+        with torch.device("meta"):
+            model = Rotary()
+        parallelize(
+            model, tp_mesh(), {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}, check=False
+        )
+        model.to_empty(device="cpu")
+        model.assigned = torch.ones(4) / 2
+        model.written.fill_(1.0)  # type: ignore[operator]
+        model.register_buffer("moved", torch.zeros(4), persistent=False)
+        copied = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match="^forgotten: non-persistent buffers of a model") as caught:
+            model(torch.ones(1, 4))
+        assert len(caught) == 1
+        model(torch.ones(1, 4))  # a second warning would be an error
+        copied(torch.ones(1, 4))

@@ -274,6 +274,16 @@ def has_hooks(owner: torch.Tensor | torch.nn.Module) -> bool:
     return any(getattr(owner, kind, None) for kind in kinds)
 
 
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Return whether the state dict of a module has one of its buffers."""
+    return name not in module._non_persistent_buffers_set
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Return whether an operation wrote into a tensor in place since it was made."""
+    return tensor._version > 0
+
+
 def replaced_parameters(
     module: torch.nn.Module, values: dict[str, torch.Tensor]
 ) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import has_hooks
 from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.tensor_parallel.buffers import watch_buffers
 from namedmesh.tensor_parallel.collectives import check_divides
 from namedmesh.tensor_parallel.gradients import compare_gradients, sum_before_steps
 from namedmesh.tensor_parallel.styles import layer_placements
@@ -92,6 +93,7 @@ def parallelize(
     if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
         compare_gradients(model, mesh)
     sum_before_steps()
+    watch_buffers(model)
     return model
 
 
