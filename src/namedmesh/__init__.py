@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from namedmesh.groups import GroupOptions
     from namedmesh.init import init_mesh
     from namedmesh.mesh import NamedMesh, current_mesh
+    from namedmesh.tensor_parallel import parallelize
 
 __all__ = [
     "AgreementError",
@@ -49,13 +50,20 @@ __all__ = [
     "current_mesh",
     "init_mesh",
     "launch",
+    "parallelize",
     "plan",
     "tensor_parallel",
     "training",
 ]
 
 # The modules of what is loaded when it is first used; the other names that are missing are modules themselves.
-_HOMES = {"GroupOptions": "groups", "NamedMesh": "mesh", "current_mesh": "mesh", "init_mesh": "init"}
+_HOMES = {
+    "GroupOptions": "groups",
+    "NamedMesh": "mesh",
+    "current_mesh": "mesh",
+    "init_mesh": "init",
+    "parallelize": "tensor_parallel",
+}
 
 
 def __getattr__(name: str) -> Any:
