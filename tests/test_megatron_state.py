@@ -543,7 +543,7 @@ def test_use_before_and_twice() -> None:
         text = r"already initialized, for pp=1 x dp=4 x cp=1 x tp=2 .8 ranks.; "
         with pytest.raises(AssertionError, match=text):
             parallel_state.initialize_model_parallel(4, **NO_GLOO)
-        for wrong in ({"tensor_model_parallel_size": 3}, {"virtual_pipeline_model_parallel_size": 2}):
+        for sizes in ((3, 1, None), (2, 1, 2)):
             with pytest.raises(RuntimeError):  # the arguments are checked first, as in the original
-                parallel_state.initialize_model_parallel(**wrong, **NO_GLOO)
+                parallel_state.initialize_model_parallel(*sizes, **NO_GLOO)
         assert answers(parallel_state) == told

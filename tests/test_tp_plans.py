@@ -12,7 +12,7 @@ import torch
 from messages import error_of, says
 from ranks import fake_world, run_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, SequenceParallel
@@ -211,17 +211,6 @@ def test_a_split_linear_is_the_same_function() -> None:
 
 
 # --- the mesh, and applying twice ---------------------------------------------------------------------------
-
-
-def test_the_mesh_must_be_one_axis() -> None:
-    with fake_world(8):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-        assert error_of(lambda: parallelize(Mlp(), mesh, {"upp": ColwiseParallel()})) == (
-            "PlanError: 2 problems:\n"
-            "  - a plan is applied along one axis, but the mesh has ('pp', 'dp', 'tp'); pass one, "
-            "such as mesh['tp']\n"
-            f"  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}"
-        )
 
 
 def test_a_plan_that_does_not_fit_changes_nothing_and_one_that_fits_is_applied_once() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh.errors import MeshError
+from namedmesh.errors import CheckpointError, MeshError
 from namedmesh.mesh import NamedMesh
 
 AxisMesh: TypeAlias = "NamedMesh | DeviceMesh"
@@ -50,3 +52,15 @@ def named_mesh(mesh: object, call: str) -> NamedMesh:
         f"mesh of {call} must be the NamedMesh, as init_mesh() returns it, got {got}; a whole mesh of torch's becomes one with "
         "NamedMesh.from_device_mesh(mesh)"
     )
+
+
+def checkpoint_place(path: object, mesh: object, call: str) -> tuple[Path, NamedMesh | None]:
+    """Return the path and the mesh of a function of checkpoints; MeshError or CheckpointError if they are something else.
+
+    The mesh is None in a process without process groups.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            f"path of {call} must be a directory, got a {type(path).__name__}; give path and mesh first"
+        )
+    return Path(path), None if mesh is None else named_mesh(mesh, call)

@@ -24,6 +24,9 @@ DATA_AXES = ("dp", *DATA_PARTS)
 SAME_SAMPLE_AXES = ("pp", "cp", "tp")
 """Ranks along these axes have the same samples."""
 
+SAME_TOKEN_AXES = ("pp", "tp")
+"""Ranks along these axes have the same tokens, so no gradients are averaged over them."""
+
 TOKEN_AXES = (*DATA_AXES, "cp")
 """Ranks along these axes have different tokens: other samples, or along ``cp`` other parts of the same sequences. The loss is a
 mean over these axes, and the gradients of everything except the experts are averaged over them."""

@@ -45,7 +45,7 @@ def settings_of(job: Job, axes: Axes) -> list[str]:
         batch = f"for rows in batch.split({size}), {count} times forward and backward before a step of the optimizer"
         if axes.pp > 1:
             schedule = "1F1B" if job.stages_per_rank == 1 else "Interleaved1F1B"
-            batch = f'Pipeline(stage, mesh, "{schedule}", microbatches={count}, loss=...)'
+            batch = f'training.pipeline(stage, mesh, "{schedule}", microbatches={count}, loss=...)'
             # torch's schedules reduce gradients after the last micro-batch by themselves.
             sharding = _TORCH_STAGES[2 if stage == 1 else stage]
         if job.model.experts and stage:

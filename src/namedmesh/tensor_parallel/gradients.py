@@ -31,6 +31,7 @@ from namedmesh._torch import (
     sharding_under_ddp,
     synchronous,
 )
+from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import GradientError, listing
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 
@@ -110,7 +111,7 @@ _numbers = count()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+def compare_gradients(model: nn.Module, mesh: AxisMesh) -> None:
     """Let the ranks of an axis compare gradients of replicated parameters, and their inputs.
 
     For a model that was sharded along the axis by other means; ``parallelize`` calls this itself.
@@ -131,12 +132,13 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         model: the model; all ranks of the axis call this, and run its forward and backward, on the
             same data.
-        mesh: the one-dimensional mesh of the axis.
+        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis.
 
     Raises:
         GradientError: in the first forward or backward, or before the optimizer's step, on every
             rank of the axis: gradients or inputs differ, by name.
     """
+    mesh = one_axis(mesh, "tp", "compare_gradients")
     sum_before_steps()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
         model.register_forward_pre_hook(_Watch(model, mesh))

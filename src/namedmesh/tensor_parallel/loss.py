@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import Group, all_reduce, leave, refuse_strangers
 
@@ -18,7 +19,7 @@ from namedmesh.tensor_parallel.collectives import Group, all_reduce, leave, refu
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    mesh: DeviceMesh,
+    mesh: AxisMesh,
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -35,7 +36,7 @@ def cross_entropy(
         logits: ``(..., vocabulary / ranks)``, this rank's shard: what an output layer under
             ``ColwiseParallel()`` returns.
         target: ``(...)``, ids in the full vocabulary, of dtype int64, the same on every rank.
-        mesh: the one-dimensional mesh over which the vocabulary is sharded.
+        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis over which the vocabulary is sharded.
         ignore_index: a target that does not count.
         reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for the loss of each target.
         label_smoothing: from 0 to 1: the weight that the target loses and the whole vocabulary shares.
@@ -45,6 +46,7 @@ def cross_entropy(
             ids, or an option is out of range.
         IndexError: on a CPU: a target is outside of the vocabulary.
     """
+    mesh = one_axis(mesh, "tp", "cross_entropy")
     group = Group.of(mesh)
     problems = target_problems(logits.shape, target) + logits_problems(logits)
     if reduction not in {"mean", "sum", "none"}:
@@ -63,7 +65,7 @@ def cross_entropy(
     return total if reduction == "sum" else total / counts.sum()
 
 
-def token_log_probs(logits: Tensor, target: Tensor, mesh: DeviceMesh, *, ignore_index: int = -100) -> Tensor:
+def token_log_probs(logits: Tensor, target: Tensor, mesh: AxisMesh, *, ignore_index: int = -100) -> Tensor:
     """Return the log-probability of each target in a sharded vocabulary; the same on every rank.
 
     Policy gradients and preference losses use them. Collective: every rank of ``mesh`` must call it.
@@ -71,7 +73,7 @@ def token_log_probs(logits: Tensor, target: Tensor, mesh: DeviceMesh, *, ignore_
     Args:
         logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
         target: ``(...)``, ids in the full vocabulary, of dtype int64, the same on every rank.
-        mesh: the one-dimensional mesh over which the vocabulary is sharded.
+        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis over which the vocabulary is sharded.
         ignore_index: a target whose log-probability and gradient are 0.
 
     Returns:
@@ -82,17 +84,18 @@ def token_log_probs(logits: Tensor, target: Tensor, mesh: DeviceMesh, *, ignore_
             ids.
         IndexError: on a CPU: a target is outside of the vocabulary.
     """
+    mesh = one_axis(mesh, "tp", "token_log_probs")
     return -cross_entropy(logits, target, mesh, ignore_index=ignore_index, reduction="none")
 
 
-def logsumexp(logits: Tensor, mesh: DeviceMesh) -> Tensor:
+def logsumexp(logits: Tensor, mesh: AxisMesh) -> Tensor:
     """Return ``torch.logsumexp`` over a sharded vocabulary; the same on every rank.
 
     A z-loss is ``z * logsumexp(logits, mesh) ** 2``. Collective: every rank of ``mesh`` must call it.
 
     Args:
         logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
-        mesh: the one-dimensional mesh over which the vocabulary is sharded.
+        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis over which the vocabulary is sharded.
 
     Returns:
         ``(...)``, in float32 at least, differentiable any number of times.
@@ -100,13 +103,14 @@ def logsumexp(logits: Tensor, mesh: DeviceMesh) -> Tensor:
     Raises:
         ShapeError: the logits are a DTensor or no floating-point numbers.
     """
+    mesh = one_axis(mesh, "tp", "logsumexp")
     group = _group_of(logits, mesh)
     shifted, highest = _shift(logits, group)
     total = leave(shifted.exp().sum(-1), group)
     return total.log() + highest
 
 
-def entropy(logits: Tensor, mesh: DeviceMesh) -> Tensor:
+def entropy(logits: Tensor, mesh: AxisMesh) -> Tensor:
     """Return the entropy of each row over a sharded vocabulary; the same on every rank.
 
     An entry of minus infinity has the probability 0, and adds nothing. Collective: every rank of
@@ -114,7 +118,7 @@ def entropy(logits: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Args:
         logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
-        mesh: the one-dimensional mesh over which the vocabulary is sharded.
+        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis over which the vocabulary is sharded.
 
     Returns:
         ``(...)``, in nats, in float32 at least, differentiable any number of times.
@@ -122,6 +126,7 @@ def entropy(logits: Tensor, mesh: DeviceMesh) -> Tensor:
     Raises:
         ShapeError: the logits are a DTensor or no floating-point numbers.
     """
+    mesh = one_axis(mesh, "tp", "entropy")
     group = _group_of(logits, mesh)
     shifted, _ = _shift(logits, group)
     weights = shifted.exp()

@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import concatenate_meshes, from_all, group_named, replaced_parameters
+from namedmesh.arguments import named_mesh
+from namedmesh.axes import SAME_TOKEN_AXES
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, enter, exchange, leave
@@ -192,8 +194,9 @@ class ExpertParallel(ParallelStyle):
     ranks_have_own_data = True
 
     def __init__(self, mesh: NamedMesh) -> None:
+        mesh = named_mesh(mesh, "ExpertParallel")
         super().__init__()
-        averaged = [axis for axis in mesh.layout if axis not in {"pp", "tp"}]
+        averaged = [axis for axis in mesh.layout if axis not in SAME_TOKEN_AXES]
         self.gradient_scale = mesh.size("edp") / (mesh.layout.size(*averaged) if averaged else 1)
         self.copies = [Group.of(mesh.group("edp"))]
         self.skipped = int("pp" in mesh and mesh.size("pp") > 1)

@@ -11,13 +11,13 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import has_hooks
+from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.buffers import watch_buffers
 from namedmesh.tensor_parallel.collectives import check_divides
@@ -44,7 +44,7 @@ Place: TypeAlias = "tuple[nn.Module, str]"
 
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: AxisMesh,
     plan: Plan,
     *,
     src_data_rank: int | None = 0,
@@ -60,7 +60,7 @@ def parallelize(
 
     Args:
         model: the model; changed in place, and returned. It may be on the meta device.
-        mesh: a one-dimensional mesh, such as ``mesh["tp"]``.
+        mesh: the NamedMesh, of which ``tp`` is taken, or one axis of it, such as ``mesh["ep"]``.
         plan: a parallel style for the model itself, or a dict of module names to parallel styles. In a name
             every token may be a pattern (``"layers.*.attention.wq"``); ``""`` is the model.
         src_data_rank: the group rank whose values everybody gets a part of; None to let each rank take its
@@ -73,7 +73,8 @@ def parallelize(
         PlanError: with every problem there is.
         GradientError: in the first backward, or before a step, on every rank: something that is whole on every rank differs.
     """
-    entries, ties, _ = resolve(model, mesh, plan, must_divide, missing)
+    mesh = one_axis(mesh, "tp", "parallelize")
+    entries, ties = resolve(model, mesh.size(), plan, must_divide, missing)
     for entry in entries:
         short_way = getattr(entry.style, "short_way", None)
         if isinstance(entry.style, _FEATURES) and not (short_way and short_way(entry.module)):
@@ -105,25 +106,17 @@ def _refuse_uneven(layout: Placement, tp_size: int, _module: nn.Module, _args: A
 
 def resolve(
     model: nn.Module,
-    mesh_or_tp_size: DeviceMesh | int,
+    tp_size: int,
     plan: Plan,
     must_divide: Mapping[str, int] | None = None,
     missing: str = "raise",
-) -> tuple[list[Entry], list[list[Place]], int]:
-    """Return what to apply of a plan, in order, which parameters to tie again afterwards, and the number of ranks.
+) -> tuple[list[Entry], list[list[Place]]]:
+    """Return what to apply of a plan, in order, and which parameters to tie again afterwards.
 
     Raises:
         PlanError: with every problem that can be found without communication.
     """
-    problems = []
-    if isinstance(mesh_or_tp_size, int):
-        tp_size = mesh_or_tp_size
-    elif mesh_or_tp_size.ndim == 1:
-        tp_size = mesh_or_tp_size.size()
-    else:
-        tp_size, axes = 1, mesh_or_tp_size.mesh_dim_names
-        remedy = "pass one, such as mesh['tp']"
-        problems.append(f"a plan is applied along one axis, but the mesh has {axes}; {remedy}")
+    problems: list[str] = []
     entries = _match(model, plan, missing, problems)
     places: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -139,7 +132,7 @@ def resolve(
     problems += _broken_ties(model, entries, ties, tp_size)
     if problems:
         raise PlanError(*problems)
-    return entries, ties, tp_size
+    return entries, ties
 
 
 def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> list[Entry]:
@@ -281,7 +274,7 @@ def _ties_of(model: nn.Module) -> list[list[Place]]:
 
 def plan_report(
     model: nn.Module,
-    mesh_or_tp_size: DeviceMesh | int,
+    mesh_or_tp_size: AxisMesh | int,
     plan: Plan,
     *,
     must_divide: Mapping[str, int] | None = None,
@@ -294,7 +287,10 @@ def plan_report(
     Raises:
         PlanError: the one that ``parallelize`` would raise.
     """
-    entries, _, tp_size = resolve(model, mesh_or_tp_size, plan, must_divide, missing)
+    tp_size = mesh_or_tp_size
+    if not isinstance(tp_size, int):
+        tp_size = one_axis(tp_size, "tp", "plan_report").size()
+    entries, _ = resolve(model, tp_size, plan, must_divide, missing)
     rows = [("module", "style", "parameter", "placement", "global", "local")]
     held: dict[nn.Parameter, int] = {}
     for entry in entries:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import from_all, tree_leaves, tree_map
+from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import PlanError, count_of
 from namedmesh.tensor_parallel.plan import Plan, parallelize, resolve
 
@@ -43,7 +43,7 @@ class VerifyReport:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def verify(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, *inputs: Any, tolerance: float = 1e-5, **named: Any
+    model: nn.Module, mesh: AxisMesh, plan: Plan, *inputs: Any, tolerance: float = 1e-5, **named: Any
 ) -> VerifyReport:
     """Run a model whole and sharded, forward and backward, and report what differs.
 
@@ -54,7 +54,7 @@ def verify(
 
     Args:
         model: the model, not parallelized; it is left as it is.
-        mesh: the one-dimensional mesh, of which all ranks call this.
+        mesh: the NamedMesh, of which ``tp`` is taken, or one axis; all its ranks call this.
         plan: what ``parallelize`` would get.
         *inputs: what the model is called with; the gradients of tensors, in containers too, are compared.
         tolerance: the largest difference, as a part of the largest number of a tensor, that is none.
@@ -63,7 +63,8 @@ def verify(
     Raises:
         PlanError: the one that ``parallelize`` would raise; the model has no values; it returns nothing to compare.
     """
-    resolve(model, mesh, plan)
+    mesh = one_axis(mesh, "tp", "verify")
+    resolve(model, mesh.size(), plan)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             raise PlanError(f"{name} is on the meta device or sharded; verify a whole model that has values")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from namedmesh.arguments import checkpoint_place
 from namedmesh.errors import CheckpointError
 from namedmesh.mesh import NamedMesh
 from namedmesh.training import checkpoint_files as files
@@ -63,6 +64,7 @@ def save(
     Raises:
         CheckpointError: on every rank, with all problems at once; what was there before is kept.
     """
+    path, mesh = checkpoint_place(path, mesh, "save")
     return _save(Path(path), mesh, (model, optimizer, data), extra, async_=async_)
 
 
@@ -192,6 +194,7 @@ def load(
             loaded = training.load("pretrained", mesh, model, select=backbone)
             print(loaded.missing_keys)  # ["head.weight", "head.bias"]
     """
+    path, mesh = checkpoint_place(path, mesh, "load")
     filled = (model, optimizer, data)
     loaded, _ = _load(Path(path), mesh, filled, cast=cast, strict=strict, select=select)
     return loaded
@@ -278,6 +281,7 @@ class Checkpoints:
         keep: int | None = 3,
         async_: bool = False,
     ) -> None:
+        directory, mesh = checkpoint_place(directory, mesh, "Checkpoints")
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
         self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh._torch import functional_collective, norms_of, scale_
+from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients
@@ -77,6 +78,7 @@ def clip_grad_norm_(
         GradientError: on every rank, and nothing is scaled: weights or gradients differ between
             ranks that must have the same.
     """
+    mesh = named_mesh(mesh, "clip_grad_norm_")
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)

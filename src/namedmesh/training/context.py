@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from namedmesh._torch import attend_lower_right
+from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import ShapeError
 
 _BLOCK = 512
 """Queries that attend at once on a CPU, where the mask of a block is materialized."""
 
 
-def shard_sequence(*tensors: Tensor, mesh: DeviceMesh, dim: int = 1) -> tuple[Tensor, ...]:
+def shard_sequence(*tensors: Tensor, mesh: AxisMesh, dim: int = 1) -> tuple[Tensor, ...]:
     """Return this rank's part of sequences, and the positions of its tokens.
 
     A sequence is split into two chunks for each rank, of which rank r has the r-th and the r-th from the end: causal attention is
@@ -27,9 +28,10 @@ def shard_sequence(*tensors: Tensor, mesh: DeviceMesh, dim: int = 1) -> tuple[Te
 
     Args:
         *tensors: whole sequences of one length, the same on every rank of ``mesh``: tokens, targets (shifted before), masks.
-        mesh: ``mesh["cp"]``.
+        mesh: the NamedMesh, of which ``cp`` is taken, or one axis of it.
         dim: the dim of the sequence.
     """
+    mesh = one_axis(mesh, "cp", "shard_sequence")
     parts = 2 * mesh.size()
     lengths = sorted({each.shape[dim] for each in tensors})
     if len(lengths) != 1 or lengths[0] % parts:
@@ -44,7 +46,7 @@ def context_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mesh: DeviceMesh,
+    mesh: AxisMesh,
     *,
     is_causal: bool = True,
     ulysses: bool = False,
@@ -70,7 +72,7 @@ def context_attention(
         query: ``(batch, heads, length / cp, head_dim)``, as what is returned.
         key: ``(batch, kv_heads, length / cp, head_dim)``; ``kv_heads`` divides ``heads``.
         value: the same.
-        mesh: ``mesh["cp"]``.
+        mesh: the NamedMesh, of which ``cp`` is taken, or one axis of it.
         is_causal: whether a token sees only what is before it, in the whole sequence.
         ulysses: exchange heads; the ranks divide the heads and the key and value heads.
         scale: as for torch's function.
@@ -81,6 +83,7 @@ def context_attention(
     Raises:
         ShapeError: with all problems at once.
     """
+    mesh = one_axis(mesh, "cp", "context_attention")
     ranks, heads = mesh.size(), (query.shape[1], key.shape[1])
     problems = []
     if query.shape[2] % 2:

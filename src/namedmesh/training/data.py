@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from namedmesh.arguments import named_mesh
 from namedmesh.axes import DATA_AXES, SAME_SAMPLE_AXES
 from namedmesh.errors import AgreementError, AxisError, listing
 from namedmesh.mesh import NamedMesh
@@ -40,6 +41,7 @@ def sampler_kwargs(mesh: NamedMesh) -> dict[str, Any]:
 
     On a mesh of ``dp=2, tp=2`` the ranks 0 and 1 get rank 0 of 2, the ranks 2 and 3 rank 1 of 2.
     """
+    mesh = named_mesh(mesh, "sampler_kwargs")
     axes = data_axes(mesh)
     if not axes:
         return {"num_replicas": 1, "rank": 0}
@@ -63,6 +65,7 @@ def check_same_batch(batch: object, mesh: NamedMesh) -> None:
     Raises:
         AgreementError: on every rank, naming the ranks whose batches differ.
     """
+    mesh = named_mesh(mesh, "check_same_batch")
     axes = data_axes(mesh)
     found = torch.zeros(mesh.size(), dtype=torch.int64, device=mesh.device)
     found[mesh.rank()] = 0 if batch is None else digest(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import concatenate_meshes
+from namedmesh.arguments import named_mesh
 from namedmesh.axes import FSDP_AXES
 from namedmesh.errors import AxisError
 from namedmesh.mesh import NamedMesh
@@ -23,6 +24,7 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
     Raises:
         AxisError: no axis to shard parameters over, or an axis of unknown meaning.
     """
+    mesh = named_mesh(mesh, "fsdp_mesh")
     data_axes(mesh)
     shard = [axis for axis in mesh.layout if axis in FSDP_AXES]
     if not shard:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from namedmesh.arguments import named_mesh
 from namedmesh.axes import TOKEN_AXES
-from namedmesh.errors import ShapeError
+from namedmesh.errors import ShapeError, TrainingError
 from namedmesh.mesh import NamedMesh
 from namedmesh.training.data import data_axes, sum_over_axes
 
@@ -44,6 +45,7 @@ def count_tokens(counted: Tensor | int, mesh: NamedMesh) -> Tensor:
         ShapeError: ``counted`` is a tensor of something else than booleans, such as the targets
             themselves.
     """
+    mesh = named_mesh(mesh, "count_tokens")
     counts = torch.as_tensor(counted, device=mesh.device)
     if counts.ndim and counts.dtype != torch.bool:
         raise ShapeError(
@@ -72,6 +74,7 @@ def token_mean(total: Tensor, tokens: Tensor, mesh: NamedMesh) -> Tensor:
         AxisError: the mesh has an axis of unknown meaning.
         ShapeError: ``total`` has dims, or is in half precision.
     """
+    mesh = named_mesh(mesh, "token_mean")
     problems = []
     if total.ndim:
         problems.append(f'a loss of shape {tuple(total.shape)} is no sum; give it reduction="sum"')
@@ -105,7 +108,16 @@ def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
     Raises:
         AxisError: the mesh has an axis of unknown meaning.
     """
-    total = sum_of([losses] if isinstance(losses, Tensor) else losses, mesh)
+    mesh = named_mesh(mesh, "mean_loss")
+    given: list[object] = [losses]
+    if isinstance(losses, Iterable) and not isinstance(losses, Tensor):
+        given = [*losses]
+    parts = [loss for loss in given if isinstance(loss, Tensor)]
+    if len(parts) != len(given):
+        raise TrainingError(
+            f"losses must be a tensor, or tensors, got {losses!r}; give the losses that backward() was called on"
+        )
+    total = sum_of(parts, mesh)
     axes = [*_token_axes(mesh), *(["pp"] if "pp" in mesh.layout else [])]
     return sum_over_axes(total, mesh, axes) / _token_ranks(mesh)
 

@@ -23,6 +23,7 @@ from namedmesh._torch import (
     tree_leaves,
     tree_map,
 )
+from namedmesh.arguments import named_mesh
 from namedmesh.errors import ShapeError, TrainingError
 from namedmesh.mesh import NamedMesh
 from namedmesh.training.loss import sum_of
@@ -81,6 +82,7 @@ class Pipeline:
         reduction: Literal["mean", "sum"] = "mean",
         whole: Sequence[str] = (),
     ) -> None:
+        mesh = named_mesh(mesh, "pipeline")
         if reduction not in {"mean", "sum"}:
             raise TrainingError(f'reduction must be "mean" or "sum", got {reduction!r}')
         self._modules = [model] if isinstance(model, nn.Module) else list(model)

@@ -8,6 +8,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from namedmesh._torch import found_infs
+from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
 
@@ -46,6 +47,7 @@ def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) ->
             scaler.step(optimizer)
             scaler.update()
     """
+    mesh = named_mesh(mesh, "sync_found_inf")
     if not scaler.is_enabled():
         return
     by_device = found_infs(scaler, optimizer)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.data import get_worker_info
 
 from namedmesh._torch import make_rng_tracker
+from namedmesh.arguments import named_mesh
 from namedmesh.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
 from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import NamedMesh, current_mesh
@@ -46,6 +47,7 @@ def seed_all(seed: int, mesh: NamedMesh) -> None:
     Default numbers differ along all axes of the mesh except tp. On an accelerator, DTensor's random
     operations follow these seeds, too. It does not communicate.
     """
+    mesh = named_mesh(mesh, "seed_all")
     own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in mesh.layout if axis != "tp"})
     inside_experts = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords] or ["tp"]
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from namedmesh.arguments import named_mesh
 from namedmesh.errors import LayoutError
 from namedmesh.mesh import NamedMesh
 from namedmesh.sizes import stage_range
@@ -69,6 +70,7 @@ def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> t
     Rank 0 of two has stages 0 and 2 if stages go round (interleaved), and 0 and 3 if they go there
     and back (ZBV, DualPipeV).
     """
+    mesh = named_mesh(mesh, "stage_indices")
     kind, size, rank = schedule_class(schedule), mesh.size("pp"), mesh.rank("pp")
     returns = kind.__name__ in RETURNING
     single = issubclass(kind, PipelineScheduleSingle)

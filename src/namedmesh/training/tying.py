@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import from_all
+from namedmesh.arguments import named_mesh
 from namedmesh.errors import ShapeError
 from namedmesh.mesh import NamedMesh
 
@@ -72,6 +73,7 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
         ShapeError: on every rank, if not exactly one rank gives each end, or if the ends differ in
             shape, dtype or ``requires_grad``.
     """
+    mesh = named_mesh(mesh, "tie_stages")
     ends = (("first", first), ("last", last))
     here = {end: param for end, param in ends if param is not None}
     descriptions: dict[str, Any] = {}
