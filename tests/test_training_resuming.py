@@ -467,8 +467,9 @@ def tied_ends_are_one_weight_after_a_conversion_and_in_a_copy(root: Path) -> Non
         nn.init.ones_(linear.weight)
         if sharded:
             fully_shard(linear, mesh=mesh["dp"])
-        ends = (linear.weight, None) if mesh.is_first("pp") else (None, linear.weight)
-        ties.append(training.tie_stages(*ends, mesh))
+        first = linear.weight if mesh.is_first("pp") else None
+        last = None if mesh.is_first("pp") else linear.weight
+        ties.append(training.tie_stages(first, last, mesh))
         return nn.ModuleDict({"embed" if mesh.is_first("pp") else "head": linear})
 
     ties: list[Any] = []
