@@ -385,11 +385,14 @@ def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
         torch._foreach_mul_(tensors, factor)
 
 
-def dcp_ranks(group: dist.ProcessGroup | None) -> Any:
-    """Return what torch's checkpoints call functions on ranks with: what one of them raises is raised on all."""
+def dcp_ranks(*, no_dist: bool, process_group: dist.ProcessGroup | None) -> Any:
+    """Return the object with which DCP calls a function on ranks: an error on one of them is raised on all.
+
+    Make one for each call. It holds the group, which would keep the group's threads after ``destroy_process_group()``.
+    """
     from torch.distributed.checkpoint.utils import _DistWrapper
 
-    return _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
+    return _DistWrapper(process_group, use_dist=not no_dist, coordinator_rank=0)
 
 
 def remove_backwards(schedule: Any) -> None:

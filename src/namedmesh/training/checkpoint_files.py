@@ -17,14 +17,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from namedmesh._torch import dcp_ranks, default_timeout
+from namedmesh._torch import dcp_ranks
 from namedmesh.errors import CheckpointError, NamedMeshError, listing, ranks_in_words
 from namedmesh.mesh import NamedMesh
 
@@ -255,28 +255,38 @@ def latest(directory: Path) -> Path | None:
 
 
 class Ranks:
-    """All ranks of a mesh (without one, this process), on a gloo group that nothing else uses: DCP communicates in the background."""
+    """All ranks of a mesh (without one, this process), on a gloo group that only checkpoints use.
 
-    _of: ClassVar[WeakKeyDictionary[Any, dict[tuple[int, ...], Ranks]]] = WeakKeyDictionary()
+    The group is held weakly, as everywhere: ``destroy_process_group()`` has to end it with its threads.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Ranks]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._dcp = dcp_ranks(group)
-        self.rank: int = self._dcp.rank
-        self.arguments: dict[str, Any] = {"no_dist": group is None, "process_group": group}
+        self._group = None if group is None else ref(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
         self.saving: Future[Path] | None = None
 
     @classmethod
     def of(cls, mesh: NamedMesh | None) -> Ranks:
-        """Return those of a mesh; the first time, in the life of the default group, every rank calls this."""
+        """Return those of a mesh. Collective: every rank of the mesh must call it, the first time after the launch."""
         if mesh is None:
             return cls(None)
-        ranks = tuple(mesh.layout.ranks)
-        known = cls._of.setdefault(dist.group.WORLD, {})
-        if ranks not in known:
-            part = len(ranks) < dist.get_world_size()  # then the others do not call this
-            limit = default_timeout()  # torch gives a new group its own
-            known[ranks] = cls(dist.new_group(ranks, limit, "gloo", use_local_synchronization=part))
-        return known[ranks]
+        group = mesh.groups.for_checkpoints(mesh.layout)
+        return cls._of.setdefault(group, cls(group))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What DCP takes: the group, or that there is none."""
+        if self._group is None:
+            return {"no_dist": True, "process_group": None}
+        group = self._group()
+        if group is None:
+            raise CheckpointError(
+                "The default group was destroyed, and the checkpoint's group with it. Wait for a save in the background "
+                "with its result(), or leave the 'with' block of Checkpoints, before destroy_process_group()."
+            )
+        return {"no_dist": False, "process_group": group}
 
     def finish(self) -> None:
         """Wait for the end of the save in the background, and raise its error, once; every rank has the same."""
@@ -287,17 +297,17 @@ class Ranks:
     def from_first(self, what: str, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
         with self.told(what):
-            return self._dcp.broadcast("checkpoint", partial(_sendable, function))
+            return dcp_ranks(**self.arguments).broadcast("checkpoint", partial(_sendable, function))
 
     def from_all(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
         with self.told(what):
-            return self._dcp.all_gather("checkpoint", partial(_sendable, function))
+            return dcp_ranks(**self.arguments).all_gather("checkpoint", partial(_sendable, function))
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
         """Raise what DCP raises in the block as an error of ours, and leave out what it says of one process alone."""
-        alone = self.arguments["no_dist"]
+        alone = self._group is None
         try:
             with warnings.catch_warnings() if alone else nullcontext():
                 if alone:
