@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 
 from namedmesh.errors import CheckpointError
@@ -23,6 +22,7 @@ from namedmesh.training.checkpoint_files import DamagedError, Ranks
 from namedmesh.training.checkpoint_loading import LoadPlanner
 from namedmesh.training.checkpoint_plans import SavePlanner, joined_aliases
 from namedmesh.training.checkpoint_state import Model, Names, Optimizers, State, plain
+from namedmesh.training.pretrained import PretrainedReader, read_pretrained
 
 _NAME = re.compile(r"step-\d+")
 
@@ -198,10 +198,10 @@ def load(
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself."""
-    if not files.is_whole(path) and any(path.glob("*.safetensors")):
-        nothing: dict[str, Any] = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}}
-        return nothing | dict.fromkeys(("data", "layout", "run"))
+    """Return the manifest of a checkpoint, or of a folder of Hugging Face, with DCP's metadata."""
+    pretrained = None if files.is_whole(path) else read_pretrained(path)
+    if pretrained is not None:
+        return pretrained
     about = files.read_about(path)
     return about | {"tensors": files.read_metadata(path, about)}
 
@@ -223,9 +223,8 @@ def _load(
 
     aliases = joined_aliases(ranks.from_all(what, collect))
     planner = LoadPlanner(state, aliases, about, path, **how)
-    own = files.Reader(path, about) if about["data"] else None
+    reader = files.Reader(path, about) if about["data"] else PretrainedReader(path, about)
     with ranks.told(what):
-        reader = own or dcp.HuggingFaceStorageReader(str(path))
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
     ranks.from_all(what, planner.refuse_untied)
     ranks.from_all(what, planner.put)
@@ -233,27 +232,6 @@ def _load(
     loaded.missing_keys = planner.missing_keys
     loaded.unexpected_keys = planner.unexpected_keys
     return loaded, about
-
-
-def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
-    """Write the model of a checkpoint as Hugging Face reads it (safetensors); one process, which holds all of it, calls this.
-
-    ``config.json`` is the model's to write.
-
-    Raises:
-        CheckpointError: there is no checkpoint at ``path``, or it is damaged.
-    """
-    reader = files.Reader(Path(path), _about(Path(path)))
-    tensors = {
-        name: torch.empty(each.size, dtype=each.properties.dtype, device="cpu")
-        for name, each in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(each, dcp.TensorStorageMetadata)
-    }
-    with Ranks.of(None).told(f"the model of {path} could not be written to {directory}"):
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-        named = {name.removeprefix("model."): each for name, each in tensors.items()}
-        dcp.save(named, storage_writer=dcp.HuggingFaceStorageWriter(str(directory)), no_dist=True)
 
 
 class Checkpoints:
