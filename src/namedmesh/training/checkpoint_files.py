@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import secrets
 import shutil
 import struct
+import time
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
@@ -29,11 +31,22 @@ from namedmesh.errors import CheckpointError, NamedMeshError, listing, ranks_in_
 from namedmesh.mesh import NamedMesh
 
 _SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
-ABOUT = "namedmesh.pt"  # names the directory of tensors beside it; put in its place last, and at once
+ABOUT = "namedmesh.pt"
+"""The manifest: it names the directory of tensors next to it, and has what finds and orders checkpoints. It is replaced last,
+in one step. Every save reads the manifests of all checkpoints in a directory, so they are small: a checksum and JSON. Earlier
+releases wrote a file of this name with torch.save, with all that a checkpoint says about itself."""
+VALUES = "values.pt"
+"""The rest of what a checkpoint says about itself, in the directory of tensors."""
+_LATE = 20.0
+"""Seconds for which a host of a network file system may not see what another host has just made."""
 
 
 class DamagedError(CheckpointError):
     """A checkpoint is not as it was written."""
+
+
+class AbsentError(CheckpointError):
+    """There is no finished checkpoint at a path."""
 
 
 def new_directory(target: Path) -> str:
@@ -54,8 +67,8 @@ class Writer(dcp.FileSystemWriter):
         self.target, self.about, self._finished = target, about, finished
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Refuse a directory that is another one on this host than on that of the first rank."""
-        if not Path(self.path).is_dir():
+        """Raise CheckpointError if the directory is a different one on this host than on the host of rank 0."""
+        if not appears(Path(self.path)):
             raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
         return plan
 
@@ -63,20 +76,48 @@ class Writer(dcp.FileSystemWriter):
         """Put the checkpoint in its place, on the first rank, after all have written."""
         super().finish(metadata, results)
         data = self.target / self.about["data"]
-        sizes = {each.name: each.stat().st_size for each in data.iterdir()}
+        # Another host has written some of the files, and this one may see them late.
+        written = {result.storage_data.relative_path for some in results for result in some}
+        if unseen := [name for name in sorted(written) if not appears(data / name)]:
+            raise CheckpointError(f"{data} has no {listing(unseen, 4)} on rank 0, but on the rank that wrote it; {_SHARE}")
+        manifest = {key: self.about.pop(key) for key in ("data", "layout", "run")}
+        values = io.BytesIO()
+        torch.save(self.about, values)
+        _write(data / VALUES, values.getvalue())
+        manifest["values"] = zlib.crc32(values.getvalue())
+        manifest["metadata"] = zlib.crc32((data / ".metadata").read_bytes())
+        manifest["files"] = {file.name: file.stat().st_size for file in data.iterdir()}
         orders = [about["order"] for _, about in in_order(self.target.parent) if "error" not in about]
-        written = zlib.crc32((data / ".metadata").read_bytes())
-        self.about |= {"files": sizes, "metadata": written, "order": max(orders, default=0) + 1}
-        with (data / ABOUT).open("wb") as file:
-            torch.save(self.about, file)
-            file.flush()
-            os.fsync(file.fileno())
+        manifest["order"] = max(orders, default=0) + 1
+        contents = json.dumps(manifest).encode()
+        _write(data / ABOUT, b"%d\n%s" % (zlib.crc32(contents), contents))
         _sync(data)
         (data / ABOUT).replace(self.target / ABOUT)
         _sync(self.target)
         _sync(self.target.parent)
         clear(self.target)
         self._finished()
+
+
+def appears(path: Path) -> bool:
+    """Return whether this host sees a file or directory that rank 0 or another host has made, at the latest after a while."""
+    deadline = time.monotonic() + _LATE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+        # NFS looks again for a name that it did not find once it has listed the directory.
+        with suppress(OSError):
+            os.listdir(path.parent)
+    return True
+
+
+def _write(path: Path, contents: bytes) -> None:
+    """Write a file, which outlives a power failure once its directory is synchronized."""
+    with path.open("wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync(directory: Path) -> None:
@@ -181,74 +222,137 @@ def _checked(contents: bytes) -> io.BytesIO:
 
 def is_whole(path: Path) -> bool:
     """Return whether there is a finished checkpoint; any other error than its absence is raised."""
+    return _stat(path) is not None
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """Return the state of a manifest; None if there is none."""
     try:  # is_file() of Python 3.14 returns False for all errors
-        (path / ABOUT).stat()
+        return (path / ABOUT).stat()
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return None
 
 
 def clear(path: Path) -> None:
-    """Remove the directories of tensors of interrupted saves, and one that is empty then; of what is damaged nothing is removed."""
+    """Remove the directories of tensors of interrupted saves, and ``path`` if it is empty then; nothing if it is damaged."""
     try:
-        kept = _place(path)["data"] if is_whole(path) else None
+        kept = _place(path)["data"]
+    except AbsentError:
+        kept = None
     except DamagedError:
         return
-    for each in path.glob("data-" + 16 * "[0-9a-f]"):
-        if each.name != kept:
-            shutil.rmtree(each, ignore_errors=True)
-    with suppress(OSError):  # something is left, or it is not there
-        path.rmdir()
+    for directory in path.glob("data-" + 16 * "[0-9a-f]"):
+        if directory.name != kept:
+            shutil.rmtree(directory, ignore_errors=True)
+    if kept is None:
+        with suppress(OSError):  # something is left, or it does not exist
+            path.rmdir()
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself."""
-    if not is_whole(path):
-        raise CheckpointError(f"there is no finished checkpoint at {path}; name one that was saved")
+    """Return all that a checkpoint says about itself."""
+    about = _read_manifest(path)
+    if "values" not in about:
+        return about  # of an earlier release
+    file = path / about["data"] / VALUES
+    contents = file.read_bytes() if file.exists() else b""
+    if zlib.crc32(contents) != about["values"]:
+        raise _damaged(VALUES, path)
+    values: dict[str, Any] = torch.load(_checked(contents), weights_only=True)
+    return about | values
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    about: dict[str, Any]
     try:
-        about: dict[str, Any] = torch.load(_checked((path / ABOUT).read_bytes()), weights_only=True)
+        contents = (path / ABOUT).read_bytes()
+        if zipfile.is_zipfile(io.BytesIO(contents)):  # of an earlier release
+            about = torch.load(_checked(contents), weights_only=True)
+            return about
+        checksum, _, text = contents.partition(b"\n")
+        if int(checksum) != zlib.crc32(text):
+            raise _damaged(ABOUT, path)
+        about = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        raise AbsentError(_describe_absence(path)) from None
     except Exception as error:
         raise _damaged(ABOUT, path) from error
     return about
 
 
+def _describe_absence(path: Path) -> str:
+    """Return what is at a path that has no finished checkpoint."""
+    if path.is_file():
+        return (
+            f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote. Read what torch.save() "
+            "wrote with torch.load()."
+        )
+    if (path / ".metadata").exists():
+        return (
+            f"{path} is a folder of torch.distributed.checkpoint without {ABOUT}. Read it with "
+            f"torch.distributed.checkpoint.load(), or give the directory that has {ABOUT}."
+        )
+    return f"there is no finished checkpoint at {path}; name one that was saved"
+
+
+_places: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
+"""What was read of each manifest, and the state of the file then: every save asks several times for all of a directory."""
+
+
 def _place(path: Path) -> dict[str, Any]:
-    """Return which files a checkpoint has, of which run it is, and its place in the order."""
-    file = (path / ABOUT).stat()
-    return _place_read(path, (file.st_ino, file.st_mtime_ns, file.st_size))
-
-
-@lru_cache(maxsize=1000)  # every save asks several times, and the whole file takes tens of milliseconds
-def _place_read(path: Path, _: tuple[int, ...]) -> dict[str, Any]:
-    about = read_about(path)
-    return {key: about[key] for key in ("data", "files", "run", "order")}
+    """Return the directory of tensors of a checkpoint, its run, and its place in the order."""
+    stat = _stat(path)
+    if stat is None:
+        raise AbsentError(_describe_absence(path))
+    state = stat.st_ino, stat.st_mtime_ns, stat.st_size
+    known = _places.get(path)
+    if known is None or known[0] != state:
+        about = _read_manifest(path)
+        known = _places[path] = state, {key: about[key] for key in ("data", "run", "order")}
+    return known[1]
 
 
 def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
-        if is_whole(path):
-            try:
-                found[path] = _place(path)
-            except DamagedError as error:
-                found[path] = {"order": float("inf"), "error": error}
-    return sorted(found.items(), key=lambda each: each[1]["order"])
+        try:
+            found[path] = _place(path)
+        except AbsentError:
+            continue  # of something else, or removed by a job that writes here
+        except DamagedError as error:
+            found[path] = {"order": float("inf"), "error": error}
+    return sorted(found.items(), key=lambda item: item[1]["order"])
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the checkpoint in a directory that was finished last, but one of which files are missing or cut off."""
-    each: Path
-    for each, about in reversed(in_order(directory)):
+    """Return the checkpoint in a directory that was finished last, except those with files that are missing or cut off."""
+    path: Path
+    for path, about in reversed(in_order(directory)):
         problem = about.get("error")
         if problem is None:
-            sizes = {file.name: file.stat().st_size for file in (each / about["data"]).glob("*")}
-            absent = [name for name, size in about["files"].items() if sizes.get(name) != size]
-            if not absent:
-                return each
-            problem = f"{each}, of which {listing(absent, 4)} is missing or has another size"
+            try:
+                incomplete = _incomplete_files(path)
+            except AbsentError:
+                continue
+            if not incomplete:
+                return path
+            problem = f"{path}, of which {listing(incomplete, 4)} is missing or has another size"
         warnings.warn(f"left out: {problem}", stacklevel=2)
     return None
+
+
+def _incomplete_files(path: Path) -> list[str]:
+    """Return the files of a checkpoint that are missing or cut off; AbsentError if a job has removed it meanwhile."""
+    about = _read_manifest(path)
+    sizes: dict[str, int] = {}
+    with suppress(FileNotFoundError):
+        for file in (path / about["data"]).glob("*"):
+            sizes[file.name] = file.stat().st_size
+    incomplete = [name for name, size in about["files"].items() if sizes.get(name) != size]
+    if incomplete and _read_manifest(path)["data"] != about["data"]:
+        return _incomplete_files(path)  # a job has replaced it meanwhile
+    return incomplete
 
 
 # --- ranks ---

@@ -106,7 +106,12 @@ class State:
             if of_shard and value.ndim and not isinstance(value, DTensor):
                 self.local.add(name)
         if name in self.values:
-            remedy = "number layers with training.stage_layers, and give a parameter to one optimizer"
+            remedy = "give a parameter to one optimizer"
+            if name.startswith("model."):
+                remedy = (
+                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number the layers of pipeline "
+                    "stages with training.stage_layers"
+                )
             raise CheckpointError(f"{shown(name)} is the name of two values; {remedy}")
         self.values[name] = value
 

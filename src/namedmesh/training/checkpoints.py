@@ -20,6 +20,7 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_files import DamagedError, Ranks
 from namedmesh.training.checkpoint_loading import LoadPlanner
+from namedmesh.training.checkpoint_locks import Lock
 from namedmesh.training.checkpoint_plans import SavePlanner, joined_aliases
 from namedmesh.training.checkpoint_state import Model, Names, Optimizers, State, plain
 from namedmesh.training.pretrained import PretrainedReader, read_pretrained
@@ -217,7 +218,7 @@ def _load(
     state = State(mesh, *filled)
 
     def collect() -> Names:
-        if not path.is_dir():
+        if not files.appears(path / (about["data"] or "")):
             raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
         return state.collect()
 
@@ -238,8 +239,11 @@ class Checkpoints:
     """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
 
     A run begins with the first save after a fresh start, and goes on with every checkpoint that is loaded here. Nothing of
-    another run, or of another name (``best``), is ever removed; leftovers of interrupted saves are, at the next save. The end of a
-    ``with`` block waits for what is written, and raises its error.
+    another run, or of another name (``best``), or behind a symbolic link, is ever removed; leftovers of interrupted saves are, at
+    the next save. The end of a ``with`` block waits for what is written, and raises its error.
+
+    From ``resume_or_start()`` or the first save to ``close()`` no other job can write in the directory: there it is a
+    CheckpointError, which names host and process. A job that was killed is in nobody's way.
 
     Args:
         directory: on a file system that all ranks see.
@@ -261,6 +265,7 @@ class Checkpoints:
         self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
         self._ranks = Ranks.of(mesh)
         self._run = ""
+        self._lock: Lock | None = None  # of the first rank
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -270,8 +275,11 @@ class Checkpoints:
             self.close()
 
     def close(self) -> None:
-        """Wait for what is written, and raise its error if it was not reported."""
-        self._ranks.finish()
+        """Wait for what is written, and raise its error if it was not reported; then another job may write here."""
+        try:
+            self._ranks.finish()
+        finally:
+            self._lock = None
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, after what is written now; None if there is none.
@@ -302,7 +310,7 @@ class Checkpoints:
         Returns:
             The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
         """
-        self.close()
+        self._ranks.finish()
         about: dict[str, Any] = {}
         candidates = self._from_first(partial(self._candidates, resume))
         for path in candidates:
@@ -322,6 +330,7 @@ class Checkpoints:
 
     def _candidates(self, resume: bool | str | os.PathLike[str]) -> list[Path]:
         """Return the checkpoints to load until one is whole; the first rank calls this."""
+        self._lock = Lock.of(self.directory)
         if resume is False:
             return []
         if resume is True:
@@ -338,7 +347,7 @@ class Checkpoints:
 
         A directory that holds another run is refused.
         """
-        self.close()
+        self._ranks.finish()
         self._run = self._from_first(self._ready)
         how: dict[str, Any] = {"async_": self.async_, "run": self._run, "finished": self._remove_older}
         saved, values = (model, optimizer, data), {"step": step} | extra
@@ -356,20 +365,29 @@ class Checkpoints:
         """Return what the run is called; refuse a directory that holds another one."""
         runs = self._runs()
         if runs and self._run not in {run for _, run in runs}:
-            remedy = "go on with it by resume_or_start(), or give this run a directory of its own"
-            raise CheckpointError(f"{self.directory} holds another run, up to {runs[-1][0].name}; {remedy}")
+            last = runs[-1][0]
+            numbered = [path for path, _ in runs if _NAME.fullmatch(path.name)]
+            # Without a path, resume_or_start() looks for the names that save() gives.
+            call = "resume_or_start()" if numbered else f"resume_or_start(..., resume={str(last)!r})"
+            remedy = f"go on with it by {call}, or give this run a directory of its own"
+            raise CheckpointError(f"{self.directory} holds another run, up to {last.name}; {remedy}")
         return self._run or secrets.token_hex(8)
 
     def _ready(self) -> str:
         """Remove what interrupted saves have left, and return what the run is called."""
+        self._lock = Lock.of(self.directory)
         run = self._own_run()
-        for each in self.directory.glob("step-*"):
-            files.clear(each)
+        for path in self.directory.glob("step-*"):
+            if not path.is_symlink():
+                files.clear(path)
         return run
 
     def _remove_older(self) -> None:
         own = [path for path, run in self._runs() if run == self._run and _NAME.fullmatch(path.name)]
-        for path in own[: -self.keep] if self.keep else ():
+        older = own[: -self.keep] if self.keep else []
+        for path in older:
+            if path.is_symlink():
+                continue  # somebody has moved the checkpoint to an archive
             # First, so that an interruption leaves nothing that is taken for a checkpoint.
             (path / files.ABOUT).unlink()
             shutil.rmtree(path, ignore_errors=True)

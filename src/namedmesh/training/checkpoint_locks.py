@@ -1,0 +1,77 @@
+"""Which process may write checkpoints in a directory: one at a time, also if several hosts share the file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+from weakref import WeakValueDictionary, finalize
+
+from namedmesh.errors import CheckpointError
+
+_NAME = ".namedmesh.lock"
+
+
+class Lock:
+    """The right of this process to write in a directory, until nothing refers to the lock any more.
+
+    The operating system holds it (``fcntl.lockf``, which NFS and Lustre know, too) and ends it with the process. Therefore
+    the file of a process that was killed is stale, and the next job takes it over.
+    """
+
+    _held: WeakValueDictionary[tuple[int, Path], Lock] = WeakValueDictionary()
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / _NAME
+        self.descriptor = _lock(path)
+        _write_holder(self.descriptor)
+        finalize(self, _release, self.descriptor, path, os.getpid())
+
+    @classmethod
+    def of(cls, directory: Path) -> Lock:
+        """Return the lock of this process on a directory, which is made.
+
+        Raises:
+            CheckpointError: another process has the lock.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        # A forked process has the memory of the first one, but not its locks.
+        key = os.getpid(), directory.resolve()
+        lock = cls._held.get(key)
+        if lock is None:
+            lock = cls._held[key] = cls(directory)
+        return lock
+
+
+def _lock(path: Path) -> int:
+    """Return the descriptor of a file that this process has locked."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            if error.errno in {errno.EACCES, errno.EAGAIN}:
+                raise CheckpointError(
+                    f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give this job a directory of "
+                    "its own, or end that process."
+                ) from None
+            raise
+        # The process before may have removed the file after it was opened here: then the lock is on a file without a name.
+        if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+        os.close(descriptor)
+
+
+def _write_holder(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
+
+
+def _release(descriptor: int, path: Path, process: int) -> None:
+    if os.getpid() == process:
+        path.unlink(missing_ok=True)
+    os.close(descriptor)
