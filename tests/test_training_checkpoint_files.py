@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+import multiprocessing
+import shutil
+import socket
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from messages import error_of
 from ranks import run_ranks
 from torch import nn
@@ -17,9 +26,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh.compat import megatron
 from namedmesh.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from namedmesh.training import checkpoint_files
 
 
 def groups_that_outlive_the_default_group(root: Path) -> list[str]:
@@ -115,3 +122,171 @@ def test_adapters_are_not_written_under_names_that_nobody_finds(tmp_path: Path) 
         with pytest.raises(CheckpointError, match="has adapters of PEFT, such as"):
             training.to_pretrained(tmp_path / name, tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()
+
+
+# --- directories -----------------------------------------------------------------------------------------------
+
+
+def hold_a_directory(directory: Path, pipe: Any) -> None:
+    training.Checkpoints(directory, None).resume_or_start(nn.Linear(1, 1))
+    kept = training.Checkpoints(directory, None)
+    kept.resume_or_start(nn.Linear(1, 1))
+    pipe.send("held")
+    pipe.recv()
+
+
+def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
+    """The process that writes is named; one that was killed is in nobody's way."""
+    model, context = nn.Linear(1, 1), multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=hold_a_directory, args=(tmp_path, theirs), daemon=True)
+    other.start()
+    assert ours.recv() == "held"
+    run = training.Checkpoints(tmp_path, None)
+    for call in (lambda: run.resume_or_start(model), lambda: run.save(1, model)):
+        assert error_of(call) == (
+            f"CheckpointError: {tmp_path} is in use by process {other.pid} on host {socket.gethostname()}, which saves its "
+            "checkpoints there. Give this job a directory of its own, or end that process."
+        )
+    assert run.latest() is None  # which only reads
+    other.kill()
+    other.join()
+    assert run.resume_or_start(model) == {"step": 0}
+    run.save(1, model)
+    second = training.Checkpoints(tmp_path, None)  # of the same process
+    assert second.resume_or_start(model) == {"step": 1}
+    run.close()
+    with second:
+        second.save(2, model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("action", ["remove", "replace"])
+@pytest.mark.parametrize("moment", ["stat", "read_bytes"])
+def test_what_another_job_removes_or_replaces_is_not_in_the_way(
+    tmp_path: Path, moment: str, action: str
+) -> None:
+    """latest() in a job that evaluates, while the job that trains removes what latest() is looking at."""
+    model = nn.Linear(1, 1)
+    run = training.Checkpoints(tmp_path, None, keep=None)
+    before, last = run.save(1, model).result(), run.save(2, model).result()
+    look, left = getattr(Path, moment), ["once"]
+
+    def interfere(path: Path, **options: Any) -> Any:
+        result = look(path, **options)
+        if path == last / "namedmesh.pt" and left:
+            left.clear()
+            shutil.rmtree(last)
+            if action == "replace":
+                training.save(last, None, model, step=2)
+        return result
+
+    evaluation = training.Checkpoints(tmp_path, None)
+    with mock.patch.object(Path, moment, interfere):
+        assert evaluation.latest() == (before if action == "remove" else last)
+    assert not left
+
+
+def test_earlier_checkpoints_are_read_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Up to now the manifest was written by torch.save, and had all that a checkpoint says about itself."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    run = training.Checkpoints(tmp_path, None)
+    path = run.save(3, model, note="kept").result()
+    about = checkpoint_files.read_about(path)
+    for name in ("namedmesh.pt", f"{about['data']}/values.pt"):
+        (path / name).unlink()
+    del about["values"], about["files"]["values.pt"]
+    torch.save(about, path / "namedmesh.pt")
+    again = training.Checkpoints(tmp_path, None)
+    assert again.latest() == path
+    assert again.resume_or_start(other) == {"step": 3, "note": "kept"}
+    assert torch.equal(other.weight, model.weight)
+    again.save(4, other)
+    assert training.Checkpoints(tmp_path, None).latest() == tmp_path / "step-000004"
+
+
+def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> None:
+    """Every save looks at all checkpoints: what it reads of one does not grow with the model."""
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(100)])
+    optimizer = torch.optim.SGD(model.parameters())
+    run = training.Checkpoints(tmp_path, None, keep=None)
+    for step in range(3):
+        run.save(step, model, optimizer)
+    manifests = sum(path.stat().st_size for path in tmp_path.glob("*/*") if path.is_file())
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)])
+    assert manifests < 3 * 400
+    read = Path.read_bytes
+    opened: list[Path] = []
+
+    def note(path: Path) -> bytes:
+        opened.append(path)
+        return read(path)
+
+    with mock.patch.object(Path, "read_bytes", note):
+        run.save(3, model)
+        run.save(4, model)
+    others = [path for path in opened if path.parent.name in {"step-000000", "step-000001", "step-000002"}]
+    assert len(others) <= 3  # each once, in the life of the process
+
+
+def test_messages_name_what_is_there_and_what_helps(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    (tmp_path / "runs").mkdir()
+    first = training.Checkpoints(tmp_path / "first", None)
+    copied = tmp_path / "runs" / "best"
+    shutil.copytree(first.save(7, model).result(), copied)
+    run = training.Checkpoints(tmp_path / "runs", None)
+    remedy = f"resume_or_start(..., resume={str(copied)!r})"
+    assert remedy in error_of(lambda: run.resume_or_start(model))
+    assert run.resume_or_start(model, resume=str(copied)) == {"step": 7}
+
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    said = error_of(lambda: training.load(tmp_path / "model.pt", None, model))
+    assert said.startswith(f"CheckpointError: {tmp_path}/model.pt is a file, and a checkpoint is a directory")
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    said = error_of(lambda: training.load(tmp_path / "dcp", None, model))
+    assert said.startswith(f"CheckpointError: {tmp_path}/dcp is a folder of torch.distributed.checkpoint without")
+    said = error_of(lambda: training.save(tmp_path / "pair", None, [model, nn.Linear(1, 1)]))
+    assert "'weight' is the name of two values; save two models as one, nn.ModuleDict(" in said
+
+
+def test_an_archive_behind_a_link_keeps_its_checkpoints(tmp_path: Path) -> None:
+    model, archive = nn.Linear(1, 1), tmp_path / "archive"
+    run = training.Checkpoints(tmp_path / "run", None, keep=1)
+    first = run.save(1, model).result()
+    shutil.move(first, archive)
+    first.symlink_to(archive)
+    run.save(2, model)
+    run.save(3, model)
+    assert training.load(archive, None, nn.Linear(1, 1)) == {"step": 1}
+    assert sorted(path.name for path in run.directory.glob("step-*")) == ["step-000001", "step-000003"]
+
+
+def a_folder_is_seen_late(root: Path) -> list[str]:
+    """Save and load where the second host sees a new name at the fourth look, and where it never does."""
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    model, exists, looks = nn.Linear(2, 2), Path.exists, dict[Path, int]()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    told = []
+
+    def see_late(path: Path, **options: Any) -> bool:
+        looks[path] = looks.get(path, 0) + 1
+        return looks[path] > 3 and exists(path, **options)
+
+    late = mock.patch.object(Path, "exists", see_late) if mesh.rank() == 1 else nullcontext()
+    with late:
+        for call in (training.save, training.load):
+            told.append(error_of(partial(call, root / "one", mesh, model)))
+    never = mock.patch.object(Path, "exists", return_value=False) if mesh.rank() == 1 else nullcontext()
+    with never, mock.patch.object(checkpoint_files, "LATE", 0.1):
+        told.append(error_of(partial(training.save, root / "two", mesh, model)))
+    mesh.close()
+    return told
+
+
+def test_a_host_may_see_a_new_folder_late(tmp_path: Path) -> None:
+    for saved, loaded, refused in run_ranks(2, a_folder_is_seen_late, tmp_path):
+        assert (saved, loaded) == ("", "")
+        assert refused.startswith(f"CheckpointError: rank 1: {tmp_path}/two is another directory than on rank 0; ")

@@ -37,7 +37,7 @@ in one step. Every save reads the manifests of all checkpoints in a directory, s
 releases wrote a file of this name with torch.save, with all that a checkpoint says about itself."""
 VALUES = "values.pt"
 """The rest of what a checkpoint says about itself, in the directory of tensors."""
-_LATE = 20.0
+LATE = 20.0
 """Seconds for which a host of a network file system may not see what another host has just made."""
 
 
@@ -101,7 +101,7 @@ class Writer(dcp.FileSystemWriter):
 
 def appears(path: Path) -> bool:
     """Return whether this host sees a file or directory that rank 0 or another host has made, at the latest after a while."""
-    deadline = time.monotonic() + _LATE
+    deadline = time.monotonic() + LATE
     while not path.exists():
         if time.monotonic() > deadline:
             return False
