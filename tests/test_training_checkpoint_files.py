@@ -6,11 +6,12 @@ import gc
 import multiprocessing
 import shutil
 import socket
+import threading
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 from weakref import ref
 
@@ -20,16 +21,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from messages import error_of
 from ranks import run_ranks
+from tensors import whole
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import namedmesh
 from namedmesh import training
 from namedmesh.compat import megatron
 from namedmesh.errors import CheckpointError
-from namedmesh.training import checkpoint_files
+from namedmesh.training import checkpoint_files, seeds
+from namedmesh.training.checkpoint_files import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
-def groups_that_outlive_the_default_group(root: Path) -> list[str]:
+def groups_that_outlive_the_default_group(root: Path, closed: bool) -> list[str]:
     """Destroy all groups while everything that used them is still referenced, as by the variables of a script."""
     mesh = namedmesh.init_mesh(dp=2, tp=1, device="cpu")
     mesh.add_view("expert", ep=2)
@@ -45,16 +52,88 @@ def groups_that_outlive_the_default_group(root: Path) -> list[str]:
     groups = {known.label: ref(known.group) for known in mesh.communicators}
     groups["world"] = ref(dist.group.WORLD)  # type: ignore[arg-type]
     assert {"checkpoints", "self", "world"} <= groups.keys()
-    mesh.close()
+    if closed:
+        mesh.close()
     dist.destroy_process_group()
     gc.collect()
     assert kept
     return [label for label, group in groups.items() if group() is not None]
 
 
-def test_no_group_outlives_the_default_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", [True, False])
+def test_no_group_outlives_the_default_group(tmp_path: Path, closed: bool) -> None:
     """A thread of gloo that is left at the end of the interpreter aborts the process now and then."""
-    assert run_ranks(2, groups_that_outlive_the_default_group, tmp_path) == [[], []]
+    assert run_ranks(2, groups_that_outlive_the_default_group, tmp_path, closed) == [[], []]
+
+
+# --- the background --------------------------------------------------------------------------------------------
+
+
+def devices_of_the_background(root: Path) -> None:
+    """What a save in the background asks of a GPU, of which there is none: its thread would begin at the first one."""
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    chosen: list[tuple[bool, int]] = []
+
+    def choose(device: int) -> None:
+        chosen.append((threading.current_thread() is threading.main_thread(), device))
+
+    never = AssertionError("no stream is needed for tensors on the CPU")
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_stream", side_effect=never),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
+        mock.patch.object(torch.accelerator, "set_device_index", choose),
+        mock.patch.object(seeds, "random_state", return_value={}),
+    ):
+        training.save(root / "cpu", mesh, model, async_=True).result()
+        assert not chosen
+        mesh.device = torch.device("cuda", 3)
+        training.save(root / "cuda", mesh, model, async_=True).result()
+    assert chosen == [(False, 3)]
+    mesh.close()
+
+
+def test_the_background_uses_the_device_of_the_rank(tmp_path: Path) -> None:
+    run_ranks(2, devices_of_the_background, tmp_path)
+
+
+@pytest.mark.gpu
+def test_copies_for_the_background_are_in_pinned_memory_that_is_used_again(tmp_path: Path) -> None:
+    with mesh_of_one_gpu(tmp_path) as mesh:
+        model: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
+        other: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
+        pinned = Ranks.of(mesh).pinned
+        places = []
+        for number in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(number)
+            saved = training.save(tmp_path / str(number), mesh, model, async_=True)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(-1)  # while it is written
+            saved.result()
+            assert all(memory.is_pinned() for memory in pinned.values())
+            places.append({name: memory.data_ptr() for name, memory in pinned.items()})
+        assert "model.0.weight" in places[0]
+        assert places[0] == places[1]
+        training.load(tmp_path / "1", mesh, other)
+        assert all((whole(parameter) == 1).all() for parameter in other.parameters())
+
+
+@contextmanager
+def mesh_of_one_gpu(directory: Path) -> Iterator[namedmesh.NamedMesh]:
+    store = dist.FileStore(str(directory / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    mesh = namedmesh.init_mesh(dp=1, device="cuda")
+    try:
+        yield mesh
+    finally:
+        mesh.close()
+        dist.destroy_process_group()
 
 
 # --- Hugging Face ----------------------------------------------------------------------------------------------

@@ -385,6 +385,15 @@ def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
         torch._foreach_mul_(tensors, factor)
 
 
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor that has the layout of another one, and a local tensor that may be on the CPU.
+
+    The public ``DTensor.from_local`` moves the local tensor to the device of the mesh.
+    """
+    made: DTensor = type(tensor).__new__(type(tensor), local, tensor._spec, requires_grad=False)
+    return made
+
+
 def dcp_ranks(*, no_dist: bool, process_group: dist.ProcessGroup | None) -> Any:
     """Return the object with which DCP calls a function on ranks: an error on one of them is raised on all.
 

@@ -62,8 +62,12 @@ def new_directory(target: Path) -> str:
 class Writer(dcp.FileSystemWriter):
     """DCP's, into a new directory in ``target``, which ``namedmesh.pt`` names once all ranks have written."""
 
-    def __init__(self, target: Path, about: dict[str, Any], finished: Callable[[], None]) -> None:
-        super().__init__(target / about["data"])
+    def __init__(
+        self, target: Path, about: dict[str, Any], finished: Callable[[], None], *, on_cpu: bool
+    ) -> None:
+        # What is on the CPU already needs no stream of an accelerator, on which DCP otherwise copies ahead.
+        ahead = {"per_thread_copy_ahead": 0} if on_cpu else {}
+        super().__init__(target / about["data"], **ahead)
         self.target, self.about, self._finished = target, about, finished
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
@@ -370,6 +374,7 @@ class Ranks:
         self._group = None if group is None else ref(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.saving: Future[Path] | None = None
+        self.pinned: dict[str, torch.Tensor] = {}  # into which saves in the background copy
 
     @classmethod
     def of(cls, mesh: NamedMesh | None) -> Ranks:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 from namedmesh.errors import CheckpointError
@@ -53,7 +54,8 @@ def save(
             saved as the whole tensors that they are shards of, over ``tp`` (experts: ``etp``).
         optimizer: the model's, stepped or not, or a list.
         data: what knows the place in the data, or a list of such; anything with ``state_dict()`` and ``load_state_dict()``.
-        async_: write in the background, once the tensors are copied. The next save or load waits for it, and raises what went
+        async_: write in the background, once the tensors are copied to the CPU (from an accelerator to pinned memory, which
+            is kept for the next save). The next save or load waits for it, and raises what went
             wrong on every rank; get the ``result()`` before ``destroy_process_group()``.
         **extra: values that are the same on every rank, such as the number of the step or ``scheduler.state_dict()``:
             numbers, texts, tensors, and lists, tuples and dicts of them.
@@ -90,17 +92,23 @@ def _save(
     def prepare() -> None:
         state.reduce_partial()
         if background:
-            state.copy()
+            state.copy(ranks.pinned)
 
     what = f"the checkpoint {path} could not be written"
     aliases = joined_aliases(ranks.from_all(what, collect))
     ranks.from_all(what, prepare)
     name = ranks.from_first(what, partial(files.new_directory, path))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
-    writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished)
+    writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished, on_cpu=background)
+    # A new thread begins with the first accelerator of the host, and would take memory there.
+    device = None
+    if mesh is not None and mesh.device.type != "cpu" and background:
+        device = torch.accelerator.current_device_index()
 
     def write() -> Path:
         try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
             with ranks.told(what):
                 planner = SavePlanner(state, aliases, writer)
                 dcp.save({}, storage_writer=writer, planner=planner, **ranks.arguments)
