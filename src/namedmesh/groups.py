@@ -194,7 +194,7 @@ class Groups:
     def __init__(self, defaults: GroupOptions) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.defaults = defaults
-        self._world: Any = ref(dist.group.WORLD)  # type: ignore[arg-type]  # there is a default group
+        self._world: Any = ref(dist.group.WORLD)
         self.of_world = GroupOptions(timeout=default_timeout())
         self._complete: dict[GroupOptions, GroupOptions] = {}
         self.held: dict[Key, Communicator] = {}
@@ -280,7 +280,9 @@ class Groups:
         if key not in self.held:
             if key not in _kept:
                 group = make()
-                _kept[key] = Communicator(label, tuple(dist.get_process_group_ranks(group)), ref(group), owned)
+                _kept[key] = Communicator(
+                    label, tuple(dist.get_process_group_ranks(group)), ref(group), owned
+                )
             _kept[key].users += 1
             self.held[key] = _kept[key]
         return self.held[key].group
@@ -303,7 +305,11 @@ class Groups:
 
         def make() -> Any:
             return dist.new_group(
-                ranks, options.timeout, "gloo", use_local_synchronization=part, group_desc=f"namedmesh:{label}"
+                ranks,
+                options.timeout,
+                "gloo",
+                use_local_synchronization=part,
+                group_desc=f"namedmesh:{label}",
             )
 
         group = self.take(key, label, make)

@@ -65,9 +65,10 @@ class Writer(dcp.FileSystemWriter):
     def __init__(
         self, target: Path, about: dict[str, Any], finished: Callable[[], None], *, on_cpu: bool
     ) -> None:
-        # What is on the CPU already needs no stream of an accelerator, on which DCP otherwise copies ahead.
-        ahead = {"per_thread_copy_ahead": 0} if on_cpu else {}
-        super().__init__(target / about["data"], **ahead)
+        super().__init__(target / about["data"])
+        if on_cpu:
+            # What is on the CPU already needs no stream of an accelerator, on which DCP otherwise copies ahead.
+            self.per_thread_copy_ahead = 0
         self.target, self.about, self._finished = target, about, finished
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
@@ -83,7 +84,9 @@ class Writer(dcp.FileSystemWriter):
         # Another host has written some of the files, and this one may see them late.
         written = {result.storage_data.relative_path for some in results for result in some}
         if unseen := [name for name in sorted(written) if not appears(data / name)]:
-            raise CheckpointError(f"{data} has no {listing(unseen, 4)} on rank 0, but on the rank that wrote it; {_SHARE}")
+            raise CheckpointError(
+                f"{data} has no {listing(unseen, 4)} on rank 0, but on the rank that wrote it; {_SHARE}"
+            )
         manifest = {key: self.about.pop(key) for key in ("data", "layout", "run")}
         values = io.BytesIO()
         torch.save(self.about, values)
@@ -112,7 +115,7 @@ def appears(path: Path) -> bool:
         time.sleep(0.05)
         # NFS looks again for a name that it did not find once it has listed the directory.
         with suppress(OSError):
-            os.listdir(path.parent)
+            list(path.parent.iterdir())
     return True
 
 
@@ -267,20 +270,23 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    about: dict[str, Any]
     try:
-        contents = (path / ABOUT).read_bytes()
-        if zipfile.is_zipfile(io.BytesIO(contents)):  # of an earlier release
-            about = torch.load(_checked(contents), weights_only=True)
-            return about
-        checksum, _, text = contents.partition(b"\n")
-        if int(checksum) != zlib.crc32(text):
-            raise _damaged(ABOUT, path)
-        about = json.loads(text)
+        return _parse_manifest((path / ABOUT).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise AbsentError(_describe_absence(path)) from None
     except Exception as error:
         raise _damaged(ABOUT, path) from error
+
+
+def _parse_manifest(contents: bytes) -> dict[str, Any]:
+    about: dict[str, Any]
+    if zipfile.is_zipfile(io.BytesIO(contents)):  # of an earlier release
+        about = torch.load(_checked(contents), weights_only=True)
+        return about
+    checksum, _, text = contents.partition(b"\n")
+    if int(checksum) != zlib.crc32(text):
+        raise ValueError(checksum)
+    about = json.loads(text)
     return about
 
 
@@ -320,13 +326,17 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
-        try:
-            found[path] = _place(path)
-        except AbsentError:
-            continue  # of something else, or removed by a job that writes here
-        except DamagedError as error:
-            found[path] = {"order": float("inf"), "error": error}
+        # It may be something else, or a job that writes here may remove it meanwhile.
+        with suppress(AbsentError):
+            found[path] = _place_or_error(path)
     return sorted(found.items(), key=lambda item: item[1]["order"])
+
+
+def _place_or_error(path: Path) -> dict[str, Any]:
+    try:
+        return _place(path)
+    except DamagedError as error:
+        return {"order": float("inf"), "error": error}
 
 
 def latest(directory: Path) -> Path | None:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 from pathlib import Path
+from typing import ClassVar
 from weakref import WeakValueDictionary, finalize
 
 from namedmesh.errors import CheckpointError
@@ -21,7 +22,7 @@ class Lock:
     the file of a process that was killed is stale, and the next job takes it over.
     """
 
-    _held: WeakValueDictionary[tuple[int, Path], Lock] = WeakValueDictionary()
+    _held: ClassVar[WeakValueDictionary[tuple[int, Path], Lock]] = WeakValueDictionary()
 
     def __init__(self, directory: Path) -> None:
         path = directory / _NAME
