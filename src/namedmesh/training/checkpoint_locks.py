@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import warnings
 from pathlib import Path
 from typing import ClassVar
 from weakref import WeakValueDictionary, finalize
@@ -18,7 +19,7 @@ _NAME = ".namedmesh.lock"
 class Lock:
     """The right of this process to write in a directory, until nothing refers to the lock any more.
 
-    The operating system holds it (``fcntl.lockf``, which NFS and Lustre know, too) and ends it with the process. Therefore
+    The operating system holds it (``fcntl.lockf``, which NFS and Lustre know, too), and ends it with the process. Therefore
     the file of a process that was killed is stale, and the next job takes it over.
     """
 
@@ -53,14 +54,19 @@ def _lock(path: Path) -> int:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if error.errno not in {errno.EACCES, errno.EAGAIN}:
+                # Such as Lustre that is mounted without flock.
+                warnings.warn(
+                    f"{path.parent} can have no lock ({error}); let one job at a time save there",
+                    stacklevel=2,
+                )
+                return descriptor
             holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
             os.close(descriptor)
-            if error.errno in {errno.EACCES, errno.EAGAIN}:
-                raise CheckpointError(
-                    f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give this job a directory of "
-                    "its own, or end that process."
-                ) from None
-            raise
+            raise CheckpointError(
+                f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give this job a directory of "
+                "its own, or end that process."
+            ) from None
         # The process before may have removed the file after it was opened here: then the lock is on a file without a name.
         if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
             return descriptor

@@ -281,6 +281,7 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # or the ranks that failed would be waited for
             self.close()
+        self._lock = None
 
     def close(self) -> None:
         """Wait for what is written, and raise its error if it was not reported; then another job may write here."""
