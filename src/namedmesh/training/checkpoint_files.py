@@ -242,16 +242,13 @@ def _stat(path: Path) -> os.stat_result | None:
 
 def clear(path: Path) -> None:
     """Remove the directories of tensors of interrupted saves, and ``path`` if it is empty then; nothing if it is damaged."""
-    try:
-        kept = _place(path)["data"]
-    except AbsentError:
-        kept = None
-    except DamagedError:
+    place = _place(path) if is_whole(path) else {}
+    if "error" in place:
         return
     for directory in path.glob("data-" + 16 * "[0-9a-f]"):
-        if directory.name != kept:
+        if directory.name != place.get("data"):
             shutil.rmtree(directory, ignore_errors=True)
-    if kept is None:
+    if not place:
         with suppress(OSError):  # something is left, or it does not exist
             path.rmdir()
 
@@ -310,14 +307,17 @@ _places: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
 
 def _place(path: Path) -> dict[str, Any]:
-    """Return the directory of tensors of a checkpoint, its run, and its place in the order."""
+    """Return the directory of tensors of a checkpoint, its run, and its place in the order; or the ``error`` of a damaged one."""
     stat = _stat(path)
     if stat is None:
         raise AbsentError(_describe_absence(path))
     state = stat.st_ino, stat.st_mtime_ns, stat.st_size
     known = _places.get(path)
     if known is None or known[0] != state:
-        about = _read_manifest(path)
+        try:
+            about = _read_manifest(path)
+        except DamagedError as error:
+            return {"order": float("inf"), "error": error}
         known = _places[path] = state, {key: about[key] for key in ("data", "run", "order")}
     return known[1]
 
@@ -328,15 +328,8 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     for path in sorted(directory.glob("*")):
         # It may be something else, or a job that writes here may remove it meanwhile.
         with suppress(AbsentError):
-            found[path] = _place_or_error(path)
+            found[path] = _place(path)
     return sorted(found.items(), key=lambda item: item[1]["order"])
-
-
-def _place_or_error(path: Path) -> dict[str, Any]:
-    try:
-        return _place(path)
-    except DamagedError as error:
-        return {"order": float("inf"), "error": error}
 
 
 def latest(directory: Path) -> Path | None:
