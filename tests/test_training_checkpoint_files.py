@@ -1,4 +1,4 @@
-"""Directories of checkpoints: who may write there, what is found and removed, and what Hugging Face reads of them."""
+"""Directories of checkpoints: who may write there, what is found, removed and exported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def groups_that_outlive_the_default_group(root: Path, closed: bool) -> list[str]:
-    """Destroy all groups while everything that used them is still referenced, as by the variables of a script."""
+    """Destroy all groups while everything that used them is still referenced, as in a script."""
     mesh = namedmesh.init_mesh(dp=2, tp=1, device="cpu")
     mesh.add_view("expert", ep=2)
     mesh.flatten("dp", "tp")
@@ -63,15 +63,15 @@ def groups_that_outlive_the_default_group(root: Path, closed: bool) -> list[str]
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_no_group_outlives_the_default_group(tmp_path: Path, closed: bool) -> None:
-    """A thread of gloo that is left at the end of the interpreter aborts the process now and then."""
+    """A gloo thread that is left at the end of the interpreter aborts the process now and then."""
     assert run_ranks(2, groups_that_outlive_the_default_group, tmp_path, closed, init=False) == [[], []]
 
 
-# --- the background --------------------------------------------------------------------------------------------
+# --- the background ------------------------------------------------------------------------------
 
 
 def devices_of_the_background(root: Path) -> None:
-    """What a save in the background asks of a GPU, of which there is none: its thread would begin at the first one."""
+    """Save in the background as if there were GPUs: a new thread would begin with the first one."""
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
@@ -137,7 +137,7 @@ def mesh_of_one_gpu(directory: Path) -> Iterator[namedmesh.NamedMesh]:
         dist.destroy_process_group()
 
 
-# --- Hugging Face ----------------------------------------------------------------------------------------------
+# --- Hugging Face --------------------------------------------------------------------------------
 
 
 class Normed(nn.Sequential):
@@ -212,7 +212,7 @@ def test_adapters_are_not_written_under_names_that_nobody_finds(tmp_path: Path) 
     assert not (tmp_path / "theirs").exists()
 
 
-# --- directories -----------------------------------------------------------------------------------------------
+# --- directories ---------------------------------------------------------------------------------
 
 
 def hold_a_directory(directory: Path, pipe: Any) -> None:
@@ -257,7 +257,7 @@ def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
 def test_what_another_job_removes_or_replaces_is_not_in_the_way(
     tmp_path: Path, moment: str, action: str
 ) -> None:
-    """latest() in a job that evaluates, while the job that trains removes what latest() is looking at."""
+    """latest() in a job that evaluates, while the job that trains removes what it looks at."""
     model = nn.Linear(1, 1)
     run = training.Checkpoints(tmp_path, None, keep=None)
     before, last = run.save(1, model).result(), run.save(2, model).result()
@@ -279,7 +279,7 @@ def test_what_another_job_removes_or_replaces_is_not_in_the_way(
 
 
 def test_earlier_checkpoints_are_read_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Up to now the manifest was written by torch.save, and had all that a checkpoint says about itself."""
+    """Earlier manifests were written by torch.save, with all that a checkpoint says of itself."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     run = training.Checkpoints(tmp_path, None)
     path = run.save(3, model, note="kept").result()
@@ -357,7 +357,7 @@ def test_an_archive_behind_a_link_keeps_its_checkpoints(tmp_path: Path) -> None:
 
 
 def a_folder_is_seen_late(root: Path) -> list[str]:
-    """Save and load where the second host sees a new name at the fourth look, and where it never does."""
+    """Save and load where the second host sees a new name at the fourth look, or never."""
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     model, exists, looks = nn.Linear(2, 2), Path.exists, dict[Path, int]()
     for parameter in model.parameters():

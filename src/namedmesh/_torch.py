@@ -386,7 +386,7 @@ def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor that has the layout of another one, and a local tensor that may be on the CPU.
+    """Return a DTensor with the layout of another one, and a local tensor that may be on the CPU.
 
     The public ``DTensor.from_local`` moves the local tensor to the device of the mesh.
     """
@@ -395,9 +395,10 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def dcp_ranks(*, no_dist: bool, process_group: dist.ProcessGroup | None) -> Any:
-    """Return the object with which DCP calls a function on ranks: an error on one of them is raised on all.
+    """Return the object with which DCP calls functions on ranks and shares their errors.
 
-    Make one for each call. It holds the group, which would keep the group's threads after ``destroy_process_group()``.
+    Make one for each call. It holds the group, which would keep the threads of the group after
+    ``destroy_process_group()``.
     """
     from torch.distributed.checkpoint.utils import _DistWrapper
 

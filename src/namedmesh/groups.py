@@ -154,8 +154,9 @@ class Communicator:
     """What it was made for: the names of its axes."""
     ranks: tuple[int, ...]
     reference: ref[dist.ProcessGroup]
-    """A weak reference to the group: torch's registry alone keeps a group alive, so that ``destroy_process_group()`` ends
-    it with its threads. A thread of gloo that outlives the interpreter aborts the process."""
+    """A weak reference to the group. Only torch's registry keeps a group alive, so that
+    ``destroy_process_group()`` ends it with its threads. A gloo thread that outlives the interpreter
+    aborts the process."""
     owned: bool = True
     """Whether it was made here: it is not the default group, and not one that was adopted."""
     users: int = 0
@@ -293,8 +294,9 @@ class Groups:
         self.held.setdefault(key, Communicator(label, ranks, ref(group), owned=False))
 
     def for_checkpoints(self, layout: Layout) -> dist.ProcessGroup:
-        """Return a gloo group over all ranks of a layout that only checkpoints use: they communicate in the background.
+        """Return the gloo group over all ranks of a layout that only checkpoints use.
 
+        A save in the background communicates at the same time as the training step.
         Collective: every rank of the layout must call it.
         """
         ranks = tuple(layout.ranks)

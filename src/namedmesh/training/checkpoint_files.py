@@ -32,9 +32,10 @@ from namedmesh.mesh import NamedMesh
 
 _SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 ABOUT = "namedmesh.pt"
-"""The manifest: it names the directory of tensors next to it, and has what finds and orders checkpoints. It is replaced last,
-in one step. Every save reads the manifests of all checkpoints in a directory, so they are small: a checksum and JSON. Earlier
-releases wrote a file of this name with torch.save, with all that a checkpoint says about itself."""
+"""The manifest. It names the directory of tensors next to it, and has what finds and orders
+checkpoints. It is replaced last, in one step. Every save reads the manifests of all checkpoints in a
+directory, so they are small: a checksum and JSON. Earlier releases wrote a file of this name with
+torch.save, with all that a checkpoint says about itself."""
 VALUES = "values.pt"
 """The rest of what a checkpoint says about itself, in the directory of tensors."""
 LATE = 20.0
@@ -67,12 +68,12 @@ class Writer(dcp.FileSystemWriter):
     ) -> None:
         super().__init__(target / about["data"])
         if on_cpu:
-            # What is on the CPU already needs no stream of an accelerator, on which DCP otherwise copies ahead.
+            # Tensors on the CPU need no stream of an accelerator, on which DCP otherwise copies ahead.
             self.per_thread_copy_ahead = 0
         self.target, self.about, self._finished = target, about, finished
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Raise CheckpointError if the directory is a different one on this host than on the host of rank 0."""
+        """Raise CheckpointError if the directory is a different one on this host than on rank 0."""
         if not appears(Path(self.path)):
             raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
         return plan
@@ -107,7 +108,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def appears(path: Path) -> bool:
-    """Return whether this host sees a file or directory that rank 0 or another host has made, at the latest after a while."""
+    """Return whether this host sees a file or directory of another host, after a while at most."""
     deadline = time.monotonic() + LATE
     while not path.exists():
         if time.monotonic() > deadline:
@@ -241,7 +242,10 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def clear(path: Path) -> None:
-    """Remove the directories of tensors of interrupted saves, and ``path`` if it is empty then; nothing if it is damaged."""
+    """Remove what interrupted saves have left, and then ``path`` if it is empty.
+
+    Of a checkpoint whose manifest is damaged, nothing is removed.
+    """
     place = _place(path) if is_whole(path) else {}
     if "error" in place:
         return
@@ -291,8 +295,8 @@ def _describe_absence(path: Path) -> str:
     """Return what is at a path that has no finished checkpoint."""
     if path.is_file():
         return (
-            f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote. Read what torch.save() "
-            "wrote with torch.load()."
+            f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote. "
+            "Read what torch.save() wrote with torch.load()."
         )
     if (path / ".metadata").exists():
         return (
@@ -303,11 +307,15 @@ def _describe_absence(path: Path) -> str:
 
 
 _places: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
-"""What was read of each manifest, and the state of the file then: every save asks several times for all of a directory."""
+"""The order of each checkpoint, with the state of its manifest when it was read: a save asks
+several times for all checkpoints of a directory."""
 
 
 def _place(path: Path) -> dict[str, Any]:
-    """Return the directory of tensors of a checkpoint, its run, and its place in the order; or the ``error`` of a damaged one."""
+    """Return the directory of tensors of a checkpoint, its run and its position in the order.
+
+    Of a damaged manifest return the ``error``, and a position behind all others.
+    """
     stat = _stat(path)
     if stat is None:
         raise AbsentError(_describe_absence(path))
@@ -333,7 +341,7 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the checkpoint in a directory that was finished last, except those with files that are missing or cut off."""
+    """Return the checkpoint in a directory that was finished last and has all of its files."""
     path: Path
     for path, about in reversed(in_order(directory)):
         problem = about.get("error")
@@ -350,7 +358,11 @@ def latest(directory: Path) -> Path | None:
 
 
 def _incomplete_files(path: Path) -> list[str]:
-    """Return the files of a checkpoint that are missing or cut off; AbsentError if a job has removed it meanwhile."""
+    """Return the files of a checkpoint that are missing or cut off.
+
+    Raises:
+        AbsentError: a job has removed the checkpoint meanwhile.
+    """
     about = _read_manifest(path)
     sizes: dict[str, int] = {}
     with suppress(FileNotFoundError):
@@ -368,7 +380,7 @@ def _incomplete_files(path: Path) -> list[str]:
 class Ranks:
     """All ranks of a mesh (without one, this process), on a gloo group that only checkpoints use.
 
-    The group is held weakly, as everywhere: ``destroy_process_group()`` has to end it with its threads.
+    The group is held weakly, because ``destroy_process_group()`` has to end it with its threads.
     """
 
     _of: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Ranks]] = WeakKeyDictionary()
@@ -381,7 +393,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: NamedMesh | None) -> Ranks:
-        """Return those of a mesh. Collective: every rank of the mesh must call it, the first time after the launch."""
+        """Return the ranks of a mesh. Collective: every rank of the mesh must call it."""
         if mesh is None:
             return cls(None)
         group = mesh.groups.for_checkpoints(mesh.layout)
@@ -395,8 +407,9 @@ class Ranks:
         group = self._group()
         if group is None:
             raise CheckpointError(
-                "The default group was destroyed, and the checkpoint's group with it. Wait for a save in the background "
-                "with its result(), or leave the 'with' block of Checkpoints, before destroy_process_group()."
+                "The default group was destroyed, and the group of checkpoints with it. Before "
+                "destroy_process_group(), wait for a save in the background: get its result(), or leave the "
+                "'with' block of Checkpoints."
             )
         return {"no_dist": False, "process_group": group}
 

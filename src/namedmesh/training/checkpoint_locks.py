@@ -1,4 +1,4 @@
-"""Which process may write checkpoints in a directory: one at a time, also if several hosts share the file system."""
+"""Locks on directories of checkpoints: one process at a time writes there, also of several hosts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _NAME = ".namedmesh.lock"
 class Lock:
     """The right of this process to write in a directory, until nothing refers to the lock any more.
 
-    The operating system holds it (``fcntl.lockf``, which NFS and Lustre know, too), and ends it with the process. Therefore
-    the file of a process that was killed is stale, and the next job takes it over.
+    The operating system holds it (``fcntl.lockf``, which NFS and Lustre know, too), and ends it with
+    the process. Therefore the file of a process that was killed is stale, and the next job takes it
+    over.
     """
 
     _held: ClassVar[WeakValueDictionary[tuple[int, Path], Lock]] = WeakValueDictionary()
@@ -64,10 +65,11 @@ def _lock(path: Path) -> int:
             holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise CheckpointError(
-                f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give this job a directory of "
-                "its own, or end that process."
+                f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give this job a "
+                "directory of its own, or end that process."
             ) from None
-        # The process before may have removed the file after it was opened here: then the lock is on a file without a name.
+        # The process before may have removed the file after it was opened here. Then the lock is on a
+        # file without a name.
         if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
             return descriptor
         os.close(descriptor)

@@ -110,8 +110,8 @@ class State:
             remedy = "give a parameter to one optimizer"
             if name.startswith("model."):
                 remedy = (
-                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number the layers of pipeline "
-                    "stages with training.stage_layers"
+                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
+                    "the layers of pipeline stages with training.stage_layers"
                 )
             raise CheckpointError(f"{shown(name)} is the name of two values; {remedy}")
         self.values[name] = value
@@ -189,18 +189,18 @@ class State:
     def copy(self, pinned: dict[str, Tensor]) -> None:
         """Copy the tensors to the CPU, for a save in the background.
 
-        What is on an accelerator goes to pinned memory, which does not wait for each copy. Pinned memory is slow to get,
-        so that of the save before is used again.
+        Copies from an accelerator go to pinned memory and do not wait for each other. Pinned memory is
+        slow to get, so the memory of the save before is used again.
 
         Args:
-            pinned: the memory by the names of entries, which is filled. No other save may be reading it.
+            pinned: the memory, by the names of entries. It is filled here; no other save may read it.
         """
         devices: set[torch.device] = set()
         for name, value in self.values.items():
             if not isinstance(value, Tensor):
                 continue
             local = value.to_local() if isinstance(value, DTensor) else value
-            # Tensors of other types, such as quantized optimizer states, know themselves how they are copied.
+            # Tensor subclasses, such as quantized optimizer states, know how they are copied.
             if local.device.type == "cpu" or type(local) not in {Tensor, nn.Parameter}:
                 self.values[name] = value.to("cpu", copy=True)
                 continue

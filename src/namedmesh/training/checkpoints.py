@@ -54,9 +54,10 @@ def save(
             saved as the whole tensors that they are shards of, over ``tp`` (experts: ``etp``).
         optimizer: the model's, stepped or not, or a list.
         data: what knows the place in the data, or a list of such; anything with ``state_dict()`` and ``load_state_dict()``.
-        async_: write in the background, once the tensors are copied to the CPU (from an accelerator to pinned memory, which
-            is kept for the next save). The next save or load waits for it, and raises what went
-            wrong on every rank; get the ``result()`` before ``destroy_process_group()``.
+        async_: write in the background, once the tensors are copied to the CPU. Copies from an
+            accelerator go to pinned memory, which is kept for the next save. The next save or load
+            waits for it, and raises its error on every rank. Get the ``result()`` before
+            ``destroy_process_group()``.
         **extra: values that are the same on every rank, such as the number of the step or ``scheduler.state_dict()``:
             numbers, texts, tensors, and lists, tuples and dicts of them.
 
@@ -246,12 +247,14 @@ def _load(
 class Checkpoints:
     """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
 
-    A run begins with the first save after a fresh start, and goes on with every checkpoint that is loaded here. Nothing of
-    another run, or of another name (``best``), or behind a symbolic link, is ever removed; leftovers of interrupted saves are, at
-    the next save. The end of a ``with`` block waits for what is written, and raises its error.
+    A run begins with the first save after a fresh start, and goes on with every checkpoint that is
+    loaded here. Nothing of another run, or of another name (``best``), or behind a symbolic link, is
+    ever removed; leftovers of interrupted saves are, at the next save. The end of a ``with`` block
+    waits for what is written, and raises its error.
 
-    From ``resume_or_start()`` or the first save to ``close()`` no other job can write in the directory: there it is a
-    CheckpointError, which names host and process. A job that was killed is in nobody's way.
+    From ``resume_or_start()`` or the first save to ``close()``, no other job can save in the
+    directory: it gets a CheckpointError that names this host and process. The lock of a job that was
+    killed does not stop the next one.
 
     Args:
         directory: on a file system that all ranks see.
@@ -284,7 +287,7 @@ class Checkpoints:
         self._lock = None
 
     def close(self) -> None:
-        """Wait for what is written, and raise its error if it was not reported; then another job may write here."""
+        """Wait for the save in the background, and raise its error; then another job may save here."""
         try:
             self._ranks.finish()
         finally:

@@ -1,4 +1,4 @@
-"""Weights in the format of Hugging Face's ``save_pretrained``: written from a checkpoint, and read by ``load``."""
+"""Weights in the format of Hugging Face's ``save_pretrained``, written and read."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ _WRITTEN = {"model-00001-of-00001.safetensors", _INDEX}  # by torch's writer, wh
 def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
     """Write the model of a checkpoint as Hugging Face's ``from_pretrained`` reads it (safetensors).
 
-    One process, which holds all of the model, calls this. If the ranks had different values of a buffer, such as the running
-    mean of a BatchNorm, the value of the lowest rank is written, as :func:`load` does for another layout. ``config.json``
-    is the model's to write.
+    One process calls this, and holds all of the model. If the ranks had different values of a buffer,
+    such as the running mean of a BatchNorm, the value of the lowest rank is written, as :func:`load`
+    does for another layout. ``config.json`` is the model's to write.
 
     Args:
         path: the checkpoint, which :func:`save` wrote.
-        directory: a new directory, or one without weights. Weights that an earlier call wrote are replaced.
+        directory: a new directory, or one without weights. Weights that an earlier call wrote are
+            replaced.
 
     Raises:
-        CheckpointError: there is no checkpoint at ``path``, it is corrupted, or it has the adapters of PEFT, which
-            ``from_pretrained`` does not find under the names of a checkpoint; or ``directory`` has other weights.
+        CheckpointError: there is no checkpoint at ``path``; it is corrupted; it has adapters of PEFT,
+            which ``from_pretrained`` does not find under the names that they have in a checkpoint; or
+            ``directory`` has other weights.
     """
     source, target = Path(path), Path(directory)
     about = files.read_about(source)
@@ -60,26 +62,27 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
 
 
 def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Raise CheckpointError if ``from_pretrained`` would read other weights than those of the checkpoint."""
+    """Raise CheckpointError if ``from_pretrained`` would not read the weights of the checkpoint."""
     problems = []
     if adapters := [name for name in names if _is_of_adapter(name)]:
         problems.append(
-            f"The checkpoint {source} has adapters of PEFT, such as {adapters[0]!r}, which from_pretrained() does not find under "
-            "these names: it would start from random weights. Load the checkpoint into the model in one process "
-            "(training.load(path, None, model)) and call the model's own save_pretrained(), or merge_and_unload() first."
+            f"The checkpoint {source} has adapters of PEFT, such as {adapters[0]!r}. from_pretrained() does "
+            "not find these names, and would start from random weights. Load the checkpoint into the model "
+            "in one process (training.load(path, None, model)) and call the model's own save_pretrained(), "
+            "or merge_and_unload() first."
         )
     weights = [*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")]
     if others := sorted(file.name for file in weights if file.name not in _WRITTEN):
         problems.append(
-            f"{target} has other weights ({listing(others, 4)}), which from_pretrained() would read too, or instead. "
-            "Give a new directory, or remove them."
+            f"{target} has other weights ({listing(others, 4)}), which from_pretrained() would read too, or "
+            "instead. Give a new directory, or remove them."
         )
     if problems:
         raise CheckpointError(*problems)
 
 
 def _is_of_adapter(name: str) -> bool:
-    """Return whether PEFT made the module of a weight: it wraps a layer, and the adapters are beside the layer in it."""
+    """Return whether a weight is in a module of PEFT, which has a layer and its adapters in it."""
     parts = name.split(".")
     wrapped = not {"base_layer", "modules_to_save"}.isdisjoint(parts)
     return wrapped or name.startswith("base_model.model.") or any(part.startswith("lora_") for part in parts)
@@ -98,7 +101,7 @@ class PretrainedReader(dcp.HuggingFaceStorageReader):
 
 
 class _SomeFiles(FileSystem):
-    """A file system in which a folder has some of its files only: DCP's reader lists a folder and reads all of them."""
+    """A file system that lists some files only: DCP's reader reads all files of a folder."""
 
     def __init__(self, listed: list[Path]) -> None:
         self._listed = [str(file) for file in listed]
@@ -108,7 +111,7 @@ class _SomeFiles(FileSystem):
 
 
 def read_pretrained(path: Path) -> dict[str, Any] | None:
-    """Return the contents of a folder of Hugging Face in the form of a checkpoint's manifest; None if it is not one."""
+    """Return what a folder of Hugging Face has, as a manifest does; None if it is not one."""
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
         return None
     reader = dcp.HuggingFaceStorageReader(str(path))
@@ -121,15 +124,15 @@ def read_pretrained(path: Path) -> dict[str, Any] | None:
             twice.append(repr(name))
     if twice:
         raise CheckpointError(
-            f"{path} has {listing(twice, 4)} in more than one file. Remove the files of another model, or name the files "
-            f"to read in {_INDEX}, as save_pretrained() does."
+            f"{path} has {listing(twice, 4)} in more than one file. Remove the files of another model, or "
+            f"name the files to read in {_INDEX}, as save_pretrained() does."
         )
     nothing: dict[str, Any] = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}}
     return nothing | dict.fromkeys(("data", "layout", "run")) | {"tensors": metadata}
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the files that the index of a folder names, or without an index all of its safetensors files."""
+    """Return the files that the index of a folder names; without an index, all safetensors files."""
     if not (path / _INDEX).exists():
         return sorted(path.glob("*.safetensors"))
     named = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
