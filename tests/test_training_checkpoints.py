@@ -49,7 +49,7 @@ REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSEr
 
 
 def files_left(directory: Path) -> list[str]:
-    return sorted(each.name for each in directory.iterdir())
+    return sorted(each.name for each in directory.iterdir() if not each.name.startswith("."))
 
 
 def test_the_one_that_was_finished_last_is_gone_on_from(tmp_path: Path) -> None:

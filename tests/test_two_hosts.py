@@ -277,13 +277,17 @@ def test_torchrun_restarts_a_job_over_two_hosts(hosts: Hosts) -> None:
 def _unshared(place: str) -> list[str]:
     """Each host has a directory of its own under one name; and then one that both see."""
     from namedmesh import training
+    from namedmesh.training import checkpoint_files
 
     rank = int(os.environ["RANK"])
     own = Path(place, "own")
     with two_hosts.mounted(Path(place, f"of-host-{rank}"), own):
         mesh = namedmesh.init_mesh(dp=2, device="cpu")
         net = tiny.model()
-        told = [error_of(lambda: training.Checkpoints(own, mesh, keep=1).save(1, net))]
+        checkpoint_files.LATE = 0.2  # the seconds for which a folder may be seen late
+        run = training.Checkpoints(own, mesh, keep=1)
+        told = [error_of(lambda: run.save(1, net))]
+        run.close()
         told.append(str(sorted(each.name for each in own.rglob("*"))))
     training.save(Path(place, "step-1"), mesh, net)
     told.append(error_of(lambda: training.load(Path(place, "step-1"), mesh, net)))

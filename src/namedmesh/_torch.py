@@ -395,11 +395,24 @@ def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
         torch._foreach_mul_(tensors, factor)
 
 
-def dcp_ranks(group: dist.ProcessGroup | None) -> Any:
-    """Return what torch's checkpoints call functions on ranks with: what one of them raises is raised on all."""
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor with the layout of another one, and a local tensor that may be on the CPU.
+
+    The public ``DTensor.from_local`` moves the local tensor to the device of the mesh.
+    """
+    made: DTensor = type(tensor).__new__(type(tensor), local, tensor._spec, requires_grad=False)
+    return made
+
+
+def dcp_ranks(*, no_dist: bool, process_group: dist.ProcessGroup | None) -> Any:
+    """Return the object with which DCP calls functions on ranks and shares their errors.
+
+    Make one for each call. It holds the group, which would keep the threads of the group after
+    ``destroy_process_group()``.
+    """
     from torch.distributed.checkpoint.utils import _DistWrapper
 
-    return _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
+    return _DistWrapper(process_group, use_dist=not no_dist, coordinator_rank=0)
 
 
 def remove_backwards(schedule: Any) -> None:

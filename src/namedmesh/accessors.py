@@ -131,7 +131,8 @@ class Accessors:
     @constant_under_compile
     def is_outlived(self) -> bool:
         """Return whether the default group that the mesh was made in was destroyed."""
-        return dist.group.WORLD is not self.groups.world
+        world = self.groups.world
+        return world is None or dist.group.WORLD is not world
 
     def is_first(self, axis: str) -> bool:
         """Return whether this rank is the first on an axis, or on a flattened product."""

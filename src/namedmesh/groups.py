@@ -5,12 +5,12 @@ Every rank of the world makes every group, in the same order, so the table of wh
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -153,23 +153,40 @@ class Communicator:
     label: str
     """What it was made for: the names of its axes."""
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup
+    reference: ref[dist.ProcessGroup]
+    """A weak reference to the group. Only torch's registry keeps a group alive, so that
+    ``destroy_process_group()`` ends it with its threads. A gloo thread that outlives the interpreter
+    aborts the process."""
     owned: bool = True
     """Whether it was made here: it is not the default group, and not one that was adopted."""
     users: int = 0
     """How many open meshes use it."""
+    of_world: bool = True
+    """Whether every rank of the world made it or another one like it."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group; MeshError once it was destroyed."""
+        group = self.reference()
+        if group is None:
+            raise MeshError(f"The process group over {self.label} was destroyed. Make another mesh.")
+        return group
+
+    def exists(self) -> bool:
+        """Return whether torch still knows the group."""
+        group = self.reference()
+        return group is not None and is_registered(group)
 
 
 _ALONE = Key("alone", None)
 _kept: dict[Key, Communicator] = {}
 """Those of the default group of this moment, in the order they were made. They stay when meshes are closed: torch names
 each new group anew, while DTensor's caches, one for each thread, and compiled code hold groups by name."""
-atexit.register(_kept.clear)  # a thread of a group must not outlive the interpreter
 
 
 def kept_groups() -> str:
     """Return what exists, in words: it must be the same on every rank."""
-    return ", ".join(known.label for known in _kept.values()) or "none"
+    return ", ".join(known.label for known in _kept.values() if known.of_world) or "none"
 
 
 class Groups:
@@ -178,12 +195,17 @@ class Groups:
     def __init__(self, defaults: GroupOptions) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.defaults = defaults
-        self.world: Any = dist.group.WORLD
+        self._world: Any = ref(dist.group.WORLD)
         self.of_world = GroupOptions(timeout=default_timeout())
         self._complete: dict[GroupOptions, GroupOptions] = {}
         self.held: dict[Key, Communicator] = {}
-        if not all(is_registered(known.group) for known in _kept.values()):
+        if not all(known.exists() for known in _kept.values()):
             _kept.clear()  # they were another default group's
+
+    @property
+    def world(self) -> Any:
+        """The default group in which the mesh was made; None once it was destroyed."""
+        return self._world()
 
     def key(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> Key:
         """Return the key of the groups over some axes, the same on every rank."""
@@ -226,7 +248,8 @@ class Groups:
         key = self.key(layout, axes, options)
         known = self.held.get(key)
         if known is None and self._is_world(layout, axes, key):
-            return self.world  # type: ignore[no-any-return]
+            world: dist.ProcessGroup | None = self.world
+            return world
         return known.group if known else None
 
     def _is_world(self, layout: Layout, axes: Sequence[str], key: Key) -> bool:
@@ -258,7 +281,9 @@ class Groups:
         if key not in self.held:
             if key not in _kept:
                 group = make()
-                _kept[key] = Communicator(label, tuple(dist.get_process_group_ranks(group)), group, owned)
+                _kept[key] = Communicator(
+                    label, tuple(dist.get_process_group_ranks(group)), ref(group), owned
+                )
             _kept[key].users += 1
             self.held[key] = _kept[key]
         return self.held[key].group
@@ -266,7 +291,32 @@ class Groups:
     def borrow(self, key: Key, label: str, group: dist.ProcessGroup) -> None:
         """Take note of a group that somebody else owns."""
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.held.setdefault(key, Communicator(label, ranks, group, owned=False))
+        self.held.setdefault(key, Communicator(label, ranks, ref(group), owned=False))
+
+    def for_checkpoints(self, layout: Layout) -> dist.ProcessGroup:
+        """Return the gloo group over all ranks of a layout that only checkpoints use.
+
+        A save in the background communicates at the same time as the training step.
+        Collective: every rank of the layout must call it.
+        """
+        ranks = tuple(layout.ranks)
+        options = self.completed(GroupOptions(backend="gloo"))
+        key, label = Key(ranks, options, "checkpoints"), "checkpoints"
+        # The other ranks of the world do not save the model of a mesh over a part of it.
+        part = len(ranks) < self.world_size
+
+        def make() -> Any:
+            return dist.new_group(
+                ranks,
+                options.timeout,
+                "gloo",
+                use_local_synchronization=part,
+                group_desc=f"namedmesh:{label}",
+            )
+
+        group = self.take(key, label, make)
+        self.held[key].of_world = not part
+        return group
 
     def release(self) -> None:
         """Let all groups go; they stay for the next mesh."""
@@ -295,7 +345,7 @@ def destroy_unused() -> None:
     unused = [key for key, known in _kept.items() if known.users < 1]
     for key in reversed(unused):
         known = _kept.pop(key)
-        if known.owned and is_registered(known.group):
+        if known.owned and known.exists():
             dist.destroy_process_group(known.group)
     if unused:
         forget_operations()

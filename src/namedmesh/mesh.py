@@ -275,7 +275,9 @@ class NamedMesh(Accessors):
     def _forget_answers(self) -> None:
         """Forget what was worked out: what the mesh is asked for then, it looks up, and finds that it has ended."""
         self._version = ""
-        for answers in (self._places, self._meshes, self._slices, self._views.roots):
+        # torch's meshes hold groups, which destroy_process_group() has to end.
+        views = self._views
+        for answers in (self._places, self._meshes, self._slices, views.roots, views.flat):
             answers.clear()
 
     def _named(self, names: tuple[str, ...]) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from namedmesh import current
+from namedmesh._torch import when_default_group_ends
 from namedmesh.axes import DENSE_AXES, LEGACY_AXES
 from namedmesh.compat import ContractError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
@@ -110,6 +112,8 @@ class State:
             self._write(values)
         if owned:
             self.owned = mesh
+        # The variables hold groups, which destroy_process_group() has to end with their threads.
+        when_default_group_ends(partial(self.follow, mesh))
         return self.bind(mesh)
 
     def bind(self, mesh: NamedMesh) -> Bound:

@@ -1,12 +1,13 @@
 """What every training job needs beside a mesh: few functions over torch, each usable alone."""
 
-from namedmesh.training.checkpoints import Checkpoints, load, save, to_pretrained
+from namedmesh.training.checkpoints import Checkpoints, load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, sampler_kwargs
 from namedmesh.training.fsdp import fsdp_mesh
 from namedmesh.training.loss import count_tokens, mean_loss, token_mean
 from namedmesh.training.pipelines import pipeline
+from namedmesh.training.pretrained import to_pretrained
 from namedmesh.training.scaling import sync_found_inf
 from namedmesh.training.seeds import data_generator, init_parameters, seed_all, streams
 from namedmesh.training.stages import stage_indices, stage_layers

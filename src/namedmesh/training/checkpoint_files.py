@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import secrets
 import shutil
 import struct
+import time
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from namedmesh._torch import dcp_ranks, default_timeout
+from namedmesh._torch import dcp_ranks
 from namedmesh.errors import CheckpointError, NamedMeshError, listing, ranks_in_words
 from namedmesh.mesh import NamedMesh
 
 _SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
-ABOUT = "namedmesh.pt"  # names the directory of tensors beside it; put in its place last, and at once
+ABOUT = "namedmesh.pt"
+"""The manifest. It names the directory of tensors next to it, and has what finds and orders
+checkpoints. It is replaced last, in one step. Every save reads the manifests of all checkpoints in a
+directory, so they are small: a checksum and JSON. Earlier releases wrote a file of this name with
+torch.save, with all that a checkpoint says about itself."""
+VALUES = "values.pt"
+"""The rest of what a checkpoint says about itself, in the directory of tensors."""
+LATE = 20.0
+"""Seconds for which a host of a network file system may not see what another host has just made."""
 
 
 class DamagedError(CheckpointError):
     """A checkpoint is not as it was written."""
+
+
+class AbsentError(CheckpointError):
+    """There is no finished checkpoint at a path."""
 
 
 def new_directory(target: Path) -> str:
@@ -49,13 +63,18 @@ def new_directory(target: Path) -> str:
 class Writer(dcp.FileSystemWriter):
     """DCP's, into a new directory in ``target``, which ``namedmesh.pt`` names once all ranks have written."""
 
-    def __init__(self, target: Path, about: dict[str, Any], finished: Callable[[], None]) -> None:
+    def __init__(
+        self, target: Path, about: dict[str, Any], finished: Callable[[], None], *, on_cpu: bool
+    ) -> None:
         super().__init__(target / about["data"])
+        if on_cpu:
+            # Tensors on the CPU need no stream of an accelerator, on which DCP otherwise copies ahead.
+            self.per_thread_copy_ahead = 0
         self.target, self.about, self._finished = target, about, finished
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Refuse a directory that is another one on this host than on that of the first rank."""
-        if not Path(self.path).is_dir():
+        """Raise CheckpointError if the directory is a different one on this host than on rank 0."""
+        if not appears(Path(self.path)):
             raise CheckpointError(f"{self.target} is another directory than on rank 0; {_SHARE}")
         return plan
 
@@ -63,20 +82,50 @@ class Writer(dcp.FileSystemWriter):
         """Put the checkpoint in its place, on the first rank, after all have written."""
         super().finish(metadata, results)
         data = self.target / self.about["data"]
-        sizes = {each.name: each.stat().st_size for each in data.iterdir()}
+        # Another host has written some of the files, and this one may see them late.
+        written = {result.storage_data.relative_path for some in results for result in some}
+        if unseen := [name for name in sorted(written) if not appears(data / name)]:
+            raise CheckpointError(
+                f"{data} has no {listing(unseen, 4)} on rank 0, but on the rank that wrote it; {_SHARE}"
+            )
+        manifest = {key: self.about.pop(key) for key in ("data", "layout", "run")}
+        values = io.BytesIO()
+        torch.save(self.about, values)
+        _write(data / VALUES, values.getvalue())
+        manifest["values"] = zlib.crc32(values.getvalue())
+        manifest["metadata"] = zlib.crc32((data / ".metadata").read_bytes())
+        manifest["files"] = {file.name: file.stat().st_size for file in data.iterdir()}
         orders = [about["order"] for _, about in in_order(self.target.parent) if "error" not in about]
-        written = zlib.crc32((data / ".metadata").read_bytes())
-        self.about |= {"files": sizes, "metadata": written, "order": max(orders, default=0) + 1}
-        with (data / ABOUT).open("wb") as file:
-            torch.save(self.about, file)
-            file.flush()
-            os.fsync(file.fileno())
+        manifest["order"] = max(orders, default=0) + 1
+        contents = json.dumps(manifest).encode()
+        _write(data / ABOUT, b"%d\n%s" % (zlib.crc32(contents), contents))
         _sync(data)
         (data / ABOUT).replace(self.target / ABOUT)
         _sync(self.target)
         _sync(self.target.parent)
         clear(self.target)
         self._finished()
+
+
+def appears(path: Path) -> bool:
+    """Return whether this host sees a file or directory of another host, after a while at most."""
+    deadline = time.monotonic() + LATE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+        # NFS looks again for a name that it did not find once it has listed the directory.
+        with suppress(OSError):
+            list(path.parent.iterdir())
+    return True
+
+
+def _write(path: Path, contents: bytes) -> None:
+    """Write a file, which outlives a power failure once its directory is synchronized."""
+    with path.open("wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync(directory: Path) -> None:
@@ -181,102 +230,188 @@ def _checked(contents: bytes) -> io.BytesIO:
 
 def is_whole(path: Path) -> bool:
     """Return whether there is a finished checkpoint; any other error than its absence is raised."""
+    return _stat(path) is not None
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """Return the state of a manifest; None if there is none."""
     try:  # is_file() of Python 3.14 returns False for all errors
-        (path / ABOUT).stat()
+        return (path / ABOUT).stat()
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return None
 
 
 def clear(path: Path) -> None:
-    """Remove the directories of tensors of interrupted saves, and one that is empty then; of what is damaged nothing is removed."""
-    try:
-        kept = _place(path)["data"] if is_whole(path) else None
-    except DamagedError:
+    """Remove what interrupted saves have left, and then ``path`` if it is empty.
+
+    Of a checkpoint whose manifest is damaged, nothing is removed.
+    """
+    place = _place(path) if is_whole(path) else {}
+    if "error" in place:
         return
-    for each in path.glob("data-" + 16 * "[0-9a-f]"):
-        if each.name != kept:
-            shutil.rmtree(each, ignore_errors=True)
-    with suppress(OSError):  # something is left, or it is not there
-        path.rmdir()
+    for directory in path.glob("data-" + 16 * "[0-9a-f]"):
+        if directory.name != place.get("data"):
+            shutil.rmtree(directory, ignore_errors=True)
+    if not place:
+        with suppress(OSError):  # something is left, or it does not exist
+            path.rmdir()
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself."""
-    if not is_whole(path):
-        raise CheckpointError(f"there is no finished checkpoint at {path}; name one that was saved")
+    """Return all that a checkpoint says about itself."""
+    about = _read_manifest(path)
+    if "values" not in about:
+        return about  # of an earlier release
+    file = path / about["data"] / VALUES
+    contents = file.read_bytes() if file.exists() else b""
+    if zlib.crc32(contents) != about["values"]:
+        raise _damaged(VALUES, path)
+    values: dict[str, Any] = torch.load(_checked(contents), weights_only=True)
+    return about | values
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        about: dict[str, Any] = torch.load(_checked((path / ABOUT).read_bytes()), weights_only=True)
+        return _parse_manifest((path / ABOUT).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise AbsentError(_describe_absence(path)) from None
     except Exception as error:
         raise _damaged(ABOUT, path) from error
+
+
+def _parse_manifest(contents: bytes) -> dict[str, Any]:
+    about: dict[str, Any]
+    if zipfile.is_zipfile(io.BytesIO(contents)):  # of an earlier release
+        about = torch.load(_checked(contents), weights_only=True)
+        return about
+    checksum, _, text = contents.partition(b"\n")
+    if int(checksum) != zlib.crc32(text):
+        raise ValueError(checksum)
+    about = json.loads(text)
     return about
 
 
+def _describe_absence(path: Path) -> str:
+    """Return what is at a path that has no finished checkpoint."""
+    if path.is_file():
+        return (
+            f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote. "
+            "Read what torch.save() wrote with torch.load()."
+        )
+    if (path / ".metadata").exists():
+        return (
+            f"{path} is a folder of torch.distributed.checkpoint without {ABOUT}. Read it with "
+            f"torch.distributed.checkpoint.load(), or give the directory that has {ABOUT}."
+        )
+    return f"there is no finished checkpoint at {path}; name one that was saved"
+
+
+_places: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
+"""The order of each checkpoint, with the state of its manifest when it was read: a save asks
+several times for all checkpoints of a directory."""
+
+
 def _place(path: Path) -> dict[str, Any]:
-    """Return which files a checkpoint has, of which run it is, and its place in the order."""
-    file = (path / ABOUT).stat()
-    return _place_read(path, (file.st_ino, file.st_mtime_ns, file.st_size))
+    """Return the directory of tensors of a checkpoint, its run and its position in the order.
 
-
-@lru_cache(maxsize=1000)  # every save asks several times, and the whole file takes tens of milliseconds
-def _place_read(path: Path, _: tuple[int, ...]) -> dict[str, Any]:
-    about = read_about(path)
-    return {key: about[key] for key in ("data", "files", "run", "order")}
+    Of a damaged manifest return the ``error``, and a position behind all others.
+    """
+    stat = _stat(path)
+    if stat is None:
+        raise AbsentError(_describe_absence(path))
+    state = stat.st_ino, stat.st_mtime_ns, stat.st_size
+    known = _places.get(path)
+    if known is None or known[0] != state:
+        try:
+            about = _read_manifest(path)
+        except DamagedError as error:
+            return {"order": float("inf"), "error": error}
+        known = _places[path] = state, {key: about[key] for key in ("data", "run", "order")}
+    return known[1]
 
 
 def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: dict[Path, dict[str, Any]] = {}
     for path in sorted(directory.glob("*")):
-        if is_whole(path):
-            try:
-                found[path] = _place(path)
-            except DamagedError as error:
-                found[path] = {"order": float("inf"), "error": error}
-    return sorted(found.items(), key=lambda each: each[1]["order"])
+        # It may be something else, or a job that writes here may remove it meanwhile.
+        with suppress(AbsentError):
+            found[path] = _place(path)
+    return sorted(found.items(), key=lambda item: item[1]["order"])
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the checkpoint in a directory that was finished last, but one of which files are missing or cut off."""
-    each: Path
-    for each, about in reversed(in_order(directory)):
+    """Return the checkpoint in a directory that was finished last and has all of its files."""
+    path: Path
+    for path, about in reversed(in_order(directory)):
         problem = about.get("error")
         if problem is None:
-            sizes = {file.name: file.stat().st_size for file in (each / about["data"]).glob("*")}
-            absent = [name for name, size in about["files"].items() if sizes.get(name) != size]
-            if not absent:
-                return each
-            problem = f"{each}, of which {listing(absent, 4)} is missing or has another size"
+            try:
+                incomplete = _incomplete_files(path)
+            except AbsentError:
+                continue
+            if not incomplete:
+                return path
+            problem = f"{path}, of which {listing(incomplete, 4)} is missing or has another size"
         warnings.warn(f"left out: {problem}", stacklevel=2)
     return None
+
+
+def _incomplete_files(path: Path) -> list[str]:
+    """Return the files of a checkpoint that are missing or cut off.
+
+    Raises:
+        AbsentError: a job has removed the checkpoint meanwhile.
+    """
+    about = _read_manifest(path)
+    sizes: dict[str, int] = {}
+    with suppress(FileNotFoundError):
+        for file in (path / about["data"]).glob("*"):
+            sizes[file.name] = file.stat().st_size
+    incomplete = [name for name, size in about["files"].items() if sizes.get(name) != size]
+    if incomplete and _read_manifest(path)["data"] != about["data"]:
+        return _incomplete_files(path)  # a job has replaced it meanwhile
+    return incomplete
 
 
 # --- ranks ---
 
 
 class Ranks:
-    """All ranks of a mesh (without one, this process), on a gloo group that nothing else uses: DCP communicates in the background."""
+    """All ranks of a mesh (without one, this process), on a gloo group that only checkpoints use.
 
-    _of: ClassVar[WeakKeyDictionary[Any, dict[tuple[int, ...], Ranks]]] = WeakKeyDictionary()
+    The group is held weakly, because ``destroy_process_group()`` has to end it with its threads.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Ranks]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._dcp = dcp_ranks(group)
-        self.rank: int = self._dcp.rank
-        self.arguments: dict[str, Any] = {"no_dist": group is None, "process_group": group}
+        self._group = None if group is None else ref(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
         self.saving: Future[Path] | None = None
+        self.pinned: dict[str, torch.Tensor] = {}  # into which saves in the background copy
 
     @classmethod
     def of(cls, mesh: NamedMesh | None) -> Ranks:
-        """Return those of a mesh; the first time, in the life of the default group, every rank calls this."""
+        """Return the ranks of a mesh. Collective: every rank of the mesh must call it."""
         if mesh is None:
             return cls(None)
-        ranks = tuple(mesh.layout.ranks)
-        known = cls._of.setdefault(dist.group.WORLD, {})
-        if ranks not in known:
-            part = len(ranks) < dist.get_world_size()  # then the others do not call this
-            limit = default_timeout()  # torch gives a new group its own
-            known[ranks] = cls(dist.new_group(ranks, limit, "gloo", use_local_synchronization=part))
-        return known[ranks]
+        group = mesh.groups.for_checkpoints(mesh.layout)
+        return cls._of.setdefault(group, cls(group))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What DCP takes: the group, or that there is none."""
+        if self._group is None:
+            return {"no_dist": True, "process_group": None}
+        group = self._group()
+        if group is None:
+            raise CheckpointError(
+                "The default group was destroyed, and the group of checkpoints with it. Before "
+                "destroy_process_group(), wait for a save in the background: get its result(), or leave the "
+                "'with' block of Checkpoints."
+            )
+        return {"no_dist": False, "process_group": group}
 
     def finish(self) -> None:
         """Wait for the end of the save in the background, and raise its error, once; every rank has the same."""
@@ -287,17 +422,17 @@ class Ranks:
     def from_first(self, what: str, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
         with self.told(what):
-            return self._dcp.broadcast("checkpoint", partial(_sendable, function))
+            return dcp_ranks(**self.arguments).broadcast("checkpoint", partial(_sendable, function))
 
     def from_all(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
         with self.told(what):
-            return self._dcp.all_gather("checkpoint", partial(_sendable, function))
+            return dcp_ranks(**self.arguments).all_gather("checkpoint", partial(_sendable, function))
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
         """Raise what DCP raises in the block as an error of ours, and leave out what it says of one process alone."""
-        alone = self.arguments["no_dist"]
+        alone = self._group is None
         try:
             with warnings.catch_warnings() if alone else nullcontext():
                 if alone:

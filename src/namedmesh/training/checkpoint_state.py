@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from namedmesh._torch import with_local
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.mesh import NamedMesh
 from namedmesh.training import seeds
@@ -106,7 +107,12 @@ class State:
             if of_shard and value.ndim and not isinstance(value, DTensor):
                 self.local.add(name)
         if name in self.values:
-            remedy = "number layers with training.stage_layers, and give a parameter to one optimizer"
+            remedy = "give a parameter to one optimizer"
+            if name.startswith("model."):
+                remedy = (
+                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
+                    "the layers of pipeline stages with training.stage_layers"
+                )
             raise CheckpointError(f"{shown(name)} is the name of two values; {remedy}")
         self.values[name] = value
 
@@ -180,10 +186,33 @@ class State:
                 self.values[name] = value.redistribute(placements=reduced)
 
     @torch.no_grad()
-    def copy(self) -> None:
-        """Take copies of the tensors, for the background."""
-        for name, each in self.values.items():
-            self.values[name] = each.to("cpu", copy=True) if isinstance(each, Tensor) else each
+    def copy(self, pinned: dict[str, Tensor]) -> None:
+        """Copy the tensors to the CPU, for a save in the background.
+
+        Copies from an accelerator go to pinned memory and do not wait for each other. Pinned memory is
+        slow to get, so the memory of the save before is used again.
+
+        Args:
+            pinned: the memory, by the names of entries. It is filled here; no other save may read it.
+        """
+        devices: set[torch.device] = set()
+        for name, value in self.values.items():
+            if not isinstance(value, Tensor):
+                continue
+            local = value.to_local() if isinstance(value, DTensor) else value
+            # Tensor subclasses, such as quantized optimizer states, know how they are copied.
+            if local.device.type == "cpu" or type(local) not in {Tensor, nn.Parameter}:
+                self.values[name] = value.to("cpu", copy=True)
+                continue
+            memory = pinned.get(name)
+            if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
+                memory = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=True)
+                pinned[name] = memory
+            memory.copy_(local, non_blocking=True)
+            devices.add(local.device)
+            self.values[name] = with_local(value, memory) if isinstance(value, DTensor) else memory
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
 
     def put(self, found: Mapping[str, Any], options: Options) -> None:
         """Give the loaded values to the model, the optimizers, the loaders and the generators.

@@ -22,8 +22,10 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_files import DamagedError, Ranks
 from namedmesh.training.checkpoint_loading import LoadPlanner
+from namedmesh.training.checkpoint_locks import Lock
 from namedmesh.training.checkpoint_plans import SavePlanner, joined_aliases
 from namedmesh.training.checkpoint_state import Model, Names, Optimizers, State, plain
+from namedmesh.training.pretrained import PretrainedReader, read_pretrained
 
 _NAME = re.compile(r"step-\d+")
 
@@ -53,8 +55,10 @@ def save(
             saved as the whole tensors that they are shards of, over ``tp`` (experts: ``etp``).
         optimizer: the model's, stepped or not, or a list.
         data: what knows the place in the data, or a list of such; anything with ``state_dict()`` and ``load_state_dict()``.
-        async_: write in the background, once the tensors are copied. The next save or load waits for it, and raises what went
-            wrong on every rank; get the ``result()`` before ``destroy_process_group()``.
+        async_: write in the background, once the tensors are copied to the CPU. Copies from an
+            accelerator go to pinned memory, which is kept for the next save. The next save or load
+            waits for it, and raises its error on every rank. Get the ``result()`` before
+            ``destroy_process_group()``.
         **extra: values that are the same on every rank, such as the number of the step or ``scheduler.state_dict()``:
             numbers, texts, tensors, and lists, tuples and dicts of them.
 
@@ -91,17 +95,23 @@ def _save(
     def prepare() -> None:
         state.reduce_partial()
         if background:
-            state.copy()
+            state.copy(ranks.pinned)
 
     what = f"the checkpoint {path} could not be written"
     aliases = joined_aliases(ranks.from_all(what, collect))
     ranks.from_all(what, prepare)
     name = ranks.from_first(what, partial(files.new_directory, path))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
-    writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished)
+    writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished, on_cpu=background)
+    # A new thread begins with the first accelerator of the host, and would take memory there.
+    device = None
+    if mesh is not None and mesh.device.type != "cpu" and background:
+        device = torch.accelerator.current_device_index()
 
     def write() -> Path:
         try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
             with ranks.told(what):
                 planner = SavePlanner(state, aliases, writer)
                 dcp.save({}, storage_writer=writer, planner=planner, **ranks.arguments)
@@ -201,10 +211,10 @@ def load(
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself."""
-    if not files.is_whole(path) and any(path.glob("*.safetensors")):
-        nothing: dict[str, Any] = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}}
-        return nothing | dict.fromkeys(("data", "layout", "run"))
+    """Return the manifest of a checkpoint, or of a folder of Hugging Face, with DCP's metadata."""
+    pretrained = None if files.is_whole(path) else read_pretrained(path)
+    if pretrained is not None:
+        return pretrained
     about = files.read_about(path)
     return about | {"tensors": files.read_metadata(path, about)}
 
@@ -220,15 +230,14 @@ def _load(
     state = State(mesh, *filled)
 
     def collect() -> Names:
-        if not path.is_dir():
+        if not files.appears(path / (about["data"] or "")):
             raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
         return state.collect()
 
     aliases = joined_aliases(ranks.from_all(what, collect))
     planner = LoadPlanner(state, aliases, about, path, **how)
-    own = files.Reader(path, about) if about["data"] else None
+    reader = files.Reader(path, about) if about["data"] else PretrainedReader(path, about)
     with ranks.told(what):
-        reader = own or dcp.HuggingFaceStorageReader(str(path))
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
     ranks.from_all(what, planner.refuse_untied)
     ranks.from_all(what, planner.put)
@@ -238,33 +247,17 @@ def _load(
     return loaded, about
 
 
-def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
-    """Write the model of a checkpoint as Hugging Face reads it (safetensors); one process, which holds all of it, calls this.
-
-    ``config.json`` is the model's to write.
-
-    Raises:
-        CheckpointError: there is no checkpoint at ``path``, or it is damaged.
-    """
-    reader = files.Reader(Path(path), _about(Path(path)))
-    tensors = {
-        name: torch.empty(each.size, dtype=each.properties.dtype, device="cpu")
-        for name, each in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(each, dcp.TensorStorageMetadata)
-    }
-    with Ranks.of(None).told(f"the model of {path} could not be written to {directory}"):
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-        named = {name.removeprefix("model."): each for name, each in tensors.items()}
-        dcp.save(named, storage_writer=dcp.HuggingFaceStorageWriter(str(directory)), no_dist=True)
-
-
 class Checkpoints:
     """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
 
-    A run begins with the first save after a fresh start, and goes on with every checkpoint that is loaded here. Nothing of
-    another run, or of another name (``best``), is ever removed; leftovers of interrupted saves are, at the next save. The end of a
-    ``with`` block waits for what is written, and raises its error.
+    A run begins with the first save after a fresh start, and goes on with every checkpoint that is
+    loaded here. Nothing of another run, or of another name (``best``), or behind a symbolic link, is
+    ever removed; leftovers of interrupted saves are, at the next save. The end of a ``with`` block
+    waits for what is written, and raises its error.
+
+    From ``resume_or_start()`` or the first save to ``close()``, no other job can save in the
+    directory: it gets a CheckpointError that names this host and process. The lock of a job that was
+    killed does not stop the next one.
 
     Args:
         directory: on a file system that all ranks see.
@@ -287,6 +280,7 @@ class Checkpoints:
         self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
         self._ranks = Ranks.of(mesh)
         self._run = ""
+        self._lock: Lock | None = None  # of the first rank
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -294,10 +288,14 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # or the ranks that failed would be waited for
             self.close()
+        self._lock = None
 
     def close(self) -> None:
-        """Wait for what is written, and raise its error if it was not reported."""
-        self._ranks.finish()
+        """Wait for the save in the background, and raise its error; then another job may save here."""
+        try:
+            self._ranks.finish()
+        finally:
+            self._lock = None
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, after what is written now; None if there is none.
@@ -328,7 +326,7 @@ class Checkpoints:
         Returns:
             The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
         """
-        self.close()
+        self._ranks.finish()
         about: dict[str, Any] = {}
         candidates = self._from_first(partial(self._candidates, resume))
         for path in candidates:
@@ -348,6 +346,7 @@ class Checkpoints:
 
     def _candidates(self, resume: bool | str | os.PathLike[str]) -> list[Path]:
         """Return the checkpoints to load until one is whole; the first rank calls this."""
+        self._lock = Lock.of(self.directory)
         if resume is False:
             return []
         if resume is True:
@@ -364,7 +363,7 @@ class Checkpoints:
 
         A directory that holds another run is refused.
         """
-        self.close()
+        self._ranks.finish()
         self._run = self._from_first(self._ready)
         how: dict[str, Any] = {"async_": self.async_, "run": self._run, "finished": self._remove_older}
         saved, values = (model, optimizer, data), {"step": step} | extra
@@ -382,20 +381,29 @@ class Checkpoints:
         """Return what the run is called; refuse a directory that holds another one."""
         runs = self._runs()
         if runs and self._run not in {run for _, run in runs}:
-            remedy = "go on with it by resume_or_start(), or give this run a directory of its own"
-            raise CheckpointError(f"{self.directory} holds another run, up to {runs[-1][0].name}; {remedy}")
+            last = runs[-1][0]
+            numbered = [path for path, _ in runs if _NAME.fullmatch(path.name)]
+            # Without a path, resume_or_start() looks for the names that save() gives.
+            call = "resume_or_start()" if numbered else f"resume_or_start(..., resume={str(last)!r})"
+            remedy = f"go on with it by {call}, or give this run a directory of its own"
+            raise CheckpointError(f"{self.directory} holds another run, up to {last.name}; {remedy}")
         return self._run or secrets.token_hex(8)
 
     def _ready(self) -> str:
         """Remove what interrupted saves have left, and return what the run is called."""
+        self._lock = Lock.of(self.directory)
         run = self._own_run()
-        for each in self.directory.glob("step-*"):
-            files.clear(each)
+        for path in self.directory.glob("step-*"):
+            if not path.is_symlink():
+                files.clear(path)
         return run
 
     def _remove_older(self) -> None:
         own = [path for path, run in self._runs() if run == self._run and _NAME.fullmatch(path.name)]
-        for path in own[: -self.keep] if self.keep else ():
+        older = own[: -self.keep] if self.keep else []
+        for path in older:
+            if path.is_symlink():
+                continue  # somebody has moved the checkpoint to an archive
             # First, so that an interruption leaves nothing that is taken for a checkpoint.
             (path / files.ABOUT).unlink()
             shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""Weights in the format of Hugging Face's ``save_pretrained``, written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from namedmesh.errors import CheckpointError, listing
+from namedmesh.training import checkpoint_files as files
+from namedmesh.training.checkpoint_files import Ranks
+
+_INDEX = "model.safetensors.index.json"
+_WRITTEN = {"model-00001-of-00001.safetensors", _INDEX}  # by torch's writer, which makes one file
+
+
+def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
+    """Write the model of a checkpoint as Hugging Face's ``from_pretrained`` reads it (safetensors).
+
+    One process calls this, and holds all of the model. If the ranks had different values of a buffer,
+    such as the running mean of a BatchNorm, the value of the lowest rank is written, as :func:`load`
+    does for another layout. ``config.json`` is the model's to write.
+
+    Args:
+        path: the checkpoint, which :func:`save` wrote.
+        directory: a new directory, or one without weights. Weights that an earlier call wrote are
+            replaced.
+
+    Raises:
+        CheckpointError: there is no checkpoint at ``path``; it is corrupted; it has adapters of PEFT,
+            which ``from_pretrained`` does not find under the names that they have in a checkpoint; or
+            ``directory`` has other weights.
+    """
+    source, target = Path(path), Path(directory)
+    about = files.read_about(source)
+    reader = files.Reader(source, about | {"tensors": files.read_metadata(source, about)})
+    saved = reader.read_metadata().state_dict_metadata
+    entries: dict[str, str] = {}  # the entry of the checkpoint, by the name in the model
+    for entry in saved:
+        if entry.startswith("model."):
+            entries[entry.removeprefix("model.")] = entry
+    for entry, copies in about["copies"].items():
+        if entry.startswith("model."):
+            entries[entry.removeprefix("model.")] = f"copy.{copies[min(copies)]:x}.{entry}"
+    _check_target(source, target, entries)
+    tensors = {}
+    for entry in entries.values():
+        kept = saved[entry]
+        if isinstance(kept, dcp.TensorStorageMetadata):
+            tensors[entry] = torch.empty(kept.size, dtype=kept.properties.dtype, device="cpu")
+    with Ranks.of(None).told(f"the model of {source} could not be written to {target}"):
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+        named = {name: tensors[entry] for name, entry in entries.items() if entry in tensors}
+        dcp.save(named, storage_writer=dcp.HuggingFaceStorageWriter(str(target)), no_dist=True)
+
+
+def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Raise CheckpointError if ``from_pretrained`` would not read the weights of the checkpoint."""
+    problems = []
+    if adapters := [name for name in names if _is_of_adapter(name)]:
+        problems.append(
+            f"The checkpoint {source} has adapters of PEFT, such as {adapters[0]!r}. from_pretrained() does "
+            "not find these names, and would start from random weights. Load the checkpoint into the model "
+            "in one process (training.load(path, None, model)) and call the model's own save_pretrained(), "
+            "or merge_and_unload() first."
+        )
+    weights = [*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")]
+    if others := sorted(file.name for file in weights if file.name not in _WRITTEN):
+        problems.append(
+            f"{target} has other weights ({listing(others, 4)}), which from_pretrained() would read too, or "
+            "instead. Give a new directory, or remove them."
+        )
+    if problems:
+        raise CheckpointError(*problems)
+
+
+def _is_of_adapter(name: str) -> bool:
+    """Return whether a weight is in a module of PEFT, which has a layer and its adapters in it."""
+    parts = name.split(".")
+    wrapped = not {"base_layer", "modules_to_save"}.isdisjoint(parts)
+    return wrapped or name.startswith("base_model.model.") or any(part.startswith("lora_") for part in parts)
+
+
+class PretrainedReader(dcp.HuggingFaceStorageReader):
+    """DCP's reader of a folder of Hugging Face, for metadata that rank 0 has read and sent."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        super().__init__(str(path))
+        self._metadata: dcp.Metadata = about["tensors"]
+
+    def read_metadata(self) -> dcp.Metadata:
+        """Return the names, shapes and places of the tensors."""
+        return self._metadata
+
+
+class _SomeFiles(FileSystem):
+    """A file system that lists some files only: DCP's reader reads all files of a folder."""
+
+    def __init__(self, listed: list[Path]) -> None:
+        self._listed = [str(file) for file in listed]
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:  # noqa: ARG002  there is one folder
+        return self._listed
+
+
+def read_pretrained(path: Path) -> dict[str, Any] | None:
+    """Return what a folder of Hugging Face has, as a manifest does; None if it is not one."""
+    if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
+        return None
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    reader.fs = _SomeFiles(_weight_files(path))
+    metadata = reader.read_metadata()
+    twice = []
+    for name, kept in metadata.state_dict_metadata.items():
+        chunks = kept.chunks if isinstance(kept, dcp.TensorStorageMetadata) else []
+        if len({chunk.offsets for chunk in chunks}) < len(chunks):
+            twice.append(repr(name))
+    if twice:
+        raise CheckpointError(
+            f"{path} has {listing(twice, 4)} in more than one file. Remove the files of another model, or "
+            f"name the files to read in {_INDEX}, as save_pretrained() does."
+        )
+    nothing: dict[str, Any] = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}}
+    return nothing | dict.fromkeys(("data", "layout", "run")) | {"tensors": metadata}
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Return the files that the index of a folder names; without an index, all safetensors files."""
+    if not (path / _INDEX).exists():
+        return sorted(path.glob("*.safetensors"))
+    named = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    if missing := sorted(name for name in named if not (path / name).exists()):
+        raise CheckpointError(f"{path / _INDEX} names files that do not exist: {listing(missing, 4)}.")
+    return [path / name for name in sorted(named)]

@@ -1,0 +1,387 @@
+"""Directories of checkpoints: who may write there, what is found, removed and exported."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import multiprocessing
+import shutil
+import socket
+import threading
+import warnings
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from messages import error_of
+from ranks import run_ranks
+from tensors import whole
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import namedmesh
+from namedmesh import training
+from namedmesh.compat import megatron
+from namedmesh.errors import CheckpointError
+from namedmesh.training import checkpoint_files, seeds
+from namedmesh.training.checkpoint_files import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def groups_that_outlive_the_default_group(root: Path, closed: bool) -> list[str]:
+    """Destroy all groups while everything that used them is still referenced, as in a script."""
+    mesh = namedmesh.init_mesh(dp=2, tp=1, device="cpu")
+    mesh.add_view("expert", ep=2)
+    mesh.flatten("dp", "tp")
+    kept: list[Any] = [megatron.bind(mesh), mesh]
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    checkpoints = training.Checkpoints(root / "run", mesh, async_=True)
+    kept += [checkpoints, checkpoints.save(1, model)]
+    checkpoints.close()
+    training.save(root / "one", mesh, model)
+    groups = {known.label: ref(known.group) for known in mesh.communicators}
+    groups["world"] = ref(dist.group.WORLD)  # type: ignore[arg-type]
+    assert {"checkpoints", "self", "world"} <= groups.keys()
+    if closed:
+        mesh.close()
+    dist.destroy_process_group()
+    gc.collect()
+    assert kept
+    return [label for label, group in groups.items() if group() is not None]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_no_group_outlives_the_default_group(tmp_path: Path, closed: bool) -> None:
+    """A gloo thread that is left at the end of the interpreter aborts the process now and then."""
+    assert run_ranks(2, groups_that_outlive_the_default_group, tmp_path, closed, init=False) == [[], []]
+
+
+# --- the background ------------------------------------------------------------------------------
+
+
+def devices_of_the_background(root: Path) -> None:
+    """Save in the background as if there were GPUs: a new thread would begin with the first one."""
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    chosen: list[tuple[bool, int]] = []
+
+    def choose(device: int) -> None:
+        chosen.append((threading.current_thread() is threading.main_thread(), device))
+
+    never = AssertionError("no stream is needed for tensors on the CPU")
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_stream", side_effect=never),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
+        mock.patch.object(torch.accelerator, "set_device_index", choose),
+        mock.patch.object(seeds, "random_state", return_value={}),
+    ):
+        training.save(root / "cpu", mesh, model, async_=True).result()
+        assert not chosen
+        mesh.device = torch.device("cuda", 3)
+        training.save(root / "cuda", mesh, model, async_=True).result()
+    assert chosen == [(False, 3)]
+    mesh.close()
+
+
+def test_the_background_uses_the_device_of_the_rank(tmp_path: Path) -> None:
+    run_ranks(2, devices_of_the_background, tmp_path)
+
+
+@pytest.mark.gpu
+def test_copies_for_the_background_are_in_pinned_memory_that_is_used_again(tmp_path: Path) -> None:
+    with mesh_of_one_gpu(tmp_path) as mesh:
+        model: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
+        other: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
+        pinned = Ranks.of(mesh).pinned
+        places = []
+        for number in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(number)
+            saved = training.save(tmp_path / str(number), mesh, model, async_=True)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(-1)  # while it is written
+            saved.result()
+            assert all(memory.is_pinned() for memory in pinned.values())
+            places.append({name: memory.data_ptr() for name, memory in pinned.items()})
+        assert "model.0.weight" in places[0]
+        assert places[0] == places[1]
+        training.load(tmp_path / "1", mesh, other)
+        assert all((whole(parameter) == 1).all() for parameter in other.parameters())
+
+
+@contextmanager
+def mesh_of_one_gpu(directory: Path) -> Iterator[namedmesh.NamedMesh]:
+    store = dist.FileStore(str(directory / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    mesh = namedmesh.init_mesh(dp=1, device="cuda")
+    try:
+        yield mesh
+    finally:
+        mesh.close()
+        dist.destroy_process_group()
+
+
+# --- Hugging Face --------------------------------------------------------------------------------
+
+
+class Normed(nn.Sequential):
+    """A model with a buffer that each rank averages for itself."""
+
+    def __init__(self, mean: float) -> None:
+        super().__init__(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+        norm: Any = self[1]
+        norm.running_mean.fill_(mean)
+
+
+def save_means_that_differ(root: Path) -> None:
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    training.save(root / "ours", mesh, Normed(mesh.rank() + 5.0))
+    mesh.close()
+
+
+@pytest.mark.oracle("safetensors")
+def test_pretrained_weights_are_all_of_the_model_and_nothing_of_another(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run_ranks(2, save_means_that_differ, tmp_path)
+    target = tmp_path / "theirs"
+    target.mkdir()
+    base = {name: tensor + 1 for name, tensor in Normed(8.0).state_dict().items()}
+    save_file(base, target / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"has other weights \(model.safetensors\), which from_pretrained"
+    ):
+        training.to_pretrained(tmp_path / "ours", target)
+    (target / "model.safetensors").rename(tmp_path / "base.safetensors")
+    for _ in range(2):  # what it has written before, it replaces
+        training.to_pretrained(tmp_path / "ours", target)
+    (weights,) = target.glob("*.safetensors")
+    written, expected = load_file(weights), Normed(5.0).state_dict()  # of the lowest rank
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+    # An index says which files are the model's.
+    (tmp_path / "base.safetensors").rename(target / "model.safetensors")
+    model: Any = Normed(0.0)
+    training.load(target, None, model)
+    assert model[1].running_mean.tolist() == [5.0, 5.0]
+    index = target / "model.safetensors.index.json"
+    index.rename(target / "index")
+    said = error_of(lambda: training.load(target, None, model))
+    assert (
+        f"{target} has '0.bias', '0.weight', '1.bias', '1.num_batches_tracked' and 3 more in more than one"
+        in said
+    )
+    (target / "index").rename(index)
+    weights.unlink()
+    assert f"names files that do not exist: {weights.name}." in error_of(
+        lambda: training.load(target, None, model)
+    )
+
+
+@pytest.mark.oracle("peft", "transformers")
+def test_adapters_are_not_written_under_names_that_nobody_finds(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 1}
+    config = LlamaConfig(**sizes, num_hidden_layers=1)
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules=["q_proj"], r=1))
+    for name, part in (("with", model), ("inside", model.get_base_model())):
+        training.save(tmp_path / name, None, part)
+        with pytest.raises(CheckpointError, match="has adapters of PEFT, such as"):
+            training.to_pretrained(tmp_path / name, tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+# --- directories ---------------------------------------------------------------------------------
+
+
+def hold_a_directory(directory: Path, pipe: Any) -> None:
+    training.Checkpoints(directory, None).resume_or_start(nn.Linear(1, 1))
+    kept = training.Checkpoints(directory, None)
+    kept.resume_or_start(nn.Linear(1, 1))
+    pipe.send("held")
+    pipe.recv()
+
+
+def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
+    """The process that writes is named; one that was killed is in nobody's way."""
+    model, context = nn.Linear(1, 1), multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=hold_a_directory, args=(tmp_path, theirs), daemon=True)
+    other.start()
+    assert ours.recv() == "held"
+    run = training.Checkpoints(tmp_path, None)
+    for call in (lambda: run.resume_or_start(model), lambda: run.save(1, model)):
+        assert error_of(call) == (
+            f"CheckpointError: {tmp_path} is in use by process {other.pid} on host {socket.gethostname()}, which saves its "
+            "checkpoints there. Give this job a directory of its own, or end that process."
+        )
+    assert run.latest() is None  # which only reads
+    other.kill()
+    other.join()
+    assert run.resume_or_start(model) == {"step": 0}
+    run.save(1, model)
+    second = training.Checkpoints(tmp_path, None)  # of the same process
+    assert second.resume_or_start(model) == {"step": 1}
+    run.close()
+    with second:
+        second.save(2, model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+    no_locks = mock.patch.object(fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available"))
+    with no_locks, pytest.warns(UserWarning, match="can have no lock"):
+        run.save(3, model)
+
+
+@pytest.mark.parametrize("action", ["remove", "replace"])
+@pytest.mark.parametrize("moment", ["stat", "read_bytes"])
+def test_what_another_job_removes_or_replaces_is_not_in_the_way(
+    tmp_path: Path, moment: str, action: str
+) -> None:
+    """latest() in a job that evaluates, while the job that trains removes what it looks at."""
+    model = nn.Linear(1, 1)
+    run = training.Checkpoints(tmp_path, None, keep=None)
+    before, last = run.save(1, model).result(), run.save(2, model).result()
+    look, left = getattr(Path, moment), ["once"]
+
+    def interfere(path: Path, **options: Any) -> Any:
+        result = look(path, **options)
+        if path == last / "namedmesh.pt" and left:
+            left.clear()
+            shutil.rmtree(last)
+            if action == "replace":
+                training.save(last, None, model, step=2)
+        return result
+
+    evaluation = training.Checkpoints(tmp_path, None)
+    with mock.patch.object(Path, moment, interfere):
+        assert evaluation.latest() == (before if action == "remove" else last)
+    assert not left
+
+
+def test_earlier_checkpoints_are_read_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Earlier manifests were written by torch.save, with all that a checkpoint says of itself."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    run = training.Checkpoints(tmp_path, None)
+    path = run.save(3, model, note="kept").result()
+    about = checkpoint_files.read_about(path)
+    for name in ("namedmesh.pt", f"{about['data']}/values.pt"):
+        (path / name).unlink()
+    del about["values"], about["files"]["values.pt"]
+    torch.save(about, path / "namedmesh.pt")
+    again = training.Checkpoints(tmp_path, None)
+    assert again.latest() == path
+    assert again.resume_or_start(other) == {"step": 3, "note": "kept"}
+    assert torch.equal(other.weight, model.weight)
+    again.save(4, other)
+    assert training.Checkpoints(tmp_path, None).latest() == tmp_path / "step-000004"
+
+
+def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> None:
+    """Every save looks at all checkpoints: what it reads of one does not grow with the model."""
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(100)])
+    optimizer = torch.optim.SGD(model.parameters())
+    run = training.Checkpoints(tmp_path, None, keep=None)
+    for step in range(3):
+        run.save(step, model, optimizer)
+    manifests = sum(path.stat().st_size for path in tmp_path.glob("*/*") if path.is_file())
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)])
+    assert manifests < 3 * 400
+    read = Path.read_bytes
+    opened: list[Path] = []
+
+    def note(path: Path) -> bytes:
+        opened.append(path)
+        return read(path)
+
+    with mock.patch.object(Path, "read_bytes", note):
+        run.save(3, model)
+        run.save(4, model)
+    others = [path for path in opened if path.parent.name in {"step-000000", "step-000001", "step-000002"}]
+    assert len(others) <= 3  # each once, in the life of the process
+
+
+def test_messages_name_what_is_there_and_what_helps(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    (tmp_path / "runs").mkdir()
+    first = training.Checkpoints(tmp_path / "first", None)
+    copied = tmp_path / "runs" / "best"
+    shutil.copytree(first.save(7, model).result(), copied)
+    run = training.Checkpoints(tmp_path / "runs", None)
+    remedy = f"resume_or_start(..., resume={str(copied)!r})"
+    assert remedy in error_of(lambda: run.resume_or_start(model))
+    assert run.resume_or_start(model, resume=str(copied)) == {"step": 7}
+
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    said = error_of(lambda: training.load(tmp_path / "model.pt", None, model))
+    assert said.startswith(f"CheckpointError: {tmp_path}/model.pt is a file, and a checkpoint is a directory")
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    said = error_of(lambda: training.load(tmp_path / "dcp", None, model))
+    assert said.startswith(
+        f"CheckpointError: {tmp_path}/dcp is a folder of torch.distributed.checkpoint without"
+    )
+    said = error_of(lambda: training.save(tmp_path / "pair", None, [model, nn.Linear(1, 1)]))
+    assert "'weight' is the name of two values; save two models as one, nn.ModuleDict(" in said
+
+
+def test_an_archive_behind_a_link_keeps_its_checkpoints(tmp_path: Path) -> None:
+    model, archive = nn.Linear(1, 1), tmp_path / "archive"
+    run = training.Checkpoints(tmp_path / "run", None, keep=1)
+    first = run.save(1, model).result()
+    shutil.move(first, archive)
+    first.symlink_to(archive)
+    run.save(2, model)
+    run.save(3, model)
+    assert training.load(archive, None, nn.Linear(1, 1)) == {"step": 1}
+    assert sorted(path.name for path in run.directory.glob("step-*")) == ["step-000001", "step-000003"]
+
+
+def a_folder_is_seen_late(root: Path) -> list[str]:
+    """Save and load where the second host sees a new name at the fourth look, or never."""
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    model, exists, looks = nn.Linear(2, 2), Path.exists, dict[Path, int]()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    told = []
+
+    def see_late(path: Path, **options: Any) -> bool:
+        looks[path] = looks.get(path, 0) + 1
+        return looks[path] > 3 and exists(path, **options)
+
+    late = mock.patch.object(Path, "exists", see_late) if mesh.rank() == 1 else nullcontext()
+    with late:
+        told.append(error_of(lambda: training.save(root / "one", mesh, model)))
+        told.append(error_of(lambda: training.load(root / "one", mesh, model)))
+    never = mock.patch.object(Path, "exists", return_value=False) if mesh.rank() == 1 else nullcontext()
+    with never, mock.patch.object(checkpoint_files, "LATE", 0.1):
+        told.append(error_of(lambda: training.save(root / "two", mesh, model)))
+    mesh.close()
+    return told
+
+
+def test_a_host_may_see_a_new_folder_late(tmp_path: Path) -> None:
+    for saved, loaded, refused in run_ranks(2, a_folder_is_seen_late, tmp_path):
+        assert (saved, loaded) == ("", "")
+        assert refused.startswith(
+            f"CheckpointError: rank 1: {tmp_path}/two is another directory than on rank 0; "
+        )
