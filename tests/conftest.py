@@ -93,6 +93,16 @@ def _no_original_left_behind() -> Iterator[None]:
     megatron_newest.forget()
 
 
+@pytest.fixture
+def optimizers_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's optimizers use their foreach implementations by default on the CPU, as they do on CUDA."""
+    import torch.optim.optimizer as optimizers
+    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as on_devices
+
+    devices = [*on_devices(), "cpu"]
+    monkeypatch.setattr(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices)
+
+
 def installed(package: str) -> bool:
     """Whether a package, or a module inside one, can be imported; nothing of it is loaded to find out."""
     import megatron_newest

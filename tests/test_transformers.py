@@ -149,10 +149,8 @@ def _steps_of_trainer(folder: str, mesh: NamedMesh | None, configuration: Any) -
         use_cpu=True,
         max_steps=2,
         per_device_train_batch_size=2,
-        learning_rate=0.1,
-        max_grad_norm=0.0,
+        learning_rate=0.01,  # and the defaults: fused AdamW, and gradients clipped to a norm of 1
         lr_scheduler_type="constant",
-        optim="sgd",
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -246,6 +246,122 @@ def gradient_like(parameter: DTensor, local: torch.Tensor, placements: tuple[Pla
     spec = known if placements == known.placements else type(known)(known.mesh, placements, known.tensor_meta)
     gradient: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
     return gradient
+
+
+@cache
+def accept_mixed_lists() -> None:
+    """Let operators over lists of tensors take plain tensors and DTensors, also of several meshes, in one list.
+
+    ``torch.optim`` (foreach and fused), ``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and
+    ``torch.optim.swa_utils`` pass all parameters of a model in one list. DTensor refuses lists of two kinds, although
+    these operators treat every position independently. Plain tensors stay plain, and so does the state of optimizers.
+    """
+    from torch.distributed.tensor import DTensor
+
+    aten = torch.ops.aten
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for full_name in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full_name.partition(".")
+        if name.startswith(("aten::_foreach_", "aten::_fused_")):
+            operator = getattr(getattr(aten, name.removeprefix("aten::")), overload or "default")
+            if any(str(argument.type) == "List[Tensor]" for argument in operator._schema.arguments):
+                handlers[operator] = _run_list_operator
+    handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale_gradients
+    handlers[aten.stack.default] = _stack_norms
+
+
+def _dispatch(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator as DTensor runs it without our handler."""
+    from torch.distributed.tensor import DTensor
+
+    # DTensor looks for a handler in C++, before anything else, and offers no way around it.
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operator, None)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[operator] = handler
+
+
+def _run_list_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator over lists in one call for all local tensors, and in one for each mesh of the other DTensors."""
+    length = next(len(arg) for arg in args if isinstance(arg, list | tuple))
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == length]
+    # An operator that writes into its tensors does so element by element: no norm and no matrix product is among them.
+    in_place = operator._schema.is_mutable
+    positions: dict[DeviceMesh | None, list[int]] = {}
+    for position, tensors in enumerate(zip(*lists, strict=True)):
+        positions.setdefault(_mesh_to_run_on(tensors, in_place), []).append(position)
+    args = [arg.full_tensor() if hasattr(arg, "full_tensor") else arg for arg in args]
+    results: list[Any] = [None] * length
+    returned: Any = None
+    for mesh, mine in positions.items():
+        part = []
+        for arg in args:
+            if isinstance(arg, list | tuple) and len(arg) == length:
+                chosen = [arg[position] for position in mine]
+                arg = chosen if mesh is not None else list(map(_local_of, chosen))  # noqa: PLW2901
+            part.append(arg)
+        returned = _dispatch(operator, part, kwargs)
+        for position, result in zip(mine, returned or (), strict=False):
+            results[position] = result
+    return results if returned else None
+
+
+def _mesh_to_run_on(tensors: Sequence[Any], in_place: bool) -> DeviceMesh | None:
+    """Return the mesh of the DTensors at one position of some lists; None if their local tensors are enough."""
+    distributed = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
+    if not distributed:
+        return None
+    placements = distributed[0].placements
+    equal = all(tensor.placements == placements for tensor in distributed)
+    if in_place and equal and not any(placement.is_partial() for placement in placements):
+        return None
+    mesh: DeviceMesh = distributed[0].device_mesh
+    return mesh
+
+
+def _local_of(tensor: Any) -> Any:
+    """Return the local tensor of a DTensor, and anything else as it is."""
+    return synchronous(tensor._local_tensor) if hasattr(tensor, "device_mesh") else tensor
+
+
+def _unscale_gradients(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Unscale gradients; a gradient that is not finite on one rank is reported to all ranks of its mesh.
+
+    torch takes the mesh and the placements of the first gradient for those of all: tensor parallel ranks then
+    disagree on skipping the step.
+    """
+    gradients, found_inf, *rest = args
+    operator(list(map(_local_of, gradients)), found_inf, *rest, **kwargs)
+    for mesh in {gradient.device_mesh: None for gradient in gradients if hasattr(gradient, "device_mesh")}:
+        for group in mesh.get_all_groups():
+            found_inf.copy_(functional_collective("all_reduce", found_inf, "max", group.group_name))
+
+
+def _stack_norms(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Stack numbers that are plain or DTensors of several meshes, such as the norms of gradients, to a plain tensor.
+
+    As everywhere in DTensor, a plain number is taken for replicated.
+    """
+    tensors = args[0]
+    kinds: dict[Any, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        kind = (tensor.device_mesh, tensor.placements) if hasattr(tensor, "device_mesh") else None
+        kinds.setdefault(kind, []).append(position)
+    meshes = {kind and kind[0] for kind in kinds}
+    if len(meshes) == 1 or any(tensor.ndim for tensor in tensors):
+        return _dispatch(operator, args, kwargs)
+    values = list(map(_local_of, tensors))
+    for kind, positions in kinds.items():
+        if kind is not None:  # One collective for all numbers with these placements.
+            local = torch.stack([values[position] for position in positions])
+            make = type(tensors[positions[0]]).from_local
+            complete = make(local, *kind, run_check=False).full_tensor()
+            for position, value in zip(positions, complete.unbind(), strict=True):
+                values[position] = value
+    return torch.stack(values)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import has_hooks
+from namedmesh._torch import accept_mixed_lists, has_hooks
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.buffers import watch_buffers
@@ -94,6 +94,7 @@ def parallelize(
     if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
         compare_gradients(model, mesh)
     sum_before_steps()
+    accept_mixed_lists()
     watch_buffers(model)
     return model
 

@@ -1,0 +1,123 @@
+"""torch's optimizers, clipping, gradient scaler and moving averages over parameters of every kind, as they are on CUDA."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tensors import apart, numbers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tp_compare import assert_right
+from tp_models import UP_DOWN, Mlp, OfHeads
+
+from namedmesh.tensor_parallel import LocalParameters, parallelize
+
+# Each with the clipping before it: the order of the norm, and whether torch may use foreach there.
+OPTIMIZERS: list[tuple[str, dict[str, Any], tuple[float, bool | None]]] = [
+    ("AdamW", {}, (2.0, None)),
+    ("AdamW", {"foreach": True, "amsgrad": True}, (2.0, False)),
+    ("AdamW", {"fused": True, "eps": 1e-3}, (2.0, True)),
+    ("SGD", {"momentum": 0.9, "weight_decay": 0.1}, (torch.inf, None)),
+    ("SGD", {"momentum": 0.9, "fused": True}, (1.0, False)),
+    ("Adagrad", {}, (2.0, None)),
+    ("RMSprop", {"centered": True, "eps": 1e-3}, (2.0, None)),
+    ("NAdam", {}, (2.0, None)),
+]
+
+
+class Model(nn.Module):
+    """Parameters of which each rank has all, a shard, and all with a partial gradient; and those of another mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), Mlp(), Mlp()
+        self.first.down = nn.Sequential(OfHeads(nn.LayerNorm(4)), self.first.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(self.norm(x)))
+        return out
+
+
+def _models(meshes: list[Any]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    reference = Model().double()
+    model = copy.deepcopy(reference)
+    up, down = UP_DOWN["up"], UP_DOWN["down"]
+    first = {"first.up": up, "first.down.0.inner": LocalParameters(), "first.down.1": down}
+    parallelize(model, meshes[0], first)
+    parallelize(model, meshes[1], {"second.up": up, "second.down": down})
+    return model, reference
+
+
+def _backward(model: nn.Module, step: int) -> None:
+    model.zero_grad(set_to_none=step > 1)
+    model(numbers(4, 8, seed=step)).square().sum().backward()
+
+
+def _difference(model: nn.Module, reference: nn.Module) -> float:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(apart(mine, theirs) for mine, theirs in pairs)
+
+
+def _train(meshes: list[Any], name: str, options: dict[str, Any], clip: tuple[float, bool | None]) -> float:
+    models = _models(meshes)
+    norms: list[list[float]] = []
+    for model in models:
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
+        norms.append([])
+        for step in range(3):
+            _backward(model, step)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, clip[0], foreach=clip[1])
+            norms[-1].append(norm.item())
+            optimizer.step()
+        for param, state in optimizer.state.items():
+            assert isinstance(param, DTensor) or not any(
+                isinstance(value, DTensor) for value in state.values()
+            )
+    return max(_difference(*models), apart(*map(torch.tensor, norms)))
+
+
+def _scale(meshes: list[Any]) -> dict[str, float]:
+    """Three steps with a gradient scaler; in the second one a shard of the last rank overflows."""
+    models = _models(meshes)
+    averages: list[Any] = []
+    scales = []
+    for model in models:
+        averages.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for step in range(3):
+            model.zero_grad()
+            scaler.scale(model(numbers(4, 8, seed=step)).square().sum()).backward()
+            gradient: Any = model.second.up.weight.grad  # type: ignore[union-attr]
+            if step == 1:
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                if local is gradient or torch.distributed.get_rank() == 1:
+                    local.fill_(torch.inf)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            averages[-1].update_parameters(model)
+    return {
+        "steps": _difference(*models),
+        "scales": apart(torch.tensor(scales[:3]), torch.tensor(scales[3:])),
+        "moving average": _difference(*averages),
+    }
+
+
+def _all() -> dict[str, float]:
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("tp", "etp")]
+    found = {f"{name} {options}": _train(meshes, name, options, clip) for name, options, clip in OPTIMIZERS}
+    return found | _scale(meshes)
+
+
+@pytest.mark.usefixtures("optimizers_as_on_cuda")
+def test_optimizers_clipping_scaling_and_averages_over_parameters_of_every_kind() -> None:
+    assert_right(run_ranks(2, _all), cases=len(OPTIMIZERS) + 3)
