@@ -37,7 +37,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.first, self.second = nn.LayerNorm(8), Mlp(), Mlp()
-        self.first.down = nn.Sequential(OfHeads(nn.LayerNorm(4)), self.first.down)
+        between = OfHeads(nn.LayerNorm(4))
+        self.first.add_module("down", nn.Sequential(between, self.first.down))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.second(self.first(self.norm(x)))

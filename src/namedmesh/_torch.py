@@ -5,6 +5,8 @@ Everything here stands in for something that torch does not offer publicly; each
 
 from __future__ import annotations
 
+import gc
+import itertools
 import pickle
 import sys
 import weakref
@@ -107,7 +109,11 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def forget_operations() -> None:
-    """Clear what DTensor remembers of operations in this thread: it may hold groups that have just been destroyed."""
+    """Let no thread use what DTensor remembers of operations on groups that have been destroyed.
+
+    DTensor caches the layout of each operation's result, with the mesh that it first saw. Equal meshes share the entry:
+    one that is made again would get the names of its predecessor's groups.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor
@@ -116,6 +122,16 @@ def forget_operations() -> None:
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+    # That cleared the caches of this thread. Those of others, such as autograd's threads of the GPUs, are out of reach.
+    # Their entries are never found again if no new mesh is equal to a mesh of destroyed groups.
+    existing = set(c10d._world.pg_names.values())
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh and not existing.issuperset(getattr(mesh, "_dim_group_names", ())):
+            mesh._thread_id, mesh._hash = next(_retired), None
+
+
+# Numbers that torch gives to no thread: a mesh is equal only to meshes with the same one.
+_retired = itertools.count(-1, -1)
 
 
 def flattened(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
@@ -259,7 +275,7 @@ def accept_mixed_lists() -> None:
     from torch.distributed.tensor import DTensor
 
     aten = torch.ops.aten
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for full_name in torch._C._dispatch_get_all_op_names():
         name, _, overload = full_name.partition(".")
         if name.startswith(("aten::_foreach_", "aten::_fused_")):
