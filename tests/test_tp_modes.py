@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import error_of
 from ranks import run_ranks
 from tensors import apart, numbers, whole
 from tiny import AdamWOfShards
@@ -19,11 +20,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
+from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tp_compare import assert_right, gradients_apart, tp_mesh, training_difference
-from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, llama_plan
+from tp_compare import assert_right, gradients_apart, sharded, tp_mesh, training_difference
+from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, OfHeads, llama_plan
 
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize, split_linear
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    LocalParameters,
+    RowwiseParallel,
+    SharedInput,
+    parallelize,
+    split_linear,
+)
 
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 DATA = numbers(2, 4, 8, seed=0)
@@ -273,8 +282,47 @@ def edges() -> dict[str, float]:
     inside = {f"part._checkpoint_wrapped_module.{name}": style for name, style in UP_DOWN.items()}
     model = parallelize(by_keyword, mesh, inside | {"part": SharedInput()})
     found["shared by keyword"] = training_difference(model, Net(lambda m, x: m.part(x), part=reference), data)
+    reference = twice_in_one_module()
+    plan: Any = {"0": ColwiseParallel(), "1.inner": LocalParameters(), "2": RowwiseParallel()}
+    found["two names"] = training_difference(sharded(reference, plan), reference, data)
+    encoder: Any = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).double()
+    names = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
+    model, x = sharded(encoder, names).eval(), numbers(3, 5, 8, seed=0)
+    padding = torch.arange(5) > torch.tensor([[4], [2], [1]])
+    with torch.no_grad():
+        found["encoder"] = apart(model(x), encoder.eval()(x))
+        padded = [each(x, src_key_padding_mask=padding)[~padding] for each in (model, encoder)]
+    found["padded encoder"] = apart(*padded)
     return found
 
 
+def twice_in_one_module() -> nn.Module:
+    """One parameter under two names, on the features of each head."""
+    inner = Net(lambda m, x: x * m.scale + m.shift, scale=nn.Parameter(torch.rand(4)))
+    inner.register_parameter("shift", inner.scale)  # type: ignore[arg-type]
+    return nn.Sequential(nn.Linear(8, 16), OfHeads(inner), nn.Linear(16, 8)).double()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's, in one process
 def test_edges() -> None:
-    assert_right(run_ranks(2, edges), cases=4)
+    assert_right(run_ranks(2, edges), cases=7)
+
+
+def plain_parameters() -> list[object]:
+    """Parameters that are replaced by plain tensors: by this rank's shards, and by whole ones."""
+    model, reference, data = both("mlp")
+    state = {name: tensor.to_local() for name, tensor in model.state_dict().items()}
+    found: list[object] = [apart(functional_call(model, state, data), reference(data)) < 1e-12]
+    for name, shape in (("up.bias", (16,)), ("down.weight", (8, 16))):
+        part = {name: reference.get_parameter(name)}
+        found.append(error_of(lambda part=part: functional_call(model, part, data)).partition(" on this")[0])
+        assert str(shape) in str(found[-1])
+    model.load_state_dict(reference.state_dict(), assign=True)
+    found.append(error_of(lambda: model(data)).partition(";")[0])
+    return found
+
+
+def test_whole_weights_where_shards_belong_are_rejected() -> None:
+    weight = "weight has shape (16, 8) on this rank, whose shard has shape (8, 8)"
+    errors = ["bias has shape (16,)", "weight has shape (8, 16)", weight]
+    assert run_ranks(2, plain_parameters) == [[True, *(f"ShapeError: {error}" for error in errors)]] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ from messages import error_of, says
 from ranks import fake_world, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, SequenceParallel
+from torch.nn.utils.parametrizations import weight_norm
 from tp_compare import problem_of, tp_mesh
 from tp_models import UP_DOWN, Attention, Llama, Mlp, OwnForward, attention_plan, llama_plan
 
@@ -50,7 +52,14 @@ STAGE = " (missing='ignore' for a pipeline stage, which has some of them)"
         ({"up": "colwise"}, "'up': 'colwise' is not a parallel style, such as ColwiseParallel()"),
         (
             {"up": LocalParameters({"scale": Shard(0)})},
-            "up: LocalParameters names 'scale', but Linear owns ('weight', 'bias')",
+            "up: LocalParameters names 'scale', but Linear owns ('weight', 'bias'); name what it owns, and remove a "
+            "parametrization such as weight_norm first",
+        ),
+        (
+            {"up": LocalParameters({"weight": Shard(5), "bias": Partial()})},
+            "2 problems:\n"
+            "  - up: Shard(5) is not a layout of weight, which has 2 dims; name one of them\n"
+            "  - up: Partial(sum) is not a layout of a parameter (bias); use Shard(dim) or Replicate()",
         ),
     ],
 )
@@ -146,32 +155,46 @@ BLOCK = {"o": (16, 16), "up": (16, 64), "down": (64, 16)}
 STYLES: dict[str, Any] = {"qkv": ColwiseParallel(), "o": RowwiseParallel(), **UP_DOWN}
 
 
+Q_KV: dict[str, Any] = {"to_q": ColwiseParallel(), "to_kv": ColwiseParallel(), "to_out": RowwiseParallel()}
+FUSED = "it is several layers in one (q|k|v, gate|up); split it with split_linear, or use ColwiseParallel(heads=...)"
+
+
 @pytest.mark.parametrize(
-    ("model", "plan", "row", "makes"),
+    ("model", "plan", "text"),
     [
-        (flat(qkv=(16, 48), **BLOCK), STYLES, "o: takes 16", "qkv makes 48, up makes 64"),
         (
-            flat(gate_up=(8, 48), down=(24, 8)),
-            {"gate_up": ColwiseParallel(), "down": RowwiseParallel()},
-            "down: takes 24",
-            "gate_up makes 48",
+            flat(qkv=(16, 48), **BLOCK),
+            STYLES,
+            "qkv: makes 48 features, but the row layers of its block take 16, 64",
         ),
         (
-            nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16))}),
+            nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16)), "o": nn.Linear(48, 8)}),
             {f"attn.{name}": STYLES[name] for name in ("qkv", "o")},
-            "attn.o: takes 16",
-            "attn.qkv makes 48",
+            "attn.qkv: makes 48 features, but the row layers of its block take 16",
+        ),
+        # What another column makes says nothing of this one.
+        (
+            flat(to_q=(16, 16), to_kv=(16, 32), to_out=(16, 16)),
+            Q_KV,
+            "to_kv: makes 32 features, but the row layers of its block take 16",
+        ),
+        (
+            flat(to_q=(16, 16), to_kv=(16, 32), to_out=(16, 16)),
+            Q_KV | {"to_q": ColwiseParallel(heads=4)},
+            "to_kv: makes 32 features, but the row layers of its block take 16",
         ),
     ],
 )
-def test_a_row_layer_that_no_column_layer_fits_names_split_linear(
-    model: nn.Module, plan: Any, row: str, makes: str
-) -> None:
-    assert problem_of(model, plan) == (
-        f"{row} features, which no column layer of its block makes ({makes}): one of them is several layers in one (q|k|v, "
-        f"gate|up); take it apart with split_linear, or say that it lies head by head with ColwiseParallel(heads=...)"
-    )
+def test_a_column_layer_that_is_several_in_one_is_named(model: nn.Module, plan: Any, text: str) -> None:
+    assert problem_of(model, plan) == f"{text}: {FUSED} if it is interleaved per head"
     assert plan_report(model, 1, plan)
+
+
+def test_a_row_layer_whose_features_nothing_makes_is_named() -> None:
+    model = flat(k=(16, 8), o=(16, 16))
+    assert problem_of(model, {"k": ColwiseParallel(), "o": RowwiseParallel()}) == (
+        "o: takes 16 features, which no column layer of its block makes; name the layer that makes them"
+    )
 
 
 def test_what_the_remedies_say_is_taken() -> None:
@@ -184,30 +207,77 @@ def test_what_the_remedies_say_is_taken() -> None:
     split_linear(model, "qkv", [16, 16, 16])
     apart = {f"qkv.{index}": ColwiseParallel() for index in range(3)}
     assert plan_report(model, 2, {key: each for key, each in STYLES.items() if key != "qkv"} | apart)
-    # Other widths, and rows or columns alone, ask nothing.
+    # Fewer keys and values, an output head behind the row layers, and rows or columns alone, are right.
+    grouped = flat(to_q=(16, 16), k=(16, 8), v=(16, 8), to_out=(16, 16), head=(16, 50))
+    columns = dict.fromkeys(("to_q", "k", "v", "head"), ColwiseParallel())
+    assert plan_report(grouped, 2, columns | {"to_out": RowwiseParallel()})
     for names in ({"o"}, {"qkv"}, {"qkv", "up"}):
         assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, {name: STYLES[name] for name in names})
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("qkv", [16, 16]), ("norm", [8, 8])])
-def test_what_cannot_be_split(name: str, sizes: list[int]) -> None:
-    model = nn.ModuleDict({"qkv": nn.Linear(8, 48), "norm": nn.LayerNorm(16)})
-    text = "give an nn.Linear and sizes that add up to its out_features"
+def _hooked() -> nn.ModuleDict:
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 48)})
+    model["qkv"].register_forward_hook(lambda *_: None)
+    return model
+
+
+def _tied() -> nn.ModuleDict:
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 48), "other": nn.Linear(8, 48)})
+    model["other"].weight = model["qkv"].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "sizes", "text"),
+    [
+        (nn.ModuleDict({"qkv": nn.Linear(8, 48)}), "qkv", [16, 16], "sizes that add up to its out_features"),
+        (nn.ModuleDict({"norm": nn.LayerNorm(16)}), "norm", [8, 8], "give an nn.Linear"),
+        (_hooked(), "qkv", [16, 32], "qkv has hooks or a forward that its parts would not have"),
+        (_tied(), "qkv", [16, 32], "qkv.weight is shared with other.weight"),
+    ],
+)
+def test_what_cannot_be_split(model: nn.Module, name: str, sizes: list[int], text: str) -> None:
     told = error_of(lambda: split_linear(model, name, sizes))
     assert told.startswith("PlanError: ")
     assert text in told
+    assert type(model.get_submodule(name)) in {nn.Linear, nn.LayerNorm}
 
 
 def test_a_split_linear_is_the_same_function() -> None:
     torch.manual_seed(0)
     model: Any = nn.ModuleDict({"qkv": nn.Linear(8, 48)}).eval()
+    model["again"] = model["qkv"]
     whole, x = copy.deepcopy(model["qkv"]), torch.randn(2, 8)
     model["qkv"].bias.requires_grad_(requires_grad=False)
+    model["qkv"].weight.no_decay = True
     split_linear(model, "qkv", [32, 8, 8])
+    assert model["again"] is model["qkv"]
+    assert all(part.weight.no_decay for part in model["qkv"])
     torch.testing.assert_close(model["qkv"](x), whole(x))
     assert [each.requires_grad for each in model.parameters()] == [True, False] * 3
     assert not model["qkv"].training
     torch.testing.assert_close(torch.cat([each.weight for each in model["qkv"]]), whole.weight)
+
+
+def _calls(layers: int) -> int:
+    """How many calls it takes to check a plan with one key for each linear."""
+    model = nn.ModuleList(Mlp(2, 2) for _ in range(layers))
+    plan = {f"{layer}.{name}": style for layer in range(layers) for name, style in UP_DOWN.items()}
+    counts = [0]
+
+    def count(*_: object) -> None:
+        counts[0] += 1
+
+    sys.setprofile(count)
+    try:
+        plan_report(model, 2, plan)
+    finally:
+        sys.setprofile(None)
+    return counts[0]
+
+
+def test_checking_a_plan_takes_time_in_proportion_to_the_model() -> None:
+    assert _calls(80) < 2.2 * _calls(40)
 
 
 # --- the mesh, and applying twice ---------------------------------------------------------------------------
@@ -220,6 +290,10 @@ def test_a_plan_that_does_not_fit_changes_nothing_and_one_that_fits_is_applied_o
         assert error_of(lambda: apply(UP_DOWN | {"dwon": RowwiseParallel()})).startswith("PlanError: ")
         assert type(model.up) is nn.Linear
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        for other, text in ((weight_norm(nn.Linear(8, 16)), "'weight'"), (nn.LazyLinear(16), "no shape yet")):
+            bad = nn.ModuleDict({"up": nn.Linear(4, 8), "other": other})
+            assert text in error_of(lambda bad=bad: parallelize(bad, tp_mesh(), {"*": ColwiseParallel()}))
+            assert type(bad.get_parameter("up.weight")) is nn.Parameter
         apply(UP_DOWN)  # the same model, once the plan is right
         assert error_of(lambda: apply(UP_DOWN)) == (
             "PlanError: up, down: already parallelized (weight is a DTensor); parallelize a model once, and before fully_shard"

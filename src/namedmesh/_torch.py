@@ -205,6 +205,11 @@ def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> t
     return result
 
 
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Let the device fail, once it has computed a condition that is false; the host does not wait."""
+    torch._assert_async(condition, message)
+
+
 def synchronous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
     if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh._torch import functional_collective
+from namedmesh._torch import assert_on_device, functional_collective
 from namedmesh.errors import ShapeError
 
 
@@ -137,8 +137,16 @@ def check_divides(shape: Sequence[int], dim: int, size: int) -> None:
 
 
 def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
-    """Refuse an id outside the vocabulary, on a CPU: it belongs to no rank, and would silently count as zeros."""
-    if torch.compiler.is_compiling() or type(ids) is not Tensor or not ids.is_cpu or not ids.numel():
+    """Reject an id outside the vocabulary: it belongs to no rank, and would silently count as zeros.
+
+    On a CPU an IndexError is raised. On an accelerator the check is enqueued, as those of torch's own kernels are: no
+    synchronization with the host, and a device-side assertion.
+    """
+    if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta or not ids.numel():
+        return
+    if not ids.is_cpu:
+        inside = ((ids >= 0) & (ids < vocabulary)).all()
+        assert_on_device(inside, f"{what}: an id is outside the vocabulary, from 0 to {vocabulary - 1}")
         return
     low, high = map(int, torch.aminmax(ids))
     if low < 0 or high >= vocabulary:

@@ -81,7 +81,7 @@ _BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _OWNERS = ("local_params", "moe_tp_experts")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 # Layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent.
-_BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj")
+_BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj", "q_gate_proj")
 _GROUPS = "num_key_value_groups"
 # The names that torch.compile and activation checkpointing give the module inside a wrapper.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -22,7 +22,7 @@ from namedmesh.errors import GradientError, ShapeError, ranks_in_words
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, enter, exchange, leave
 from namedmesh.tensor_parallel.gradients import fingerprint
-from namedmesh.tensor_parallel.styles import local, replace_parameter, shard_parameters
+from namedmesh.tensor_parallel.styles import local, replace_parameter, shard_parameters, shards_of
 
 
 class LocalParameters(ParallelStyle):
@@ -42,18 +42,15 @@ class LocalParameters(ParallelStyle):
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
         """Return how the parameters are laid out."""
-        if self.placements is not None:
-            return dict(self.placements)
-        return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
-
-    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
-        """Return a sentence for each parameter that the module does not own."""
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        return [
-            f"{type(self).__name__} names {name!r}, but {type(module).__name__} owns {tuple(own)}"
-            for name in self.layout(module, tp_size)
-            if name not in own
-        ]
+        # One parameter may have two names; both are given its DTensor.
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if self.placements is None:
+            return dict.fromkeys(own, Replicate())
+        placements = dict(self.placements)
+        for name, placement in placements.items():
+            if isinstance(placement, Shard) and placement.dim < 0 and name in own:
+                placements[name] = Shard(placement.dim + own[name].ndim)
+        return placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout = self.layout(module, device_mesh.size())
@@ -76,15 +73,18 @@ class LocalForward:
     def __init__(self, module: nn.Module, names: Iterable[str], blocks: Any = ()) -> None:
         self.module, self.original = module, module.forward
         self.names, self.blocks = tuple(names), dict(blocks)
+        self.shards = shards_of(module, self.names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward does."""
-        with replaced_parameters(self.module, {name: self.plain(name) for name in self.names}):
+        tensors = dict(zip(self.names, local(self.module, self.shards), strict=True))
+        with replaced_parameters(
+            self.module, {name: self.plain(name, each) for name, each in tensors.items()}
+        ):
             return self.original(*args, **kwargs)
 
-    def plain(self, name: str) -> Tensor:
-        """Return this rank's shard of a parameter, or all of it, of whose gradient each rank then makes a part."""
-        shard: Tensor = local(getattr(self.module, name))[0]
+    def plain(self, name: str, shard: Tensor) -> Tensor:
+        """Return what the forward sees of this rank's shard of a parameter."""
         dim = self.blocks.get(name)
         return shard if dim is None else shard.flatten(dim, dim + 1)
 
@@ -132,10 +132,14 @@ class ShardedExperts(LocalParameters):
         self.fused = dict(fused or {})
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
-        """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
+        """Return the reasons why the style cannot be applied: parameters that would be added more than once."""
         layout = self.layout(module, tp_size)
         kind = type(module).__name__
-        return super().problems(module, tp_size) + [
+        return [
+            f"{name!r} names blocks of a parameter that no layout shards; name a layout with Shard(dim)"
+            for name in self.fused
+            if not isinstance(layout.get(name), Shard)
+        ] + [
             f"{name!r} of {kind} is whole on every rank and would count once for each; name a layout that shards it"
             for name, _ in module.named_parameters(recurse=False)
             if isinstance(layout.get(name, Replicate()), Replicate)
@@ -203,7 +207,8 @@ class ExpertParallel(ParallelStyle):
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for any number
         """Return how the parameters are laid out."""
-        return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        return dict.fromkeys(own, Shard(0))
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  for any number
         """Return a sentence if the parameters are not stacked experts."""
@@ -214,7 +219,7 @@ class ExpertParallel(ParallelStyle):
         return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             replace_parameter(module, name, _cut(parameter, device_mesh, self.src_data_rank))
         module.forward = ExpertForward(module, Group.of(device_mesh), self)
         return module
@@ -233,7 +238,7 @@ class ExpertForward(LocalForward):
     """The forward of a module of experts, between the way of the tokens to their experts and the way back."""
 
     def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
-        super().__init__(module, [name for name, _ in module.named_parameters(recurse=False)])
+        super().__init__(module, style.layout(module, group.size))
         self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
         self.scale, self.skipped = style.gradient_scale, style.skipped
         self.to_compare = [group, *style.copies]
@@ -262,9 +267,9 @@ class ExpertForward(LocalForward):
         output = super().__call__(arrived[order], arriving.sum(0))
         return exchange(output[order.argsort()], self.group, (receive, send))
 
-    def plain(self, name: str) -> Tensor:
+    def plain(self, name: str, shard: Tensor) -> Tensor:
         """Return this rank's experts of a weight."""
-        weight = super().plain(name)
+        weight = super().plain(name, shard)
         return weight if self.scale == 1 else _scaled(weight, self.scale)
 
 

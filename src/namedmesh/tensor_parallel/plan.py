@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parameter import is_lazy
 
 from namedmesh._torch import accept_mixed_lists, has_hooks
 from namedmesh.arguments import AxisMesh, one_axis
@@ -90,6 +91,9 @@ def parallelize(
     for (first, own_name), *others in ties:
         for module, name in others:
             module.register_parameter(name, first.get_parameter(own_name))
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
+            _turn_off_fast_path(module)
     # Ranks that have data of their own have other gradients of everything.
     if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
         compare_gradients(model, mesh)
@@ -97,6 +101,19 @@ def parallelize(
     accept_mixed_lists()
     watch_buffers(model)
     return model
+
+
+def _turn_off_fast_path(module: nn.Module) -> None:
+    """Let an encoder of torch call its layers in evaluation, too: its fused kernel reads their whole weights instead."""
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        else:
+            # torch does not take the fused kernel if a module has a hook.
+            module.register_forward_pre_hook(_do_nothing)
+
+
+def _do_nothing(_module: nn.Module, _args: Any) -> None: ...
 
 
 def _refuse_uneven(layout: Placement, tp_size: int, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -123,7 +140,7 @@ def resolve(
     for entry in entries:
         for reason in _misfits(entry, tp_size):
             places[reason].append(entry.fqn or "the model")
-    for fqn, reason in _unmatched_rows(entries) if tp_size > 1 else ():
+    for fqn, reason in _unmatched_features(model, entries) if tp_size > 1 else ():
         places[reason].append(fqn)
     for name, value in (must_divide or {}).items():
         if value % tp_size:
@@ -139,13 +156,18 @@ def resolve(
 def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> list[Entry]:
     """Return the modules that the plan names; note what it names wrongly."""
     names = dict(model.named_modules(remove_duplicate=False))
+    children: dict[str, dict[str, str]] = defaultdict(dict)
+    for fqn in names:
+        parent, _, token = fqn.rpartition(".")
+        if fqn:
+            children[parent][token] = fqn
     owners: dict[nn.Module, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, style in ({"": plan} if isinstance(plan, ParallelStyle) else plan).items():
         if not isinstance(style, ParallelStyle):
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel()")
             continue
-        matched = [fqn for fqn in names if matches(key, fqn)]
+        matched = _find(children, key)
         if not matched and missing != "ignore":
             near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
             remedy = "missing='ignore' for a pipeline stage, which has some of them"
@@ -159,6 +181,20 @@ def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> li
     return [*owners.values()]
 
 
+def _find(children: Mapping[str, Mapping[str, str]], key: str) -> list[str]:
+    """Return the names of the modules that a key names, from the children of each module: a step down for each token."""
+    found = [""]
+    for wanted in key.split(".") if key else ():
+        nodes = [children.get(fqn, {}) for fqn in found]
+        found = []
+        for node in nodes:
+            if any(character in wanted for character in "*?["):
+                found += [fqn for token, fqn in node.items() if fnmatchcase(token, wanted)]
+            elif wanted in node:
+                found.append(node[wanted])
+    return found
+
+
 def matches(key: str, fqn: str) -> bool:
     """Return whether a key names a module, token by token; only the empty key names the model itself."""
     if not key or not fqn:
@@ -168,18 +204,24 @@ def matches(key: str, fqn: str) -> bool:
 
 
 def laid_out(entry: Entry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Yield the parameters that an entry's style touches, with their placements, as far as they are known of it."""
-    style, module = entry.style, entry.module
-    placements: dict[str, Placement] = {}
-    if hasattr(style, "layout"):
-        placements = style.layout(module, tp_size)
-    elif isinstance(style, _FEATURES):
-        placements = layer_placements(style, module)
-    elif isinstance(style, torch_styles.SequenceParallel):
-        placements = {name: Replicate() for name, _ in module.named_parameters()}
-    for name, parameter in module.named_parameters():
+    """Yield the parameters that an entry's style touches, with their placements, if they are known."""
+    placements = _layout(entry, tp_size)
+    for name, parameter in entry.module.named_parameters(remove_duplicate=False):
         if name in placements:
             yield name, parameter, placements[name]
+
+
+def _layout(entry: Entry, tp_size: int) -> dict[str, Placement]:
+    """Return the placements that an entry's style gives to parameters, by name; empty if they are not known."""
+    style, module = entry.style, entry.module
+    if hasattr(style, "layout"):
+        layout: dict[str, Placement] = style.layout(module, tp_size)
+        return layout
+    if isinstance(style, _FEATURES):
+        return layer_placements(style, module)
+    if isinstance(style, torch_styles.SequenceParallel):
+        return dict.fromkeys(dict(module.named_parameters(remove_duplicate=False)), Replicate())
+    return {}
 
 
 # --- what does not fit --------------------------------------------------------------------------------------
@@ -192,6 +234,7 @@ def _misfits(entry: Entry, tp_size: int) -> list[str]:
         remedy = "use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"
         return [f"{type(style).__name__} fits nn.Linear and nn.Embedding, not {kind}; {remedy}"]
     reasons: list[str] = style.problems(module, tp_size) if hasattr(style, "problems") else []
+    reasons += _misplaced(entry, tp_size)
     if reasons:
         return reasons
     for name, parameter, placement in laid_out(entry, tp_size):
@@ -211,28 +254,100 @@ def _misfits(entry: Entry, tp_size: int) -> list[str]:
     return reasons
 
 
-def _unmatched_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
-    """Yield the row layers whose input no column layer makes, though there are some in their block; and why.
+def _misplaced(entry: Entry, tp_size: int) -> Iterator[str]:
+    """Yield why a style's layout cannot be that of a module's parameters."""
+    own = dict(entry.module.named_parameters(remove_duplicate=False))
+    for name, placement in _layout(entry, tp_size).items():
+        if name not in own:
+            got = f"{type(entry.style).__name__} names {name!r}, but {type(entry.module).__name__} owns {tuple(own)}"
+            yield f"{got}; name what it owns, and remove a parametrization such as weight_norm first"
+        elif is_lazy(own[name]):
+            yield f"{name} has no shape yet; run a forward first, which turns a lazy module into an ordinary one"
+        elif isinstance(placement, Shard):
+            ndim = own[name].ndim
+            if not -ndim <= placement.dim < ndim:
+                yield f"Shard({placement.dim}) is not a layout of {name}, which has {ndim} dims; name one of them"
+        elif not isinstance(placement, Replicate):
+            yield f"{placement!r} is not a layout of a parameter ({name}); use Shard(dim) or Replicate()"
 
-    One of those is several layers in one, then (q|k|v, gate|up): the shapes fit a rank's rows, and the ranks agree on wrong
-    gradients, but where the features lie head by head.
+
+class _Block(NamedTuple):
+    """A module inside which column layers feed row layers."""
+
+    columns: list[Entry]
+    rows: list[Entry]
+    made: set[int]
+    """The numbers of features that column layers in it make; 0 for one whose style states heads."""
+
+
+def _unmatched_features(model: nn.Module, entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
+    """Yield the column and row layers of one block whose numbers of features do not fit each other, and why.
+
+    A column layer that makes more than the row layers take is several layers in one (q|k|v, gate|up). The shapes fit a
+    rank's rows all the same, and the ranks agree on wrong gradients, unless the features are interleaved per head.
     """
-    columns = [each for each in entries if _shards_features(each, torch_styles.ColwiseParallel)]
-    for entry in entries:
-        block = entry.fqn if _shards_features(entry, torch_styles.RowwiseParallel) else ""
-        found: list[Entry] = []
-        while block and not found:
-            block = block.rpartition(".")[0]
-            found = [each for each in columns if f".{each.fqn}".startswith(f".{block}." if block else ".")]
-        made = [each.module.out_features for each in found]
-        told = any(getattr(each.style, "heads", None) for each in found)
-        features = getattr(entry.module, "in_features", 0)
-        if made and not told and features not in made:
-            makes = listing((f"{each.key} makes {each.module.out_features}" for each in found), 4)
-            got = f"takes {features} features, which no column layer of its block makes ({makes})"
-            why = "one of them is several layers in one (q|k|v, gate|up)"
-            remedy = "take it apart with split_linear, or say that it lies head by head with ColwiseParallel(heads=...)"
-            yield entry.fqn, f"{got}: {why}; {remedy}"
+    order = {module: position for position, module in enumerate(model.modules())}
+    for block in _find_blocks(entries):
+        taken = {_features(row, "in_features") for row in block.rows}
+        last = max(order[row.module] for row in block.rows)
+        fused = False
+        for column in block.columns:
+            features = _features(column, "out_features")
+            # Keys and values may have fewer heads. The features of a column layer behind all row layers, such as an
+            # output head, go elsewhere.
+            fits = any(size % features == 0 for size in taken)
+            if not fits and not _states_heads(column) and order[column.module] < last:
+                fused = True
+                got = f"makes {features} features, but the row layers of its block take {listing(sorted(taken), 4)}"
+                why = "it is several layers in one (q|k|v, gate|up)"
+                remedy = "split it with split_linear, or use ColwiseParallel(heads=...) if it is interleaved per head"
+                yield column.fqn, f"{got}: {why}; {remedy}"
+        for row in () if fused else block.rows:
+            features = _features(row, "in_features")
+            if not block.made & {0, features}:
+                got = f"takes {features} features, which no column layer of its block makes"
+                yield row.fqn, f"{got}; name the layer that makes them"
+
+
+def _find_blocks(entries: Sequence[Entry]) -> Iterable[_Block]:
+    """Return the innermost modules that have both column and row layers inside, each with those of no inner one."""
+    columns = [entry for entry in entries if _shards_features(entry, torch_styles.ColwiseParallel)]
+    rows = [entry for entry in entries if _shards_features(entry, torch_styles.RowwiseParallel)]
+    made: dict[str, set[int]] = defaultdict(set)
+    for column in columns:
+        for name in _blocks_around(column.fqn):
+            made[name].add(0 if _states_heads(column) else _features(column, "out_features"))
+    with_rows = {name for row in rows for name in _blocks_around(row.fqn)}
+    blocks: dict[str, _Block] = {}
+    for row in rows:
+        for name in _blocks_around(row.fqn):
+            if name in made:
+                blocks.setdefault(name, _Block([], [], made[name])).rows.append(row)
+                break
+    for column in columns:
+        for name in _blocks_around(column.fqn):
+            if name in with_rows:
+                if name in blocks:
+                    blocks[name].columns.append(column)
+                break
+    return blocks.values()
+
+
+def _blocks_around(fqn: str) -> Iterator[str]:
+    """Yield the names of the modules around a module, from the innermost to the model."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        yield fqn
+
+
+def _features(entry: Entry, name: str) -> int:
+    number: int = getattr(entry.module, name)
+    return number
+
+
+def _states_heads(entry: Entry) -> bool:
+    """Return whether the style of a column layer says how its features are arranged."""
+    return bool(getattr(entry.style, "heads", None) or getattr(entry.style, "kv_heads", None))
 
 
 def _shards_features(entry: Entry, kind: Any) -> bool:
@@ -265,7 +380,7 @@ def _ties_of(model: nn.Module) -> list[list[Place]]:
     """Return the places of each parameter that has several; one module under two names is no tie: it is sharded once."""
     places: dict[nn.Parameter, list[Place]] = defaultdict(list)
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places[parameter].append((module, name))
     return [each for each in places.values() if len(each) > 1]
 

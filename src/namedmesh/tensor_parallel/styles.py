@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -17,11 +17,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import has_hooks, local_parameters
-from namedmesh.errors import PlanError
+from namedmesh.errors import PlanError, ShapeError
 from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave, refuse_strangers, split
 
 _WHOLE, _PARTS = (Replicate(),), (Partial(),)
+
+
+# The shape of this rank's shard of each parameter of a module, by name; None for a parameter that is None.
+Shards: TypeAlias = "Mapping[str, torch.Size | None]"
 
 
 class Wiring(NamedTuple):
@@ -37,6 +41,7 @@ class ColumnLinear(nn.Linear):
     """An ``nn.Linear`` of whose output features each rank computes some. Made by :class:`ColwiseParallel`."""
 
     wiring: Wiring
+    shards: Shards
     rows: Sequence[int] | None = None  # the output features to compute, of a weight that every rank has whole
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
@@ -48,7 +53,7 @@ class ColumnLinear(nn.Linear):
             x = whole.to_local(grad_placements=_PARTS)
         else:
             x = enter(autocast(input), group, input_dim)
-        weight, bias = local(self.weight, self.bias)
+        weight, bias = local(self, self.shards)
         if self.rows is not None:
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
         y = F.linear(x, weight, bias)
@@ -59,6 +64,7 @@ class RowLinear(nn.Linear):
     """An ``nn.Linear`` of whose input features each rank has some. Made by :class:`RowwiseParallel`."""
 
     wiring: Wiring
+    shards: Shards
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the sum of all ranks' products: whole, or this rank's shard of another dim."""
@@ -68,7 +74,7 @@ class RowLinear(nn.Linear):
         else:
             x = input if input_dim is not None else split(input, group, input.ndim - 1)
         # Where each rank has some of the tokens, it makes a part of the bias's gradient.
-        weight, bias = local(self.weight, self.bias, parts=output_dim is not None)
+        weight, bias = local(self, self.shards, parts=output_dim is not None)
         y = leave(F.linear(x, weight), group, output_dim)
         if bias is not None:  # after the sum, so that it counts once
             y = y + bias.to(y.dtype)
@@ -79,6 +85,7 @@ class RowEmbedding(nn.Embedding):
     """An ``nn.Embedding`` of whose vocabulary each rank has a part. Made by :class:`RowwiseParallel`."""
 
     wiring: Wiring
+    shards: Shards
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' vectors, of which one is not zero: whole, or this rank's shard of a dim."""
@@ -87,7 +94,7 @@ class RowEmbedding(nn.Embedding):
         if ids is input and input_dim is not None:
             ids = gather(input, group, input_dim)
         refuse_strangers(ids, self.num_embeddings, "index out of range in self")
-        weight, _ = local(self.weight)
+        (weight,) = local(self, self.shards)
         rows = weight.shape[0]
         first = group.rank * rows
         mine = ids - first
@@ -99,14 +106,40 @@ class RowEmbedding(nn.Embedding):
         return delivered(self, leave(y.masked_fill(elsewhere.unsqueeze(-1), 0), group, output_dim))
 
 
-def local(weight: Tensor, bias: Tensor | None = None, *, parts: bool = True) -> Sequence[Any]:
-    """Return this rank's tensors of a weight and a bias; ``parts``: each rank makes a part of the gradients of whole ones."""
-    if not isinstance(weight, DTensor):
-        return weight, bias
-    parameters: list[Any] = [weight] if bias is None else [weight, bias]
-    layouts = [_PARTS if parts and each.placements == _WHOLE else each.placements for each in parameters]
-    shards = local_parameters(parameters, layouts)
-    return (*shards, None) if bias is None else shards
+def local(module: nn.Module, shards: Shards, *, parts: bool = True) -> list[Any]:
+    """Return this rank's shards of a module's parameters, in the order of ``shards``; None for a parameter that is None.
+
+    A parameter may be a plain tensor that is the shard, as in torch's DistributedDataParallel. If it is the whole tensor,
+    as after ``load_state_dict(..., assign=True)``, every rank would add the whole product to the sum.
+
+    Args:
+        module: the module.
+        shards: the shape of this rank's shard of each parameter.
+        parts: whether each rank computes a partial gradient of a replicated parameter.
+
+    Raises:
+        ShapeError: a parameter has another shape on this rank.
+    """
+    parameters = [getattr(module, name) for name in shards]
+    distributed = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    layouts = [_PARTS if parts and each.placements == _WHOLE else each.placements for each in distributed]
+    tensors = iter(local_parameters(distributed, layouts) if distributed else ())
+    result = [next(tensors) if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+    for (name, shape), tensor in zip(shards.items(), result, strict=True):
+        if tensor is not None and tensor.shape != shape:
+            got = f"{name} has shape {tuple(tensor.shape)} on this rank, whose shard has shape {tuple(shape)}"
+            remedy = "load with set_model_state_dict or without assign=True, and call with DTensors or shards"
+            raise ShapeError(f"{got}; {remedy}")
+    return result
+
+
+def shards_of(module: nn.Module, names: Iterable[str]) -> Shards:
+    """Return the shapes of this rank's shards of a module's parameters, which are DTensors or None."""
+    shapes: dict[str, torch.Size | None] = {}
+    for name in names:
+        parameter = getattr(module, name)
+        shapes[name] = None if parameter is None else parameter.to_local().shape
+    return shapes
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -188,6 +221,8 @@ class _Short:
         (given,), (made,) = self.input_layouts, self.output_layouts
         dims = getattr(given, "dim", None), getattr(made, "dim", None)
         module.wiring = Wiring(Group.of(device_mesh), *dims, self.use_local_output)
+        names = ("weight",) if kind is RowEmbedding else ("weight", "bias")
+        module.shards = shards_of(module, names)
         return module  # type: ignore[no-any-return]  # with an attribute that no module has
 
 
@@ -353,16 +388,32 @@ def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
     before, and join ``{name}.0.weight`` and the others along dim 0 to write one.
 
     Raises:
-        PlanError: the module is no ``nn.Linear``, or the sizes do not add up to its output features.
+        PlanError: the module is not an ``nn.Linear`` with the forward of that class and without hooks, its parameters are
+            shared with other modules, or the sizes do not add up to its output features.
     """
     fused = model.get_submodule(name)
     if type(fused) is not nn.Linear or sum(sizes) != fused.out_features:
         raise PlanError(
             f"{name} is {fused}; give an nn.Linear and sizes that add up to its out_features, not {list(sizes)}"
         )
+    own = dict(fused.named_parameters())
+    problems = []
+    if "forward" in vars(fused) or any(map(has_hooks, (fused, *own.values()))):
+        problems.append(f"{name} has hooks or a forward that its parts would not have; split it first")
+    for fqn, param in model.named_parameters(remove_duplicate=False):
+        module_name, _, key = fqn.rpartition(".")
+        if param is own.get(key) and model.get_submodule(module_name) is not fused:
+            got = f"{name}.{key} is shared with {fqn}, which would keep the fused one"
+            problems.append(f"{got}; untie them first")
+    if problems:
+        raise PlanError(*problems)
     bias = fused.bias is not None
     parts = Joined(nn.Linear(fused.in_features, size, bias, device="meta") for size in sizes)
-    for key, whole in fused.named_parameters():
+    for key, whole in own.items():
         for part, rows in zip(parts, whole.detach().split([*sizes]), strict=True):
             part.register_parameter(key, nn.Parameter(rows.clone(), requires_grad=whole.requires_grad))
-    model.set_submodule(name, parts.train(fused.training))
+            vars(part.get_parameter(key)).update(vars(whole))
+    parts.train(fused.training)
+    for fqn, module in list(model.named_modules(remove_duplicate=False)):
+        if module is fused:
+            model.set_submodule(fqn, parts)
