@@ -24,16 +24,17 @@ import pytest
 import torch
 from ranks import run_ranks
 from threads import run_threads
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from tp_checks import CHECKS, as_whole, largest_difference
 from tp_compare import assert_right, sharded, tp_mesh, training_difference
 from tp_models import Attention, Llama, attention_plan, llama_plan
 
 import namedmesh.tensor_parallel as package
 from namedmesh.sizes import shared_heads
-from namedmesh.tensor_parallel import RowwiseParallel, collectives
+from namedmesh.tensor_parallel import RowwiseParallel, collectives, cross_entropy
 
 WORLD = 2
 TOLERANCE = 1e-9
@@ -204,6 +205,33 @@ def stranger() -> str:
 def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
     text = "index out of range in self: the ids run from 3 to 16, the vocabulary from 0 to 15"
     assert run_ranks(2, stranger) == [text] * 2
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what would wait for a device: reading a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def stranger_on_an_accelerator() -> list[str]:
+    model = sharded(nn.Embedding(16, 8), RowwiseParallel(input_layouts=Replicate()))
+    logits = torch.zeros(2, 8)
+    with mock.patch.object(Tensor, "is_cpu", new=False), NoReads():
+        model(torch.tensor([[3, 15]]))
+        cross_entropy(logits, torch.tensor([15, -100]), tp_mesh())
+        with pytest.raises(RuntimeError) as of_ids:
+            model(torch.tensor([[3, 16]]))
+        with pytest.raises(RuntimeError) as of_targets:
+            cross_entropy(logits, torch.tensor([-3, 1]), tp_mesh())
+    return [str(of_ids.value), str(of_targets.value)]
+
+
+def test_an_id_outside_the_vocabulary_fails_on_an_accelerator_without_a_synchronization() -> None:
+    what = "an id is outside the vocabulary, from 0 to 15"
+    texts = [f"index out of range in self: {what}", f"target is out of bounds: {what}"]
+    assert run_ranks(2, stranger_on_an_accelerator) == [texts, texts]
 
 
 # --- grouped attention over any number of ranks that divides the queries ----------------------------------------

@@ -221,7 +221,7 @@ class _Short:
         (given,), (made,) = self.input_layouts, self.output_layouts
         dims = getattr(given, "dim", None), getattr(made, "dim", None)
         module.wiring = Wiring(Group.of(device_mesh), *dims, self.use_local_output)
-        names = ("weight",) if kind is RowEmbedding else ("weight", "bias")
+        names = ("weight",) if issubclass(kind, nn.Embedding) else ("weight", "bias")
         module.shards = shards_of(module, names)
         return module  # type: ignore[no-any-return]  # with an attribute that no module has
 
