@@ -210,6 +210,9 @@ def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
 class NoReads(TorchDispatchMode):
     """Refuses what would wait for a device: reading a value."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))

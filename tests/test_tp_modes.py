@@ -315,7 +315,7 @@ def plain_parameters() -> list[object]:
     found: list[object] = [apart(functional_call(model, state, data), reference(data)) < 1e-12]
     for name, shape in (("up.bias", (16,)), ("down.weight", (8, 16))):
         part = {name: reference.get_parameter(name)}
-        found.append(error_of(lambda part=part: functional_call(model, part, data)).partition(" on this")[0])
+        found.append(error_of(partial(functional_call, model, part, data)).partition(" on this")[0])
         assert str(shape) in str(found[-1])
     model.load_state_dict(reference.state_dict(), assign=True)
     found.append(error_of(lambda: model(data)).partition(";")[0])

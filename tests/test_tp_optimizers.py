@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tensors import apart, numbers
+from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tp_compare import assert_right
 from tp_models import UP_DOWN, Mlp, OfHeads
 
-from namedmesh.tensor_parallel import LocalParameters, parallelize
+from namedmesh.tensor_parallel import LocalParameters, parallelize, reduce_gradients
 
 # Each with the clipping before it: the order of the norm, and whether torch may use foreach there.
 OPTIMIZERS: list[tuple[str, dict[str, Any], tuple[float, bool | None]]] = [
@@ -122,3 +122,19 @@ def _all() -> dict[str, float]:
 @pytest.mark.usefixtures("optimizers_as_on_cuda")
 def test_optimizers_clipping_scaling_and_averages_over_parameters_of_every_kind() -> None:
     assert_right(run_ranks(2, _all), cases=len(OPTIMIZERS) + 3)
+
+
+def _sum_of_partial_gradients() -> list[float]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    zeros = torch.zeros(4, dtype=torch.bfloat16)
+    param = nn.Parameter(DTensor.from_local(zeros, mesh, [Replicate()]))
+    gradient = torch.full_like(zeros, 1 if mesh.get_local_rank() else 256)
+    param.grad = DTensor.from_local(gradient, mesh, [Partial()])
+    reduce_gradients([param])
+    total: list[float] = whole(param.grad).tolist()
+    return total
+
+
+def test_partial_gradients_in_half_precision_are_summed_in_float32() -> None:
+    right = torch.tensor(256.0 + 1 + 1 + 1).bfloat16().item()
+    assert run_ranks(4, _sum_of_partial_gradients) == [[right] * 4] * 4

@@ -292,7 +292,7 @@ def test_a_plan_that_does_not_fit_changes_nothing_and_one_that_fits_is_applied_o
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         for other, text in ((weight_norm(nn.Linear(8, 16)), "'weight'"), (nn.LazyLinear(16), "no shape yet")):
             bad = nn.ModuleDict({"up": nn.Linear(4, 8), "other": other})
-            assert text in error_of(lambda bad=bad: parallelize(bad, tp_mesh(), {"*": ColwiseParallel()}))
+            assert text in error_of(partial(parallelize, bad, tp_mesh(), {"*": ColwiseParallel()}))
             assert type(bad.get_parameter("up.weight")) is nn.Parameter
         apply(UP_DOWN)  # the same model, once the plan is right
         assert error_of(lambda: apply(UP_DOWN)) == (

@@ -95,9 +95,12 @@ def _all_reduce_together(parameters: Sequence[Any], mesh: DeviceMesh, layout: tu
         if parameter.grad is None:
             ranks_with_gradient[index] = 0
     total = torch.cat([*(part.flatten() for part in parts), ranks_with_gradient])
+    # A sum in half precision is rounded after every rank: over eight ranks it may be off by a percent.
+    total = total.to(torch.promote_types(total.dtype, torch.float32))
     for dim, placement in enumerate(layout):
         if isinstance(placement, Partial):
             total = all_reduce(total, Group.of(mesh.get_group(dim)))
+    total = total.to(parts[0].dtype)
     *sums, ranks_with_gradient = total.split([*(part.numel() for part in parts), len(parts)])
     for index, (parameter, part, whole) in enumerate(zip(parameters, parts, sums, strict=True)):
         # The count is read on ranks without a gradient only.

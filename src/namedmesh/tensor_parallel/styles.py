@@ -126,7 +126,7 @@ def local(module: nn.Module, shards: Shards, *, parts: bool = True) -> list[Any]
     tensors = iter(local_parameters(distributed, layouts) if distributed else ())
     result = [next(tensors) if isinstance(parameter, DTensor) else parameter for parameter in parameters]
     for (name, shape), tensor in zip(shards.items(), result, strict=True):
-        if tensor is not None and tensor.shape != shape:
+        if shape is not None and tensor.shape != shape:
             got = f"{name} has shape {tuple(tensor.shape)} on this rank, whose shard has shape {tuple(shape)}"
             remedy = "load with set_model_state_dict or without assign=True, and call with DTensors or shards"
             raise ShapeError(f"{got}; {remedy}")
@@ -398,7 +398,7 @@ def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
         )
     own = dict(fused.named_parameters())
     problems = []
-    if "forward" in vars(fused) or any(map(has_hooks, (fused, *own.values()))):
+    if "forward" in vars(fused) or has_hooks(fused) or any(has_hooks(param) for param in own.values()):
         problems.append(f"{name} has hooks or a forward that its parts would not have; split it first")
     for fqn, param in model.named_parameters(remove_duplicate=False):
         module_name, _, key = fqn.rpartition(".")
