@@ -42,6 +42,16 @@ def softened(softmax: bool) -> Net:
     return Net(compute, **parts, dropout=nn.Dropout(0.5))
 
 
+def softened_in_evaluation() -> Net:
+    """A softmax over a rank's features where no gradients are needed, as kernels of their own for evaluation may have it."""
+
+    def compute(m: Any, x: Tensor) -> Any:
+        features = m.up(x)
+        return m.down(features if torch.is_grad_enabled() else features.softmax(-1))
+
+    return Net(compute, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
+
+
 def between(work: Callable[..., Any], after: Callable[[Tensor], Any] = lambda out: out) -> Net:
     """A feed-forward; ``work`` makes its input of what the model gets, and ``after`` its output."""
     compute = lambda m, *given, **named: after(m.down(torch.tanh(m.up(m.factor(work(*given, **named))))))  # noqa: E731
@@ -97,6 +107,7 @@ def reports() -> dict[str, VerifyReport]:
         "right": verify(softened(softmax=False), mesh, UP_DOWN, x),
         "softmax behind zeros": verify(zero(softened(softmax=True)), mesh, UP_DOWN, x),
         "summed twice": verify(softened(softmax=False), mesh, twice, x),
+        "in evaluation": verify(softened_in_evaluation(), mesh, UP_DOWN, x),
         "shards": verify(nn.Linear(8, 16), mesh, ColwiseParallel(), x),
         "fewer outputs": verify(with_heads(), mesh, {"up": ColwiseParallel()}, x),
         "more outputs": verify(
@@ -109,21 +120,22 @@ def test_what_differs_is_named() -> None:
     first, second = run_ranks(2, reports)
     assert first == second
     wrong = {"doubled", "summed twice", "softmax of a rank's features", "softmax behind zeros"}
-    wrong |= {"of integers", "shards", "fewer outputs", "more outputs"}
+    wrong |= {"of integers", "shards", "fewer outputs", "more outputs", "in evaluation"}
     assert "output 0" not in first["more outputs"].different
     assert "output 1" in first["more outputs"].different
     assert {name for name, report in first.items() if not report.right} == wrong
     # Ranks that agree on a wrong sum: the forward is exact, and so is everything but what is summed twice.
     for name in ("summed twice", "doubled"):
         assert [*first[name].different] == ["gradient of factor.weight"]
-    assert [*first["of integers"].different] == ["output 0"]
+    assert [*first["of integers"].different] == ["output 0", "output 0 under no_grad"]
+    assert [*first["in evaluation"].different] == ["output 0 under no_grad"]
     assert {"output 2", "output 3"} <= first["fewer outputs"].different.keys()
     different = first["softmax of a rank's features"].different
     assert {"output 0", "gradient of up.weight", "gradient of input 0"} <= different.keys()
     assert "on rank 1, The values for attribute 'shape' do not match" in first["shards"].different["output 0"]
     assert re.fullmatch(
         r"gradient of factor\.weight: on rank 0, Tensor-likes are not close! .*; on rank 1, Tensor-likes are not close! .*\n"
-        r"1 of 7 tensors on 2 ranks differ from one process",
+        r"1 of 8 tensors on 2 ranks differ from one process",
         str(first["summed twice"]),
     )
 
@@ -204,8 +216,8 @@ def command(folder: str, function: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("function", "status", "text"),
     [
-        ("right", 0, "0 of 7 tensors"),
-        ("named", 0, "0 of 7 tensors"),
+        ("right", 0, "0 of 8 tensors"),
+        ("named", 0, "0 of 8 tensors"),
         ("wrong", 3, "0.weight"),
         ("nothing", 1, "returned a NoneType"),
     ],

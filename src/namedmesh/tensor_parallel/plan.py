@@ -59,6 +59,9 @@ def parallelize(
     DTensors; tied ones stay tied. What a forward does with the parameters that the plan leaves out, or with what the sharded
     layers make, is not guessed: the ranks compare gradients (:func:`compare_gradients`), :func:`verify` compares with the whole model.
 
+    Parameters outside of the plan stay plain tensors. From the first call on, the operators over lists that torch's optimizers,
+    clipping and gradient scaler use take plain tensors and DTensors together.
+
     Args:
         model: the model; changed in place, and returned. It may be on the meta device.
         mesh: the NamedMesh, of which ``tp`` is taken, or one axis of it, such as ``mesh["ep"]``.

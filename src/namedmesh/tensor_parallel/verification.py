@@ -21,7 +21,7 @@ from namedmesh.tensor_parallel.plan import Plan, parallelize, resolve
 class VerifyReport:
     """What a comparison found: a line for each thing that differs when printed.
 
-    ``compared``: the names of all: ``"output 0"``, ``"gradient of input 0"``, ``"gradient of layers.0.weight"``. ``different``: of
+    ``compared``: the names of all: ``"output 0"``, ``"output 0 under no_grad"``, ``"gradient of input 0"``, ``"gradient of layers.0.weight"``. ``different``: of
     those that differ, what each rank says, the same on every rank.
     """
 
@@ -106,15 +106,7 @@ def _copied(value: Any) -> Any:
 def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
     """Return what a model makes of inputs, and the gradients of a weighted sum of it; all draw from a fixed seed, and put it back."""
     leaves = tree_map(_copied, given)
-    # A model may write into its inputs, but into no leaf.
-    args, named = tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, leaves)
-    with torch.random.fork_rng(range(torch.accelerator.device_count())):
-        torch.manual_seed(0)
-        output = model(*args, **named)
-    outputs = [each.full_tensor() if isinstance(each, DTensor) else each for each in _tensors(output)]
-    if not outputs:
-        kind = type(output).__name__
-        raise PlanError(f"no tensor is in the output, a {kind}; return some in plain containers")
+    outputs = _outputs(model, leaves)
     trained = [each for each in outputs if each.requires_grad]
     generator = torch.Generator("cpu").manual_seed(0)
     weights = []
@@ -124,6 +116,8 @@ def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
     if trained:
         torch.autograd.backward(trained, weights)
     found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}
+    with torch.no_grad():  # torch has other ways through a model for this
+        found |= {f"output {i} under no_grad": each for i, each in enumerate(_outputs(model, leaves))}
     differentiated = {f"input {i}": each for i, each in enumerate(_tensors(leaves))}
     for name, each in (differentiated | dict(model.named_parameters())).items():
         if each.requires_grad:
@@ -131,6 +125,20 @@ def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             found[f"gradient of {name}"] = whole.to_dense()
     return found
+
+
+def _outputs(model: nn.Module, leaves: Any) -> list[Tensor]:
+    """Return the tensors that a model returns, as full tensors."""
+    # A model may write into its inputs, but into no leaf.
+    args, named = tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, leaves)
+    with torch.random.fork_rng(range(torch.accelerator.device_count())):
+        torch.manual_seed(0)
+        output = model(*args, **named)
+    outputs = [each.full_tensor() if isinstance(each, DTensor) else each for each in _tensors(output)]
+    if not outputs:
+        kind = type(output).__name__
+        raise PlanError(f"no tensor is in the output, a {kind}; return some in plain containers")
+    return outputs
 
 
 def _size(tensor: Tensor) -> float:
