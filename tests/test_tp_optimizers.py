@@ -138,3 +138,25 @@ def _sum_of_partial_gradients() -> list[float]:
 def test_partial_gradients_in_half_precision_are_summed_in_float32() -> None:
     right = torch.tensor(256.0 + 1 + 1 + 1).bfloat16().item()
     assert run_ranks(4, _sum_of_partial_gradients) == [[right] * 4] * 4
+
+
+def compiled_steps() -> float:
+    """How far the parameters are from one process after three steps of a compiled optimizer."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Mlp().double()
+    model = parallelize(copy.deepcopy(reference), mesh, UP_DOWN)
+    for one in (reference, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, foreach=False)
+        step: Any = optimizer.step if one is reference else torch.compile(optimizer.step, backend="aot_eager")
+        for _ in range(3):
+            one(numbers(4, 8, seed=1)).square().sum().backward()
+            step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(apart(whole(param), wanted) for param, wanted in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+def test_an_optimizer_step_can_be_compiled() -> None:
+    assert max(run_ranks(2, compiled_steps)) < 1e-12

@@ -156,8 +156,9 @@ def sum_before_steps() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     reduce_gradients(parameters)
-    if is_capturing():
-        return  # a CUDA graph cannot contain a read of values by the host
+    # Neither compiled code nor a CUDA graph can contain a read of values by the host.
+    if torch.compiler.is_compiling() or is_capturing():
+        return
     step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if step > LAST_STEP or step & (step - 1):
         return
