@@ -147,7 +147,7 @@ def compiled_steps() -> float:
     reference = Mlp().double()
     model = parallelize(copy.deepcopy(reference), mesh, UP_DOWN)
     for one in (reference, model):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, foreach=False)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, foreach=False)
         step: Any = optimizer.step if one is reference else torch.compile(optimizer.step, backend="aot_eager")
         for _ in range(3):
             one(numbers(4, 8, seed=1)).square().sum().backward()
