@@ -283,7 +283,9 @@ def test_a_bound_mesh_shards_weights_that_are_gathered_for_each_use() -> None:
     sizes: dict[str, Any] = {"gtp_remat_size": 2, "expert_gtp_remat_size": 2, **NO_GLOO}
     sizes |= {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     with release("newest") as theirs, fake_world(32, 13):
-        with pytest.raises(AssertionError, match=r"\(gtp_remat\) are megatron-core's"):
+        with pytest.raises(
+            AssertionError, match="gtp_remat_size, expert_gtp_remat_size cannot be used without"
+        ):
             parallel_state.initialize_model_parallel(2, 2, context_parallel_size=2, **sizes)
         told = _outcome(theirs.initialize_model_parallel, theirs, asked(2, 2, 2) | sizes, theirs)
         megatron.install()
@@ -300,7 +302,7 @@ def test_axes_of_an_open_mesh_with_another_timeout_are_on_its_groups() -> None:
         slow = {"tp": GroupOptions(timeout=timedelta(hours=1))}
         mesh = namedmesh.init_mesh(dp=4, tp=2, timeout=timedelta(minutes=10), options=slow, device="cpu")
         mesh.add_view("expert", edp=2, ep=4)
-        with pytest.raises(TypeError, match="takes no order: the mesh determines it"):
+        with pytest.raises(TypeError, match="takes no order, because the mesh determines it"):
             megatron.bind(mesh, order="tp-dp")
         arguments = asked(tp=2, ep=4, etp=1) | NO_GLOO
         starts: list[Callable[[], object]] = [lambda: megatron.bind(mesh, **NO_GLOO)]
@@ -492,7 +494,7 @@ def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
         assert buffer.get_tensor((70,), torch.float32, "mpu").shape == (70,)
         with pytest.raises(AssertionError, match="call destroy_global_memory_buffer"):
             parallel_state._set_global_memory_buffer()
-        with pytest.raises(AssertionError, match="symmetric memory are megatron-core's"):
+        with pytest.raises(AssertionError, match="symmetric memory are not supported without megatron-core"):
             parallel_state._set_global_symmetric_memory_buffer()
 
 
@@ -502,15 +504,15 @@ def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"tensor_model_parallel_size": 3}, "the sizes 3 x 1 x 1 do not divide the world of 8 ranks"),
+        ({"tensor_model_parallel_size": 3}, "the sizes 3 x 1 x 1 do not divide the world size 8"),
         ({"virtual_pipeline_model_parallel_size": 2}, "set pipeline_model_parallel_size to 2 or more"),
-        ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "the order .* has no place for it; add 'pp'"),
+        ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "the order .* does not name it; add 'pp'"),
         ({"num_distributed_optimizer_instances": 3}, "which does not divide dp x cp = 8"),
         (asked(cp=4, hierarchical_context_parallel_sizes=[2, 3]), r"\[2, 3\] multiply to 6"),
-        ({"use_sharp": True}, "settings of NCCL and SHARP, .* are megatron-core's: let it be installed"),
+        ({"use_sharp": True}, "^use_sharp cannot be used without megatron-core; install it and"),
         (
             {"pipeline_model_parallel_size": 2, "get_embedding_ranks": lambda _: [100, 104]},
-            r"get_embedding_ranks chose the ranks \[100, 104\] of the pipeline \[0, 4\]; ",
+            r"get_embedding_ranks returned the ranks \[100, 104\] for the pipeline \[0, 4\]; ",
         ),
     ],
 )
@@ -529,8 +531,8 @@ def test_use_before_and_twice() -> None:
     with pytest.raises(AssertionError) as caught:
         parallel_state.get_tensor_model_parallel_group()
     assert str(caught.value) == (
-        "the tensor model parallel group is not initialized; call initialize_model_parallel(...), with the option that "
-        "makes this group, or namedmesh.compat.megatron.bind(mesh)"
+        "the tensor model parallel group is not initialized; call initialize_model_parallel(...) with the option that "
+        "makes it, or namedmesh.compat.megatron.bind(mesh)"
     )
     with pytest.raises(AssertionError, match=r"call namedmesh\.launch\.init\(\) or torch"):
         parallel_state.initialize_model_parallel()
