@@ -435,7 +435,7 @@ def test_the_two_generations_have_their_own_defaults() -> None:
             VOCABULARY(8, 4, config=config)(torch.tensor([[8]]))
     with torch.device("meta"):
         assert ROW(4, 6).weight.is_meta
-    with pytest.warns(UserWarning, match="goes on without it"):
+    with pytest.warns(UserWarning, match="continues without it"):
         layer = COLUMN(4, 6, config=SimpleNamespace(sequence_parallel=True))
     assert layer.sequence_parallel is False
 
@@ -496,7 +496,7 @@ MARK = our_layers.set_tensor_model_parallel_attributes
 # What rank 0 of 4 says; the last four are RuntimeErrors.
 MEGATRON: dict[str, Callable[[], Any]] = {
     "output_size is 10, which ... 4 equal shards; ...": lambda: COLUMN(4, 10),
-    "the bias of is_expert would count ...": lambda: ROW(4, 4, is_expert=True),
+    "the bias of an expert would be added ...": lambda: ROW(4, 4, is_expert=True),
     "the length of dim 0 ... (6, 2, 4) is 6, ...": lambda: ROW(
         4, 4, config=IN_SEQUENCE, input_is_parallel=True
     )(zeros(6, 2, 1)),
@@ -506,7 +506,9 @@ MEGATRON: dict[str, Callable[[], Any]] = {
     "the length ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
     "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
     "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3).long(), 1.0),
-    "the tensor of shape (2, 4) is marked already; ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
+    "the tensor of shape (2, 4) has the tensor parallel attributes already; ...": lambda: MARK(
+        COLUMN(4, 8).weight, True, 0, 1
+    ),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
     "sequence_parallel needs ...": lambda: ROW(4, 4, config=IN_SEQUENCE),
     "ColumnParallelLinear got no weight; ... (2, 4), ...": lambda: COLUMN(

@@ -94,6 +94,7 @@ class ParallelStateBinding:
             raise ContractTypeError(
                 f"bind() takes no {', '.join(problems)}, because the mesh determines it; omit it"
             )
+        # The groups of the same options exist already, so nothing has to be agreed on.
         if self.state.has_values(mesh, options):
             return self.state.bind(mesh)
         factory = GroupFactory(self.module)
@@ -145,6 +146,7 @@ class ParallelStateBinding:
             with agreed("megatron.initialize_model_parallel") as compare:
                 values = self._run_and_make_mesh(factory, compare, initialize, arguments)
         except BaseException:
+            # The mesh is known to this call alone: close it, with the groups that exist so far.
             if factory.mesh is not None:
                 factory.mesh.close(destroy_groups=True)
             raise
@@ -201,6 +203,7 @@ class ParallelStateBinding:
             for name in self.state.names:
                 if name.endswith("_GLOO"):
                     setattr(self.module, name, None)
+        # Upstream also ends its buffers and the contexts of experts, which need the groups.
         self.upstream_destroy()
         self.state.destroy()
 
@@ -223,6 +226,7 @@ def _ranks_of_mesh(mesh: NamedMesh, axes_by_ranks: AxesByRanks) -> tuple[MeshRan
         "and add a view: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
     )
     dense = MeshRanks(mesh.layout, axes_by_ranks)
+    # The first view that has an axis of the experts is theirs.
     for view in mesh.views.values():
         if not {"ep", *MEGATRON_NAMES}.isdisjoint(view):
             return dense, MeshRanks(view, axes_by_ranks, EXPERT_AXES_BY_NAME)
@@ -274,6 +278,7 @@ def _options_to_compare(options: Mapping[str, Any], pipelines: Sequence[Sequence
 _OUR_PACKAGE = "namedmesh.compat.megatron"
 _UPSTREAM_PACKAGE = "megatron.core"
 
+# The fallback's own functions know no mesh, so the replacements are the ones that its users call.
 _fallback = ParallelStateBinding(parallel_state)
 vars(parallel_state).update(_fallback.replacements)
 _active = _fallback

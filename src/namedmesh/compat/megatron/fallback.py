@@ -87,6 +87,7 @@ class ParallelStateFallback:
     def _create_groups(self, rank_sets: Sequence[Sequence[int]], **options: Any) -> Any:
         """Create a group over each set of ranks; return the last one with this rank, or None."""
         local_group = None
+        # torch requires every rank to create every group, also those that it is not in.
         for ranks in rank_sets:
             group = self.module["create_group"](ranks, **options)
             if dist.get_rank() in ranks:
@@ -133,12 +134,14 @@ class ParallelStateFallback:
         groups = []
         gloo_groups = []
         for level, size in enumerate(sizes):
+            # The ranks of a group are as far apart as a group of the levels inside has ranks.
             rank_sets = split_ranks([ranks], size, prod(sizes[:level]))
             name = f"HIERARCHICAL_{group_desc}_L{level}"
             groups.append(
                 self._create_groups(rank_sets, timeout=timeout, pg_options=options[level], group_desc=name)
             )
             gloo_group = None
+            # As upstream: the options are NCCL's, so gloo groups have none.
             if create_gloo_process_groups:
                 gloo_group = self._create_groups(
                     rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
@@ -155,6 +158,8 @@ class ParallelStateFallback:
             This rank's groups by their size; an empty dict on ranks that are not in ``ranks``.
         """
         groups = {}
+        # The group of all ranks is not among them, as get_hybrid_data_context_parallel_groups
+        # returns the data parallel group for its size.
         for power in range(1, len(ranks).bit_length() - 1):
             size = 2**power
             rank_sets = split_ranks([ranks], size)
@@ -260,6 +265,8 @@ class ParallelStateFallback:
             ContractRuntimeError: the sizes do not divide the world size, or virtual stages without
                 a pipeline.
         """
+        # megatron-core has the code for NCCL settings, SHARP and weights that are gathered for each
+        # use (gtp_remat).
         needs_megatron_core: dict[str, object] = {
             "pipeline_model_parallel_comm_backend": pipeline_model_parallel_comm_backend
             not in {None, "nccl"},
@@ -291,6 +298,7 @@ class ParallelStateFallback:
         dp = _remaining_size(world_size, tp, pp, cp)
         edp = _remaining_size(world_size, etp, ep, pp)
         dense = self.module["RankGenerator"](tp, 1, dp, pp, cp, order, rank_offset)
+        # In the expert layout ep replaces cp, whose ranks hold the same experts.
         expert = self.module["RankGenerator"](etp, ep, edp, pp, 1, order, rank_offset)
         # Upstream asserts both: the first in get_rank_groups..., the second on the generated ranks.
         differ_in_size = not order.endswith("pp") and pp > 1 and dp != edp
@@ -300,6 +308,7 @@ class ParallelStateFallback:
                 f"order {order!r}; put pp last in it, or choose expert sizes for which edp equals "
                 "dp"
             )
+        # An optimizer instance is a slice of the data parallel ranks, of the experts' ones too.
         for name, size in (("dp x cp", dp * cp), ("edp", edp)):
             if instances < 1 or size % instances:
                 raise ContractError(
@@ -324,6 +333,7 @@ class ParallelStateFallback:
             if row.members in omitted:
                 continue
             rank_sets = _rank_sets(row, dense, expert, instances)
+            # Embeddings are on some stages of each pipeline, which the caller may choose.
             if row.members in choose_ranks:
                 choose = choose_ranks[row.members]
                 rank_sets = [list(choose(pipeline)) for pipeline in rank_sets]
@@ -334,6 +344,7 @@ class ParallelStateFallback:
         if virtual_pipeline_model_parallel_size is not None:
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline_model_parallel_size
+        # Layers of Megatron that do sequence parallelism expect the buffer.
         self.module["_set_global_memory_buffer"]()
 
     def _create_row(
@@ -388,6 +399,7 @@ def _rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: i
     if row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
         # An instance holds full replicas of the model, which must not be split.
         return split_ranks(expert.get_ranks("tp-ep-pp"), instance_size)
+    # Consecutive ranks of a group form an instance, so counterparts are one instance apart.
     if row.members == "instance":
         return split_ranks(rank_sets, instance_size)
     if row.members == "peers":
@@ -449,6 +461,7 @@ class GlobalMemoryBuffer:
         length = prod(tensor_shape)
         buffer = self.buffer.get((name, dtype))
         if buffer is None or buffer.numel() < length:
+            # Upstream allocates on the current CUDA device only.
             device = "cuda" if torch.cuda.is_available() else "cpu"
             with (mem_alloc_context or nullcontext)():
                 buffer = torch.empty(length, dtype=dtype, device=device)

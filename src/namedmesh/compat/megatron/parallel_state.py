@@ -137,6 +137,9 @@ def model_parallel_is_initialized() -> bool:
     return _DATA_PARALLEL_GROUP is not None
 
 
+# Legacy code may pass the argument by name, so the two kinds of setters differ in its name.
+
+
 def _size_setter(variable: str) -> Callable[[int | None], None]:
     """Return the function that assigns a size to a variable."""
 

@@ -157,6 +157,7 @@ class RankGenerator(MeshRanks):
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """Return the ranks of every group over a token's axes; a ValueError for unknown names."""
+        # As upstream, an unknown name is an error; MeshRanks ignores names that a mesh may lack.
         self.get_mask(self.order, token)
         return super().get_ranks(token)
 
