@@ -223,7 +223,7 @@ def _ranks_of_mesh(mesh: NamedMesh, axes_by_ranks: AxesByRanks) -> tuple[MeshRan
         (*DENSE_AXES, "sp", "gtp_remat"),
         experts=("ep", *MEGATRON_NAMES),
         instead="their layout is another factorization of the world; omit it from the mesh "
-        "and add a view: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
+        "and add a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
     )
     dense = MeshRanks(mesh.layout, axes_by_ranks)
     # The first view that has an axis of the experts is theirs.

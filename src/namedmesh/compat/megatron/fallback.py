@@ -134,7 +134,7 @@ class ParallelStateFallback:
         groups = []
         gloo_groups = []
         for level, size in enumerate(sizes):
-            # The ranks of a group are as far apart as a group of the levels inside has ranks.
+            # Neighbors at a level are the product of the inner sizes apart.
             rank_sets = split_ranks([ranks], size, prod(sizes[:level]))
             name = f"HIERARCHICAL_{group_desc}_L{level}"
             groups.append(
@@ -203,8 +203,7 @@ class ParallelStateFallback:
             variables.append("_EXPERT_DATA_PARALLEL_GROUP")
         duplicates: list[Any] = []
         for variable in variables:
-            # Every rank must create the groups of all ranks, and knows only its own from the
-            # variable.
+            # A rank has its own group only, but must create those of all ranks.
             local_ranks = tuple(dist.get_process_group_ranks(self.module[variable]))
             rank_sets = list(dict.fromkeys(from_all(world, local_ranks)))
             duplicates.append(
@@ -265,8 +264,8 @@ class ParallelStateFallback:
             ContractRuntimeError: the sizes do not divide the world size, or virtual stages without
                 a pipeline.
         """
-        # megatron-core has the code for NCCL settings, SHARP and weights that are gathered for each
-        # use (gtp_remat).
+        # Only megatron-core has the code for NCCL settings, SHARP, and weights that are gathered for
+        # each use (gtp_remat).
         needs_megatron_core: dict[str, object] = {
             "pipeline_model_parallel_comm_backend": pipeline_model_parallel_comm_backend
             not in {None, "nccl"},
@@ -298,15 +297,14 @@ class ParallelStateFallback:
         dp = _remaining_size(world_size, tp, pp, cp)
         edp = _remaining_size(world_size, etp, ep, pp)
         dense = self.module["RankGenerator"](tp, 1, dp, pp, cp, order, rank_offset)
-        # In the expert layout ep replaces cp, whose ranks hold the same experts.
+        # The expert layout has ep, and no cp: ranks along cp are among those of edp, ep and etp.
         expert = self.module["RankGenerator"](etp, ep, edp, pp, 1, order, rank_offset)
-        # Upstream asserts both: the first in get_rank_groups..., the second on the generated ranks.
+        # Upstream asserts equal sizes for an order that does not end with pp, and then equal ranks.
         differ_in_size = not order.endswith("pp") and pp > 1 and dp != edp
         if differ_in_size or dense.get_ranks("pp") != expert.get_ranks("pp"):
             raise ContractError(
                 "the pipelines of the dense layers and of the experts have different ranks in the "
-                f"order {order!r}; put pp last in it, or choose expert sizes for which edp equals "
-                "dp"
+                f"order {order!r}; put pp last in it, or choose sizes for which edp equals dp"
             )
         # An optimizer instance is a slice of the data parallel ranks, of the experts' ones too.
         for name, size in (("dp x cp", dp * cp), ("edp", edp)):

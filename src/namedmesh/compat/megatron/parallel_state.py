@@ -160,7 +160,7 @@ def _rank_setter(variable: str) -> Callable[[int | None], None]:
     return set_rank
 
 
-def _zero_without_torch(variable: str) -> int:
+def _zero_without_default_group(variable: str) -> int:
     """Return 0 without torch's default group, as upstream does; raise the error otherwise."""
     if dist.is_initialized():
         raise_missing(variable)
@@ -336,6 +336,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     rank = dist.get_rank()
     if ignore_virtual or rank not in ranks:
         return rank in ranks
+    # With virtual stages, only the first and the last one of the pipeline hold embeddings.
     if rank == ranks[0]:
         return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     if rank == ranks[-1]:
@@ -367,14 +368,14 @@ def get_context_parallel_world_size() -> int:
     """Return the number of context parallel ranks; 0 without torch's default group."""
     if _CONTEXT_PARALLEL_GROUP:
         return _CONTEXT_PARALLEL_GROUP.size()
-    return _zero_without_torch("_CONTEXT_PARALLEL_GROUP")
+    return _zero_without_default_group("_CONTEXT_PARALLEL_GROUP")
 
 
 def get_context_parallel_rank() -> int:
     """Return this rank's context parallel index; 0 without torch's default group."""
     if _CONTEXT_PARALLEL_GROUP:
         return _CONTEXT_PARALLEL_GROUP.rank()
-    return _zero_without_torch("_CONTEXT_PARALLEL_GROUP")
+    return _zero_without_default_group("_CONTEXT_PARALLEL_GROUP")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> Any:
@@ -395,14 +396,14 @@ def get_tensor_and_context_parallel_world_size() -> int:
     """Return the number of ranks over tp and cp; 0 without torch's default group."""
     if _TENSOR_AND_CONTEXT_PARALLEL_GROUP:
         return _TENSOR_AND_CONTEXT_PARALLEL_GROUP.size()
-    return _zero_without_torch("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+    return _zero_without_default_group("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
 
 
 def get_tensor_and_context_parallel_rank() -> int:
     """Return this rank's index over tp and cp; 0 without torch's default group."""
     if _TENSOR_AND_CONTEXT_PARALLEL_GROUP:
         return _TENSOR_AND_CONTEXT_PARALLEL_GROUP.rank()
-    return _zero_without_torch("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+    return _zero_without_default_group("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
 
 
 # --- data parallelism -----------------------------------------------------------------------------
@@ -425,11 +426,12 @@ def get_data_parallel_group(
     Args:
         with_context_parallel: whether to return the group over dp and cp.
         with_gtp_remat: no effect.
-        partial_data_parallel: whether to return its part in this rank's optimizer instance.
+        partial_data_parallel: whether to return its subgroup in this rank's optimizer
+            instance.
         independent_all_gather: whether to return the duplicate for all-gathers.
 
     Raises:
-        ContractError: the group does not exist, or only the group over dp and cp has the part.
+        ContractError: the group does not exist, or only the group over dp and cp has the subgroup.
     """
     if not with_context_parallel:
         _check_not_partial(partial_data_parallel)
@@ -449,7 +451,8 @@ def get_data_parallel_group_gloo(
 
     Args:
         with_context_parallel: whether to return the group over dp and cp.
-        partial_data_parallel: whether to return its part in this rank's optimizer instance.
+        partial_data_parallel: whether to return its subgroup in this rank's optimizer
+            instance.
     """
     if not with_context_parallel:
         _check_not_partial(partial_data_parallel)
@@ -531,7 +534,7 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
 
     Args:
         with_context_parallel: whether the group includes cp.
-        tp_only_amax_red: whether the group leaves out dp.
+        tp_only_amax_red: whether the group excludes dp.
     """
     if with_context_parallel:
         if tp_only_amax_red:
@@ -570,7 +573,7 @@ def get_expert_model_parallel_world_size() -> int:
         return _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
     if _EXPERT_MODEL_PARALLEL_GROUP:
         return _EXPERT_MODEL_PARALLEL_GROUP.size()
-    return _zero_without_torch("_EXPERT_MODEL_PARALLEL_GROUP")
+    return _zero_without_default_group("_EXPERT_MODEL_PARALLEL_GROUP")
 
 
 def get_expert_model_parallel_rank() -> int:
@@ -579,7 +582,7 @@ def get_expert_model_parallel_rank() -> int:
         return _MPU_EXPERT_MODEL_PARALLEL_RANK
     if _EXPERT_MODEL_PARALLEL_GROUP:
         return _EXPERT_MODEL_PARALLEL_GROUP.rank()
-    return _zero_without_torch("_EXPERT_MODEL_PARALLEL_GROUP")
+    return _zero_without_default_group("_EXPERT_MODEL_PARALLEL_GROUP")
 
 
 set_expert_model_parallel_world_size = _size_setter("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
@@ -625,14 +628,14 @@ def get_expert_tensor_and_model_parallel_world_size() -> int:
     """Return the number of ranks over ep and etp; 0 without torch's default group."""
     if _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP:
         return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP.size()
-    return _zero_without_torch("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
+    return _zero_without_default_group("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
     """Return this rank's index over ep and etp; 0 without torch's default group."""
     if _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP:
         return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP.rank()
-    return _zero_without_torch("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
+    return _zero_without_default_group("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
 
 
 def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> Any:
@@ -650,7 +653,8 @@ def get_expert_data_parallel_group(
     Args:
         check_initialized: whether to raise if the group does not exist, instead of returning None.
         with_gtp_remat: no effect.
-        partial_expert_data_parallel: whether to return its part in this rank's optimizer instance.
+        partial_expert_data_parallel: whether to return its subgroup in this rank's optimizer
+            instance.
     """
     if partial_expert_data_parallel:
         return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or raise_missing(

@@ -53,7 +53,7 @@ class MeshRanks:
         """Return the ranks of an upstream ``RankGenerator``, with our names of the axes.
 
         Args:
-            generator: the upstream generator. An axis of size 1 is left out, except for the usual
+            generator: the upstream generator. An axis of size 1 is omitted, except for the usual
                 ones.
             axes_by_ranks: as for the class.
             experts: whether the generator is for the experts.
@@ -92,13 +92,12 @@ class MeshRanks:
             return [[rank] for rank in self.layout.ranks]
         groups = self.layout.groups(*axes)
         for ranks in groups:
-            # Upstream asks for the dense groups first, so they keep a set that the experts have
-            # too.
+            # The dense layers and the experts may share a set, which keeps the axes of the first.
             self.axes_by_ranks.setdefault(ranks, (self.layout, axes))
         return [list(ranks) for ranks in groups]
 
     def get_gtp_ranks(self, _size: int) -> list[list[int]]:
-        """Return the ranks of every group over ``gtp_remat``, which the layout has the size of."""
+        """Return the ranks of every group over ``gtp_remat``, whose size the layout has."""
         return self.get_ranks("gtp_remat")
 
 
