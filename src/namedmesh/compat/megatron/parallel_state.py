@@ -434,7 +434,8 @@ def get_data_parallel_group(
         ContractError: the group does not exist, or only the group over dp and cp has the subgroup.
     """
     if not with_context_parallel:
-        _check_not_partial(partial_data_parallel)
+        if partial_data_parallel:
+            _raise_partial_without_cp()
         return _DATA_PARALLEL_GROUP or raise_missing("_DATA_PARALLEL_GROUP")
     if partial_data_parallel:
         # Initialization makes both groups, so the error names the one that legacy code knows.
@@ -455,7 +456,8 @@ def get_data_parallel_group_gloo(
             instance.
     """
     if not with_context_parallel:
-        _check_not_partial(partial_data_parallel)
+        if partial_data_parallel:
+            _raise_partial_without_cp()
         return _DATA_PARALLEL_GROUP_GLOO or raise_missing("_DATA_PARALLEL_GROUP_GLOO")
     if partial_data_parallel:
         return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or raise_missing(
@@ -464,10 +466,9 @@ def get_data_parallel_group_gloo(
     return _DATA_PARALLEL_GROUP_WITH_CP_GLOO or raise_missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
 
 
-def _check_not_partial(partial_data_parallel: bool) -> None:
-    """Raise if an optimizer instance's group is requested without cp: upstream has none."""
-    if partial_data_parallel:
-        raise ContractError("partial_data_parallel needs with_context_parallel=True; pass both")
+def _raise_partial_without_cp() -> None:
+    """Raise: upstream has no group of an optimizer instance without cp."""
+    raise ContractError("partial_data_parallel needs with_context_parallel=True; pass both")
 
 
 def get_data_parallel_world_size(
