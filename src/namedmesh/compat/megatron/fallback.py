@@ -147,7 +147,9 @@ class ParallelStateFallback:
                     rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
                 )
             gloo_groups.append(gloo_group)
-        return (groups, gloo_groups) if rank in ranks else ([], [])
+        if rank not in ranks:
+            return [], []
+        return groups, gloo_groups
 
     def create_hybrid_dp_cp_groups(self, rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
         """Create groups of neighboring ranks, for each power of two below the number of ranks.

@@ -79,7 +79,9 @@ class MeshRanks:
     def size(self, name: str) -> int:
         """Return the number of ranks along one of Megatron's axes."""
         axes = self.layout_axes(name)
-        return self.layout.size(*axes) if axes else 1
+        if not axes:
+            return 1
+        return self.layout.size(*axes)
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """Return the ranks of every group over the axes that a token names.

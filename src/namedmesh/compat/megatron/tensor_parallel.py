@@ -184,7 +184,9 @@ class ColumnParallelLinear(_Linear):
         super().__init__((input_size, output_size), config, tp_group, is_expert)
         self.output_size_per_partition = output_size // self.group.size
         # The default of older releases, which have no config, is True.
-        self.gather_output = config is None if gather_output is None else gather_output
+        if gather_output is None:
+            gather_output = config is None
+        self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
         self.disable_grad_reduce = disable_grad_reduce
         if self.sequence_parallel and self.group.size == 1:
@@ -214,7 +216,8 @@ class ColumnParallelLinear(_Linear):
             The local shard of the output, ``(s, b, output_size / t)``, or the gathered ``(s, b,
             output_size)``; and the bias with ``skip_bias_add``, otherwise None.
         """
-        weight = self.weight if weight is None else weight
+        if weight is None:
+            weight = self.weight
         expected = (self.output_size_per_partition, self.input_size)
         if weight is None or weight.shape != expected:
             got = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
@@ -225,11 +228,15 @@ class ColumnParallelLinear(_Linear):
             input_ = enter(input_, self.group, 0)
         elif not (self.disable_grad_reduce or self.explicit_expert_comm):
             input_ = enter(input_, self.group)
-        gather_output = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        output = F.linear(input_, weight, None if self.skip_bias_add else self.bias)
-        if gather_output:
+        bias = None if self.skip_bias_add else self.bias
+        output = F.linear(input_, weight, bias)
+        if runtime_gather_output is None:
+            runtime_gather_output = self.gather_output
+        if runtime_gather_output:
             output = gather(output, self.group, -1)
-        return output, self.bias if self.skip_bias_add else None
+        if self.skip_bias_add:
+            return output, self.bias
+        return output, None
 
 
 class RowParallelLinear(_Linear):
@@ -318,7 +325,9 @@ class RowParallelLinear(_Linear):
         if self.skip_bias_add:
             return output, self.bias
         # After the reduction, which would otherwise sum the bias over the ranks.
-        return output if self.bias is None else output + self.bias, None
+        if self.bias is not None:
+            output = output + self.bias
+        return output, None
 
 
 class VocabParallelEmbedding(_Layer, VocabEmbedding):
