@@ -74,6 +74,12 @@ class LocalForward:
         self.module, self.original = module, module.forward
         self.names, self.blocks = tuple(names), dict(blocks)
         self.shards = shards_of(module, self.names)
+        inner = self.original
+        while isinstance(inner, LocalForward):
+            # Styles may follow each other on one module: experts are sharded over etp, and then over
+            # ep. The inner forward sees shards of both.
+            inner.shards = {name: self.shards.get(name, shape) for name, shape in inner.shards.items()}
+            inner = inner.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward does."""
