@@ -46,10 +46,10 @@ from namedmesh.compat.state import (
     check_default_group,
     group_over,
 )
-from namedmesh.dialects import DIALECTS, layouts_for
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
+from namedmesh.legacy import LEGACY_APIS, compute_layouts
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave
 
@@ -70,7 +70,7 @@ class ModelParallel:
     """One dialect: the variables of its module, made here, which the function of a name initializes, and the mesh behind them."""
 
     def __init__(self, name: str, function: str, module: ModuleType) -> None:
-        self.name, self.function, self.rows = name, function, DIALECTS[name].kinds
+        self.name, self.function, self.rows = name, function, LEGACY_APIS[name].groups
         names = [variable for row in self.rows for variable in (row.variable, row.ranks) if variable]
         vars(module).update(dict.fromkeys(names))
         self.state = State(f"{name}'s model parallelism", function, module)
@@ -111,8 +111,8 @@ class ModelParallel:
         with agreed(f"{self.name}.{self.function}") as compare:
             assigned = [name for name in self.state.names if self.are_there(name)]
             try:
-                ranks = layouts_for(
-                    DIALECTS[self.name], {"dp": -1, **sizes}, world_size=dist.get_world_size()
+                ranks = compute_layouts(
+                    LEGACY_APIS[self.name], {"dp": -1, **sizes}, world_size=dist.get_world_size()
                 )
             except LayoutError as error:
                 raise ContractError(*error.problems) from None

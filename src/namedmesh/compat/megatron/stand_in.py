@@ -16,8 +16,8 @@ from namedmesh._torch import from_all, set_group_timeout
 from namedmesh.axes import DENSE_COUNTERPARTS
 from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.compat.state import mesh_axes
-from namedmesh.dialects import DENSE, MEGATRON_GROUPS, GroupSpec, parse_order
 from namedmesh.layout import Layout
+from namedmesh.legacy import DENSE, MEGATRON_GROUPS, GroupSpec, parse_order
 
 WORDS = {**DENSE_COUNTERPARTS, "egtp_remat": "gtp_remat"}
 """Our words for the experts' axes, and Megatron's, which are those of the dense ones."""
