@@ -491,7 +491,7 @@ def test_installing_forgets_meshes_and_uninstalling_leaves_nothing() -> None:
 def test_mistakes_are_reported() -> None:
     text = (
         "_MODEL_PARALLEL_GROUP is None: fairscale's model parallelism is not initialized; call "
-        "initialize_model_parallel(...), or namedmesh.compat.fairscale.bind(mesh) with a mesh that exists"
+        "initialize_model_parallel(...), or namedmesh.compat.fairscale.bind(mesh) with an existing mesh"
     )
     refuses(fairscale.get_model_parallel_group, AssertionError, text)
     refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")

@@ -473,8 +473,8 @@ def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "out_features is 10, which ... 4 equal shards; ...": lambda one: one.ColumnParallelLinear(4, 10),
     "in_features is 12, ... of 2 blocks ...": lambda one: one.RowParallelLinear(12, 4, stride=2),
-    "the length of dim -1 ... (2, 6) is 6, ...": lambda one: one.RowParallelLinear(4, 4)(zeros(2, 6)),
-    "padding_idx is 8, and the ids ...": lambda one: one.ParallelEmbedding(8, 4, padding_idx=8),
+    "the size of dim -1 ... (2, 6) is 6, ...": lambda one: one.RowParallelLinear(4, 4)(zeros(2, 6)),
+    "padding_idx must be ... from 0 to 7 or None, got 8": lambda one: one.ParallelEmbedding(8, 4, padding_idx=8),
     "max_norm and ...": lambda one: one.VocabParallelEmbedding(8, 4, max_norm=1.0),
     "max_norm ...": lambda one: one.ParallelEmbedding(8, 4, scale_grad_by_freq=True),
     "16 is not divisible by 3; ...": lambda one: one.split_tensor_along_last_dim(zeros(2, 16), 3),
@@ -497,15 +497,15 @@ MARK = our_layers.set_tensor_model_parallel_attributes
 MEGATRON: dict[str, Callable[[], Any]] = {
     "output_size is 10, which ... 4 equal shards; ...": lambda: COLUMN(4, 10),
     "the bias of is_expert would count ...": lambda: ROW(4, 4, is_expert=True),
-    "the length of dim 0 ... (6, 2, 4) is 6, ...": lambda: ROW(
+    "the size of dim 0 ... (6, 2, 4) is 6, ...": lambda: ROW(
         4, 4, config=IN_SEQUENCE, input_is_parallel=True
     )(zeros(6, 2, 1)),
-    "the length of dim 0 ... (5, 2, 4) is 5, ...": lambda: VOCABULARY(8, 4, reduce_scatter_embeddings=True)(
+    "the size of dim 0 ... (5, 2, 4) is 5, ...": lambda: VOCABULARY(8, 4, reduce_scatter_embeddings=True)(
         zeros(2, 5).long()
     ),
-    "the length ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
+    "the size ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
     "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
-    "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3).long(), 1.0),
+    "2 problems:\n ...label_smoothing must be ..., got 1.0 ...": lambda: LOSS(zeros(2, 4), zeros(3).long(), 1.0),
     "the tensor of shape (2, 4) is marked already; ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
     "sequence_parallel needs ...": lambda: ROW(4, 4, config=IN_SEQUENCE),

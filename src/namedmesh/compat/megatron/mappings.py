@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from namedmesh.compat import ContractError
 from namedmesh.compat.layers import (
-    ALONE,
+    SELF_GROUP,
     VocabUtility,
     check_even,
     cross_entropy,
@@ -55,7 +55,7 @@ Ranks: TypeAlias = "ProcessGroup | None"
 def current_group(group: Ranks, *, is_expert: bool = False) -> Group:
     """Return the group that a call names, or the tensor-parallel one, of experts if asked; this process alone without torch's."""
     if group is None and not dist.is_initialized():
-        return ALONE
+        return SELF_GROUP
     if group is None:
         # Here, not at the top: install() puts the original's in its place.
         from namedmesh.compat.megatron import parallel_state

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from namedmesh._torch import group_named
 from namedmesh.compat import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import ALONE, Initializer, ParallelLayer, VocabEmbedding, scatter
+from namedmesh.compat.layers import SELF_GROUP, Initializer, ParallelLayer, VocabEmbedding, scatter
 from namedmesh.compat.megatron import mappings as _functions
 from namedmesh.compat.megatron.mappings import *
 from namedmesh.launch import default_group_device
@@ -67,7 +67,7 @@ class _Layer(ParallelLayer):
 class _Linear(_Layer):
     """What the column and the row layer share: the marks of the parameters, and an extra state that is empty."""
 
-    lengths = "output_size", "input_size"
+    shape_attributes = ("output_size", "input_size")
 
     def __init__(
         self, sizes: tuple[int, int], config: object, tp_group: ProcessGroup | None, is_expert: bool
@@ -226,7 +226,7 @@ class RowParallelLinear(_Linear):
 
         The input is ``(s, b, input_size)``, or this rank's ``(s, b, input_size / t)``.
         """
-        group = ALONE if self.explicit_expert_comm else self.group
+        group = SELF_GROUP if self.explicit_expert_comm else self.group
         if not self.input_is_parallel:
             input_ = scatter(input_, self.group, -1)
         parts = F.linear(input_, self.weight)
