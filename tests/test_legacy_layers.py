@@ -474,7 +474,9 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
     "out_features is 10, which ... 4 equal shards; ...": lambda one: one.ColumnParallelLinear(4, 10),
     "in_features is 12, ... of 2 blocks ...": lambda one: one.RowParallelLinear(12, 4, stride=2),
     "the size of dim -1 ... (2, 6) is 6, ...": lambda one: one.RowParallelLinear(4, 4)(zeros(2, 6)),
-    "padding_idx must be ... from 0 to 7 or None, got 8": lambda one: one.ParallelEmbedding(8, 4, padding_idx=8),
+    "padding_idx must be ... from 0 to 7 or None, got 8": lambda one: one.ParallelEmbedding(
+        8, 4, padding_idx=8
+    ),
     "max_norm and ...": lambda one: one.VocabParallelEmbedding(8, 4, max_norm=1.0),
     "max_norm ...": lambda one: one.ParallelEmbedding(8, 4, scale_grad_by_freq=True),
     "16 is not divisible by 3; ...": lambda one: one.split_tensor_along_last_dim(zeros(2, 16), 3),
@@ -505,7 +507,9 @@ MEGATRON: dict[str, Callable[[], Any]] = {
     ),
     "the size ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
     "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
-    "2 problems:\n ...label_smoothing must be ..., got 1.0 ...": lambda: LOSS(zeros(2, 4), zeros(3).long(), 1.0),
+    "2 problems:\n ...label_smoothing must be ..., got 1.0 ...": lambda: LOSS(
+        zeros(2, 4), zeros(3).long(), 1.0
+    ),
     "the tensor of shape (2, 4) is marked already; ...": lambda: MARK(COLUMN(4, 8).weight, True, 0, 1),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
     "sequence_parallel needs ...": lambda: ROW(4, 4, config=IN_SEQUENCE),

@@ -1,6 +1,6 @@
 """Compatibility layer for ``ezpz.tp``, backed by a NamedMesh.
 
-The interface is that of :mod:`namedmesh.compat.fairscale`, with *tensor* instead of *model*.
+The interface equals :mod:`namedmesh.compat.fairscale`, with *tensor* instead of *model*.
 :func:`install` makes this module importable as ``ezpz.tp``. Code that imports it writes ``from
 namedmesh.compat.ezpz import tp``; ``tp`` and its submodules, such as ``tp.layers``, are this
 module. Variables, such as ``_TENSOR_PARALLEL_GROUP``, can be read and assigned.
@@ -81,6 +81,7 @@ unbind = _tensor_parallel.state.unbind
 current_mesh = _tensor_parallel.state.current_mesh
 destroy_tensor_parallel = _tensor_parallel.state.destroy
 
+# The groups of a mesh are in the variables of this module, which ModelParallel created.
 _make_accessor = _tensor_parallel.make_accessor
 get_tensor_parallel_group = _make_accessor("_TENSOR_PARALLEL_GROUP", return_value)
 get_tensor_parallel_ranks = _make_accessor("_TENSOR_PARALLEL_RANKS", return_value)
@@ -128,11 +129,12 @@ def initialize_tensor_parallel(  # noqa: PLR0917  upstream's signature
             world size with a warning.
         pipeline_parallel_size: the size of pp.
         context_parallel_size: the size of cp.
-        tensor_parallel_backend: the backend of the tp groups; by default that of the default group.
+        tensor_parallel_backend: the backend of the tp groups; by default the default group's
+            backend.
         pipeline_parallel_backend: the same for the pp groups.
         context_parallel_backend: the same for the cp groups.
         data_parallel_backend: the same for the dp groups.
-        timeout: the timeout of all groups; by default that of the default group.
+        timeout: the timeout of all groups; by default the default group's timeout.
 
     Raises:
         ContractError: there is no default group, tensor parallelism is already initialized, or the

@@ -94,6 +94,7 @@ unbind = _model_parallel.state.unbind
 current_mesh = _model_parallel.state.current_mesh
 destroy_model_parallel = _model_parallel.state.destroy
 
+# The groups of a mesh are in the variables of this module, which ModelParallel created.
 _make_accessor = _model_parallel.make_accessor
 get_model_parallel_group = _make_accessor("_MODEL_PARALLEL_GROUP", return_value)
 get_model_parallel_world_size = _make_accessor("_MODEL_PARALLEL_GROUP", dist.get_world_size)
@@ -133,7 +134,8 @@ def initialize_model_parallel(
         model_parallel_size_: the size of tp. If it is larger than the world, it is reduced to the
             world size with a warning.
         pipeline_length: the size of pp.
-        model_parallel_backend: the backend of the tp groups; by default that of the default group.
+        model_parallel_backend: the backend of the tp groups; by default the default group's
+            backend.
         pipeline_backend: the same for the pp groups.
         ddp_backend: the same for the dp groups.
         context_parallel_size: the size of cp. It is keyword-only, because its position differs

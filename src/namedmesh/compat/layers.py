@@ -172,8 +172,7 @@ class ParallelLayer(nn.Module):
         group: the ranks that share the weight.
         params_dtype: the dtype of the parameters; None for torch's default.
         params_device: the device of the parameters; None for torch's default.
-        init_dtype: the dtype in which the full weight is initialized; None for that of the
-            parameters.
+        init_dtype: the dtype in which the full weight is initialized; None for ``params_dtype``.
         perform_initialization: False to leave the weight as uninitialized memory.
         master_weight: the full weight, if the caller asked to keep it.
     """

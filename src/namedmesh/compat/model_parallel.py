@@ -62,6 +62,7 @@ class ModelParallel:
         self.initializer = initializer
         self.group_specs = LEGACY_APIS[name].groups
         tensor_group_variable = ""
+        # The variables must exist before State, which looks for variables that are None.
         for spec in self.group_specs:
             vars(module)[spec.variable] = None
             if spec.ranks:
@@ -101,6 +102,7 @@ class ModelParallel:
             AgreementError: the other ranks did not call this, or called it with a different mesh.
         """
         call = f"{self.name}.bind"
+        # The first binding of a mesh makes missing groups; the values of a later one are known.
         if self.state.has_values(mesh):
             return self.state.bind(mesh)
         with agreed_groups(mesh, call):
@@ -117,8 +119,9 @@ class ModelParallel:
 
         Args:
             sizes: the sizes of tp, pp and cp. The size of dp follows from them.
-            backends: the backend of the group along each axis; None for that of the default group.
-            timeout: the timeout of the groups; by default that of the default group.
+            backends: the backend of the groups along each axis; None for the default group's
+                backend.
+            timeout: the timeout of the groups; by default the default group's timeout.
         """
         check_default_group()
         options: dict[str, GroupOptions] = {}
@@ -126,6 +129,7 @@ class ModelParallel:
             if backend is not None:
                 options[axis] = GroupOptions(backend=backend)
         with agreed(f"{self.name}.{self.initializer}") as compare:
+            # Upstream checks its arguments before it finds out that it is initialized already.
             job = self._compute_layouts(sizes)
             self._check_uninitialized()
             for note in job.notes:
@@ -152,6 +156,7 @@ class ModelParallel:
         """
 
         def access() -> T:
+            # The variable is read on each call, because legacy code may assign it.
             value = getattr(self.state.module, variable)
             if value is not None:
                 return read(value)
@@ -239,6 +244,7 @@ class ModelParallel:
     def _collect_values(self, mesh: NamedMesh) -> dict[str, Any]:
         """Return the values of the variables for a mesh: its groups, and their global ranks."""
         values: dict[str, Any] = {}
+        # An axis that the mesh does not have has a group of one rank.
         for spec in self.group_specs:
             group, ranks = group_over(mesh, spec.axes)
             values[spec.variable] = group
