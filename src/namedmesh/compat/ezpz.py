@@ -23,55 +23,25 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from namedmesh.compat import fairscale
-from namedmesh.compat.layers import (
-    VocabUtility,
-    divide_and_check_no_remainder,
-    ensure_divisibility,
-    split_tensor_along_last_dim,
-)
+from namedmesh.compat import layers as _layers
+from namedmesh.compat.layers import *
 from namedmesh.compat.model_parallel import ModelParallel, get_first_rank, return_value
 from namedmesh.compat.patching import Patch
 
-__all__ = [
-    "ColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "VocabUtility",
-    "bind",
-    "copy_to_tensor_parallel_region",
-    "current_mesh",
-    "destroy_tensor_parallel",
-    "divide_and_check_no_remainder",
-    "ensure_divisibility",
-    "gather_from_tensor_parallel_region",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_ranks",
-    "get_context_parallel_world_size",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_ranks",
-    "get_data_parallel_world_size",
-    "get_pipeline_parallel_group",
-    "get_pipeline_parallel_rank",
-    "get_pipeline_parallel_ranks",
-    "get_pipeline_parallel_world_size",
-    "get_tensor_parallel_group",
-    "get_tensor_parallel_rank",
-    "get_tensor_parallel_ranks",
-    "get_tensor_parallel_src_rank",
-    "get_tensor_parallel_world_size",
-    "initialize_tensor_parallel",
-    "install",
-    "reduce_from_tensor_parallel_region",
-    "scatter_to_tensor_parallel_region",
-    "split_tensor_along_last_dim",
-    "tensor_parallel_is_initialized",
-    "tp",
-    "unbind",
-    "uninstall",
-]
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
+__all__ += ["destroy_tensor_parallel", "initialize_tensor_parallel", "tensor_parallel_is_initialized"]
+__all__ += ["get_context_parallel_group", "get_context_parallel_rank"]
+__all__ += ["get_context_parallel_ranks", "get_context_parallel_world_size"]
+__all__ += ["get_data_parallel_group", "get_data_parallel_rank"]
+__all__ += ["get_data_parallel_ranks", "get_data_parallel_world_size"]
+__all__ += ["get_pipeline_parallel_group", "get_pipeline_parallel_rank"]
+__all__ += ["get_pipeline_parallel_ranks", "get_pipeline_parallel_world_size"]
+__all__ += ["get_tensor_parallel_group", "get_tensor_parallel_rank"]
+__all__ += ["get_tensor_parallel_ranks", "get_tensor_parallel_src_rank", "get_tensor_parallel_world_size"]
+__all__ += ["copy_to_tensor_parallel_region", "gather_from_tensor_parallel_region"]
+__all__ += ["reduce_from_tensor_parallel_region", "scatter_to_tensor_parallel_region"]
+__all__ += _layers.__all__
 
 # --- groups --------------------------------------------------------------------------------------
 

@@ -33,58 +33,26 @@ from torch import Tensor, nn
 
 from namedmesh.compat import layers as _layers
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.layers import (
-    Initializer,
-    ParallelLayer,
-    VocabEmbedding,
-    VocabUtility,
-    divide_and_check_no_remainder,
-    ensure_divisibility,
-    scatter,
-    split_tensor_along_last_dim,
-)
+from namedmesh.compat.layers import *
+from namedmesh.compat.layers import Initializer, ParallelLayer, VocabEmbedding, scatter
 from namedmesh.compat.model_parallel import ModelParallel, get_first_rank, return_value
 from namedmesh.compat.patching import Patch
 from namedmesh.tensor_parallel.collectives import all_gather, enter, gather, leave
 
-__all__ = [
-    "ColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "VocabUtility",
-    "bind",
-    "copy_to_model_parallel_region",
-    "current_mesh",
-    "destroy_model_parallel",
-    "divide_and_check_no_remainder",
-    "ensure_divisibility",
-    "gather_from_model_parallel_region",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_ranks",
-    "get_context_parallel_world_size",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_ranks",
-    "get_data_parallel_world_size",
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_ranks",
-    "get_model_parallel_src_rank",
-    "get_model_parallel_world_size",
-    "get_pipeline_parallel_group",
-    "get_pipeline_parallel_ranks",
-    "initialize_model_parallel",
-    "install",
-    "model_parallel_is_initialized",
-    "reduce_from_model_parallel_region",
-    "scatter_to_model_parallel_region",
-    "split_tensor_along_last_dim",
-    "unbind",
-    "uninstall",
-    "vocab_parallel_cross_entropy",
-]
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += ["bind", "current_mesh", "install", "unbind", "uninstall"]
+__all__ += ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized"]
+__all__ += ["get_context_parallel_group", "get_context_parallel_rank"]
+__all__ += ["get_context_parallel_ranks", "get_context_parallel_world_size"]
+__all__ += ["get_data_parallel_group", "get_data_parallel_rank"]
+__all__ += ["get_data_parallel_ranks", "get_data_parallel_world_size"]
+__all__ += ["get_model_parallel_group", "get_model_parallel_rank"]
+__all__ += ["get_model_parallel_ranks", "get_model_parallel_src_rank", "get_model_parallel_world_size"]
+__all__ += ["get_pipeline_parallel_group", "get_pipeline_parallel_ranks"]
+__all__ += ["copy_to_model_parallel_region", "gather_from_model_parallel_region"]
+__all__ += ["reduce_from_model_parallel_region", "scatter_to_model_parallel_region"]
+__all__ += ["vocab_parallel_cross_entropy"]
+__all__ += _layers.__all__
 
 # --- groups --------------------------------------------------------------------------------------
 

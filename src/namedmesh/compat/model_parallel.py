@@ -17,14 +17,7 @@ from torch import Tensor
 from namedmesh.agreement import agreed
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import scatter
-from namedmesh.compat.state import (
-    Bound,
-    State,
-    agreed_groups,
-    check_axes,
-    check_default_group,
-    group_over,
-)
+from namedmesh.compat.state import Bound, State, agreed_groups, check_axes, check_default_group, group_over
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh

@@ -16,16 +16,7 @@ from namedmesh.compat.deepspeed.topology import (
 )
 from namedmesh.compat.deepspeed.units import ModelParallelUnit, SequenceParallelUnit, mpu
 
-__all__ = [
-    "ModelParallelUnit",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
-    "ProcessTopology",
-    "SequenceParallelUnit",
-    "bind",
-    "install",
-    "mpu",
-    "unbind",
-    "uninstall",
-]
+__all__ = ["bind", "install", "unbind", "uninstall"]
+__all__ += ["ModelParallelUnit", "SequenceParallelUnit", "mpu"]
+__all__ += ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
+__all__ += ["PipelineParallelGrid"]

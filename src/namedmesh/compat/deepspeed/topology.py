@@ -310,32 +310,16 @@ class PipelineParallelGrid(GroupAccessors):
         self.global_rank = mesh.global_rank
         self.world_size = mesh.layout.world_size
 
-        pipe = self._group_infos["pipe"]
-        self.pp_proc_group = pipe.group
-        self.pp_group = pipe.ranks
-        self.pipe_parallel_size = pipe.size
-        self.stage_id = pipe.rank
+        # The fields of a GroupInfo: the group, its ranks, its size, the group rank, the first rank.
+        pipe, data, model, tensor = self._group_infos.values()
+        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
+        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
+        self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
+        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = tensor
+        # Upstream's model_parallel_size is the size of the axis model, unlike its ds_model_world_size.
+        self.model_parallel_size = self.slice_parallel_size
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-
-        data = self._group_infos["data"]
-        self.dp_proc_group = data.group
-        self.dp_group = data.ranks
-        self.data_parallel_size = data.size
-        self.data_parallel_id = data.rank
-
-        model = self._group_infos["model"]
-        self.ds_model_proc_group = model.group
-        self.ds_model_world_size = model.size
-        self.ds_model_rank = model.rank
-
-        tensor = self._group_infos["slice"]
-        self.slice_proc_group = tensor.group
-        self.slice_group = tensor.ranks
-        self.slice_parallel_size = tensor.size
-        # Upstream's model_parallel_size is the size of the axis model, unlike its
-        # ds_model_world_size.
-        self.model_parallel_size = tensor.size
 
         self.dp_groups = topology.get_axis_comm_lists("data")
         self.pipe_groups = topology.get_axis_comm_lists("pipe")
