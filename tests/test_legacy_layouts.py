@@ -1,4 +1,4 @@
-"""The layouts and groups of legacy APIs, compared with upstream packages and with examples written by hand."""
+"""Layouts and groups of legacy APIs, compared with upstream and with examples by hand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_dense_groups_equal_those_of_megatron_s_rank_generator(
     try:
         ours = compute_layouts(MEGATRON, sizes, world_size=tp * cp * pp * dp, order=order_string).dense
     except LayoutError:
-        # Megatron rejects it too: its expert layout has no cp, so the experts would have other pipelines.
+        # Megatron rejects it, too: the experts would have other pipelines.
         assert order[-1] != "pp"
         assert min(cp, pp) > 1
         return
