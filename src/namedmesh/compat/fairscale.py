@@ -154,7 +154,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
         ContractError: the shapes do not fit.
     """
     return _layers.cross_entropy(
-        vocab_parallel_logits, target, _model_parallel.get_group(), vocab_parallel_logits.dtype
+        vocab_parallel_logits, target, _model_parallel.get_tensor_group(), vocab_parallel_logits.dtype
     )
 
 
@@ -173,7 +173,7 @@ class _Layer(ParallelLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.group = self.model_parallel.get_group()
+        self.group = self.model_parallel.get_tensor_group()
 
     def get_master_weight(self) -> Tensor:
         """All-gather the weight of a linear layer.

@@ -166,7 +166,7 @@ class ModelParallel:
             access.__doc__ = f"Return ``{read.__name__}({variable})``."
         return access
 
-    def get_group(self) -> Group:
+    def get_tensor_group(self) -> Group:
         """Return the tensor-parallel group of the current mesh."""
         return Group.of(self._get_tensor_group())
 
@@ -179,7 +179,7 @@ class ModelParallel:
         Args:
             input_: a replicated tensor.
         """
-        return enter(input_, self.get_group())
+        return enter(input_, self.get_tensor_group())
 
     def reduce_from_region(self, input_: Tensor) -> Tensor:
         """Forward: all-reduce. Backward: identity.
@@ -187,7 +187,7 @@ class ModelParallel:
         Args:
             input_: a partial tensor.
         """
-        return leave(input_, self.get_group())
+        return leave(input_, self.get_tensor_group())
 
     def scatter_to_region(self, input_: Tensor) -> Tensor:
         """Forward: keep the local shard of the last dim. Backward: all-gather.
@@ -201,7 +201,7 @@ class ModelParallel:
         Raises:
             ContractError: t does not divide n.
         """
-        return scatter(input_, self.get_group(), -1)
+        return scatter(input_, self.get_tensor_group(), -1)
 
     def gather_from_region(self, input_: Tensor) -> Tensor:
         """Forward: all-gather along the last dim. Backward: keep the local shard.
@@ -212,7 +212,7 @@ class ModelParallel:
         Returns:
             The replicated tensor ``(..., n)``.
         """
-        return gather(input_, self.get_group(), -1)
+        return gather(input_, self.get_tensor_group(), -1)
 
     def _compute_layouts(self, sizes: Mapping[str, int]) -> JobLayout:
         """Return the layouts for some sizes; wrong sizes raise a ContractError."""

@@ -56,6 +56,7 @@ class GroupAccessors:
 
     def __init__(self, mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> None:
         self.mesh = mesh
+        # The accessors are called in every step, so everything that they return is computed here.
         self._group_infos: dict[str, GroupInfo] = {}
         for kind, axes in kinds.items():
             group, ranks = group_over(mesh, axes)

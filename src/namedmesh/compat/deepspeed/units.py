@@ -41,7 +41,7 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         >>> dist.destroy_process_group()
     """
     with agreed_groups(mesh, "deepspeed.mpu"):
-        instead = "DeepSpeed makes its own groups for them; leave it out of the mesh"
+        instead = "DeepSpeed makes its own groups for them; omit it from the mesh"
         check_axes(mesh.layout, "DeepSpeed", (*DENSE_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
         kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
         if "sp" not in mesh and "cp" not in mesh:
