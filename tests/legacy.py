@@ -1,4 +1,4 @@
-"""What the tests of the dialects share: running a call on ours and on the original's, and comparing what comes of it."""
+"""Helpers of the tests of legacy APIs: run a call on ours and on upstream, and compare the results."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def original(module: str) -> Any:
-    """A module of a published package, which warns as it pleases."""
+    """Import a module of an upstream package without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(module)
 
 
 def deepspeed_groups() -> Any:
-    """DeepSpeed's module of groups, with what its engines import; it warns no more, and compiles nothing."""
+    """DeepSpeed's module of groups, once its engine was imported, without warnings and compilation."""
     warnings.simplefilter("ignore")
     importlib.import_module("deepspeed.runtime.engine")
-    # Its collectives in shared memory are compiled on first use, and nothing here is about them.
+    # DeepSpeed compiles its shared-memory collectives on first use; no test here needs them.
     vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
     return sys.modules["deepspeed.utils.groups"]
 
@@ -42,48 +42,52 @@ def init_deepspeed() -> None:
 
 
 def comparable(value: Any) -> Any:
-    """Groups by their ranks, coordinates by their names and numbers, other objects by their types."""
+    """A value that can be compared: a group becomes its ranks, a named tuple its items, another object its type."""
     if isinstance(value, dist.ProcessGroup):
         return ("group", dist.get_process_group_ranks(value))
     if hasattr(value, "_asdict"):
         return ("coord", type(value).__name__, value._asdict())
     if isinstance(value, dict):
-        return [(comparable(key), comparable(each)) for key, each in value.items()]
+        return [(comparable(key), comparable(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return [comparable(each) for each in value]
+        return [comparable(item) for item in value]
     return value if type(value).__module__ == "builtins" else type(value).__name__
 
 
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a call answers, comparable, or the builtin type of what it raises."""
+    """The comparable result of a call, or the builtin type of its error."""
     try:
         return comparable(call(*args, **kwargs))
-    except Exception as error:  # noqa: BLE001  which one is what is compared
+    except Exception as error:  # noqa: BLE001  the type of the error is compared
         kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
         return next(kind for kind in kinds if kind is not Exception)
 
 
 def arguments(function: Any) -> list[tuple[str, Any]]:
-    return [(one.name, comparable(one.default)) for one in signature(function).parameters.values()]
+    """The names of a function's arguments, and their comparable defaults."""
+    parameters = signature(function).parameters.values()
+    return [(parameter.name, comparable(parameter.default)) for parameter in parameters]
 
 
 def more_arguments(theirs: Any, ours: Any) -> list[Parameter]:
-    """What a function takes after the arguments of the original's, which have the same defaults."""
-    wanted = arguments(theirs)
-    assert arguments(ours)[: len(wanted)] == wanted, ours
-    return [*signature(ours).parameters.values()][len(wanted) :]
+    """The arguments of our function after those of upstream, which must have the same defaults."""
+    expected = arguments(theirs)
+    assert arguments(ours)[: len(expected)] == expected, ours
+    return [*signature(ours).parameters.values()][len(expected) :]
 
 
 # Tensors.
 
 
-def shard(whole: Tensor, dim: int | None) -> Tensor:
-    """This rank's part of a tensor, over the whole world."""
-    return whole if dim is None else whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+def shard(tensor: Tensor, dim: int | None) -> Tensor:
+    """The local shard of a replicated tensor, over all ranks; the tensor itself without a dim."""
+    if dim is None:
+        return tensor
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
 def results(function: Callable[[Tensor], Any], given: Tensor, others: Any = ()) -> list[Tensor | None]:
-    """The output, and the gradients of the input and of other tensors, for a gradient of this rank's own."""
+    """The output, and the gradients of the input and of other tensors, for a gradient that differs by rank."""
     value = given.clone().requires_grad_(given.is_floating_point())
     output = function(value * 1 if given.is_floating_point() else value)
     output, extra = output if isinstance(output, tuple) else (output, None)
@@ -92,20 +96,20 @@ def results(function: Callable[[Tensor], Any], given: Tensor, others: Any = ()) 
         loss = loss + (extra * 3).sum()
     for other in others:
         other.grad = None
-    kept = output.detach().clone()  # megatron-core's backward may reuse the memory
+    result = output.detach().clone()  # megatron-core's backward may reuse the memory
     loss.backward()
-    return [kept, value.grad, *(other.grad for other in others)]
+    return [result, value.grad, *(other.grad for other in others)]
 
 
 def difference(functions: Any, given: Tensor, others: Any = ()) -> float:
-    """How far the results of two functions are apart."""
+    """The largest difference between the results of two functions."""
     first, second = (results(function, given, others) for function in functions)
     return max(map(apart, first, second))
 
 
 def facts(theirs: Any, ours: Any, given: Tensor) -> dict[str, Any]:
-    """In what two layers of the same seed differ: nothing is False, and no distance above a rounding."""
-    found: dict[str, Any] = {
+    """Comparisons of two layers of the same seed; see :func:`agrees`."""
+    compared: dict[str, Any] = {
         "weights": all(map(torch.equal, theirs.parameters(), ours.parameters())),
         "names": [name for name, _ in theirs.named_parameters()]
         == [name for name, _ in ours.named_parameters()],
@@ -113,13 +117,13 @@ def facts(theirs: Any, ours: Any, given: Tensor) -> dict[str, Any]:
     for layer in (theirs, ours):
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = numbers(*layer.bias.shape, seed=9).to(layer.bias.dtype)
-    wanted, got = (results(layer, given, list(layer.parameters())) for layer in (theirs, ours))
-    found["gradients"] = any(one is not None for one in got[1:])
-    return found | {"apart": max(map(apart, got, wanted))}
+    expected, actual = (results(layer, given, list(layer.parameters())) for layer in (theirs, ours))
+    compared["gradients"] = any(grad is not None for grad in actual[1:])
+    return compared | {"apart": max(map(apart, actual, expected))}
 
 
-def agrees(found: Any, tolerance: float = 1e-12) -> bool:
-    """Whether all that a rank has found is True, or a distance near 0."""
-    if isinstance(found, dict):
-        return bool(found) and all(agrees(each, tolerance) for each in found.values())
-    return found if isinstance(found, bool) else found <= tolerance
+def agrees(compared: Any, tolerance: float = 1e-12) -> bool:
+    """Whether every comparison is True, or a difference of at most the tolerance."""
+    if isinstance(compared, dict):
+        return bool(compared) and all(agrees(item, tolerance) for item in compared.values())
+    return compared if isinstance(compared, bool) else compared <= tolerance

@@ -1,7 +1,7 @@
-"""Two releases of megatron-core as oracles: the one that is installed, and the newest one.
+"""Two releases of megatron-core to compare with: the installed one, and the newest one.
 
-The newest one has wheels for later Pythons only, and pip does not install two releases side by side. It is unpacked into
-a directory, which the environment variable MEGATRON_NEWEST names; its modules are Python, and run here.
+The newest release has wheels for later Pythons only, and pip cannot install two releases. It is unpacked into the directory
+that the environment variable MEGATRON_NEWEST names. Its modules are pure Python, so they run here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEWEST = "MEGATRON_NEWEST"
-"""What stands for the newest release in ``pytest.mark.oracle``."""
+"""The name of the newest release in ``pytest.mark.oracle``."""
 RELEASES = (
     pytest.param("installed", marks=pytest.mark.oracle("megatron.core")),
     pytest.param("newest", marks=pytest.mark.oracle(NEWEST, "einops")),
@@ -33,12 +33,12 @@ RELEASES = (
 
 
 _imported: dict[str, dict[str, ModuleType]] = {}
-# The variables of each parallel state as they are after its import: a test may leave groups in them that are no more.
+# The variables of each parallel state after its import, because a test may leave destroyed groups in them.
 _at_first: dict[str, dict[str, Any]] = {}
 
 
 def available() -> bool:
-    """Whether the newest release is unpacked here."""
+    """Whether the newest release is unpacked on this machine."""
     return (Path(os.environ.get(NEWEST, "/nowhere")) / "megatron" / "core").is_dir()
 
 
@@ -46,17 +46,17 @@ _LOAD_FROM_BYTES = torch.storage._load_from_bytes
 
 
 def forget() -> None:
-    """Forget the modules of either release, and what the newest one puts in torch's place while it is imported."""
+    """Forget the modules of both releases, and undo the newest one's replacement of a function of torch."""
     torch.storage._load_from_bytes = _LOAD_FROM_BYTES
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         del sys.modules[name]
 
 
 def put_first(which: str) -> None:
-    """Let imports find one of the releases, from now on; what was imported of it is found again."""
+    """Let imports find one of the releases; modules that were imported from it before are reused."""
     forget()
     path = os.environ.get(NEWEST, "/nowhere")
-    sys.path[:] = [each for each in sys.path if each != path]
+    sys.path[:] = [entry for entry in sys.path if entry != path]
     if which == "newest":
         sys.path.insert(0, path)
     sys.modules.update(_imported.get(which, {}))
@@ -64,7 +64,7 @@ def put_first(which: str) -> None:
 
 @contextmanager
 def without_triton() -> Iterator[None]:
-    """Let modules that define kernels for a GPU be imported where there is no compiler for them."""
+    """Context manager in which modules with Triton kernels can be imported without Triton."""
     names = ("triton", "triton.language") if find_spec("triton") is None else ()
     for name in names:
         module = ModuleType(name)
@@ -79,15 +79,15 @@ def without_triton() -> Iterator[None]:
 
 @contextmanager
 def release(which: str) -> Iterator[Any]:
-    """One of the releases' parallel state."""
+    """Context manager that imports one release and returns its parallel state."""
     put_first(which)
     try:
         with without_triton() if which == "newest" else nullcontext():
             module = importlib.import_module("megatron.core.parallel_state")
-        # Its destruction looks for experts on a GPU.
+        # Upstream's destruction imports this module, which needs a GPU.
         sys.modules["megatron.core.transformer.moe.fused_a2a"] = None  # type: ignore[assignment]
         _imported[which] = {
-            name: each for name, each in sys.modules.items() if name.partition(".")[0] == "megatron"
+            name: imported for name, imported in sys.modules.items() if name.partition(".")[0] == "megatron"
         }
         first = _at_first.setdefault(which, {**vars(module), "_HYBRID_DP_CP_GROUPS": {}})
         vars(module).update({**first, "_HYBRID_DP_CP_GROUPS": {}})

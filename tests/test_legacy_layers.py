@@ -458,7 +458,7 @@ def test_defaults_depend_on_whether_a_config_is_given() -> None:
             VOCABULARY(8, 4, config=config)(torch.tensor([[8]]))
     with torch.device("meta"):
         assert ROW(4, 6).weight.is_meta
-    with pytest.warns(UserWarning, match="goes on without it"):
+    with pytest.warns(UserWarning, match="continues without it"):
         layer = COLUMN(4, 6, config=SimpleNamespace(sequence_parallel=True))
     assert layer.sequence_parallel is False
 
@@ -524,7 +524,7 @@ SET_ATTRIBUTES = our_layers.set_tensor_model_parallel_attributes
 # The error on rank 0 of 4; the last four are RuntimeErrors.
 MEGATRON_ERRORS: dict[str, Callable[[], Any]] = {
     "output_size is 10, which ... 4 equal shards; ...": lambda: COLUMN(4, 10),
-    "the bias of is_expert would count ...": lambda: ROW(4, 4, is_expert=True),
+    "the bias of an expert would be added ...": lambda: ROW(4, 4, is_expert=True),
     "the size of dim 0 ... (6, 2, 4) is 6, ...": lambda: ROW(
         4, 4, config=IN_SEQUENCE, input_is_parallel=True
     )(zeros(6, 2, 1)),
@@ -536,7 +536,7 @@ MEGATRON_ERRORS: dict[str, Callable[[], Any]] = {
     "2 problems:\n ...label_smoothing must be ..., got 1.0 ...": lambda: LOSS(
         zeros(2, 4), zeros(3).long(), 1.0
     ),
-    "the tensor of shape (2, 4) is marked already; ...": lambda: SET_ATTRIBUTES(
+    "the tensor of shape (2, 4) has the tensor parallel attributes already; ...": lambda: SET_ATTRIBUTES(
         COLUMN(4, 8).weight, True, 0, 1
     ),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),

@@ -1,4 +1,4 @@
-"""Megatron's code on our groups: filling its variables, standing in for it, and training its own layers."""
+"""Megatron-core on our groups: installation and removal, and training of its own models."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ranks import fake_world, run_ranks, summed
 
 import namedmesh
 from namedmesh.compat import megatron
+from namedmesh.compat.megatron import binding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,54 +69,56 @@ def test_with_megatron_core_its_own_modules_answer_from_our_meshes(late: bool) -
 
 
 @pytest.mark.parametrize("which", RELEASES)
-def test_only_what_makes_and_destroys_groups_is_ours(which: str) -> None:
-    with release(which) as original:
-        functions = {name: value for name, value in vars(original).items() if inspect.isfunction(value)}
+def test_install_replaces_only_the_functions_that_make_and_destroy_groups(which: str) -> None:
+    with release(which) as upstream:
+        functions = {name: value for name, value in vars(upstream).items() if inspect.isfunction(value)}
         megatron.install()
-        ours = {name for name, value in functions.items() if getattr(original, name) is not value}
-        assert ours == {"initialize_model_parallel", "destroy_model_parallel"}
+        replaced = {name for name, value in functions.items() if getattr(upstream, name) is not value}
+        assert replaced == {"initialize_model_parallel", "destroy_model_parallel"}
         megatron.uninstall()
-        assert all(getattr(original, name) is value for name, value in functions.items())
+        assert all(getattr(upstream, name) is value for name, value in functions.items())
 
 
-def test_a_release_that_makes_groups_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_without_create_group_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     old: Any = ModuleType("megatron.core.parallel_state")
     monkeypatch.setitem(sys.modules, old.__name__, old)
-    with pytest.raises(RuntimeError, match=r"another way than 0\.14 to 0\.19; install one of those"):
+    with pytest.raises(RuntimeError, match=r"no create_group\(\), which 0\.14 to 0\.19 have; install one"):
         megatron.install()
-    assert not megatron.PATCH.installed
+    assert not binding.PATCH.installed
     with fake_world(2):
         mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
-        megatron.bind(mesh, create_gloo_process_groups=False)  # the stand-in
+        megatron.bind(mesh, create_gloo_process_groups=False)  # our fallback
         assert megatron.parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
         mesh.close()
 
 
-def _destroyed() -> list[object]:
+def _destroy_model_parallel() -> list[object]:
     from megatron.core import parallel_state
 
-    mesh = namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(minutes=30))  # Megatron's, so that they share
+    mesh = namedmesh.init_mesh(
+        dp=2, tp=2, timeout=timedelta(minutes=30)
+    )  # Megatron's default, so that both share groups
     parallel_state.initialize_model_parallel(2)
     made = megatron.current_mesh()
-    told: list[object] = []
+    sizes: list[object] = []
     experts: Any = ModuleType("megatron.core.transformer.moe.fused_a2a")
-    experts.nccl_ep_finalize = lambda: told.append(parallel_state.get_tensor_model_parallel_group().size())
+    experts.nccl_ep_finalize = lambda: sizes.append(parallel_state.get_tensor_model_parallel_group().size())
     sys.modules[experts.__name__] = experts
     buffers = getattr(parallel_state, "SymmetricMemoryManager", SimpleNamespace(_buffers={}))._buffers
     buffers["tp"] = object()
     with megatron.bind(mesh):
         parallel_state.destroy_model_parallel()
         assert not parallel_state.is_initialized()
-    return [*told, len(buffers), made.closed, summed(mesh.group("dp"))]
+    return [*sizes, len(buffers), made.closed, summed(mesh.group("dp"))]
 
 
 @pytest.mark.parametrize("which", RELEASES)
-def test_destroying_ends_what_the_original_keeps_beside_groups(which: str) -> None:
-    """Experts' contexts, while there are groups, and buffers; but no group of gloo, which is another mesh's too."""
+def test_destroy_also_ends_upstream_buffers_and_expert_contexts(which: str) -> None:
+    """The contexts of experts end before the groups. A gloo group of another mesh is not destroyed."""
     expected = {"installed": [1, True, 2.0], "newest": [2, 0, True, 2.0]}[which]
     with release(which):
         megatron.install()
-        assert run_ranks(4, _destroyed) == [expected] * 4
+        assert run_ranks(4, _destroy_model_parallel) == [expected] * 4
 
 
 # Training on our groups.
@@ -125,10 +128,10 @@ FUSED = ("masked_softmax", "bias_activation", "bias_dropout", "gradient_accumula
 OFF = ("hidden_dropout", "attention_dropout", *(f"{name}_fusion" for name in FUSED))
 
 
-def _gpt_losses(handed_over: bool, tp: int, steps: int) -> tuple[list[float], bool]:
-    """Losses of a small GPTModel, data-parallel over what is left, on the groups of the state that is imported."""
+def _train_gpt(pass_groups: bool, tp: int, steps: int) -> tuple[list[float], bool]:
+    """Losses of a small GPTModel over tp and dp, on the groups of the imported parallel state."""
     warnings.simplefilter("ignore")
-    # Where megatron-core's own buffers are, whatever the machine.
+    # megatron-core allocates its buffers on the current CUDA device.
     vars(torch.cuda)["current_device"] = lambda: "cpu"
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -136,16 +139,16 @@ def _gpt_losses(handed_over: bool, tp: int, steps: int) -> tuple[list[float], bo
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    mine = megatron.PATCH.installed
-    # The dropout that it draws for is 0, and the tracker keeps states of CUDA devices.
+    is_installed = binding.PATCH.installed
+    # The dropout is 0, and the tracker needs CUDA devices for its RNG states.
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     parallel_state.initialize_model_parallel(tp)
     torch.manual_seed(3)
-    given = dict.fromkeys(OFF, 0) | {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
-    given |= {"ffn_hidden_size": 32, "tensor_model_parallel_size": tp, "use_cpu_initialization": True}
-    config = TransformerConfig(**given)
-    # Handed over one by one, or asked for by the model itself.
-    groups = ProcessGroupCollection.use_mpu_process_groups() if handed_over else None
+    settings = dict.fromkeys(OFF, 0) | {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+    settings |= {"ffn_hidden_size": 32, "tensor_model_parallel_size": tp, "use_cpu_initialization": True}
+    config = TransformerConfig(**settings)
+    # Passed to the model, or looked up by the model.
+    groups = ProcessGroupCollection.use_mpu_process_groups() if pass_groups else None
     layers = get_gpt_layer_local_spec(normalization="LayerNorm")
     model = GPTModel(config, layers, 32, max_sequence_length=8, parallel_output=True, pg_collection=groups)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,35 +156,35 @@ def _gpt_losses(handed_over: bool, tp: int, steps: int) -> tuple[list[float], bo
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 32, (parallel_state.get_data_parallel_world_size() * 2, 8), generator=generator)
     rank = parallel_state.get_data_parallel_rank()
-    mine_tokens = tokens[rank * 2 : rank * 2 + 2]
+    local_tokens = tokens[rank * 2 : rank * 2 + 2]
     losses = []
     for _ in range(steps):
         mask = torch.triu(torch.ones(1, 1, 8, 8, dtype=torch.bool), diagonal=1)
         positions = torch.arange(8).expand(2, -1)
-        loss = model(mine_tokens, positions, mask, labels=mine_tokens).mean()
+        loss = model(local_tokens, positions, mask, labels=local_tokens).mean()
         optimizer.zero_grad()
         loss.backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad, group=data_group)
-            parameter.grad /= data_group.size()
+        for param in model.parameters():
+            assert param.grad is not None
+            dist.all_reduce(param.grad, group=data_group)
+            param.grad /= data_group.size()
         optimizer.step()
         losses.append(summed(data_group, loss.item()) / data_group.size())
-    ours = not mine or data_group is megatron.current_mesh().group("dp")
-    if mine and groups is not None:
-        ours = ours and groups.tp is megatron.current_mesh().group("tp")
+    on_mesh = not is_installed or data_group is megatron.current_mesh().group("dp")
+    if is_installed and groups is not None:
+        on_mesh = on_mesh and groups.tp is megatron.current_mesh().group("tp")
     parallel_state.destroy_model_parallel()
-    return losses, ours
+    return losses, on_mesh
 
 
 @contextmanager
-def _gpt_on(which: str, *, mine: bool) -> Iterator[None]:
-    """megatron-core's model, imported once for all ranks, on our groups or on its own."""
+def _import_gpt(which: str, *, install: bool) -> Iterator[None]:
+    """Import megatron-core's model once for all ranks, with or without our groups."""
     put_first(which)
     forget()
     try:
         with without_triton() if which == "newest" else nullcontext():
-            if mine:
+            if install:
                 megatron.install()
             importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
             importlib.import_module("megatron.core.models.gpt.gpt_model")
@@ -192,24 +195,27 @@ def _gpt_on(which: str, *, mine: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("which", RELEASES)
-def test_a_gpt_model_trains_on_our_groups_as_on_megatron_s_own(which: str) -> None:
+def test_a_gpt_model_trains_on_our_groups_as_on_upstream_groups(which: str) -> None:
     cases = [(2, False), (4, True)]
-    told = []
-    for mine in (False, True):
-        with _gpt_on(which, mine=mine):
-            told.append([run_ranks(4, _gpt_losses, mine and over, tp, 4, timeout=240) for tp, over in cases])
-    for theirs, ours in zip(*told, strict=True):
-        assert all(shared for _, shared in ours)
-        for (mine_, _), (original, _) in zip(ours, theirs, strict=True):
-            assert mine_ == original
-            assert mine_[-1] < mine_[0]
+    results: list[Any] = []
+    for install in (False, True):
+        with _import_gpt(which, install=install):
+            of_cases = []
+            for tp, pass_groups in cases:
+                of_cases.append(run_ranks(4, _train_gpt, install and pass_groups, tp, 4, timeout=240))
+            results.append(of_cases)
+    for of_upstream, of_ours in zip(*results, strict=True):
+        for (expected, _), (losses, on_mesh) in zip(of_upstream, of_ours, strict=True):
+            assert on_mesh
+            assert losses == expected
+            assert losses[-1] < losses[0]
 
 
-def _pipelined() -> list[list[float]]:
-    """Losses of megatron-core's own schedule: on the accessors' groups, and on those that are handed over."""
+def _run_pipeline() -> list[list[float]]:
+    """Losses of megatron-core's schedule, on the accessors' groups and on passed groups."""
     warnings.simplefilter("ignore")
     zeros = torch.zeros
-    vars(torch)["zeros"] = lambda *size, device=None, **rest: zeros(*size, **rest)  # noqa: ARG005  its "cuda"
+    vars(torch)["zeros"] = lambda *size, device=None, **rest: zeros(*size, **rest)  # noqa: ARG005  megatron-core passes "cuda"
     vars(torch.cuda).update(current_device=lambda: "cpu", synchronize=lambda: None)
     from megatron.core import ModelParallelConfig, parallel_state
     from megatron.core.pipeline_parallel import p2p_communication, schedules
@@ -226,9 +232,9 @@ def _pipelined() -> list[list[float]]:
     model.config.hidden_size = 4
 
     def step(batches: Any, model: Any) -> Any:
-        given = received[-1]
-        given = given[0] if isinstance(given, list) else given
-        out = model(next(batches) if given is None else given)
+        input_ = received[-1]
+        input_ = input_[0] if isinstance(input_, list) else input_
+        out = model(next(batches) if input_ is None else input_)
         return out, lambda out: (out.sum(), {"loss": out.sum().item()})
 
     def losses(**groups: Any) -> list[float]:
@@ -240,22 +246,22 @@ def _pipelined() -> list[list[float]]:
             "model": [model],
             "forward_only": True,
         }
-        told = schedules.forward_backward_pipelining_without_interleaving(**sizes, **groups)
-        return [each["loss"] for each in told]
+        outputs = schedules.forward_backward_pipelining_without_interleaving(**sizes, **groups)
+        return [output["loss"] for output in outputs]
 
-    told = [losses()]
+    results = [losses()]
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    talks = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=model.config)
-    told.append(losses(p2p_communicator=talks, pg_collection=groups))
+    communicator = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=model.config)
+    results.append(losses(p2p_communicator=communicator, pg_collection=groups))
     parallel_state.destroy_model_parallel()
-    return told
+    return results
 
 
 @pytest.mark.oracle("megatron.core")
 def test_megatron_core_s_pipeline_schedule_runs_on_our_groups() -> None:
-    with _gpt_on("installed", mine=True):
+    with _import_gpt("installed", install=True):
         importlib.import_module("megatron.core.pipeline_parallel.schedules")
-        *first, second, last = run_ranks(4, _pipelined)
+        *first, second, last = run_ranks(4, _run_pipeline)
     assert first == [[[], []]] * 2
     weights = []
     for stage in range(2):
@@ -265,5 +271,5 @@ def test_megatron_core_s_pipeline_schedule_runs_on_our_groups() -> None:
         (torch.full((3, 2, 4), float(batch)) @ weights[0].t() @ weights[1].t()).sum().item()
         for batch in range(5)
     ]
-    for told in (second, last):
-        assert told[0] == told[1] == pytest.approx(expected, abs=1e-5)
+    for losses in (second, last):
+        assert losses[0] == losses[1] == pytest.approx(expected, abs=1e-5)

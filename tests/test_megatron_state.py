@@ -1,4 +1,4 @@
-"""Megatron's parallel state on our groups, against megatron-core's own."""
+"""Megatron's parallel state on our groups, compared with megatron-core's."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from legacy import arguments, comparable, outcome
 from megatron_cases import (
-    NOT_OWED,
-    answers,
-    asked,
+    GTP_ARGUMENTS,
+    collect_answers,
     last_only,
+    make_arguments,
     middle_and_last,
-    owed,
     random_case,
     reset,
     variable_names,
+    without_gtp,
 )
 from megatron_newest import NEWEST, RELEASES, release
 from ranks import fake_world, live_groups, run_ranks, summed
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 VALID_CASES = 110  # of each release
-NO_GLOO: dict[str, Any] = {"create_gloo_process_groups": False}  # a fake world makes none
+NO_GLOO: dict[str, Any] = {"create_gloo_process_groups": False}  # a fake world cannot make gloo groups
 
 
 @pytest.fixture(autouse=True)
-def _nothing_bound() -> Iterator[None]:
+def _reset_fallback() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     assert not parallel_state.is_initialized()
 
 
 @pytest.fixture(params=RELEASES)
-def theirs(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The original's parallel state, of one of two releases."""
+def upstream(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Upstream's parallel state, of one of two releases."""
     with release(request.param) as module:
         yield module
 
@@ -57,22 +57,24 @@ def theirs(request: pytest.FixtureRequest) -> Iterator[Any]:
 # The names.
 
 
-def test_every_name_is_there_with_the_same_arguments(theirs: Any) -> None:
-    """What stands at another place in other releases is taken by name only."""
-    functions = dict(inspect.getmembers(theirs, inspect.isfunction)) | {"RankGenerator": theirs.RankGenerator}
+def test_every_upstream_name_exists_with_the_same_arguments(upstream: Any) -> None:
+    """An argument whose position differs between releases is keyword-only in ours."""
+    functions = dict(inspect.getmembers(upstream, inspect.isfunction)) | {
+        "RankGenerator": upstream.RankGenerator
+    }
     names = [
-        name for name in functions if functions[name].__module__ == theirs.__name__ and "gtp" not in name
+        name for name in functions if functions[name].__module__ == upstream.__name__ and "gtp" not in name
     ]
     assert len(names) >= 84
     for name in names:
         ours = inspect.signature(getattr(parallel_state, name)).parameters
-        wanted = [(one, default) for one, default in arguments(functions[name]) if one not in NOT_OWED]
+        wanted = [(one, default) for one, default in arguments(functions[name]) if one not in GTP_ARGUMENTS]
         assert wanted == [(one, comparable(ours[one].default)) for one, _ in wanted], name
         by_position = [one for one in ours if ours[one].kind is not inspect.Parameter.KEYWORD_ONLY]
         assert by_position == [one for one, _ in wanted][: len(by_position)], name
     for name in ("initialize_model_parallel", "destroy_model_parallel"):
         assert getattr(parallel_state, name).__doc__
-    variables = {name for name in variable_names(theirs) if "GTP" not in name}
+    variables = {name for name in variable_names(upstream) if "GTP" not in name}
     assert len(variables) >= 50
     assert variables <= {*variable_names(parallel_state)}
 
@@ -80,7 +82,7 @@ def test_every_name_is_there_with_the_same_arguments(theirs: Any) -> None:
 FLAGGED = "data_parallel_group data_parallel_world_size data_parallel_rank expert_data_parallel_group"
 
 
-def test_flags_that_moved_between_releases_are_keywords() -> None:
+def test_flags_that_moved_between_releases_are_keyword_only() -> None:
     for name in FLAGGED.split():
         with pytest.raises(TypeError, match="positional"):
             getattr(parallel_state, f"get_{name}")(True, True)
@@ -90,61 +92,67 @@ def test_flags_that_moved_between_releases_are_keywords() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_same_answers_in_random_configurations(theirs: Any) -> None:
-    """Of the original, of the original on our groups, and of our own module."""
+def test_answers_equal_upstream_in_random_configurations(upstream: Any) -> None:
+    """Of upstream, of upstream on our groups, and of our fallback."""
     source = random.Random(20)
-    newest = hasattr(theirs, "get_gtp_weight_remat_group")
-    calls = [theirs.initialize_model_parallel]
-    stand_in = parallel_state.initialize_model_parallel
+    newest = hasattr(upstream, "get_gtp_weight_remat_group")
+    calls = [upstream.initialize_model_parallel]
+    fallback = parallel_state.initialize_model_parallel
     megatron.install()
-    calls.append(theirs.initialize_model_parallel)
+    calls.append(upstream.initialize_model_parallel)
     assert inspect.signature(calls[0]) == inspect.signature(calls[1])
-    valid = refused = stood_in = 0
+    valid = rejected = on_fallback = 0
     while valid < VALID_CASES:
         world, first, arguments = random_case(source, newest=newest)
         last = first + arguments.get("local_world_size", world) - 1
         for rank in {source.choice((first, last)), source.randrange(first, last + 1)}:
             with fake_world(world, rank):
-                told = [_outcome(call, theirs, arguments, theirs) for call in calls]
-                assert told[0] == told[1], (world, rank, arguments)
+                answers = [_initialize_and_collect(call, upstream, arguments, upstream) for call in calls]
+                assert answers[0] == answers[1], (world, rank, arguments)
                 if max(arguments.get("gtp_remat_size", 1), arguments.get("expert_gtp_remat_size", 1)) == 1:
-                    stood_in += 1
-                    ours = _outcome(stand_in, parallel_state, arguments, theirs)
-                    assert owed(ours, newest) == owed(told[0], newest), (world, rank, arguments)
-        valid += isinstance(told[0], dict)
-        refused += not isinstance(told[0], dict)
-    assert refused > VALID_CASES // 20
-    assert stood_in > VALID_CASES // 2
+                    on_fallback += 1
+                    ours = _initialize_and_collect(fallback, parallel_state, arguments, upstream)
+                    assert without_gtp(ours, newest) == without_gtp(answers[0], newest), (
+                        world,
+                        rank,
+                        arguments,
+                    )
+        valid += isinstance(answers[0], dict)
+        rejected += not isinstance(answers[0], dict)
+    assert rejected > VALID_CASES // 20
+    assert on_fallback > VALID_CASES // 2
 
 
-def _outcome(initialize: Callable[..., object], module: Any, arguments: dict[str, Any], original: Any) -> Any:
-    told = outcome(initialize, **arguments)
-    if told is None:
-        told = answers(module, original)
+def _initialize_and_collect(
+    initialize: Callable[..., object], module: Any, arguments: dict[str, Any], reference: Any
+) -> Any:
+    answers = outcome(initialize, **arguments)
+    if answers is None:
+        answers = collect_answers(module, reference)
     reset(module)
-    return told
+    return answers
 
 
-# What a pipeline is asked for beside its size.
+# Options of pipelines in addition to their size.
 PIPELINE = {"virtual_pipeline_model_parallel_size": 2, "get_embedding_ranks": middle_and_last}
 PIPELINE |= {"get_position_embedding_ranks": last_only}
 CASES_ON_GLOO = (
-    asked(tp=2, pp=2),
-    asked(tp=2, cp=2, ep=4, etp=1, create_all_gather_group=True)
+    make_arguments(tp=2, pp=2),
+    make_arguments(tp=2, cp=2, ep=4, etp=1, create_all_gather_group=True)
     | {"num_distributed_optimizer_instances": 2, "hierarchical_context_parallel_sizes": [2, 1]},
-    asked(pp=4, cp=2) | PIPELINE,
-    asked(cp=4, hybrid_context_parallel=True, order="dp-cp-tp-pp-ep"),
+    make_arguments(pp=4, cp=2) | PIPELINE,
+    make_arguments(cp=4, hybrid_context_parallel=True, order="dp-cp-tp-pp-ep"),
 )
 
 
-def _case_on_gloo(arguments: dict[str, Any]) -> Any:
-    from megatron.core import parallel_state as theirs
+def _run_case_on_gloo(arguments: dict[str, Any]) -> Any:
+    from megatron.core import parallel_state as upstream
 
     before = live_groups()
-    told = [_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs)]
+    answers = [_initialize_and_collect(upstream.initialize_model_parallel, upstream, arguments, upstream)]
     made = live_groups() - before
     megatron.install()
-    told.append(_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs))
+    answers.append(_initialize_and_collect(upstream.initialize_model_parallel, upstream, arguments, upstream))
     megatron.uninstall()
     after = live_groups()
     parallel_state.initialize_model_parallel(**arguments)
@@ -157,21 +165,23 @@ def _case_on_gloo(arguments: dict[str, Any]) -> Any:
                 total = sum(dist.get_process_group_ranks(group))
                 right.append(summed(group, dist.get_rank()) == total and dist.get_backend(group) == "gloo")
     parallel_state.destroy_model_parallel()
-    return told, right, shared, mesh.closed and live_groups() == after
+    return answers, right, shared, mesh.closed and live_groups() == after
 
 
 @pytest.mark.oracle("megatron.core")
-def test_the_same_answers_and_working_groups_on_gloo() -> None:
+def test_answers_equal_upstream_and_groups_work_on_gloo() -> None:
     with release("installed"):
-        found = run_ranks(8, lambda: [_case_on_gloo(arguments) for arguments in CASES_ON_GLOO], timeout=180)
+        found = run_ranks(
+            8, lambda: [_run_case_on_gloo(arguments) for arguments in CASES_ON_GLOO], timeout=180
+        )
     for results in found:
-        for case, (told, right, shared, left) in zip(CASES_ON_GLOO, results, strict=True):
-            assert told[0] == told[1], case
+        for case, (answers, right, shared, left) in zip(CASES_ON_GLOO, results, strict=True):
+            assert answers[0] == answers[1], case
             assert len(right) >= 20
             assert all([*right, shared, left]), case
 
 
-def _generated(module: Any, sizes: dict[str, int], order: str) -> Any:
+def _generate_ranks(module: Any, sizes: dict[str, int], order: str) -> Any:
     ranks = module.RankGenerator(**sizes, order=order, rank_offset=7)
     groups = [ranks.get_ranks(token) for token in ("tp", "dp", "pp", "tp-pp", "dp-cp", "pp-tp-dp", "cp")]
     facts = [ranks.order, ranks.ordered_size, ranks.world_size, ranks.name_to_size]
@@ -179,27 +189,33 @@ def _generated(module: Any, sizes: dict[str, int], order: str) -> Any:
 
 
 @pytest.mark.oracle("megatron.core")
-def test_ranks_are_generated_as_by_the_original() -> None:
+def test_rank_generator_equals_upstream() -> None:
     source = random.Random(3)
-    with release("installed") as theirs:
+    with release("installed") as upstream:
         for _ in range(200):
             sizes = {name: source.choice((1, 2, 3)) for name in ("tp", "dp", "pp", "cp", "ep")}
             sizes["ep" if source.random() < 0.5 else "cp"] = 1
             order = "-".join(source.sample(["tp", "dp", "pp", "cp", "ep"], source.choice((4, 5))))
-            told = [outcome(_generated, each, sizes, order) for each in (theirs, parallel_state)]
-            assert told[0] == told[1], (sizes, order)
+            answers = [
+                outcome(_generate_ranks, module, sizes, order) for module in (upstream, parallel_state)
+            ]
+            assert answers[0] == answers[1], (sizes, order)
         for world in (8, 24, 48, 25):
             for mask in product((True, False), repeat=3):
-                calls = [each.generate_masked_orthogonal_rank_groups for each in (theirs, parallel_state)]
-                told = [outcome(call, world, [2, 3, 4], mask) for call in calls]
-                assert told[0] == told[1], mask
+                calls = [
+                    module.generate_masked_orthogonal_rank_groups for module in (upstream, parallel_state)
+                ]
+                answers = [outcome(call, world, [2, 3, 4], mask) for call in calls]
+                assert answers[0] == answers[1], mask
 
 
-def test_each_row_of_the_table_is_what_its_accessor_answers_on_the_mesh_s_groups() -> None:
-    """The accessor that a row names answers with the row's variable, over the row's axes."""
+def test_each_row_of_the_table_has_an_accessor_that_returns_a_group_of_the_mesh() -> None:
+    """The accessor that a row names returns the row's variable, a group over the row's axes."""
     with fake_world(64, 13):
         options = {"hierarchical_context_parallel_sizes": [2], "hybrid_context_parallel": True}
-        parallel_state.initialize_model_parallel(**asked(2, 2, 2, 2, create_all_gather_group=True, **options))
+        parallel_state.initialize_model_parallel(
+            **make_arguments(2, 2, 2, 2, create_all_gather_group=True, **options)
+        )
         mesh = megatron.current_mesh()
         assert mesh is namedmesh.current_mesh()
         assert mesh["tp"].get_group() is parallel_state.get_tensor_model_parallel_group()
@@ -210,7 +226,7 @@ def test_each_row_of_the_table_is_what_its_accessor_answers_on_the_mesh_s_groups
             function = getattr(parallel_state, f"get_{name}_group", None)
             value = getattr(parallel_state, row.variable)
             if function is None or not isinstance(value, dist.ProcessGroup):
-                continue  # several, or none on this rank: in the comparison with the original
+                continue  # several groups, or none on this rank; the comparison with upstream covers them
             assert function(**dict.fromkeys(flags, True)) is value, row.name
             axes = [axis for axis in row.axes if axis in layouts[row.view]]
             if row.members in {"all", "second"} and axes:
@@ -225,84 +241,92 @@ def test_each_row_of_the_table_is_what_its_accessor_answers_on_the_mesh_s_groups
 # Meshes that are bound.
 
 
-# The mesh, the view of its experts, options of bind, and what Megatron is asked for the same ranks.
+# The mesh, the view of its experts, options of bind, and arguments for the same ranks.
 MESHES: tuple[tuple[dict[str, int], dict[str, int], dict[str, Any], dict[str, Any]], ...] = (
-    ({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}, {}, {}, asked(tp=2, pp=2, cp=2)),
-    ({"tp": 2, "pp": 2, "dp": 8}, {}, {}, asked(tp=2, pp=2, order="dp-ep-pp-tp")),
+    ({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}, {}, {}, make_arguments(tp=2, pp=2, cp=2)),
+    ({"tp": 2, "pp": 2, "dp": 8}, {}, {}, make_arguments(tp=2, pp=2, order="dp-ep-pp-tp")),
     (
         {"pp": 2, "dp": 4, "cp": 2, "tp": 2},
         {"pp": 2, "edp": 4, "ep": 4, "etp": 1},
         {"hybrid_context_parallel": True, "num_distributed_optimizer_instances": 2},
-        asked(tp=2, pp=2, cp=2, ep=4, etp=1),
+        make_arguments(tp=2, pp=2, cp=2, ep=4, etp=1),
     ),
     (
         {"dp": 4, "cp": 4, "tp": 2},
         {"edp": 2, "ep": 8, "etp": 2},
         {"hierarchical_context_parallel_sizes": [2, 2]},
-        asked(tp=2, cp=4, ep=8, etp=2),
+        make_arguments(tp=2, cp=4, ep=8, etp=2),
     ),
-    ({"pp": 4, "dp": 4, "tp": 2}, {}, PIPELINE, asked(tp=2, pp=4)),
-    ({"dp": 16, "sp": 2}, {}, {}, asked(cp=2)),
+    ({"pp": 4, "dp": 4, "tp": 2}, {}, PIPELINE, make_arguments(tp=2, pp=4)),
+    ({"dp": 16, "sp": 2}, {}, {}, make_arguments(cp=2)),
     ({"dp": 32}, {}, {}, {}),
 )
 
 
 @pytest.mark.parametrize(("sizes", "experts", "options", "arguments"), MESHES)
-def test_a_bound_mesh_answers_as_the_original_over_the_same_ranks(
-    theirs: Any, sizes: dict[str, int], experts: dict[str, int], options: Any, arguments: Any
+def test_a_bound_mesh_answers_as_upstream_over_the_same_ranks(
+    upstream: Any, sizes: dict[str, int], experts: dict[str, int], options: Any, arguments: Any
 ) -> None:
-    """Without install(), too: both parallel states, from one set of groups."""
+    """Upstream's parallel state and our fallback, without install(), on one set of groups."""
     options = options | NO_GLOO
     for rank in (0, 5, 21, 31):
         with fake_world(32, rank):
-            told = [_outcome(theirs.initialize_model_parallel, theirs, arguments | options, theirs)]
+            answers = [
+                _initialize_and_collect(
+                    upstream.initialize_model_parallel, upstream, arguments | options, upstream
+                )
+            ]
             mesh = namedmesh.init_mesh(sizes, device="cpu")
             if experts:
                 mesh.add_view("expert", options=None, **experts)
             megatron.bind(mesh, **options)
-            told += [answers(each, theirs) for each in (theirs, parallel_state)]
+            answers += [collect_answers(module, upstream) for module in (upstream, parallel_state)]
             held = len(mesh.communicators)
-            assert len({each.ranks for each in mesh.communicators}) == held
-            group = theirs.get_tensor_model_parallel_group()
+            assert len({communicator.ranks for communicator in mesh.communicators}) == held
+            group = upstream.get_tensor_model_parallel_group()
             assert group is parallel_state.get_tensor_model_parallel_group()
             assert "tp" not in sizes or group is mesh.group("tp")
-            whole = theirs.get_intra_distributed_optimizer_instance_group()
-            assert (whole is dist.group.WORLD) == ("num_distributed_optimizer_instances" not in options)
+            instance = upstream.get_intra_distributed_optimizer_instance_group()
+            assert (instance is dist.group.WORLD) == ("num_distributed_optimizer_instances" not in options)
             megatron.bind(mesh, **options)
             assert len(mesh.communicators) == held
             mesh.close()
-            assert not theirs.is_initialized()
+            assert not upstream.is_initialized()
             assert not parallel_state.is_initialized()
-        newest = hasattr(theirs, "get_gtp_weight_remat_group")
-        assert told[0] == told[1], rank
-        assert owed(told[0], newest) == owed(told[2], newest), rank
+        newest = hasattr(upstream, "get_gtp_weight_remat_group")
+        assert answers[0] == answers[1], rank
+        assert without_gtp(answers[0], newest) == without_gtp(answers[2], newest), rank
 
 
 @pytest.mark.oracle(NEWEST)
-def test_a_bound_mesh_shards_weights_that_are_gathered_for_each_use() -> None:
+def test_a_bound_mesh_with_gtp_remat_needs_upstream() -> None:
     sizes: dict[str, Any] = {"gtp_remat_size": 2, "expert_gtp_remat_size": 2, **NO_GLOO}
     sizes |= {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    with release("newest") as theirs, fake_world(32, 13):
-        with pytest.raises(AssertionError, match=r"\(gtp_remat\) are megatron-core's"):
+    with release("newest") as upstream, fake_world(32, 13):
+        with pytest.raises(
+            AssertionError, match="gtp_remat_size, expert_gtp_remat_size cannot be used without"
+        ):
             parallel_state.initialize_model_parallel(2, 2, context_parallel_size=2, **sizes)
-        told = _outcome(theirs.initialize_model_parallel, theirs, asked(2, 2, 2) | sizes, theirs)
+        answers = _initialize_and_collect(
+            upstream.initialize_model_parallel, upstream, make_arguments(2, 2, 2) | sizes, upstream
+        )
         megatron.install()
         mesh = namedmesh.init_mesh(pp=2, dp=-1, cp=2, gtp_remat=2, tp=2, device="cpu")
         mesh.add_view("expert", pp=2, edp=-1, egtp_remat=2, ep=2, etp=1)
         megatron.bind(mesh, **NO_GLOO)
-        assert theirs.get_gtp_weight_remat_group() is mesh.group("gtp_remat")
-        assert told == answers(theirs)
+        assert upstream.get_gtp_weight_remat_group() is mesh.group("gtp_remat")
+        assert answers == collect_answers(upstream)
         mesh.close()
 
 
-def test_axes_of_an_open_mesh_with_another_timeout_are_on_its_groups() -> None:
+def test_groups_of_an_open_mesh_are_reused_whatever_its_timeout() -> None:
     with fake_world(8, 5):
         slow = {"tp": GroupOptions(timeout=timedelta(hours=1))}
         mesh = namedmesh.init_mesh(dp=4, tp=2, timeout=timedelta(minutes=10), options=slow, device="cpu")
         mesh.add_view("expert", edp=2, ep=4)
-        with pytest.raises(TypeError, match="takes no order: the mesh determines it"):
+        with pytest.raises(TypeError, match="takes no order, because the mesh determines it"):
             megatron.bind(mesh, order="tp-dp")
-        arguments = asked(tp=2, ep=4, etp=1) | NO_GLOO
+        arguments = make_arguments(tp=2, ep=4, etp=1) | NO_GLOO
         starts: list[Callable[[], object]] = [lambda: megatron.bind(mesh, **NO_GLOO)]
         starts.append(lambda: parallel_state.initialize_model_parallel(**arguments))
         for start in starts:
@@ -310,7 +334,7 @@ def test_axes_of_an_open_mesh_with_another_timeout_are_on_its_groups() -> None:
             assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
             assert parallel_state.get_expert_model_parallel_group() is mesh.group("ep")
             parallel_state.destroy_model_parallel()
-            assert mesh.size("tp") == 2  # it was not Megatron's to close
+            assert mesh.size("tp") == 2  # Megatron does not own this mesh, so it stays open
         mesh.close()
         own = {"tp": GroupOptions(share=False)}
         mesh = namedmesh.init_mesh(dp=4, tp=2, options=own, device="cpu")
@@ -319,48 +343,48 @@ def test_axes_of_an_open_mesh_with_another_timeout_are_on_its_groups() -> None:
         mesh.close()
 
 
-def _settings() -> list[Any]:
-    """Groups with settings of their own come from the original's function, and end with the rest."""
-    from megatron.core import parallel_state as theirs
+def _use_nccl_options() -> list[Any]:
+    """Groups with NCCL options come from upstream's function, and are destroyed with the others."""
+    from megatron.core import parallel_state as upstream
 
-    mine = object()
-    theirs.get_nccl_options = lambda name, _: mine if name == "tp" else None
+    options = object()
+    upstream.get_nccl_options = lambda name, _: options if name == "tp" else None
     new_group = dist.new_group
 
     def without_settings(*args: Any, pg_options: Any = None, **kwargs: Any) -> Any:
-        assert pg_options in {None, mine}
+        assert pg_options in {None, options}
         return new_group(*args, **kwargs)
 
     vars(dist)["new_group"] = without_settings
     megatron.install()
     before = live_groups()
-    theirs.initialize_model_parallel(2)
-    group = theirs.get_tensor_model_parallel_group()
-    listed = group in theirs._global_process_group_list
-    told = [group is not megatron.current_mesh().group("tp"), summed(group), listed]
-    theirs.destroy_model_parallel()
-    return [*told, live_groups() == before]
+    upstream.initialize_model_parallel(2)
+    group = upstream.get_tensor_model_parallel_group()
+    listed = group in upstream._global_process_group_list
+    facts = [group is not megatron.current_mesh().group("tp"), summed(group), listed]
+    upstream.destroy_model_parallel()
+    return [*facts, live_groups() == before]
 
 
 @pytest.mark.oracle("megatron.core")
-def test_groups_with_settings_are_the_original_s_own_and_end_with_the_rest() -> None:
+def test_groups_with_nccl_options_come_from_upstream_and_are_destroyed_too() -> None:
     with release("installed"):
-        assert run_ranks(4, _settings) == [[True, 2.0, True, True]] * 4
+        assert run_ranks(4, _use_nccl_options) == [[True, 2.0, True, True]] * 4
 
 
-# Parts of a world.
+# A subset of the ranks.
 
 
 @pytest.mark.oracle(NEWEST)
-def test_a_part_of_the_world_has_the_original_s_groups_and_no_mesh() -> None:
-    with release("newest") as theirs, fake_world(8, 5):
+def test_upstream_makes_its_own_groups_on_a_subset_of_the_ranks() -> None:
+    with release("newest") as upstream, fake_world(8, 5):
         megatron.install()
-        theirs.initialize_model_parallel(2, rank_offset=4, local_world_size=4, **NO_GLOO)
-        assert dist.get_process_group_ranks(theirs.get_data_parallel_group()) == [5, 7]
+        upstream.initialize_model_parallel(2, rank_offset=4, local_world_size=4, **NO_GLOO)
+        assert dist.get_process_group_ranks(upstream.get_data_parallel_group()) == [5, 7]
         with pytest.raises(namedmesh.MeshError, match="is not bound to a mesh"):
             megatron.current_mesh()
-        theirs.destroy_model_parallel()
-        assert not theirs.is_initialized()
+        upstream.destroy_model_parallel()
+        assert not upstream.is_initialized()
 
 
 # State.
@@ -369,17 +393,17 @@ def test_a_part_of_the_world_has_the_original_s_groups_and_no_mesh() -> None:
 SETTABLE = sorted(name[4:] for name in dir(parallel_state) if name.startswith("set_"))
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # the original's
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # upstream's
 @pytest.mark.parametrize("initialized", [True, False])
-def test_what_is_set_takes_precedence_as_in_the_original(theirs: Any, initialized: bool) -> None:
-    told = []
-    calls = [(theirs, theirs.initialize_model_parallel)]
+def test_assigned_sizes_and_ranks_take_precedence_as_upstream(upstream: Any, initialized: bool) -> None:
+    results = []
+    calls = [(upstream, upstream.initialize_model_parallel)]
     calls.append((parallel_state, parallel_state.initialize_model_parallel))
     megatron.install()
-    calls.append((theirs, theirs.initialize_model_parallel))
+    calls.append((upstream, upstream.initialize_model_parallel))
     for module, initialize in calls:
         with fake_world(16, 13):
-            module.set_tensor_model_parallel_world_size(64)  # before there are groups, and it stays
+            module.set_tensor_model_parallel_world_size(64)  # without groups; the value stays
             if initialized:
                 initialize(2, 4, **NO_GLOO)
             seen = [module.get_tensor_model_parallel_world_size()]
@@ -387,11 +411,11 @@ def test_what_is_set_takes_precedence_as_in_the_original(theirs: Any, initialize
                 getattr(module, f"set_{name}")(number % 3)
                 seen.append(getattr(module, f"get_{name}")())
             reset(module)
-            told.append(seen)
-    assert told[0] == told[1] == told[2]
+            results.append(seen)
+    assert results[0] == results[1] == results[2]
 
 
-def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assigned_variables_are_used_and_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(8, 3):
         parallel_state.initialize_model_parallel(2, **NO_GLOO)
         own = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
@@ -406,39 +430,39 @@ def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatc
         assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
 
 
-def test_the_original_s_own_initializations_before(theirs: Any) -> None:
-    """Its destruction leaves variables behind, which are nobody's assignment; what is not destroyed comes back after a mesh."""
+def test_groups_that_upstream_made_before_install(upstream: Any) -> None:
+    """Values that upstream's destruction leaves are not kept; existing groups come back after a mesh."""
     with fake_world(8, 3):
-        theirs.initialize_model_parallel(2, 2, **NO_GLOO)
-        theirs.destroy_model_parallel()
+        upstream.initialize_model_parallel(2, 2, **NO_GLOO)
+        upstream.destroy_model_parallel()
         megatron.install()
         for sizes in ((2, 2), (4, 1)):
-            theirs.initialize_model_parallel(*sizes, **NO_GLOO)
+            upstream.initialize_model_parallel(*sizes, **NO_GLOO)
             assert megatron.current_mesh().size("tp") == sizes[0]
-            theirs.destroy_model_parallel()
-            assert all(not getattr(theirs, name) for name in variable_names(theirs))
+            upstream.destroy_model_parallel()
+            assert all(not getattr(upstream, name) for name in variable_names(upstream))
         megatron.uninstall()
-        theirs.initialize_model_parallel(2, **NO_GLOO)
-        group = theirs.get_tensor_model_parallel_group()
+        upstream.initialize_model_parallel(2, **NO_GLOO)
+        group = upstream.get_tensor_model_parallel_group()
         megatron.install()
         with namedmesh.init_mesh(dp=8, device="cpu") as other:
-            assert not theirs.is_initialized()
-        assert theirs.get_tensor_model_parallel_group() is group
+            assert not upstream.is_initialized()
+        assert upstream.get_tensor_model_parallel_group() is group
         with pytest.raises(AssertionError, match="already initialized"):
-            theirs.initialize_model_parallel(4, **NO_GLOO)
-        theirs.destroy_model_parallel()
-        theirs.initialize_model_parallel(2, **NO_GLOO)
+            upstream.initialize_model_parallel(4, **NO_GLOO)
+        upstream.destroy_model_parallel()
+        upstream.initialize_model_parallel(2, **NO_GLOO)
         with pytest.raises(RuntimeError, match="is not divisible by 3"):
-            theirs.initialize_model_parallel(3, **NO_GLOO)
+            upstream.initialize_model_parallel(3, **NO_GLOO)
         with pytest.raises(AssertionError, match="already initialized"):
-            theirs.initialize_model_parallel(4, **NO_GLOO)
-        assert theirs.get_tensor_model_parallel_world_size() == 2
-        theirs.destroy_model_parallel()
+            upstream.initialize_model_parallel(4, **NO_GLOO)
+        assert upstream.get_tensor_model_parallel_world_size() == 2
+        upstream.destroy_model_parallel()
         other.close()
 
 
 def test_containers_belong_to_one_initialization() -> None:
-    """The original fills them in place, those of no mesh and those of an import, too."""
+    """Upstream fills lists and dicts in place, also those without a mesh and those of the import."""
     with fake_world(8, 3):
         mesh = namedmesh.init_mesh(cp=4, tp=2, device="cpu")
         for hybrid in (True, False, True, False):
@@ -448,32 +472,32 @@ def test_containers_belong_to_one_initialization() -> None:
         assert not parallel_state._HYBRID_DP_CP_GROUPS
 
 
-# What is made beside the mesh.
+# Groups in addition to those of the mesh.
 
 
-def _own_groups() -> list[Any]:
+def _make_more_groups() -> list[Any]:
     rank = dist.get_rank()
     parallel_state.initialize_model_parallel(2)
     known = parallel_state._global_process_group_list
-    told: list[Any] = []
+    ranks: list[Any] = []
     parallel_state.create_group([0, 3], group_desc="mine")
     named: dict[str, Any] = {"create_gloo_process_groups": True, "group_desc": "levels"}
     levels, gloo = parallel_state.create_hierarchical_groups(rank, [0, 1, 2, 3], [2, 2], **named)
-    told.append([dist.get_process_group_ranks(level) for level in (*levels, *gloo)])
+    ranks.append([dist.get_process_group_ranks(level) for level in (*levels, *gloo)])
     hybrid = parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1, 2, 3], None)
-    told.append({size: dist.get_process_group_ranks(group) for size, group in hybrid.items()})
+    ranks.append({size: dist.get_process_group_ranks(group) for size, group in hybrid.items()})
     second, none = parallel_state.create_all_gather_groups()
-    told.append((dist.get_process_group_ranks(second), none, second in known))
+    ranks.append((dist.get_process_group_ranks(second), none, second in known))
     parallel_state.update_pg_timeout(timedelta(minutes=7))
     timeouts = set()
     for group in (dist.group.WORLD, *known[1:]):
         timeouts.add(group._get_backend(torch.device("cpu")).options._timeout.seconds)
     parallel_state.destroy_model_parallel()
-    return [*told, timeouts]
+    return [*ranks, timeouts]
 
 
-def test_groups_beside_the_mesh_and_their_timeouts() -> None:
-    for rank, (levels, hybrid, second, timeouts) in enumerate(run_ranks(4, _own_groups)):
+def test_groups_in_addition_to_the_mesh_and_their_timeouts() -> None:
+    for rank, (levels, hybrid, second, timeouts) in enumerate(run_ranks(4, _make_more_groups)):
         pair, across = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
         assert levels == [pair, across, pair, across]
         assert hybrid == {2: pair}
@@ -481,7 +505,7 @@ def test_groups_beside_the_mesh_and_their_timeouts() -> None:
         assert timeouts == {420}
 
 
-def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
+def test_the_global_memory_buffer_is_made_with_the_groups() -> None:
     with pytest.raises(AssertionError, match="the global memory buffer is not initialized"):
         parallel_state.get_global_memory_buffer()
     with fake_world(4):
@@ -492,7 +516,7 @@ def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
         assert buffer.get_tensor((70,), torch.float32, "mpu").shape == (70,)
         with pytest.raises(AssertionError, match="call destroy_global_memory_buffer"):
             parallel_state._set_global_memory_buffer()
-        with pytest.raises(AssertionError, match="symmetric memory are megatron-core's"):
+        with pytest.raises(AssertionError, match="symmetric memory are not supported without megatron-core"):
             parallel_state._set_global_symmetric_memory_buffer()
 
 
@@ -502,15 +526,15 @@ def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"tensor_model_parallel_size": 3}, "the sizes 3 x 1 x 1 do not divide the world of 8 ranks"),
+        ({"tensor_model_parallel_size": 3}, "the sizes 3 x 1 x 1 do not divide the world size 8"),
         ({"virtual_pipeline_model_parallel_size": 2}, "set pipeline_model_parallel_size to 2 or more"),
-        ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "the order .* has no place for it; add 'pp'"),
+        ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "the order .* does not name it; add 'pp'"),
         ({"num_distributed_optimizer_instances": 3}, "which does not divide dp x cp = 8"),
-        (asked(cp=4, hierarchical_context_parallel_sizes=[2, 3]), r"\[2, 3\] multiply to 6"),
-        ({"use_sharp": True}, "settings of NCCL and SHARP, .* are megatron-core's: let it be installed"),
+        (make_arguments(cp=4, hierarchical_context_parallel_sizes=[2, 3]), r"\[2, 3\] multiply to 6"),
+        ({"use_sharp": True}, "^use_sharp cannot be used without megatron-core; install it and"),
         (
             {"pipeline_model_parallel_size": 2, "get_embedding_ranks": lambda _: [100, 104]},
-            r"get_embedding_ranks chose the ranks \[100, 104\] of the pipeline \[0, 4\]; ",
+            r"get_embedding_ranks returned the ranks \[100, 104\] for the pipeline \[0, 4\]; ",
         ),
     ],
 )
@@ -525,12 +549,12 @@ def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], te
             namedmesh.current_mesh()
 
 
-def test_use_before_and_twice() -> None:
+def test_use_before_initialization_and_a_second_one() -> None:
     with pytest.raises(AssertionError) as caught:
         parallel_state.get_tensor_model_parallel_group()
     assert str(caught.value) == (
-        "the tensor model parallel group is not initialized; call initialize_model_parallel(...), with the option that "
-        "makes this group, or namedmesh.compat.megatron.bind(mesh)"
+        "the tensor model parallel group is not initialized; call initialize_model_parallel(...) with the option that "
+        "makes it, or namedmesh.compat.megatron.bind(mesh)"
     )
     with pytest.raises(AssertionError, match=r"call namedmesh\.launch\.init\(\) or torch"):
         parallel_state.initialize_model_parallel()
@@ -539,11 +563,11 @@ def test_use_before_and_twice() -> None:
         megatron.current_mesh()
     with fake_world(8):
         parallel_state.initialize_model_parallel(2, **NO_GLOO)
-        told = answers(parallel_state)
+        answers = collect_answers(parallel_state)
         text = r"already initialized, for pp=1 x dp=4 x cp=1 x tp=2 .8 ranks.; "
         with pytest.raises(AssertionError, match=text):
             parallel_state.initialize_model_parallel(4, **NO_GLOO)
         for sizes in ((3, 1, None), (2, 1, 2)):
-            with pytest.raises(RuntimeError):  # the arguments are checked first, as in the original
+            with pytest.raises(RuntimeError):  # the arguments are checked first, as upstream does
                 parallel_state.initialize_model_parallel(*sizes, **NO_GLOO)
-        assert answers(parallel_state) == told
+        assert collect_answers(parallel_state) == answers

@@ -1,7 +1,9 @@
-"""Megatron's functions beside its layers: ways in and out of tensor- and sequence-parallel regions, the loss, and helpers.
+"""Megatron's region mappings, its vocabulary-parallel loss, and helpers of its layers.
 
-A way in has a way out as its backward, and the other way round. ``group`` is left out for the tensor-model-parallel group.
-Below, t is the number of its ranks; a length that t does not divide is a ContractError. Results are new tensors.
+The backward of each mapping is its adjoint: copy and all-reduce, scatter and gather, all-gather and
+reduce-scatter. ``group`` is the tensor parallel group by default. In the shapes below, t is its
+size; a dimension that t does not divide raises a ContractError. Results are new tensors, never
+views of an input or of a shared buffer.
 """
 
 from __future__ import annotations
@@ -49,148 +51,282 @@ __all__ = [
     "vocab_parallel_cross_entropy",
 ]
 
-Ranks: TypeAlias = "ProcessGroup | None"
+OptionalGroup: TypeAlias = "ProcessGroup | None"
 
 
-def current_group(group: Ranks, *, is_expert: bool = False) -> Group:
-    """Return the group that a call names, or the tensor-parallel one, of experts if asked; this process alone without torch's."""
+def resolve_group(group: OptionalGroup, *, is_expert: bool = False) -> Group:
+    """Return the group that a function was called with, or the tensor parallel group.
+
+    Args:
+        group: the argument of the function; None without one.
+        is_expert: whether the default is the experts' tensor parallel group.
+
+    Returns:
+        The group; a group of one rank if ``torch.distributed`` is not initialized and no group was
+        passed.
+    """
     if group is None and not dist.is_initialized():
         return SELF_GROUP
     if group is None:
-        # Here, not at the top: install() puts the original's in its place.
+        # Import it now, because install() replaces the module by megatron-core's.
         from namedmesh.compat.megatron import parallel_state
 
-        kind = "get_expert_tensor_parallel_group" if is_expert else "get_tensor_model_parallel_group"
-        group = getattr(parallel_state, kind)()
+        if is_expert:
+            group = parallel_state.get_expert_tensor_parallel_group()
+        else:
+            group = parallel_state.get_tensor_model_parallel_group()
     return Group.of(group)
 
 
-# The ways in and out.
+# --- region mappings ------------------------------------------------------------------------------
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Hand in what every rank has; its gradient, a part on each rank, is summed."""
-    return enter(input_, current_group(group))
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: identity of a replicated tensor. Backward: all-reduce. Megatron's f operator."""
+    return enter(input_, resolve_group(group))
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Sum the ranks' parts on every rank; the gradient is handed through."""
-    return leave(input_, current_group(group))
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: all-reduce of a partial tensor. Backward: identity. Megatron's g operator."""
+    return leave(input_, resolve_group(group))
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Keep this rank's ``(..., n / t)`` of an ``(..., n)`` that every rank has; the gradient is gathered."""
-    return scatter(input_, current_group(group), -1)
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: keep the local shard of the last dim. Backward: all-gather.
+
+    Args:
+        input_: a replicated tensor, ``(..., n)``.
+        group: the group of the ranks.
+
+    Returns:
+        The local shard, ``(..., n / t)``.
+    """
+    return scatter(input_, resolve_group(group), -1)
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Join the ranks' ``(..., n / t)`` to ``(..., n)``; each gets its shard of the gradient."""
-    return gather(input_, current_group(group), -1)
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: all-gather along the last dim. Backward: keep the local shard.
+
+    Use it if all ranks do the same with the result, because the gradient is not summed.
+
+    Args:
+        input_: the local shard, ``(..., n / t)``.
+        group: the group of the ranks.
+
+    Returns:
+        The full tensor, ``(..., n)``.
+    """
+    return gather(input_, resolve_group(group), -1)
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Keep this rank's ``(s / t, ...)`` of an ``(s, ...)`` that every rank has; the gradient is gathered."""
-    return scatter(input_, current_group(group), 0)
+def scatter_to_sequence_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: keep the local shard of the sequence. Backward: all-gather.
+
+    Args:
+        input_: a replicated tensor, ``(s, ...)``.
+        group: the group of the ranks.
+
+    Returns:
+        The local shard, ``(s / t, ...)``.
+    """
+    return scatter(input_, resolve_group(group), 0)
 
 
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Join the ranks' ``(..., n / t)`` to ``(..., n)``, of which each uses a part: the gradients are summed."""
-    return enter(input_, current_group(group), -1)
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: all-gather along the last dim. Backward: reduce-scatter.
+
+    Args:
+        input_: the local shard, ``(..., n / t)``.
+        group: the group of the ranks.
+
+    Returns:
+        The full tensor, ``(..., n)``.
+    """
+    return enter(input_, resolve_group(group), -1)
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Sum the ranks' ``(..., n)``, of which each keeps its ``(..., n / t)``; the gradient is gathered."""
-    return sum_shards(input_, current_group(group), -1)
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: reduce-scatter along the last dim. Backward: all-gather.
+
+    Args:
+        input_: a partial tensor, ``(..., n)``.
+        group: the group of the ranks.
+
+    Returns:
+        The local shard of the sum, ``(..., n / t)``.
+    """
+    return reduce_scatter(input_, resolve_group(group), -1)
 
 
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
-    group: Ranks = None,
+    group: OptionalGroup = None,
     *,
-    use_global_buffer: bool = False,  # noqa: ARG001  the result is a tensor of its own, which no next call overwrites
+    use_global_buffer: bool = False,  # noqa: ARG001  a new tensor cannot be overwritten by the next call
 ) -> Tensor:
-    """Join the ranks' ``(s / t, ...)`` to ``(s, ...)``.
+    """Forward: all-gather along the sequence. Backward: reduce-scatter.
 
-    The gradients are summed, and each rank gets its shard; without ``tensor_parallel_output_grad``, where all ranks go on
-    alike, the gradient is only split.
+    Args:
+        input_: the local shard, ``(s / t, ...)``.
+        tensor_parallel_output_grad: whether the gradient is partial, as in a tensor parallel
+            region. If it is False, all ranks compute the same gradient, and backward keeps the
+            local shard without a sum.
+        group: the group of the ranks.
+        use_global_buffer: no effect.
+
+    Returns:
+        The full tensor, ``(s, ...)``.
     """
-    join = enter if tensor_parallel_output_grad else gather
-    return join(input_, current_group(group), 0)
+    ranks = resolve_group(group)
+    if tensor_parallel_output_grad:
+        return enter(input_, ranks, 0)
+    return gather(input_, ranks, 0)
 
 
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
-    group: Ranks = None,
+    group: OptionalGroup = None,
     *,
     use_global_buffer: bool = False,  # noqa: ARG001  as above
 ) -> Tensor:
-    """Sum the ranks' ``(s, ...)``, of which each keeps ``(s / t, ...)``; the gradient is gathered."""
-    return sum_shards(input_, current_group(group), 0)
+    """Forward: reduce-scatter along the sequence. Backward: all-gather.
+
+    Args:
+        input_: a partial tensor, ``(s, ...)``.
+        group: the group of the ranks.
+        use_global_buffer: no effect.
+
+    Returns:
+        The local shard of the sum, ``(s / t, ...)``.
+    """
+    return reduce_scatter(input_, resolve_group(group), 0)
 
 
 def all_to_all(
-    group: Ranks,
+    group: OptionalGroup,
     input_: Tensor,
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send a shard of the first dim to each rank, and join what they send; shards are equal where no lengths are given."""
+    """Forward: all-to-all along dim 0. Backward: all-to-all in the opposite direction.
+
+    Args:
+        group: the group of the ranks, which has no default here.
+        input_: the local tensor.
+        output_split_sizes_: the number of rows received from each rank; by default equal shards.
+        input_split_sizes: the number of rows sent to each rank; by default equal shards.
+
+    Raises:
+        ContractError: there is no group, or dim 0 cannot be split into equal shards.
+    """
     if group is None:
         raise ContractError("all_to_all was called without a group; pass the process group of its ranks")
-    ranks = current_group(group)
+    ranks = resolve_group(group)
     if input_split_sizes is None:
         check_even(input_, 0, ranks.size)
     return exchange(input_, ranks, (input_split_sizes, output_split_sizes_))
 
 
-def all_to_all_sp2hp(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Exchange tokens that are sharded over the ranks, ``(tokens / t, h)``, for features that are, ``(tokens, h / t)``."""
-    ranks = current_group(group)
+def all_to_all_sp2hp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: all-to-all from sharded tokens to sharded features. Backward: the opposite.
+
+    Args:
+        input_: the local tokens, ``(tokens / t, h)``, with any number of token dims.
+        group: the group of the ranks.
+
+    Returns:
+        All tokens, with the local shard of the features: ``(tokens, h / t)``.
+    """
+    ranks = resolve_group(group)
     check_even(input_, -1, ranks.size)
     rows = input_.reshape(-1, input_.shape[-1])
-    return exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)  # a block of features for each rank
+    # The collective splits dim 0, so the features for each rank become a block of rows.
+    return exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
 
 
-def all_to_all_hp2sp(input_: Tensor, group: Ranks = None) -> Tensor:
-    """Exchange features that are sharded over the ranks for tokens that are, the way back."""
-    ranks = current_group(group)
+def all_to_all_hp2sp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+    """Forward: all-to-all from sharded features to sharded tokens. Backward: the opposite.
+
+    Args:
+        input_: all tokens, with the local shard of the features: ``(tokens, h / t)``.
+        group: the group of the ranks.
+
+    Returns:
+        The local tokens, ``(tokens / t, h)``.
+    """
+    ranks = resolve_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
     check_even(rows, 0, ranks.size)
+    # Each rank sent its features of the local tokens: one block of rows each.
     return torch.cat(exchange(rows, ranks).chunk(ranks.size), dim=-1)
 
 
-def sum_shards(parts: Tensor, group: Group, dim: int) -> Tensor:
-    """Sum the ranks' parts, of which each keeps its shard of a dim that can be split; the gradient is gathered."""
-    check_even(parts, dim, group.size)
-    return leave(parts, group, dim)
+def reduce_scatter(partial: Tensor, group: Group, dim: int) -> Tensor:
+    """Forward: reduce-scatter along ``dim``. Backward: all-gather.
+
+    Raises:
+        ContractError: ``dim`` cannot be split into equal shards.
+    """
+    check_even(partial, dim, group.size)
+    return leave(partial, group, dim)
+
+
+# --- loss -----------------------------------------------------------------------------------------
 
 
 def vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Ranks = None
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: OptionalGroup = None,
 ) -> Tensor:
-    """Return the cross entropy of each token, ``(s, b)``, in float32, from this rank's logits, ``(s, b, v / t)``.
+    """Return the cross entropy of each token in float32, from logits whose vocabulary is sharded.
 
-    An id outside of the vocabulary has a loss that means nothing. What smoothing takes off the target is spread over **this
-    rank's part** of the vocabulary, as Megatron has it: ranks get different losses.
+    Smoothing is, as in Megatron, over the **local shard** of the vocabulary: the losses of the
+    ranks differ. The loss of an id outside of the vocabulary is meaningless.
+
+    Args:
+        vocab_parallel_logits: the local shard of the logits, ``(s, b, v / t)``.
+        target: the ids in the full vocabulary, ``(s, b)``, replicated.
+        label_smoothing: the share of the loss that is spread over the other ids, from 0 to 1.
+        tp_group: the group of the ranks.
+
+    Returns:
+        The losses, ``(s, b)``.
     """
-    return cross_entropy(
-        vocab_parallel_logits, target, current_group(tp_group), torch.float32, label_smoothing
-    )
+    group = resolve_group(tp_group)
+    return cross_entropy(vocab_parallel_logits, target, group, torch.float32, label_smoothing)
 
 
-# Helpers.
+# --- attributes of parameters ---------------------------------------------------------------------
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor as a shard (``is_parallel``) of ``stride`` blocks along a dim; a ContractError where it is marked."""
+    """Set the attributes by which Megatron knows how a tensor is sharded.
+
+    Args:
+        tensor: the local shard, or a replicated tensor.
+        is_parallel: whether the tensor is a shard.
+        dim: the sharded dim.
+        stride: the number of fused blocks along this dim, each of which is sharded.
+
+    Raises:
+        ContractError: the tensor has the attributes already.
+    """
     if hasattr(tensor, "tensor_model_parallel"):
         raise ContractError(
-            f"the tensor of shape {tuple(tensor.shape)} is marked already; mark a tensor once, or delete its marks first"
+            f"the tensor of shape {tuple(tensor.shape)} has the tensor parallel attributes "
+            "already; set them once, or delete them first"
         )
     vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
 
 
-def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Ranks = None) -> bool:
-    """Return whether this rank counts a parameter, in a norm for example: a shard everywhere, a copy on the first rank."""
-    return getattr(param, "tensor_model_parallel", False) or current_group(tp_group).rank == 0
+def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: OptionalGroup = None) -> bool:
+    """Return whether this rank counts a parameter, for example in a norm.
+
+    Every rank counts its shard of a sharded parameter. Only the first rank counts a replicated
+    parameter.
+    """
+    # As upstream: a parameter without the attributes is replicated.
+    return getattr(param, "tensor_model_parallel", False) or resolve_group(tp_group).rank == 0

@@ -1,10 +1,14 @@
-"""Megatron's parallel layers, region mappings, loss and helpers, under its names, on namedmesh's arithmetic.
+"""Megatron's tensor parallel layers, and its region mappings, loss and helpers.
 
-Older code passes no ``config``, newer code passes one: any object with megatron-core's attributes, of which
-``params_dtype``, ``sequence_parallel``, ``expert_model_parallel_size``, ``perform_initialization``,
-``use_cpu_initialization`` and ``deterministic_mode`` are read. Parameters are plain tensors that hold this rank's shard,
-marked with the attributes that Megatron's optimizers look for. Ranks must be seeded alike: each draws the whole weight and
-keeps its shard, on an accelerator the shard only. In the shapes below t is the number of tensor-parallel ranks.
+``config`` is any object with megatron-core's attributes. The layers read ``params_dtype``,
+``sequence_parallel``, ``expert_model_parallel_size``, ``perform_initialization``,
+``use_cpu_initialization``, ``deterministic_mode`` and ``gradient_accumulation_fusion``. Older code
+passes no ``config``.
+
+Parameters are plain tensors that hold the local shard, with the attributes that Megatron's
+optimizers read. Seed the ranks of a tensor parallel group identically: on a CPU each rank
+initializes the full weight and keeps its shard, on an accelerator it initializes its shard alone.
+In the shapes below, t is the number of tensor parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,50 +26,61 @@ from torch.distributed import ProcessGroup
 from namedmesh._torch import group_named
 from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.compat.layers import SELF_GROUP, Initializer, ParallelLayer, VocabEmbedding, scatter
-from namedmesh.compat.megatron import mappings as _functions
+from namedmesh.compat.megatron import mappings as _mappings  # `mappings` is another name below
 from namedmesh.compat.megatron.mappings import *
+from namedmesh.compat.megatron.mappings import (
+    reduce_scatter,
+    resolve_group,
+    set_tensor_model_parallel_attributes,
+)
 from namedmesh.launch import default_group_device
 from namedmesh.tensor_parallel.collectives import enter, gather, leave
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += _functions.__all__
+__all__ += _mappings.__all__
 
 Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
 
 
 def accelerator() -> torch.device | None:
-    """Return the current accelerator, if this is where the ranks compute."""
+    """Return the current device of the default group's accelerator, or None on a CPU."""
     if dist.is_initialized():
         kind = default_group_device().type
     else:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return None if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    if kind == "cpu":
+        return None
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 class _Layer(ParallelLayer):
-    """What the three layers share: what they read of the configuration, and the group that they were made with."""
+    """Base of the three layers: their group, and the configuration that all of them read."""
 
     def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
         super().__init__()
-        self.group = _functions.current_group(tp_group, is_expert=is_expert)
+        self.group = resolve_group(tp_group, is_expert=is_expert)
         self.params_dtype = getattr(config, "params_dtype", None)
-        self.params_device = None if getattr(config, "use_cpu_initialization", False) else accelerator()
-        self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
+        on_cpu = getattr(config, "use_cpu_initialization", False)
+        self.params_device = None if on_cpu else accelerator()
+        # As upstream: the full weight is initialized in float32, so that all dtypes round the same
+        # values.
+        self.init_dtype = torch.float32
         self.perform_initialization = getattr(config, "perform_initialization", True)
         if getattr(config, "gradient_accumulation_fusion", False):
             raise ContractRuntimeError(
-                f"{type(self).__name__}: gradient_accumulation_fusion needs APEX's CUDA extension, which namedmesh's layers "
-                "do not call; set gradient_accumulation_fusion=False"
+                f"{type(self).__name__}: gradient_accumulation_fusion is not supported, because it "
+                "needs APEX's CUDA extension; set gradient_accumulation_fusion=False"
             )
 
     @property
     def tp_group(self) -> ProcessGroup | None:
-        """The ranks that share the layer; None where ``torch.distributed`` has not been initialized."""
+        """The group of the layer; None if ``torch.distributed`` was not initialized."""
+        # The layer keeps the name only: a process group cannot be copied or pickled with the layer.
         return group_named(self.group.name) if self.group.name else None
 
 
 class _Linear(_Layer):
-    """What the column and the row layer share: the marks of the parameters, and an extra state that is empty."""
+    """Base of the two linear layers: Megatron's parameter attributes, and an empty extra state."""
 
     shape_attributes = ("output_size", "input_size")
 
@@ -74,47 +89,76 @@ class _Linear(_Layer):
     ) -> None:
         super().__init__(config, tp_group, is_expert=is_expert)
         self.input_size, self.output_size = sizes
-        self.config, self.is_expert = config, is_expert
+        self.config = config
+        self.is_expert = is_expert
         self.expert_parallel = getattr(config, "expert_model_parallel_size", 1) > 1
         self.sequence_parallel = getattr(config, "sequence_parallel", False)
-        # The experts' tokens are gathered and summed by who dispatches them.
+        # The token dispatcher all-gathers the tokens of experts and reduce-scatters their outputs.
         self.explicit_expert_comm = is_expert and (self.group.size > 1 or self.expert_parallel)
         self.register_load_state_dict_pre_hook(_ignore_extra_state)  # type: ignore[no-untyped-call]
 
     def make_parameters(
         self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, allocate: bool = True
     ) -> None:
-        """Make this rank's shards, and mark them."""
+        """Make the local shards of the weight and the bias, with Megatron's attributes.
+
+        Args:
+            initialize: fills the weight in place.
+            stride: the number of fused blocks along the sharded dim, each of which is sharded.
+            bias: whether there is a bias.
+            keep: whether to keep the full weight as ``master_weight``.
+            allocate: whether to allocate the weight.
+        """
         self.make_weight(initialize, stride, keep=keep, allocate=allocate)
         self.make_bias(bias)
-        for parameter in self.parameters(recurse=False):
-            if parameter is self.weight or self.dim == 0:
-                _functions.set_tensor_model_parallel_attributes(
-                    parameter, is_parallel=True, dim=self.dim, stride=stride
-                )
-            # Experts differ between data-parallel ranks, so their gradients are not summed over these.
-            parameter.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
+        for param in self.parameters(recurse=False):
+            # The bias of a row layer is replicated.
+            if param is self.weight or self.dim == 0:
+                set_tensor_model_parallel_attributes(param, is_parallel=True, dim=self.dim, stride=stride)
+            # Data parallel ranks have different experts, so the gradients of experts are not
+            # all-reduced over them.
+            param.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
 
     def get_extra_state(self) -> None:
-        """Return None: the entry ``_extra_state`` is in the state because Transformer Engine's layers have one."""
+        """Return None. The entry exists because Transformer Engine's layers have one."""
 
 
 def _ignore_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
-    """Load a state without an extra one, as of a plain linear layer, too; another implementation's means nothing here."""
+    """Remove the extra state before loading: states of other layers may or may not have one."""
     state.pop(f"{prefix}_extra_state", None)
 
 
 class ColumnParallelLinear(_Linear):
-    """A linear layer whose output features are sharded over the tensor-parallel ranks.
+    """A linear layer whose output features are sharded over the tensor parallel ranks.
 
-    The weight is this rank's ``(output_size / t, input_size)``, the bias its ``(output_size / t,)``.
+    The local shard of the weight is ``(output_size / t, input_size)``, that of the bias
+    ``(output_size / t,)``.
+
+    Forward: identity, or with sequence parallelism all-gather of the sequence; with
+    ``gather_output`` also all-gather of the output features. Backward: all-reduce of the input's
+    gradient, or with sequence parallelism reduce-scatter.
 
     Args:
-        gather_output: join the output features on every rank; by default only where no ``config`` is given.
-        skip_bias_add: hand the bias out instead of adding it, to be fused with what follows.
-        skip_weight_param_allocation: make no weight; one is passed to every forward.
-        disable_grad_reduce: leave the input's gradient this rank's part, to be summed later.
-        is_expert: the layer's ranks are the experts', and whoever dispatches the tokens communicates.
+        input_size: the number of input features.
+        output_size: the number of output features, of the full weight.
+        config: the configuration; see the module.
+        init_method: fills the weight in place.
+        bias: whether there is a bias.
+        gather_output: whether to all-gather the output features; by default only without a
+            ``config``.
+        stride: the number of fused blocks of output features, each of which is sharded.
+        keep_master_weight_for_test: whether to keep the full weight as ``master_weight``.
+        skip_bias_add: whether to return the bias instead of adding it, for a fused kernel.
+        skip_weight_param_allocation: whether to make no weight, because one is passed to each
+            forward.
+        embedding_activation_buffer: no effect; upstream defers the weight's gradient with it.
+        grad_output_buffer: no effect; the same.
+        is_expert: whether the layer is an expert's: its group is the experts' tensor parallel
+            group, and with several ranks or expert parallelism the token dispatcher communicates
+            instead of the layer.
+        tp_comm_buffer_name: no effect.
+        disable_grad_reduce: whether to leave the input's gradient partial, for a later all-reduce.
+        tp_group: the group of the layer; by default the tensor parallel group.
     """
 
     def __init__(
@@ -130,7 +174,7 @@ class ColumnParallelLinear(_Linear):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
-        embedding_activation_buffer: list[Tensor] | None = None,  # noqa: ARG002  no gradient is put off
+        embedding_activation_buffer: list[Tensor] | None = None,  # noqa: ARG002  gradients are not deferred
         grad_output_buffer: list[Tensor] | None = None,  # noqa: ARG002
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,  # noqa: ARG002  the legacy signature has it
@@ -138,13 +182,17 @@ class ColumnParallelLinear(_Linear):
         tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__((input_size, output_size), config, tp_group, is_expert)
-        ranks = self.group.size
-        self.output_size_per_partition = output_size // ranks
-        self.gather_output = config is None if gather_output is None else gather_output
-        self.skip_bias_add, self.disable_grad_reduce = skip_bias_add, disable_grad_reduce
-        if self.sequence_parallel and ranks == 1:
+        self.output_size_per_partition = output_size // self.group.size
+        # The default of older releases, which have no config, is True.
+        if gather_output is None:
+            gather_output = config is None
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
+        self.disable_grad_reduce = disable_grad_reduce
+        if self.sequence_parallel and self.group.size == 1:
             warnings.warn(
-                "sequence_parallel is set, but there is one tensor-parallel rank only; ColumnParallelLinear goes on without it",
+                "sequence_parallel has no effect, because there is one tensor parallel rank only; "
+                "ColumnParallelLinear continues without it",
                 stacklevel=2,
             )
             self.sequence_parallel = False
@@ -156,34 +204,70 @@ class ColumnParallelLinear(_Linear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Result:
-        """Return ``(s, b, output_size / t)`` or, gathered, ``(s, b, output_size)``, and the bias that was not added.
+        """Return the output, and the bias if it was not added.
 
-        The input is the same ``(s, b, input_size)`` on every rank; with sequence parallelism this rank's
-        ``(s / t, b, input_size)``. ``weight`` takes the place of the layer's own.
+        Args:
+            input_: ``(s, b, input_size)``, replicated. With sequence parallelism, the local shard
+                ``(s / t, b, input_size)``.
+            weight: a local shard to use instead of the layer's weight.
+            runtime_gather_output: overrides ``gather_output``.
+
+        Returns:
+            The local shard of the output, ``(s, b, output_size / t)``, or the gathered ``(s, b,
+            output_size)``; and the bias with ``skip_bias_add``, otherwise None.
         """
-        weight = self.weight if weight is None else weight
+        if weight is None:
+            weight = self.weight
         expected = (self.output_size_per_partition, self.input_size)
         if weight is None or weight.shape != expected:
             got = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
             raise ContractRuntimeError(
-                f"ColumnParallelLinear got {got}; pass this rank's shard, of shape {expected}, to its forward"
+                f"ColumnParallelLinear got {got}; pass the local shard, of shape {expected}, to its forward"
             )
         if self.sequence_parallel and not self.explicit_expert_comm:
             input_ = enter(input_, self.group, 0)
         elif not (self.disable_grad_reduce or self.explicit_expert_comm):
             input_ = enter(input_, self.group)
-        output = F.linear(input_, weight, None if self.skip_bias_add else self.bias)
-        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+        bias = None if self.skip_bias_add else self.bias
+        output = F.linear(input_, weight, bias)
+        if runtime_gather_output is None:
+            runtime_gather_output = self.gather_output
+        if runtime_gather_output:
             output = gather(output, self.group, -1)
-        return output, self.bias if self.skip_bias_add else None
+        if self.skip_bias_add:
+            return output, self.bias
+        return output, None
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer whose input features are sharded over the tensor-parallel ranks.
+    """A linear layer whose input features are sharded over the tensor parallel ranks.
 
-    The weight is this rank's ``(output_size, input_size / t)``; every rank has the whole bias, whose gradient with
-    sequence parallelism is to be summed over the ranks later. With ``input_is_parallel`` the input is this rank's shard;
-    otherwise each rank takes its own. An expert's layer leaves its output this rank's part of the sum.
+    The weight is the local shard ``(output_size, input_size / t)``. The bias is replicated, and
+    with sequence parallelism its gradient is partial: Megatron's ``finalize_model_grads``
+    all-reduces it, because its attribute ``sequence_parallel`` is True.
+
+    Forward: all-reduce of the output, or with sequence parallelism reduce-scatter along the
+    sequence. Backward: identity, or with sequence parallelism all-gather. The output of an expert's
+    layer stays partial, for the token dispatcher.
+
+    Args:
+        input_size: the number of input features, of the full weight.
+        output_size: the number of output features.
+        config: the configuration; see the module.
+        init_method: fills the weight in place.
+        bias: whether there is a bias.
+        input_is_parallel: whether the input is the local shard; otherwise it is replicated, and the
+            layer keeps the local shard of its features.
+        skip_bias_add: whether to return the bias instead of adding it, for a fused kernel.
+        stride: the number of fused blocks of input features, each of which is sharded.
+        keep_master_weight_for_test: whether to keep the full weight as ``master_weight``.
+        is_expert: whether the layer is an expert's, as for :class:`ColumnParallelLinear`.
+        tp_comm_buffer_name: no effect.
+        tp_group: the group of the layer; by default the tensor parallel group.
+
+    Raises:
+        ContractRuntimeError: sequence parallelism with a replicated input.
+        ContractError: an expert's layer that would add its bias on every rank.
     """
 
     dim = 1
@@ -206,15 +290,15 @@ class RowParallelLinear(_Linear):
     ) -> None:
         super().__init__((input_size, output_size), config, tp_group, is_expert)
         if self.sequence_parallel and not input_is_parallel:
-            raise ContractRuntimeError(
-                "sequence_parallel needs an input that is sharded already; pass input_is_parallel=True"
-            )
+            raise ContractRuntimeError("sequence_parallel needs a sharded input; pass input_is_parallel=True")
         if self.explicit_expert_comm and not skip_bias_add:
             raise ContractError(
-                "the bias of is_expert would count several times in a sum; pass skip_bias_add=True"
+                "the bias of an expert would be added once on every rank and then summed; pass "
+                "skip_bias_add=True"
             )
         self.input_size_per_partition = input_size // self.group.size
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add
         self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test)
         if self.bias is not None:
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
@@ -222,26 +306,46 @@ class RowParallelLinear(_Linear):
             self.master_weight = self.master_weight.to(self.weight.dtype)
 
     def forward(self, input_: Tensor) -> Result:
-        """Return ``(s, b, output_size)``, with sequence parallelism this rank's ``(s / t, b, output_size)``, and the bias.
+        """Return the output, and the bias if it was not added.
 
-        The input is ``(s, b, input_size)``, or this rank's ``(s, b, input_size / t)``.
+        Args:
+            input_: the local shard ``(s, b, input_size / t)``; without ``input_is_parallel`` the
+                replicated ``(s, b, input_size)``.
+
+        Returns:
+            The output, ``(s, b, output_size)``, or with sequence parallelism the local shard
+            ``(s / t, b, output_size)``; and the bias with ``skip_bias_add``, otherwise None.
         """
+        # On a group of one rank the reduction is the identity, which leaves the output partial.
         group = SELF_GROUP if self.explicit_expert_comm else self.group
         if not self.input_is_parallel:
             input_ = scatter(input_, self.group, -1)
-        parts = F.linear(input_, self.weight)
-        output = _functions.sum_shards(parts, group, 0) if self.sequence_parallel else leave(parts, group)
+        partial = F.linear(input_, self.weight)
+        output = reduce_scatter(partial, group, 0) if self.sequence_parallel else leave(partial, group)
         if self.skip_bias_add:
             return output, self.bias
-        return output if self.bias is None else output + self.bias, None
+        # After the reduction, which would otherwise sum the bias over the ranks.
+        if self.bias is not None:
+            output = output + self.bias
+        return output, None
 
 
 class VocabParallelEmbedding(_Layer, VocabEmbedding):
-    """An embedding whose vocabulary is sharded over the tensor-parallel ranks.
+    """An embedding whose vocabulary is sharded over the tensor parallel ranks.
 
-    The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
-    and without, ``vocab_end_index``. With ``reduce_scatter_embeddings`` the first two dims of the output are swapped, and
-    each rank keeps its shard of the sequence, as sequence parallelism wants it.
+    The weight is the local shard ``(num_embeddings / t, embedding_dim)``, with the ids from
+    ``vocab_start_index`` to ``vocab_end_index`` (exclusive).
+
+    Forward: all-reduce, in which each rank contributes the ids of its shard. Backward: identity.
+
+    Args:
+        num_embeddings: the size of the full vocabulary.
+        embedding_dim: the number of features.
+        init_method: fills the weight in place.
+        reduce_scatter_embeddings: whether to return the layout of sequence parallelism: the first
+            two dims are swapped, and a reduce-scatter along the sequence replaces the all-reduce.
+        config: the configuration; see the module.
+        tp_group: the group of the layer; by default the tensor parallel group.
     """
 
     def __init__(
@@ -255,16 +359,24 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(config, tp_group)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = getattr(config, "deterministic_mode", False)
         self.make_weight(init_method)
-        _functions.set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(b, s, embedding_dim)`` of ids ``(b, s)``; scattered, this rank's ``(s / t, b, embedding_dim)``.
+        """Return the vectors of ids.
 
-        An id outside of the vocabulary gets zeros; on one rank it is an IndexError.
+        The vector of an id outside of the vocabulary is zero; on one rank the id is an IndexError.
+
+        Args:
+            input_: the ids, ``(b, s)``, replicated.
+
+        Returns:
+            ``(b, s, embedding_dim)``; with ``reduce_scatter_embeddings`` the local shard ``(s / t,
+            b, embedding_dim)``.
         """
         if self.group.size == 1:
             vectors = self.weight[input_] if self.deterministic_mode else F.embedding(input_, self.weight)
@@ -272,9 +384,9 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
             vectors = self.look_up(input_, deterministic=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
             return leave(vectors, self.group)
-        return _functions.sum_shards(vectors.transpose(0, 1), self.group, 0)
+        return reduce_scatter(vectors.transpose(0, 1), self.group, 0)
 
 
-# Both parts of the original's package are this module.
+# Code that imports upstream's submodules gets this module, which has the names of both.
 layers = mappings = sys.modules[__name__]
 sys.modules.update({f"{__name__}.{part}": layers for part in ("layers", "mappings")})

@@ -1,0 +1,469 @@
+"""Makes the groups of our fallback for ``megatron.core.parallel_state``.
+
+The accessors, and the variables that they read, are in
+:mod:`namedmesh.compat.megatron.parallel_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from namedmesh._torch import from_all, set_group_timeout
+from namedmesh.compat import ContractError, ContractRuntimeError
+from namedmesh.compat.megatron.ranks import (
+    MEGATRON_NAMES,
+    MeshRanks,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+    split_ranks,
+)
+from namedmesh.legacy import DENSE, MEGATRON_GROUPS, GroupSpec
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Any]) -> None:
+    """Return None, the options of a group without NCCL settings.
+
+    Raises:
+        ContractError: the group has settings, which only megatron-core can apply.
+    """
+    if nccl_comm_cfgs.get(pg_name):
+        raise ContractError(
+            f"the NCCL settings of {pg_name!r} are not supported without megatron-core; install "
+            "it, or bind a mesh whose axes have GroupOptions"
+        )
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one NCCL setting of a group, in place."""
+    key, value = key_value_pair
+    nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
+
+
+class ParallelStateFallback:
+    """Makes Megatron's groups and assigns them to the variables of a module.
+
+    ``create_group`` and ``RankGenerator`` are looked up in the module at each call, because
+    :class:`~namedmesh.compat.megatron.binding.ParallelStateBinding` replaces both while it makes
+    the groups of a mesh.
+
+    Args:
+        module: the namespace of the module.
+    """
+
+    def __init__(self, module: dict[str, Any]) -> None:
+        self.module = module
+
+    def create_group(  # noqa: PLR0917  upstream's signature
+        self,
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+    ) -> Any:
+        """Create a group that belongs to the caller, as ``torch.distributed.new_group`` does.
+
+        Collective: every rank must call it.
+        """
+        members = None if ranks is None else list(ranks)
+        group = dist.new_group(members, timeout, backend, pg_options, use_local_synchronization, group_desc)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            # Upstream lists the groups of this rank, after None, which is the default group there.
+            listed = self.module["_global_process_group_list"] or [None]
+            listed.append(group)
+            self.module["_global_process_group_list"] = listed
+        return group
+
+    def _create_groups(self, rank_sets: Sequence[Sequence[int]], **options: Any) -> Any:
+        """Create a group over each set of ranks; return the last one with this rank, or None."""
+        local_group = None
+        # torch requires every rank to create every group, also those that it is not in.
+        for ranks in rank_sets:
+            group = self.module["create_group"](ranks, **options)
+            if dist.get_rank() in ranks:
+                local_group = group
+        return local_group
+
+    def create_hierarchical_groups(  # noqa: PLR0917  upstream's signature
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        hierarchical_group_sizes: Sequence[int],
+        create_gloo_process_groups: bool = False,
+        pg_options: Any = None,
+        timeout: timedelta | None = None,
+        group_desc: str | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Create the groups at each level of a hierarchy over the ranks of a group.
+
+        Collective: every rank must call it.
+
+        Args:
+            rank: this rank.
+            ranks: the ranks of the group.
+            hierarchical_group_sizes: the size of the groups at each level, innermost first.
+            create_gloo_process_groups: whether to create a gloo group in addition to each group.
+            pg_options: the options of all groups, or a list with those of each level.
+            timeout: the timeout of the groups.
+            group_desc: the part of the groups' descriptions that names the hierarchy.
+
+        Returns:
+            This rank's group and this rank's gloo group (or None) at each level; empty lists on
+            other ranks.
+
+        Raises:
+            ContractError: the sizes do not multiply to the number of ranks.
+        """
+        sizes = list(hierarchical_group_sizes)
+        if prod(sizes) != len(ranks):
+            raise ContractError(
+                f"the hierarchical sizes {sizes} multiply to {prod(sizes)}, but the group has "
+                f"{len(ranks)} ranks; change a size"
+            )
+        options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
+        groups = []
+        gloo_groups = []
+        for level, size in enumerate(sizes):
+            # Neighbors at a level are the product of the inner sizes apart.
+            rank_sets = split_ranks([ranks], size, prod(sizes[:level]))
+            name = f"HIERARCHICAL_{group_desc}_L{level}"
+            groups.append(
+                self._create_groups(rank_sets, timeout=timeout, pg_options=options[level], group_desc=name)
+            )
+            gloo_group = None
+            # As upstream: the options are NCCL's, so gloo groups have none.
+            if create_gloo_process_groups:
+                gloo_group = self._create_groups(
+                    rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
+                )
+            gloo_groups.append(gloo_group)
+        if rank not in ranks:
+            return [], []
+        return groups, gloo_groups
+
+    def create_hybrid_dp_cp_groups(self, rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
+        """Create groups of neighboring ranks, for each power of two below the number of ranks.
+
+        Collective: every rank must call it.
+
+        Returns:
+            This rank's groups by their size; an empty dict on ranks that are not in ``ranks``.
+        """
+        groups = {}
+        # The group of all ranks is not among them, as get_hybrid_data_context_parallel_groups
+        # returns the data parallel group for its size.
+        for power in range(1, len(ranks).bit_length() - 1):
+            size = 2**power
+            rank_sets = split_ranks([ranks], size)
+            groups[size] = self._create_groups(
+                rank_sets, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{size}"
+            )
+        return groups if rank in ranks else {}
+
+    def create_all_gather_groups(
+        self,
+        for_expert_parallelism: bool = False,
+        timeout: timedelta | None = None,
+        nccl_comm_cfgs: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, Any]:
+        """Create duplicates of the dp-cp and edp groups, so that collectives can overlap.
+
+        All-gathers use the duplicate while reduce-scatters use the group.
+
+        Collective: every rank must call it.
+
+        Args:
+            for_expert_parallelism: whether to duplicate the edp group, if there are several ranks
+                along ep.
+            timeout: the timeout of the groups.
+            nccl_comm_cfgs: the NCCL settings by group, which must be empty for these groups.
+
+        Returns:
+            This rank's duplicate of the dp-cp group, and of the edp group or None.
+
+        Raises:
+            ContractRuntimeError: Megatron is not initialized.
+        """
+        get_nccl_options("dp_cp", nccl_comm_cfgs or {})
+        if self.module["_DATA_PARALLEL_GROUP"] is None:
+            raise ContractRuntimeError(
+                "there are no groups to duplicate; call initialize_model_parallel(...) first"
+            )
+        world = cast("dist.ProcessGroup", dist.group.WORLD)
+        variables = ["_DATA_PARALLEL_GROUP_WITH_CP"]
+        if for_expert_parallelism and self.module["get_expert_model_parallel_world_size"]() > 1:
+            variables.append("_EXPERT_DATA_PARALLEL_GROUP")
+        duplicates: list[Any] = []
+        for variable in variables:
+            # A rank has its own group only, but must create those of all ranks.
+            local_ranks = tuple(dist.get_process_group_ranks(self.module[variable]))
+            rank_sets = list(dict.fromkeys(from_all(world, local_ranks)))
+            duplicates.append(
+                self._create_groups(rank_sets, timeout=timeout, group_desc=f"{variable[1:]}_AG")
+            )
+        if len(duplicates) == 1:
+            duplicates.append(None)
+        return duplicates[0], duplicates[1]
+
+    def update_pg_timeout(self, timeout: timedelta, pg: Any = None) -> None:
+        """Change the timeout of a group, or of all groups and the default one.
+
+        Collective: every rank of the group, or every rank, must call it.
+        """
+        # As upstream: a pending collective must end before its group gets another timeout.
+        dist.barrier(pg)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        groups = self.module["_global_process_group_list"] if pg is None else [pg]
+        for group in groups:
+            set_group_timeout(timeout, group)
+
+    def initialize_model_parallel(  # noqa: C901, PLR0917  upstream's signature, and its checks
+        self,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        pipeline_model_parallel_comm_backend: str | None = None,
+        use_sharp: bool = False,
+        context_parallel_size: int = 1,
+        hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+        *,
+        hybrid_context_parallel: bool = False,
+        expert_model_parallel_size: int = 1,
+        gtp_remat_size: int = 1,
+        expert_gtp_remat_size: int = 1,
+        num_distributed_optimizer_instances: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        nccl_communicator_config_path: str | None = None,
+        distributed_timeout_minutes: int = 30,
+        order: str = "tp-cp-ep-dp-pp",
+        get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+        get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+        create_gloo_process_groups: bool = True,
+        high_priority_stream_groups: Sequence[str] | None = None,
+        sharp_enabled_group: str | None = None,
+        rank_offset: int = 0,
+        local_world_size: int | None = None,
+        create_all_gather_group: bool | None = False,
+    ) -> None:
+        """Make Megatron's groups for some sizes. The arguments are megatron-core's.
+
+        Collective: every rank must call it with the same arguments.
+
+        Raises:
+            ContractError: as upstream's assertions, and for options that are not supported without
+                megatron-core.
+            ContractRuntimeError: the sizes do not divide the world size, or virtual stages without
+                a pipeline.
+        """
+        # Only megatron-core has the code for NCCL settings, SHARP, and weights that are gathered for
+        # each use (gtp_remat).
+        needs_megatron_core: dict[str, object] = {
+            "pipeline_model_parallel_comm_backend": pipeline_model_parallel_comm_backend
+            not in {None, "nccl"},
+            "use_sharp": use_sharp,
+            "gtp_remat_size": gtp_remat_size > 1,
+            "expert_gtp_remat_size": expert_gtp_remat_size > 1,
+            "nccl_communicator_config_path": nccl_communicator_config_path,
+            "high_priority_stream_groups": high_priority_stream_groups,
+            "sharp_enabled_group": sharp_enabled_group,
+        }
+        unsupported = [name for name, is_used in needs_megatron_core.items() if is_used]
+        if unsupported:
+            raise ContractError(
+                f"{', '.join(unsupported)} cannot be used without megatron-core; install it and "
+                "call namedmesh.compat.megatron.install(), or omit these arguments"
+            )
+        if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size == 1:
+            raise ContractRuntimeError(
+                "virtual_pipeline_model_parallel_size splits the stages of a pipeline, but there "
+                "is one stage; set pipeline_model_parallel_size to 2 or more"
+            )
+        tp = tensor_model_parallel_size
+        pp = pipeline_model_parallel_size
+        cp = context_parallel_size
+        ep = expert_model_parallel_size
+        etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
+        instances = num_distributed_optimizer_instances
+        world_size = dist.get_world_size() if local_world_size is None else local_world_size
+        dp = _remaining_size(world_size, tp, pp, cp)
+        edp = _remaining_size(world_size, etp, ep, pp)
+        dense = self.module["RankGenerator"](tp, 1, dp, pp, cp, order, rank_offset)
+        # The expert layout has ep, and no cp: ranks along cp are among those of edp, ep and etp.
+        expert = self.module["RankGenerator"](etp, ep, edp, pp, 1, order, rank_offset)
+        # Upstream asserts equal sizes for an order that does not end with pp, and then equal ranks.
+        differ_in_size = not order.endswith("pp") and pp > 1 and dp != edp
+        if differ_in_size or dense.get_ranks("pp") != expert.get_ranks("pp"):
+            raise ContractError(
+                "the pipelines of the dense layers and of the experts have different ranks in the "
+                f"order {order!r}; put pp last in it, or choose sizes for which edp equals dp"
+            )
+        # An optimizer instance is a slice of the data parallel ranks, of the experts' ones too.
+        for name, size in (("dp x cp", dp * cp), ("edp", edp)):
+            if instances < 1 or size % instances:
+                raise ContractError(
+                    f"num_distributed_optimizer_instances is {instances}, which does not divide "
+                    f"{name} = {size}; change it"
+                )
+        if hybrid_context_parallel and dp * cp % 2:
+            raise ContractError(
+                f"hybrid_context_parallel needs an even dp x cp, but it is {dp * cp}; change a size"
+            )
+        timeout = timedelta(minutes=distributed_timeout_minutes)
+        omitted = {"several"}  # _create_several makes these
+        if instances == 1:
+            omitted.add("peers")
+        if not create_all_gather_group:
+            omitted.add("second")
+        choose_ranks = {
+            "ends": get_embedding_ranks or default_embedding_ranks,
+            "first": get_position_embedding_ranks or default_position_embedding_ranks,
+        }
+        for row in MEGATRON_GROUPS:
+            if row.members in omitted:
+                continue
+            rank_sets = _rank_sets(row, dense, expert, instances)
+            # Embeddings are on some stages of each pipeline, which the caller may choose.
+            if row.members in choose_ranks:
+                choose = choose_ranks[row.members]
+                rank_sets = [list(choose(pipeline)) for pipeline in rank_sets]
+            self._create_row(row, rank_sets, timeout, gloo=create_gloo_process_groups)
+        self._create_several(
+            dense, hierarchical_context_parallel_sizes, hybrid=hybrid_context_parallel, timeout=timeout
+        )
+        if virtual_pipeline_model_parallel_size is not None:
+            self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+            self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline_model_parallel_size
+        # Layers of Megatron that do sequence parallelism expect the buffer.
+        self.module["_set_global_memory_buffer"]()
+
+    def _create_row(
+        self, row: GroupSpec, rank_sets: Sequence[Sequence[int]], timeout: timedelta, *, gloo: bool
+    ) -> None:
+        """Create the groups of a row of the table, and assign them to the variables of the row."""
+        name = row.variable[1:]
+        self.module[row.variable] = self._create_groups(rank_sets, timeout=timeout, group_desc=name)
+        if row.ranks:
+            self.module[row.ranks] = None
+            for ranks in rank_sets:
+                if dist.get_rank() in ranks:
+                    self.module[row.ranks] = list(ranks)
+                    break
+        if row.gloo and gloo:
+            self.module[row.gloo] = self._create_groups(
+                rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
+            )
+
+    def _create_several(
+        self, dense: MeshRanks, levels: Sequence[int] | None, *, hybrid: bool, timeout: timedelta
+    ) -> None:
+        """Create and assign the groups of the rows that have several groups for each rank.
+
+        Args:
+            dense: the ranks of the dense layers.
+            levels: the sizes of the hierarchical context parallel groups, if there are any.
+            hybrid: whether to create the hybrid groups over dp and cp.
+            timeout: the timeout of the hierarchical groups. As upstream, the hybrid ones have
+                torch's default.
+        """
+        rank = dist.get_rank()
+        if levels:
+            for ranks in dense.get_ranks("cp"):
+                groups, _ = self.create_hierarchical_groups(
+                    rank, ranks, levels, timeout=timeout, group_desc="CONTEXT_PARALLEL_GROUP"
+                )
+                if groups:
+                    self.module["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = groups
+        if hybrid:
+            for ranks in dense.get_ranks("dp-cp"):
+                hybrid_groups = self.create_hybrid_dp_cp_groups(rank, ranks, None)
+                self.module["_HYBRID_DP_CP_GROUPS"].update(hybrid_groups)
+
+
+def _rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: int) -> list[list[int]]:
+    """Return the ranks of every group of a row; for embeddings, those of every pipeline."""
+    token = "-".join([MEGATRON_NAMES.get(axis, axis) for axis in row.axes])
+    generator = dense if row.view == DENSE else expert
+    rank_sets = generator.get_ranks(token)
+    instance_size = len(rank_sets[0]) // instances
+    if row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
+        # An instance holds full replicas of the model, which must not be split.
+        return split_ranks(expert.get_ranks("tp-ep-pp"), instance_size)
+    # Consecutive ranks of a group form an instance, so counterparts are one instance apart.
+    if row.members == "instance":
+        return split_ranks(rank_sets, instance_size)
+    if row.members == "peers":
+        return split_ranks(rank_sets, instances, instance_size)
+    return rank_sets
+
+
+def _remaining_size(world_size: int, *sizes: int) -> int:
+    """Return the world size divided by the sizes; raise if they do not divide it."""
+    if min(sizes) < 1 or world_size % prod(sizes):
+        product = " x ".join(map(str, sizes))
+        raise ContractRuntimeError(
+            f"the sizes {product} do not divide the world size {world_size}; change a size"
+        )
+    return world_size // prod(sizes)
+
+
+def raise_missing(variable: str, check_initialized: bool = True) -> Any:
+    """Raise the error of an accessor whose variable is empty.
+
+    Args:
+        variable: the variable.
+        check_initialized: the accessor's flag; if it is False, return None.
+    """
+    if not check_initialized:
+        return None
+    name = variable.strip("_").replace("_", " ").lower()
+    raise ContractError(
+        f"the {name} is not initialized; call initialize_model_parallel(...) with the option that "
+        "makes it, or namedmesh.compat.megatron.bind(mesh)"
+    )
+
+
+class GlobalMemoryBuffer:
+    """Named buffers that grow to the largest requested size.
+
+    Two uses of one name must not overlap in time, because they share memory.
+    """
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> torch.Tensor:
+        """Return an uninitialized tensor in the buffer of this name and dtype.
+
+        Args:
+            tensor_shape: the shape of the tensor.
+            dtype: the dtype of the tensor.
+            name: the name of the buffer.
+            mem_alloc_context: makes the context in which the buffer is allocated, if it has to
+                grow.
+        """
+        length = prod(tensor_shape)
+        buffer = self.buffer.get((name, dtype))
+        if buffer is None or buffer.numel() < length:
+            # Upstream allocates on the current CUDA device only.
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            with (mem_alloc_context or nullcontext)():
+                buffer = torch.empty(length, dtype=dtype, device=device)
+            self.buffer[name, dtype] = buffer
+        return buffer[:length].view(*tensor_shape)
