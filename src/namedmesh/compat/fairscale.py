@@ -78,7 +78,7 @@ get_data_parallel_ranks = _make_accessor("_DATA_PARALLEL_GROUP", dist.get_proces
 get_context_parallel_group = _make_accessor("_CONTEXT_PARALLEL_GROUP", return_value)
 get_context_parallel_world_size = _make_accessor("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
 get_context_parallel_rank = _make_accessor("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
-# Upstream stores the ranks of these two groups in variables of their own, which callers may assign.
+# Upstream stores the ranks of these two groups in separate variables, which callers may assign.
 get_context_parallel_ranks = _make_accessor("_CONTEXT_PARALLEL_GROUP_RANKS", return_value)
 get_pipeline_parallel_ranks = _make_accessor("_PIPELINE_PARALLEL_RANKS", return_value)
 get_pipeline_parallel_group = _make_accessor("_PIPELINE_PARALLEL_GROUP", return_value)

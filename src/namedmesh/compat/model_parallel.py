@@ -76,9 +76,8 @@ class ModelParallel:
     def bind(self, mesh: NamedMesh) -> Bound:
         """Let accessors and layers use the groups of an existing mesh.
 
-        Collective: every rank must call it when a mesh is bound for the first time. Later calls
-            with the
-        same mesh do not communicate.
+        Collective: every rank must call it when a mesh is bound for the first time. Later calls with
+        the same mesh do not communicate.
 
         Args:
             mesh: a mesh with any of the axes ``tp``, ``cp``, ``pp``, and ``dp`` or ``dp_replicate``
