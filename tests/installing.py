@@ -1,4 +1,4 @@
-"""Programs of their own, and packages that are not installed."""
+"""Run Python programs in separate processes, and hide installed packages."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ sys.meta_path.insert(0, Absent())
 
 
 def without(package: str) -> str:
-    """Code after which a package cannot be imported."""
+    """Return code after which a package cannot be imported."""
     return NOT_INSTALLED.format(package=package)
 
 
-ORIGINALS = {"deepspeed", "ezpz", "fairscale", "megatron"}
+UPSTREAM_PACKAGES = {"deepspeed", "ezpz", "fairscale", "megatron"}
 
 
 def run_python(code: str, *, action: Literal["error", "ignore"] = "error") -> str:
-    """What a program prints that imports an original for the first time; its errors and warnings fail the test.
+    """Run a program that imports upstream packages for the first time, and return its output.
 
-    It runs in a forked process, which has torch already.
+    Its errors and warnings fail the test. It runs in a forked process, which has imported torch already.
     """
     return run_ranks(1, _program, textwrap.dedent(code), action, init=False, timeout=120)[0]
 
 
 def interpreter(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter of its own, which finds what is tested here before what is installed."""
+    """Run a new interpreter, which imports this checkout instead of an installed namedmesh."""
     paths = [str(Path(namedmesh.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     options = {"env": os.environ} | options
     options["env"] = {**options["env"], "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -53,7 +53,7 @@ def interpreter(*words: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 
 def _program(code: str, action: Literal["error", "ignore"]) -> str:
-    for name in [name for name in sys.modules if name.partition(".")[0] in ORIGINALS]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in UPSTREAM_PACKAGES]:
         del sys.modules[name]
     warnings.resetwarnings()
     warnings.simplefilter(action)

@@ -1,4 +1,4 @@
-"""fairscale's and ezpz's groups and variables, three overlapping groups, and several dialects on one mesh."""
+"""Groups and variables of fairscale and ezpz, and several compatibility layers on one mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AXES = ("tensor", "context", "pipeline", "data")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_bound() -> Iterator[None]:
+def _uninstall_and_destroy() -> Iterator[None]:
     yield
     fairscale.uninstall()
     fairscale.destroy_model_parallel()
@@ -47,11 +47,11 @@ def _nothing_bound() -> Iterator[None]:
     assert not tp.tensor_parallel_is_initialized()
 
 
-# --- names --------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle("fairscale")
-def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
+def test_names_and_arguments_are_those_of_fairscale() -> None:
     seen = set()
     for part in ("cross_entropy", "initialize", "layers", "mappings", "utils"):
         theirs = original(f"fairscale.nn.model_parallel.{part}")
@@ -60,8 +60,9 @@ def test_every_name_of_fairscale_s_is_there_with_its_arguments() -> None:
             if name.startswith("_") or getattr(value, "__module__", "") != theirs.__name__:
                 continue
             seen.add(name)
+            # Additional arguments must be optional.
             more = more_arguments(value, getattr(ours, name))
-            assert all(one.default is not one.empty for one in more), name
+            assert all(parameter.default is not parameter.empty for parameter in more), name
     assert len(seen) == 25
     seen |= {name for name in vars(original(START)) if name.isupper() and name.startswith("_")}
     assert seen <= {*dir(fairscale)}
@@ -73,72 +74,80 @@ INITIALIZE: list[tuple[str, Any]] = [(f"{axis}_parallel_size", 1) for axis in SI
 INITIALIZE += [(f"{axis}_parallel_backend", None) for axis in (*SIZES, "data")]
 
 
-def test_ezpz_s_names_are_fairscale_s_for_tensor_parallelism() -> None:
+def test_names_of_ezpz_are_those_of_fairscale_with_tensor_for_model() -> None:
     assert arguments(tp.initialize_tensor_parallel) == [*INITIALIZE, ("timeout", None)]
-    aside = {"initialize_model_parallel", "vocab_parallel_cross_entropy"}
-    for name in {*fairscale.__all__} - aside:
-        of_ezpz = getattr(tp, name.replace("model_parallel", "tensor_parallel"))
-        assert arguments(of_ezpz) == arguments(getattr(fairscale, name)), name
+    only_in_fairscale = {"initialize_model_parallel", "vocab_parallel_cross_entropy"}
+    for name in {*fairscale.__all__} - only_in_fairscale:
+        ezpz_function = getattr(tp, name.replace("model_parallel", "tensor_parallel"))
+        assert arguments(ezpz_function) == arguments(getattr(fairscale, name)), name
     for axis, kind in product(AXES, KINDS):
         assert arguments(getattr(tp, f"get_{axis}_parallel_{kind}")) == []
     for part in ("tp", "tp.layers", "tp.mappings", "tp.utils"):
         assert importlib.import_module(f"namedmesh.compat.ezpz.{part}") is tp
 
 
-# --- groups -------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
-def fairscale_s(module: Any, *sizes: int) -> Any:
-    """What a module answers to all questions of fairscale's before, between and after; or the kind of its error."""
+def record_life_cycle(module: Any, *sizes: int) -> Any:
+    """Return the results, or error types, of all accessors before and after initialization."""
     names = [name for name in dir(original(START)) if name.startswith(("get_", "model_parallel_is"))]
-    told: list[Any] = []
+    results: list[Any] = []
 
-    def ask() -> None:
-        told.append({name: outcome(getattr(module, name)) for name in names})
+    def record_accessors() -> None:
+        results.append({name: outcome(getattr(module, name)) for name in names})
 
-    ask()
+    record_accessors()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        told.append(outcome(module.initialize_model_parallel, *sizes))
-    ask()
-    told.append(outcome(module.initialize_model_parallel, *sizes))
+        results.append(outcome(module.initialize_model_parallel, *sizes))
+    record_accessors()
+    results.append(outcome(module.initialize_model_parallel, *sizes))
     module.destroy_model_parallel()
     module._MODEL_PARALLEL_GROUP = "assigned"
-    told.append(outcome(module.initialize_model_parallel, 1))
+    results.append(outcome(module.initialize_model_parallel, 1))
     module.destroy_model_parallel()
-    ask()
-    return told
+    record_accessors()
+    return results
 
 
 @pytest.mark.oracle("fairscale")
-def test_fairscale_s_groups_in_random_configurations() -> None:
-    source, kinds = random.Random(4), []
+def test_random_configurations_have_the_groups_and_errors_of_fairscale() -> None:
+    source = random.Random(4)
+    cases = []
     for _ in range(120):
         world = source.choice((1, 2, 4, 6, 8, 12, 16, 24))
         sizes = source.choice((1, 2, 3, 4, 6, 8, 16)), source.choice((1, 1, 2, 3, 4))
         for rank in {0, world - 1, source.randrange(world)}:
             with fake_world(world, rank):
-                told = [fairscale_s(module, *sizes) for module in (original(START), state)]
-            assert told[0] == told[1], (world, rank, sizes)
-        kinds.append("refused" if told[0][1] else "cut" if sizes[0] > world else "made")
-    assert min(kinds.count(kind) for kind in ("refused", "cut", "made")) > 10
+                upstream = record_life_cycle(original(START), *sizes)
+                ours = record_life_cycle(state, *sizes)
+            assert ours == upstream, (world, rank, sizes)
+        if upstream[1]:
+            cases.append("error")
+        elif sizes[0] > world:
+            cases.append("reduced tp")
+        else:
+            cases.append("made")
+    assert min(cases.count(case) for case in ("error", "reduced tp", "made")) > 10
 
 
-def by_hand(rank: int, sizes: tuple[int, ...]) -> dict[str, list[int]]:
-    """The groups of a rank of t x c x p x d, tp fastest, then cp, pp and dp."""
-    found, step = {}, 1
+def compute_groups(rank: int, sizes: tuple[int, ...]) -> dict[str, list[int]]:
+    """Return the groups of a rank by hand, for the sizes of tp, cp, pp and dp, tp fastest."""
+    groups = {}
+    step = 1
     for axis, size in zip(AXES, sizes, strict=True):
         first = rank - rank // step % size * step
-        found[axis] = [first + place * step for place in range(size)]
+        groups[axis] = [first + index * step for index in range(size)]
         step *= size
-    return found
+    return groups
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1, 1, 1, 6), (4, 2, 1, 3), (2, 1, 3, 1), (3, 2, 2, 1)])
-def test_groups_by_hand(sizes: tuple[int, int, int, int]) -> None:
+def test_groups_equal_a_computation_by_hand(sizes: tuple[int, int, int, int]) -> None:
     t, c, p, d = sizes
     for rank in range(t * p * c * d):
-        expected = by_hand(rank, sizes)
+        expected = compute_groups(rank, sizes)
         with fake_world(t * p * c * d, rank):
             tp.initialize_tensor_parallel(t, p, c)
             fairscale.initialize_model_parallel(t, p, context_parallel_size=c)
@@ -154,7 +163,7 @@ def test_groups_by_hand(sizes: tuple[int, int, int, int]) -> None:
             tp.destroy_tensor_parallel()
 
 
-# --- the variables, and the mesh behind them ----------------------------------------------------------------
+# --- the variables, and the mesh behind them ------------------------------------------------------
 
 
 def test_variables_can_be_assigned() -> None:
@@ -178,7 +187,7 @@ def test_variables_can_be_assigned() -> None:
         assert mesh.closed
 
 
-def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
+def test_a_layer_keeps_the_group_that_it_was_created_with() -> None:
     with fake_world(8, 5):
         first, second = (namedmesh.init_mesh(dp=-1, tp=size, device="cpu") for size in (2, 4))
         fairscale.bind(first)
@@ -193,7 +202,7 @@ def test_a_layer_keeps_the_group_that_it_was_made_with() -> None:
             mesh.close()
 
 
-# A call with a mesh, and the object that answers then, if it is not what the call returns.
+# A function of a mesh, and the object with the accessors if the function does not return it.
 BINDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "fairscale": (fairscale.bind, state),
     "ezpz": (ezpz.bind, tp),
@@ -204,55 +213,61 @@ BINDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler about itself
-@pytest.mark.parametrize("place", BINDS)
-def test_accessors_make_no_break_in_a_graph(place: str) -> None:
+@pytest.mark.parametrize("api", BINDS)
+def test_accessors_compile_without_graph_breaks(api: str) -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2, device="cpu")
-        bind, answering = BINDS[place]
-        made = bind(mesh)
-        made = answering or made
+        bind, module = BINDS[api]
+        bound = bind(mesh)
+        accessors = module or bound
         names = [
-            name for name in dir(made) if name.startswith(("get_", "is_")) or name.endswith("_initialized")
+            name
+            for name in dir(accessors)
+            if name.startswith(("get_", "is_")) or name.endswith("_initialized")
         ]
-        calls = [getattr(made, name) for name in names]
+        calls = [getattr(accessors, name) for name in names]
         calls = [call for call in calls if not isinstance(outcome(call), type)]
-        plain = [call for call in calls if isinstance(call(), (int, list))]
-        assert len(calls) > len(plain) > 8
+        number_calls = [call for call in calls if isinstance(call(), (int, list))]
+        assert len(calls) > len(number_calls) > 8
 
-        def ask(x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-            for call in calls:  # no graph hands out a group
+        def call_all(x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+            for call in calls:
                 call()
-            x = fairscale.copy_to_model_parallel_region(x) + 1 if place == "fairscale" else x
-            return x, [call() for call in plain]
+            # A compiled function cannot return a group.
+            if api == "fairscale":
+                x = fairscale.copy_to_model_parallel_region(x) + 1
+            return x, [call() for call in number_calls]
 
         torch._dynamo.reset()
-        compiled = torch.compile(ask, backend="eager", fullgraph=True)
+        compiled = torch.compile(call_all, backend="eager", fullgraph=True)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            assert [compiled(torch.ones(2))[1] for _ in range(2)] == [[call() for call in plain]] * 2
+            for _ in range(2):
+                assert compiled(torch.ones(2))[1] == [call() for call in number_calls]
         mesh.close()
 
 
-# --- one mesh for several -----------------------------------------------------------------------------------
+# --- several compatibility layers on one mesh -----------------------------------------------------
 
 
-# fairscale's, ezpz's, DeepSpeed's and Megatron's.
-WORDS = {
+# The names of an axis in fairscale, ezpz, DeepSpeed and Megatron.
+AXIS_NAMES = {
     "tp": ("model", "tensor", "slice", "tensor_model"),
     "pp": ("pipeline", "pipeline", "pipe", "pipeline_model"),
     "dp": ("data",) * 4,
 }
 
 
-def of_axes(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
-    """Every dialect's group over each axis, and the mesh's."""
+def collect_groups(mesh: namedmesh.NamedMesh) -> dict[str, list[Any]]:
+    """Return the groups of every compatibility layer and of the mesh along each axis."""
     modules = state, tp, deepspeed.mpu(mesh), megatron.parallel_state
-    found = {}
-    for axis, words in WORDS.items():
-        names = [f"get_{word}_parallel_group" for word in words]
-        found[axis] = [getattr(module, name)() for module, name in zip(modules, names, strict=True)]
+    groups: dict[str, list[Any]] = {}
+    for axis, names in AXIS_NAMES.items():
+        groups[axis] = []
+        for module, name in zip(modules, names, strict=True):
+            groups[axis].append(getattr(module, f"get_{name}_parallel_group")())
         if axis in mesh.layout:
-            found[axis] += [mesh.group(axis), mesh[axis].get_group()]
-    return found
+            groups[axis] += [mesh.group(axis), mesh[axis].get_group()]
+    return groups
 
 
 SHARED = [{"pp": 2, "dp": 2, "tp": 2}, {"tp": 2, "dp": 4}, {"dp": 8}]
@@ -263,25 +278,25 @@ CYCLES: list[tuple[Any, Any]] = [
 ]
 
 
-def adds_up(group: Any) -> bool:
+def can_all_reduce(group: Any) -> bool:
     return summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group))
 
 
-def share() -> None:
+def bind_all_to_one_mesh() -> None:
     for sizes in SHARED:
         mesh = namedmesh.init_mesh(Layout(**sizes))
         with fairscale.bind(mesh), ezpz.bind(mesh), megatron.bind(mesh):
-            for groups in of_axes(mesh).values():
+            for groups in collect_groups(mesh).values():
                 assert len({*groups}) == 1
-                assert adds_up(groups[0])
+                assert can_all_reduce(groups[0])
             data = mesh.ranks(*(axis for axis in mesh.layout if axis.startswith("dp")))
             assert state.get_data_parallel_ranks() == list(data)
         assert not state.model_parallel_is_initialized()
         assert not tp.tensor_parallel_is_initialized()
-        held = len(mesh.communicators)
+        num_communicators = len(mesh.communicators)
         fairscale.bind(mesh)
         ezpz.bind(mesh)
-        assert len(mesh.communicators) == held
+        assert len(mesh.communicators) == num_communicators
         fairscale.destroy_model_parallel()
         assert not mesh.closed
         assert not state.model_parallel_is_initialized()
@@ -291,20 +306,20 @@ def share() -> None:
         dist.barrier()
         mesh.close()
         assert not tp.tensor_parallel_is_initialized()
-        before = live_groups()
-        for start, destroy in CYCLES:
-            start(2, 2)
+        num_groups = live_groups()
+        for initialize, destroy in CYCLES:
+            initialize(2, 2)
             group = namedmesh.current_mesh().group("pp")
-            assert adds_up(group)
+            assert can_all_reduce(group)
             fairscale.bind(namedmesh.current_mesh())
             assert fairscale.get_pipeline_parallel_group() is group
             destroy()
             assert not state.model_parallel_is_initialized()
-            assert live_groups() <= before
+            assert live_groups() <= num_groups
 
 
-def test_dialects_that_are_bound_to_one_mesh_share_its_groups() -> None:
-    run_ranks(8, share)
+def test_compatibility_layers_on_one_mesh_share_its_groups() -> None:
+    run_ranks(8, bind_all_to_one_mesh)
 
 
 def test_the_page_of_the_book_runs() -> None:
@@ -313,19 +328,19 @@ def test_the_page_of_the_book_runs() -> None:
     assert "bind" in run_python(page + "print(fairscale.bind)")
 
 
-def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_process_groups_equal_a_computation_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     for sizes, rank in product([(2, 2, 2), (1, 1, 8), (8, 1, 1), (1, 8, 1), (2, 4, 1)], range(8)):
         with fake_world(8, rank):
             groups = ProcessGroups(*sizes)
-            ranks = by_hand(rank, (sizes[0], 1, *sizes[1:]))
-            found = {"tensor": groups.tp_group, "pipeline": groups.pp_group, "data": groups.dp_group}
-            for axis, group in found.items():
+            ranks = compute_groups(rank, (sizes[0], 1, *sizes[1:]))
+            by_axis = {"tensor": groups.tp_group, "pipeline": groups.pp_group, "data": groups.dp_group}
+            for axis, group in by_axis.items():
                 assert dist.get_process_group_ranks(group) == ranks[axis]
             assert (groups.tp_size, groups.pp_size, groups.dp_size) == sizes
-            places = [ranks[axis].index(rank) for axis in found]
-            assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == places
-            ends = places[1] == 0, places[1] == sizes[1] - 1
-            assert (groups.is_first_stage, groups.is_last_stage) == ends
+            group_ranks = [ranks[axis].index(rank) for axis in by_axis]
+            assert [groups.tp_rank, groups.pp_rank, groups.dp_rank] == group_ranks
+            assert groups.is_first_stage == (group_ranks[1] == 0)
+            assert groups.is_last_stage == (group_ranks[1] == sizes[1] - 1)
             groups.mesh.close()
     with fake_world(12):
         groups = ProcessGroups(2, 3, 2)
@@ -337,20 +352,26 @@ def test_three_overlapping_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "world size 12: tp=2, pp=3, dp=2\n"
 
 
-# --- unmodified code ----------------------------------------------------------------------------------------
+# --- unmodified code ------------------------------------------------------------------------------
 
 
 def train_llama(ours: bool, present: bool) -> tuple[bool, list[float]]:
-    """Whether it is on our groups, and the losses of four steps of the reference-style model, each after an update of all weights."""
+    """Train a Llama in the style of the reference code for four steps.
+
+    Returns:
+        Whether it used our groups, and the loss of each step.
+    """
     warnings.simplefilter("ignore" if present else "error")
     for name in [name for name in sys.modules if name.partition(".")[0] == "fairscale"]:
-        del sys.modules[name]  # in a forked rank: as if it had not been imported yet, or were not installed
+        # In this forked rank, fairscale must look as if it was not imported yet or not installed.
+        del sys.modules[name]
     if not present:
         exec(without("fairscale"), {})  # noqa: S102  our own
     if ours:
         fairscale.install()
     llama = importlib.import_module("old_llama")
-    rank, size = llama.setup(dist.get_world_size()), dist.get_world_size()
+    size = dist.get_world_size()
+    rank = llama.setup(size)
     torch.set_default_dtype(torch.float64)
     model = llama.Transformer()
     with torch.no_grad():
@@ -374,16 +395,16 @@ def train_llama(ours: bool, present: bool) -> tuple[bool, list[float]]:
 
 
 @pytest.mark.parametrize("present", [False, pytest.param(True, marks=pytest.mark.oracle("fairscale"))])
-def test_an_unmodified_llama_trains_on_two_ranks_as_on_one_and_as_on_fairscale(present: bool) -> None:
-    ((_, alone),) = run_ranks(1, train_llama, True, present)
-    assert alone[-1] < alone[0]
+def test_an_unmodified_llama_trains_on_two_ranks_as_on_one_rank_and_as_on_fairscale(present: bool) -> None:
+    ((_, single_rank_losses),) = run_ranks(1, train_llama, True, present)
+    assert single_rank_losses[-1] < single_rank_losses[0]
     for ours in {True, not present}:
         for used, losses in run_ranks(2, train_llama, ours, present):
             assert used is ours
-            assert losses == pytest.approx(alone, abs=1e-12)
+            assert losses == pytest.approx(single_rank_losses, abs=1e-12)
 
 
-ABSENT = {
+IMPORTS_WITHOUT_UPSTREAM = {
     "fairscale": """
         import fairscale.nn.model_parallel.initialize as fs_init
         import fairscale.nn.model_parallel as mpu
@@ -415,13 +436,13 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("package", ABSENT)
-def test_without_the_original_its_import_paths_are_made_up(package: str) -> None:
+@pytest.mark.parametrize("package", IMPORTS_WITHOUT_UPSTREAM)
+def test_without_upstream_our_modules_have_its_import_paths(package: str) -> None:
     code = f"""
         from namedmesh.compat import {package} as ours
         before = set(sys.modules)
         ours.install(); ours.install()
-        {ABSENT[package].strip()}
+        {IMPORTS_WITHOUT_UPSTREAM[package].strip()}
         ours.uninstall(); ours.uninstall()
         assert set(sys.modules) == before
         try:
@@ -432,7 +453,7 @@ def test_without_the_original_its_import_paths_are_made_up(package: str) -> None
     assert run_python(without(package) + textwrap.dedent(code)) == "gone\n"
 
 
-OF_THEIRS = """
+INSTALL_WITH_UPSTREAM = """
 from fairscale.nn.model_parallel import initialize_model_parallel as theirs
 import namedmesh
 from namedmesh.compat import fairscale as ours
@@ -446,7 +467,7 @@ for turn in range(2):
     mesh = ours.current_mesh()
     assert get_model_parallel_group() is mesh.group("tp") is ours.get_model_parallel_group()
     assert initialize._PIPELINE_PARALLEL_RANKS == ours.get_context_parallel_ranks() == [0]
-    assert ours.initialize._MODEL_PARALLEL_GROUP is None  # there is one truth
+    assert ours.initialize._MODEL_PARALLEL_GROUP is None  # upstream's variables are used
     initialize.destroy_model_parallel()
     assert mesh.closed and not initialize.model_parallel_is_initialized()
     ours.uninstall()
@@ -456,14 +477,14 @@ for turn in range(2):
 
 
 @pytest.mark.oracle("fairscale")
-def test_with_fairscale_its_own_modules_answer_from_our_meshes() -> None:
-    """Here it was imported before; the Llama's setup imports it after ``install()``."""
-    run_python(OF_THEIRS, action="ignore")
+def test_an_installed_fairscale_uses_the_groups_of_our_meshes() -> None:
+    """fairscale was imported before ``install()``; the Llama imports it afterwards."""
+    run_python(INSTALL_WITH_UPSTREAM, action="ignore")
 
 
 @pytest.mark.oracle("fairscale")
-def test_installing_forgets_meshes_and_uninstalling_leaves_nothing() -> None:
-    """In another order of the axes: where model-parallel ranks are no neighbors, the original has another first rank."""
+def test_install_forgets_meshes_and_uninstall_restores_upstream() -> None:
+    """Model-parallel ranks are not neighbors here, so upstream's own first rank would be wrong."""
     theirs = original(START)
     names = set(vars(theirs))
     for rank in range(4):
@@ -479,41 +500,42 @@ def test_installing_forgets_meshes_and_uninstalling_leaves_nothing() -> None:
             assert (theirs._MODEL_PARALLEL_GROUP, theirs._DATA_PARALLEL_GROUP) == (None, "its own")
             fairscale.bind(mesh)
             fairscale.uninstall()
-            assert set(vars(theirs)) == names  # without the variables of later sources
+            # The variables of later sources are removed again.
+            assert set(vars(theirs)) == names
             assert theirs._MODEL_PARALLEL_GROUP is vars(fairscale)["_MODEL_PARALLEL_GROUP"] is None
             assert not mesh.closed
             mesh.close()
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_reported() -> None:
+def test_errors_name_the_variable_or_size_and_the_remedy() -> None:
     text = (
         "_MODEL_PARALLEL_GROUP is None: fairscale's model parallelism is not initialized; call "
-        "initialize_model_parallel(...), or namedmesh.compat.fairscale.bind(mesh) with a mesh that exists"
+        "initialize_model_parallel(...), or namedmesh.compat.fairscale.bind(mesh) with an existing mesh"
     )
     refuses(fairscale.get_model_parallel_group, AssertionError, text)
     refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
     assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
     text = "_PIPELINE_PARALLEL_GROUP is None: ezpz's ... is not initialized; ..."
     refuses(tp.get_pipeline_parallel_rank, AssertionError, text)
-    start = fairscale.initialize_model_parallel
-    refuses(lambda: start(1), AssertionError, "torch.distributed has no default group; ...")
+    initialize = fairscale.initialize_model_parallel
+    refuses(lambda: initialize(1), AssertionError, "torch.distributed has no default group; ...")
     refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
     with fake_world(8):
-        before = live_groups()
+        num_groups = live_groups()
         text = "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."
-        refuses(lambda: start(2, 3), AssertionError, text)
-        refuses(lambda: start(0), AssertionError, "axis 'tp' ...")
-        refuses(lambda: start(-1), AssertionError, "axes 'dp', 'tp' are all -1; ...")
-        assert live_groups() == before
-        start(4)
-        refuses(lambda: start(2), AssertionError, "fairscale's ... for ... tp=4 ...")
+        refuses(lambda: initialize(2, 3), AssertionError, text)
+        refuses(lambda: initialize(0), AssertionError, "axis 'tp' ...")
+        refuses(lambda: initialize(-1), AssertionError, "axes 'dp', 'tp' are all -1; ...")
+        assert live_groups() == num_groups
+        initialize(4)
+        refuses(lambda: initialize(2), AssertionError, "fairscale's ... for ... tp=4 ...")
 
 
-# What such a call says of a mesh of some axes, each of size 2.
-CANNOT = [
+# An API, axes of size 2 that it has no group for, and the error.
+UNKNOWN_AXES = [
     ("fairscale", "dp xp", "axis 'xp' has no place in fairscale's groups, which are over ...; did you ..."),
     ("megatron", "dp ep", "axis 'ep' is one of the experts', ... and add a view for it: ..."),
     ("megatron", "dp xp", "axis 'xp' has no place in Megatron's groups, which are over ...; did you ..."),
@@ -522,9 +544,9 @@ CANNOT = [
 ]
 
 
-@pytest.mark.parametrize("place", BINDS)
-def test_what_is_no_open_mesh_is_refused(place: str) -> None:
-    bind, _ = BINDS[place]
+@pytest.mark.parametrize("api", BINDS)
+def test_binding_anything_but_an_open_mesh_raises(api: str) -> None:
+    bind, _ = BINDS[api]
     with pytest.raises(MeshError, match="got a NoneType; give it a NamedMesh, such as"):
         bind(None)
     with fake_world(8):
@@ -534,15 +556,15 @@ def test_what_is_no_open_mesh_is_refused(place: str) -> None:
         refuses(lambda: bind(mesh), MeshError, text)
 
 
-@pytest.mark.parametrize(("place", "axes", "text"), CANNOT)
-def test_meshes_that_a_dialect_cannot_be_bound_to(place: str, axes: str, text: str) -> None:
+@pytest.mark.parametrize(("api", "axes", "text"), UNKNOWN_AXES)
+def test_binding_a_mesh_with_unknown_axes_raises(api: str, axes: str, text: str) -> None:
     with fake_world(4, 3):
         mesh = namedmesh.init_mesh(dict.fromkeys(axes.split(), 2), device="cpu")
-        refuses(lambda: BINDS[place][0](mesh), LayoutError, text)
+        refuses(lambda: BINDS[api][0](mesh), LayoutError, text)
         mesh.close()
 
 
-def test_a_size_above_the_world_is_cut_down() -> None:
+def test_a_tp_size_above_the_world_size_is_reduced_with_a_warning() -> None:
     with fake_world(4):
         with pytest.warns(UserWarning, match="tp=8") as caught:
             fairscale.initialize_model_parallel(8)
@@ -552,8 +574,8 @@ def test_a_size_above_the_world_is_cut_down() -> None:
     assert caught[0].filename == __file__
 
 
-# A call that gets a size of tensor parallelism, or of the pipeline; 2 is right, and 3 is not.
-STARTS: dict[str, Callable[[int], Any]] = {
+# Functions of the size of one axis; 2 and 4 divide the world of 4 ranks, 3 does not.
+INITIALIZERS: dict[str, Callable[[int], Any]] = {
     "fairscale.initialize_model_parallel": fairscale.initialize_model_parallel,
     "ezpz.initialize_tensor_parallel": tp.initialize_tensor_parallel,
     "megatron.initialize_model_parallel": megatron.parallel_state.initialize_model_parallel,
@@ -563,16 +585,16 @@ STARTS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def disagree(call: str, size: int) -> str:
-    start = STARTS[call]
-    return error_of(lambda: start(size if dist.get_rank() == 3 else 2))
+def initialize_with_other_size_on_rank_3(call: str, size: int) -> str:
+    initialize = INITIALIZERS[call]
+    return error_of(lambda: initialize(size if dist.get_rank() == 3 else 2))
 
 
-@pytest.mark.parametrize(("call", "size"), [*product(STARTS, (4, 3))])
-def test_ranks_that_differ_or_fail_are_reported_instead_of_hanging(call: str, size: int) -> None:
-    *others, guilty = run_ranks(4, disagree, call, size)
+@pytest.mark.parametrize(("call", "size"), [*product(INITIALIZERS, (4, 3))])
+def test_every_rank_raises_if_sizes_differ_or_one_rank_fails(call: str, size: int) -> None:
+    *others, rank_3 = run_ranks(4, initialize_with_other_size_on_rank_3, call, size)
     expected = "differs between ranks: ... on rank 3; ..." if size == 4 else f"rank 3 gave up on {call}..."
     for text in others:
         assert text.startswith("AgreementError: ")
         assert all(part in text for part in expected.split("..."))
-    assert guilty.startswith("AgreementError" if size == 4 else "Contract")
+    assert rank_3.startswith("AgreementError" if size == 4 else "Contract")

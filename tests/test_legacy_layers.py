@@ -1,4 +1,7 @@
-"""The layers, mappings and losses of the dialects do what the originals' do, rank by rank; ezpz's what fairscale's do."""
+"""Layers, mappings and losses of the compatibility layers, compared with upstream on every rank.
+
+ezpz is compared with fairscale.
+"""
 
 from __future__ import annotations
 
@@ -37,117 +40,127 @@ LOSS, FAIRSCALE_LOSS = tensor_parallel.vocab_parallel_cross_entropy, fairscale.v
 
 
 @contextmanager
-def started() -> Iterator[None]:
-    """fairscale's and ezpz's dialect over the whole world, in double precision."""
+def initialized() -> Iterator[None]:
+    """Initialize fairscale and ezpz over all ranks, in double precision."""
     torch.set_default_dtype(torch.float64)
     fairscale.initialize_model_parallel(dist.get_world_size())
     ezpz.initialize_tensor_parallel(dist.get_world_size())
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)  # a fake world is in the process of the tests
+        # A fake world runs in the process of the tests, whose default must not change.
+        torch.set_default_dtype(torch.float32)
         fairscale.destroy_model_parallel()
         ezpz.destroy_tensor_parallel()
 
 
-# --- against one process ------------------------------------------------------------------------------------
+# --- against one process --------------------------------------------------------------------------
 
 
 EMBEDDINGS: list[dict[str, Any]] = [{}, {"padding_idx": 5}, {"padding_idx": -2}, {"sparse": True}]
 
 
-def embedding_difference(make: Any, dim: int, options: dict[str, Any]) -> float:
-    """An embedding beside a whole one: output and gradient."""
-    ids = torch.randint(0, V - 4, (3, 7), generator=torch.Generator().manual_seed(1))  # some never come
-    layer, whole = make(V, H, init_method=nn.init.ones_, **options), nn.Embedding(V, H, **options)
+def compare_embedding(make: Any, dim: int, options: dict[str, Any]) -> float:
+    """Return the difference to a full embedding, in output and gradient."""
+    # The last four ids do not occur.
+    ids = torch.randint(0, V - 4, (3, 7), generator=torch.Generator().manual_seed(1))
+    layer = make(V, H, init_method=nn.init.ones_, **options)
+    full = nn.Embedding(V, H, **options)
     with torch.no_grad():
-        whole.weight.copy_(numbers(V, H, seed=5))
-        layer.weight.copy_(shard(whole.weight, dim))
-    outputs = [whole(ids), layer(ids)]
+        full.weight.copy_(numbers(V, H, seed=5))
+        layer.weight.copy_(shard(full.weight, dim))
+    outputs = [full(ids), layer(ids)]
     for output in outputs:
         output.backward(numbers(3, 7, H, seed=6))
-    wanted = shard(whole.weight.grad.to_dense(), dim)  # type: ignore[union-attr]
-    return max(apart(outputs[1], outputs[0]), apart(layer.weight.grad.to_dense(), wanted))
+    expected_grad = shard(full.weight.grad.to_dense(), dim)  # type: ignore[union-attr]
+    return max(apart(outputs[1], outputs[0]), apart(layer.weight.grad.to_dense(), expected_grad))
 
 
-def embeddings_beside_whole_ones() -> dict[str, float]:
+def compare_embeddings_with_full_ones() -> dict[str, float]:
     found = {}
-    with started():
+    with initialized():
         for options in EMBEDDINGS:
             for dim, kind in enumerate((fairscale.VocabParallelEmbedding, ezpz.ParallelEmbedding)):
-                found[f"{kind} {options}"] = embedding_difference(kind, dim, options)
+                found[f"{kind} {options}"] = compare_embedding(kind, dim, options)
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_embeddings_are_shards_of_whole_ones(world_size: int) -> None:
-    """Of fairscale's own this does not hold: it takes a padding id for one of each rank's part."""
-    for found in run_ranks(world_size, embeddings_beside_whole_ones):
+def test_sharded_embeddings_equal_full_embeddings(world_size: int) -> None:
+    """Upstream fails this test: it takes the padding id for a local id on every rank."""
+    for found in run_ranks(world_size, compare_embeddings_with_full_ones):
         assert len(found) == 8
         assert agrees(found), found
 
 
-# --- fairscale, and ezpz -----------------------------------------------------------------------------------
+# --- fairscale, and ezpz --------------------------------------------------------------------------
 
 KEPT = {"keep_master_weight_for_test": True}
 SIZES = {"ColumnParallelLinear": (H, OUT), "RowParallelLinear": (H, OUT)}
 SIZES |= {"VocabParallelEmbedding": (V, H), "ParallelEmbedding": (V, H)}
-# A layer, what it is given, and its arguments, one case each.
+# A layer, the kind of its input, and its arguments, one case each.
 LAYERS: list[tuple[str, str, list[dict[str, Any]]]] = [
     (
         "ColumnParallelLinear",
-        "whole",
+        "replicated",
         [KEPT, {"gather_output": False}, {"bias": False}, {"stride": 3, **KEPT}],
     ),
-    ("RowParallelLinear", "whole", [KEPT, {"bias": False}, {"stride": 3, **KEPT}]),
+    ("RowParallelLinear", "replicated", [KEPT, {"bias": False}, {"stride": 3, **KEPT}]),
     ("RowParallelLinear", "shard", [{"input_is_parallel": True}]),
     ("VocabParallelEmbedding", "ids", [{}, {"sparse": True}]),
-    ("VocabParallelEmbedding", "strange ids", [{}]),
-    ("VocabParallelEmbedding", "ids of the first", [{"padding_idx": 0}]),
+    ("VocabParallelEmbedding", "ids outside of the vocabulary", [{}]),
+    ("VocabParallelEmbedding", "ids of the first shard", [{"padding_idx": 0}]),
     ("ParallelEmbedding", "ids", [{}, {"padding_idx": 3}, {"sparse": True}]),
 ]
-FAIRSCALE_CASES = [(kind, value, one) for kind, value, cases in LAYERS for one in cases]
+FAIRSCALE_CASES = [(kind, value, arguments) for kind, value, cases in LAYERS for arguments in cases]
 
 
-def given(kind: str) -> Tensor:
-    if kind in {"whole", "shard"}:
+def make_input(kind: str) -> Tensor:
+    if kind in {"replicated", "shard"}:
         return shard(numbers(5, 3, H, seed=1), -1 if kind == "shard" else None)
     ids = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(2))
-    if kind == "strange ids":
+    if kind == "ids outside of the vocabulary":
         ids[0, :2] = torch.tensor([-1, V])
-    # The original takes the padding id for one of each rank's part.
-    return ids % (V // dist.get_world_size()) if kind == "ids of the first" else ids
+    if kind == "ids of the first shard":
+        # Upstream takes the padding id for a local id, which is right on the first rank only.
+        return ids % (V // dist.get_world_size())
+    return ids
 
 
 def compare_fairscale() -> dict[str, Any]:
     start, theirs = (original(f"fairscale.nn.model_parallel.{part}") for part in ("initialize", "layers"))
     start.initialize_model_parallel(dist.get_world_size())
     found: dict[str, Any] = {}
-    with started():
+    with initialized():
         for kind, value, arguments in FAIRSCALE_CASES:
             for module in (fairscale.layers, ezpz.layers):
                 layers = []
-                for each in (theirs, module):
+                for source in (theirs, module):
                     torch.manual_seed(7)
-                    layers.append(getattr(each, kind)(*SIZES[kind], init_method=nn.init.normal_, **arguments))
-                one, other = layers
-                known = {key for key in vars(one) if not key.startswith("_")}
-                known -= {"training", "master_weight", "norm_type"}
-                same = {"attributes": all(getattr(other, key) == getattr(one, key) for key in known)}
+                    layers.append(
+                        getattr(source, kind)(*SIZES[kind], init_method=nn.init.normal_, **arguments)
+                    )
+                upstream, ours = layers
+                names = {name for name in vars(upstream) if not name.startswith("_")}
+                names -= {"training", "master_weight", "norm_type"}
+                same = {"attributes": all(getattr(ours, name) == getattr(upstream, name) for name in names)}
                 if kind.endswith("Linear"):
-                    same["gathered"] = apart(one.get_master_weight(), other.get_master_weight()) == 0
-                    same["master"] = apart(getattr(one, "master_weight", None), other.master_weight) == 0
+                    gathered = upstream.get_master_weight(), ours.get_master_weight()
+                    same["gathered"] = apart(*gathered) == 0
+                    kept = getattr(upstream, "master_weight", None)
+                    same["master"] = apart(kept, ours.master_weight) == 0
                 found[f"{module.__name__} {kind} {value} {arguments}"] = same | facts(
-                    one, other, given(value)
+                    upstream, ours, make_input(value)
                 )
         found |= compare_mappings()
-        one, other = (module.ColumnParallelLinear(H, OUT) for module in (theirs, fairscale.layers))
-        other.load_state_dict(one.state_dict())
-        for name, layer in (("copied", copy.deepcopy(other)), ("pickled", pickle.loads(pickle.dumps(other)))):  # noqa: S301  our own
-            one.weight.requires_grad_(False)
+        upstream, ours = (module.ColumnParallelLinear(H, OUT) for module in (theirs, fairscale.layers))
+        ours.load_state_dict(upstream.state_dict())
+        copies = {"copied": copy.deepcopy(ours), "pickled": pickle.loads(pickle.dumps(ours))}  # noqa: S301  our own
+        for name, layer in copies.items():
+            upstream.weight.requires_grad_(False)
             layer.weight.requires_grad_(False)
-            both = (results(each, given("whole"), [each.bias]) for each in (one, layer))
-            found[name] = max(map(apart, *both))
+            expected = results(upstream, make_input("replicated"), [upstream.bias])
+            found[name] = max(map(apart, expected, results(layer, make_input("replicated"), [layer.bias])))
     start.destroy_model_parallel()
     return found
 
@@ -157,79 +170,81 @@ def compare_mappings() -> dict[str, Any]:
     theirs = original("fairscale.nn.model_parallel.mappings")
     for name in [name for name in dir(fairscale.mappings) if name.endswith("_region")]:
         value = numbers(3, 2, 8, seed=1 if name.startswith(("copy", "scatter")) else dist.get_rank())
-        of_ezpz = getattr(ezpz.mappings, name.replace("model_parallel", "tensor_parallel"))
-        for ours in (getattr(fairscale.mappings, name), of_ezpz):
+        ezpz_function = getattr(ezpz.mappings, name.replace("model_parallel", "tensor_parallel"))
+        for ours in (getattr(fairscale.mappings, name), ezpz_function):
             found[f"{name} {ours}"] = difference((getattr(theirs, name), ours), value)
-    parts = numbers(3, 2, 8, seed=dist.get_rank()) * 3
+    logits = numbers(3, 2, 8, seed=dist.get_rank()) * 3
     target = torch.randint(0, 8 * dist.get_world_size(), (3, 2), generator=torch.Generator().manual_seed(1))
     their_loss = original("fairscale.nn.model_parallel.cross_entropy").vocab_parallel_cross_entropy
     losses = [partial(loss, target=target) for loss in (their_loss, FAIRSCALE_LOSS)]
-    found["loss"] = difference(losses, parts)
-    found["loss in float32"] = difference(losses, parts.float()) < 1e-5
-    kept = parts.clone()
-    FAIRSCALE_LOSS(parts, target)
-    fairscale.reduce_from_model_parallel_region(parts)
-    found["left as it is"] = torch.equal(parts, kept)
+    found["loss"] = difference(losses, logits)
+    found["loss in float32"] = difference(losses, logits.float()) < 1e-5
+    copied = logits.clone()
+    FAIRSCALE_LOSS(logits, target)
+    fairscale.reduce_from_model_parallel_region(logits)
+    found["inputs unchanged"] = torch.equal(logits, copied)
     return found
 
 
 @pytest.mark.oracle("fairscale")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_fairscale_s_and_ezpz_s_are_fairscale_s(world_size: int) -> None:
-    original("fairscale.nn.model_parallel.layers")  # before the ranks are forked, once
+def test_layers_of_fairscale_and_ezpz_equal_upstream(world_size: int) -> None:
+    original("fairscale.nn.model_parallel.layers")  # imported once, before the ranks are forked
     for found in run_ranks(world_size, compare_fairscale):
-        wrong = {name: one for name, one in found.items() if not agrees(one)}
-        # On one rank the original keeps the parameter itself as the master weight.
-        assert not wrong if world_size > 1 else all("master" in one for one in wrong.values()), wrong
+        wrong = {name: result for name, result in found.items() if not agrees(result)}
+        if world_size > 1:
+            assert not wrong
+        # On one rank, upstream's master weight is the parameter itself.
+        assert all("master" in result for result in wrong.values()), wrong
         assert len(found) == 2 * len(FAIRSCALE_CASES) + 8 + 3 + 2
 
 
-# --- Megatron -----------------------------------------------------------------------------------------------
+# --- Megatron -------------------------------------------------------------------------------------
 
-APART = {"skip_bias_add": True}
+SKIP_BIAS_ADD = {"skip_bias_add": True}
 SEQUENCE, EXPERTS = {"sequence_parallel": True}, {"expert_model_parallel_size": 2, "sequence_parallel": True}
-# A layer's arguments and its configuration's. The input of a row layer is sharded already, unless it is whole.
+# Arguments of a layer and of its config. A row layer gets a local shard unless "replicated" is in its name.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "column": ({}, {}),
     "column, gathered": ({"gather_output": True}, {}),
     "column, no bias": ({"bias": False}, {}),
-    "column, bias apart": (APART, {}),
+    "column, bias returned": (SKIP_BIAS_ADD, {}),
     "column, stride": ({"stride": 2, **KEPT}, {}),
     "column, unreduced": ({"disable_grad_reduce": True}, {}),
     "column, sequence": ({}, SEQUENCE),
     "column, sequence, unreduced": ({"disable_grad_reduce": True}, SEQUENCE),
     "column, expert": ({"is_expert": True}, EXPERTS),
     "row": ({}, {}),
-    "row, whole input": ({}, {}),
+    "row, replicated input": ({}, {}),
     "row, no bias": ({"bias": False}, {}),
-    "row, bias apart": (APART, {}),
+    "row, bias returned": (SKIP_BIAS_ADD, {}),
     "row, stride": ({"stride": 3, **KEPT}, {}),
     "row, sequence": ({}, SEQUENCE),
-    "row, sequence, bias apart": (APART, SEQUENCE),
-    "row, expert": ({"is_expert": True, **APART}, EXPERTS),
+    "row, sequence, bias returned": (SKIP_BIAS_ADD, SEQUENCE),
+    "row, expert": ({"is_expert": True, **SKIP_BIAS_ADD}, EXPERTS),
     "column, frozen": ({}, {}),
     "column, sequence, frozen": ({}, SEQUENCE),
     "row, frozen": ({}, {}),
     "row, bfloat16": ({}, {"params_dtype": torch.bfloat16}),
 }
-MARKS = ["tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"]
-MARKS += ["sequence_parallel", "expert_tp", "is_qkv"]
+ATTRIBUTES = ["tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"]
+ATTRIBUTES += ["sequence_parallel", "expert_tp", "is_qkv"]
 
 
-def config_of(**settings: Any) -> Any:
+def make_config(**settings: Any) -> Any:
     from megatron.core import ModelParallelConfig
 
     usual = {"use_cpu_initialization": True, "params_dtype": torch.float64}
     return ModelParallelConfig(tensor_model_parallel_size=dist.get_world_size(), **(usual | settings))
 
 
-def pair(name: str, group: Any) -> tuple[Any, Any]:
-    """The original's layer and ours, made from the same seed."""
+def make_pair(name: str, group: Any) -> tuple[Any, Any]:
+    """Make upstream's layer and ours from the same seed."""
     arguments, settings = CASES[name]
     kind = "Row" if name.startswith("row") else "Column"
     if kind == "Row":
-        arguments = {"input_is_parallel": "whole" not in name, **arguments}
-    defaults = {"bias": True, "skip_bias_add": False, "config": config_of(**settings), "tp_group": group}
+        arguments = {"input_is_parallel": "replicated" not in name, **arguments}
+    defaults = {"bias": True, "skip_bias_add": False, "config": make_config(**settings), "tp_group": group}
     made = []
     for module in (original("megatron.core.tensor_parallel.layers"), our_layers):
         torch.manual_seed(7)
@@ -239,64 +254,66 @@ def pair(name: str, group: Any) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-def marks_of(module: nn.Module) -> list[list[Any]]:
-    return [[getattr(parameter, mark, "absent") for mark in MARKS] for parameter in module.parameters()]
+def get_parameter_attributes(module: nn.Module) -> list[list[Any]]:
+    return [[getattr(parameter, name, "absent") for name in ATTRIBUTES] for parameter in module.parameters()]
 
 
 def compare_megatron() -> dict[str, Any]:
-    """Everything over megatron-core's parallel state; it allocates on CUDA whatever it is told."""
+    """Compare everything over the groups of megatron-core's parallel state."""
     state = original("megatron.core.parallel_state")
+    # Upstream allocates on CUDA, whatever the config says.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     state.initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)
     group = state.get_tensor_model_parallel_group()
     found: dict[str, Any] = {}
     for name, (_, settings) in CASES.items():
-        theirs, ours = pair(name, group)
+        theirs, ours = make_pair(name, group)
         dim = 0 if name.startswith("column, sequence") else None
         dim = -1 if getattr(ours, "input_is_parallel", False) else dim
         value = shard(numbers(S, B, H, seed=1).to(settings.get("params_dtype", torch.float64)), dim)
         found[name] = facts(theirs, ours, value) | {
-            "marks": marks_of(theirs) == marks_of(ours),
+            "parameter attributes": get_parameter_attributes(theirs) == get_parameter_attributes(ours),
             "master": apart(getattr(theirs, "master_weight", None), ours.master_weight) == 0,
             "state": list(theirs.state_dict()) == list(ours.state_dict()),
             "group": ours.tp_group is group,
         }
         if "bfloat16" in name:
             found[name]["apart"] = found[name]["apart"] < 5e-2
-    return found | compare_embeddings(group) | carry_states(group) | compare_functions(group)
+    return found | compare_embeddings(group) | exchange_states(group) | compare_functions(group)
 
 
 def compare_embeddings(group: Any) -> dict[str, Any]:
     theirs = original("megatron.core.tensor_parallel.layers")
     ids = torch.randint(0, OUT, (B, S), generator=torch.Generator().manual_seed(3))
     if dist.get_world_size() > 1:
-        ids[0, :2] = torch.tensor([-1, OUT])  # of no rank: zeros
+        ids[0, :2] = torch.tensor([-1, OUT])  # outside of the vocabulary: zeros
     found: dict[str, Any] = {}
     ranges = ("vocab_start_index", "vocab_end_index", "num_embeddings_per_partition")
     for deterministic, scattered in product((False, True), repeat=2):
-        config, made = config_of(deterministic_mode=deterministic), []
+        config, made = make_config(deterministic_mode=deterministic), []
         for module in (theirs, our_layers):
             torch.manual_seed(7)
             arguments = {"reduce_scatter_embeddings": scattered, "config": config, "tp_group": group}
             made.append(module.VocabParallelEmbedding(OUT, H, init_method=nn.init.normal_, **arguments))
         found[f"embedding {deterministic} {scattered}"] = facts(made[0], made[1], ids) | {
-            "marks": marks_of(made[0]) == marks_of(made[1]),
+            "parameter attributes": get_parameter_attributes(made[0]) == get_parameter_attributes(made[1]),
             "range": all(getattr(made[0], name) == getattr(made[1], name) for name in ranges),
         }
     weight = numbers(OUT // dist.get_world_size(), H, seed=dist.get_rank()).requires_grad_()
     calls = []
-    for module in (theirs, our_layers):  # a layer without a weight of its own, gathered when it is called
-        arguments = {"skip_weight_param_allocation": True, "config": config_of(), "tp_group": group}
+    # A layer without a weight; its output is gathered when it is called.
+    for module in (theirs, our_layers):
+        arguments = {"skip_weight_param_allocation": True, "config": make_config(), "tp_group": group}
         layer = module.ColumnParallelLinear(H, OUT, init_method=nn.init.zeros_, **arguments)
         calls.append(partial(layer, weight=weight, runtime_gather_output=True))
     return found | {"shared weight": difference(calls, numbers(S, B, H, seed=1), [weight])}
 
 
-def carry_states(group: Any) -> dict[str, bool]:
-    """Each layer's state into the other's, and one without the extra entry."""
+def exchange_states(group: Any) -> dict[str, bool]:
+    """Load each layer's state into the other one, and a state without the extra entry."""
     found = {}
     for name in ("column", "row"):
-        theirs, ours = pair(name, group)
+        theirs, ours = make_pair(name, group)
         for source, target in ((theirs, ours), (ours, theirs)):
             with torch.no_grad():
                 for parameter in source.parameters():
@@ -304,9 +321,9 @@ def carry_states(group: Any) -> dict[str, bool]:
             target.load_state_dict(source.state_dict())
             same = map(torch.equal, source.parameters(), target.parameters())
             found[f"{name} into {type(target).__module__}"] = all(same)
-        old = {f"0.{key}": value for key, value in ours.state_dict().items() if "extra" not in key}
-        missing, unexpected = nn.Sequential(ours).load_state_dict(old)
-        found[f"old {name}"] = not missing and not unexpected
+        without_extra = {f"0.{key}": value for key, value in ours.state_dict().items() if "extra" not in key}
+        missing, unexpected = nn.Sequential(ours).load_state_dict(without_extra)
+        found[f"{name} without extra state"] = not missing and not unexpected
     return found
 
 
@@ -333,7 +350,7 @@ def compare_functions(group: Any) -> dict[str, Any]:
     for name, (shape, arguments) in MAPPINGS.items():
         functions = [getattr(module, name.strip()) for module in (theirs, tensor_parallel)]
         calls = [partial(function, group=group, **arguments) for function in functions]
-        if name == "all_to_all":  # here the group comes first
+        if name == "all_to_all":  # the group is the first argument
             calls = [partial(function, group) for function in functions]
         found[name] = difference(calls, numbers(*shape, seed=20 + dist.get_rank()))
     ranks, me = dist.get_world_size(), dist.get_rank()
@@ -348,48 +365,53 @@ def compare_functions(group: Any) -> dict[str, Any]:
 def compare_losses(group: Any) -> dict[str, Any]:
     theirs = original("megatron.core.tensor_parallel").vocab_parallel_cross_entropy
     ours = partial(LOSS, tp_group=group)
-    whole = numbers(S, B, OUT, seed=1).mul(4)
+    full_logits = numbers(S, B, OUT, seed=1).mul(4)
     target = torch.randint(0, OUT, (S, B), generator=torch.Generator().manual_seed(2))
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for smoothing in (0.0, 0.2):
             calls = [partial(loss, target=target, label_smoothing=smoothing) for loss in (theirs, ours)]
-            found[f"loss {dtype} {smoothing}"] = difference(calls, shard(whole, -1).to(dtype)) < 4e-6
-    value = shard(whole, -1).float()
-    kept = value.clone()
+            found[f"loss {dtype} {smoothing}"] = difference(calls, shard(full_logits, -1).to(dtype)) < 4e-6
+    value = shard(full_logits, -1).float()
+    copied = value.clone()
     ours(value, target)
-    found["loss untouched"] = torch.equal(value, kept)
-    strange = target.clone()
-    strange[0, 0], strange[1, 1] = -100, OUT
-    found["loss of strangers"] = apart(theirs(kept.clone(), strange), ours(kept, strange)) < 4e-6
+    found["logits unchanged"] = torch.equal(value, copied)
+    out_of_range = target.clone()
+    out_of_range[0, 0] = -100
+    out_of_range[1, 1] = OUT
+    expected = theirs(copied.clone(), out_of_range)
+    found["loss of out-of-range ids"] = apart(expected, ours(copied, out_of_range)) < 4e-6
     return found
 
 
 def compare_helpers(group: Any) -> dict[str, bool]:
-    marked, counted = [], []
+    attributes = []
+    is_counted = []
     for module in (original("megatron.core.tensor_parallel.layers"), our_layers):
-        cut, plain = zeros(2), zeros(2)
-        module.set_tensor_model_parallel_attributes(cut, True, 1, 2)
-        marked.append(vars(cut))
-        counted.append([module.param_is_not_tensor_parallel_duplicate(each, group) for each in (cut, plain)])
-    return {"marks": marked[0] == marked[1], "duplicates": counted[0] == counted[1]}
+        sharded = zeros(2)
+        replicated = zeros(2)
+        module.set_tensor_model_parallel_attributes(sharded, True, 1, 2)
+        attributes.append(vars(sharded))
+        is_not_duplicate = module.param_is_not_tensor_parallel_duplicate
+        is_counted.append([is_not_duplicate(sharded, group), is_not_duplicate(replicated, group)])
+    return {"attributes": attributes[0] == attributes[1], "duplicates": is_counted[0] == is_counted[1]}
 
 
 @pytest.mark.oracle("megatron.core")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_megatron_s_are_megatron_core_s(world_size: int) -> None:
-    original("megatron.core.tensor_parallel")  # before the ranks are forked, once
+def test_layers_of_megatron_equal_upstream(world_size: int) -> None:
+    original("megatron.core.tensor_parallel")  # imported once, before the ranks are forked
     for rank, found in enumerate(run_ranks(world_size, compare_megatron)):
-        wrong = {name: one for name, one in found.items() if not agrees(one)}
+        wrong = {name: result for name, result in found.items() if not agrees(result)}
         assert not wrong, (rank, wrong)
         assert len(found) == len(CASES) + 5 + 6 + len(MAPPINGS) + 1 + 8 + 2
 
 
-# --- Megatron's, where the original has nothing to compare --------------------------------------------------
+# --- Megatron, without an upstream result to compare with -----------------------------------------
 
 
-def default_groups() -> list[Any]:
-    """Layers and functions without a group, over the tensor-parallel half of the world; frozen weights."""
+def run_without_group_arguments() -> list[Any]:
+    """Return properties of layers and functions that were not given a group, with tp=2."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     group = parallel_state.get_tensor_model_parallel_group()
     layer = COLUMN(4, 6)
@@ -399,27 +421,28 @@ def default_groups() -> list[Any]:
         copied.load_state_dict(layer.state_dict())
     layer.weight.requires_grad_(False)
     output, bias = layer(torch.ones(2, 4))
-    output.sum().backward()  # in megatron-core a bias beside a frozen weight silently does not learn
+    # In megatron-core, the bias gets no gradient if the weight is frozen.
+    output.sum().backward()
     gradient: Any
     (gradient,) = (parameter.grad for parameter in layer.parameters() if parameter.requires_grad)
     total = tensor_parallel.reduce_from_tensor_model_parallel_region(torch.tensor([float(dist.get_rank())]))
     loss = LOSS(zeros(1, 3), torch.tensor([4]))
     first = tensor_parallel.param_is_not_tensor_parallel_duplicate(zeros(1))
-    found: list[Any] = [each.tp_group is group for each in (layer, *copies)]
+    found: list[Any] = [copied.tp_group is group for copied in (layer, *copies)]
     found.append(expert.tp_group is parallel_state.get_expert_tensor_parallel_group())
     found += [tuple(output.shape), bias, gradient.tolist(), total.item(), round(loss.item(), 4), first]
     parallel_state.destroy_model_parallel()
     return found
 
 
-def test_the_group_is_the_tensor_parallel_one_unless_named_and_copies_keep_it() -> None:
+def test_the_default_group_is_tensor_parallel_and_copies_keep_it() -> None:
     same = [True, True, True, True, (2, 6), None, [2.0] * 3]
-    for rank, found in enumerate(run_ranks(4, default_groups)):
+    for rank, found in enumerate(run_ranks(4, run_without_group_arguments)):
         assert found == [*same, 1.0 if rank < 2 else 5.0, 1.7918, rank % 2 == 0]
 
 
-def test_the_two_generations_have_their_own_defaults() -> None:
-    """Here on one rank, without ``torch.distributed``."""
+def test_defaults_depend_on_whether_a_config_is_given() -> None:
+    """One rank, without ``torch.distributed``."""
     old = COLUMN(4, 6)
     new = COLUMN(4, 6, config=SimpleNamespace())
     assert (old.gather_output, new.gather_output, old.tp_group) == (True, False, None)
@@ -440,7 +463,7 @@ def test_the_two_generations_have_their_own_defaults() -> None:
     assert layer.sequence_parallel is False
 
 
-def test_weights_can_be_left_unfilled_or_drawn_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_uninitialized_or_initialized_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(perform_initialization=False)
     layer = COLUMN(4, 6, config=config, init_method=lambda _: pytest.fail("filled"))
     assert vars(layer.weight)["tensor_model_parallel"]
@@ -453,60 +476,67 @@ def test_weights_can_be_left_unfilled_or_drawn_where_they_are(monkeypatch: pytes
     assert row.master_weight is None
 
 
-def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
-    drawn, after = [], []
+def test_shards_initialized_on_their_device_differ_between_ranks_and_layers() -> None:
+    shards = []
+    next_values = []
     for rank in range(2):
         torch.manual_seed(11)
         peers: Any = SimpleNamespace(size=2, rank=rank)
-        both = zeros(5), zeros(5)
-        for one in both:
-            fill_shard(one, nn.init.normal_, peers)
-        drawn += [tuple(one.tolist()) for one in both]
-        after.append(torch.rand(3).tolist())
-    assert len(set(drawn)) == 4
-    assert after[0] == after[1]  # what comes later is still the same on all ranks
+        for _layer in range(2):
+            local_shard = zeros(5)
+            fill_shard(local_shard, nn.init.normal_, peers)
+            shards.append(tuple(local_shard.tolist()))
+        next_values.append(torch.rand(3).tolist())
+    assert len(set(shards)) == 4
+    # The default generators of the ranks stay identical.
+    assert next_values[0] == next_values[1]
 
 
-# --- errors -------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
-# What a call of fairscale's and of ezpz's says.
-PLAIN: dict[str, Callable[[Any], Any]] = {
-    "out_features is 10, which ... 4 equal shards; ...": lambda one: one.ColumnParallelLinear(4, 10),
-    "in_features is 12, ... of 2 blocks ...": lambda one: one.RowParallelLinear(12, 4, stride=2),
-    "the length of dim -1 ... (2, 6) is 6, ...": lambda one: one.RowParallelLinear(4, 4)(zeros(2, 6)),
-    "padding_idx is 8, and the ids ...": lambda one: one.ParallelEmbedding(8, 4, padding_idx=8),
-    "max_norm and ...": lambda one: one.VocabParallelEmbedding(8, 4, max_norm=1.0),
-    "max_norm ...": lambda one: one.ParallelEmbedding(8, 4, scale_grad_by_freq=True),
-    "16 is not divisible by 3; ...": lambda one: one.split_tensor_along_last_dim(zeros(2, 16), 3),
+# The error of a call of fairscale and of ezpz.
+FAIRSCALE_ERRORS: dict[str, Callable[[Any], Any]] = {
+    "out_features is 10, which ... 4 equal shards; ...": lambda api: api.ColumnParallelLinear(4, 10),
+    "in_features is 12, ... of 2 blocks ...": lambda api: api.RowParallelLinear(12, 4, stride=2),
+    "the size of dim -1 ... (2, 6) is 6, ...": lambda api: api.RowParallelLinear(4, 4)(zeros(2, 6)),
+    "padding_idx must be ... from 0 to 7 or None, got 8": lambda api: api.ParallelEmbedding(
+        8, 4, padding_idx=8
+    ),
+    "max_norm and ...": lambda api: api.VocabParallelEmbedding(8, 4, max_norm=1.0),
+    "max_norm ...": lambda api: api.ParallelEmbedding(8, 4, scale_grad_by_freq=True),
+    "16 is not divisible by 3; ...": lambda api: api.split_tensor_along_last_dim(zeros(2, 16), 3),
     "the target has shape (3,) and ...": lambda _: FAIRSCALE_LOSS(zeros(2, 4), zeros(3).long()),
 }
 
 
-@pytest.mark.parametrize("text", PLAIN)
-def test_mistakes_with_plain_layers(text: str) -> None:
-    with fake_world(4), started():
-        for dialect in (fairscale, ezpz):
-            refuses(partial(PLAIN[text], dialect), AssertionError, text)
-    with fake_world(1), started():  # a whole weight has no blocks
+@pytest.mark.parametrize("text", FAIRSCALE_ERRORS)
+def test_errors_of_fairscale_and_ezpz(text: str) -> None:
+    with fake_world(4), initialized():
+        for api in (fairscale, ezpz):
+            refuses(partial(FAIRSCALE_ERRORS[text], api), AssertionError, text)
+    # On one rank, the stride does not matter.
+    with fake_world(1), initialized():
         assert ezpz.layers.RowParallelLinear(4, 6, stride=3).weight.shape == (6, 4)
 
 
 FUSED, IN_SEQUENCE = SimpleNamespace(gradient_accumulation_fusion=True), SimpleNamespace(**SEQUENCE)
-MARK = our_layers.set_tensor_model_parallel_attributes
-# What rank 0 of 4 says; the last four are RuntimeErrors.
-MEGATRON: dict[str, Callable[[], Any]] = {
+SET_ATTRIBUTES = our_layers.set_tensor_model_parallel_attributes
+# The error on rank 0 of 4; the last four are RuntimeErrors.
+MEGATRON_ERRORS: dict[str, Callable[[], Any]] = {
     "output_size is 10, which ... 4 equal shards; ...": lambda: COLUMN(4, 10),
     "the bias of an expert would be added ...": lambda: ROW(4, 4, is_expert=True),
-    "the length of dim 0 ... (6, 2, 4) is 6, ...": lambda: ROW(
+    "the size of dim 0 ... (6, 2, 4) is 6, ...": lambda: ROW(
         4, 4, config=IN_SEQUENCE, input_is_parallel=True
     )(zeros(6, 2, 1)),
-    "the length of dim 0 ... (5, 2, 4) is 5, ...": lambda: VOCABULARY(8, 4, reduce_scatter_embeddings=True)(
+    "the size of dim 0 ... (5, 2, 4) is 5, ...": lambda: VOCABULARY(8, 4, reduce_scatter_embeddings=True)(
         zeros(2, 5).long()
     ),
-    "the length ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
+    "the size ... (6,) is 6, ...": lambda: EXCHANGE(dist.group.WORLD, zeros(6)),
     "all_to_all was called without a group; ...": lambda: EXCHANGE(None, zeros(6)),
-    "2 problems:\n ...label_smoothing is 1.0, ...": lambda: LOSS(zeros(2, 4), zeros(3).long(), 1.0),
-    "the tensor of shape (2, 4) has the tensor parallel attributes already; ...": lambda: MARK(
+    "2 problems:\n ...label_smoothing must be ..., got 1.0 ...": lambda: LOSS(
+        zeros(2, 4), zeros(3).long(), 1.0
+    ),
+    "the tensor of shape (2, 4) has the tensor parallel attributes already; ...": lambda: SET_ATTRIBUTES(
         COLUMN(4, 8).weight, True, 0, 1
     ),
     "ColumnParallelLinear: gradient_accumulation_fusion ...": lambda: COLUMN(4, 4, config=FUSED),
@@ -518,10 +548,10 @@ MEGATRON: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", MEGATRON)
-def test_mistakes_with_megatron_s_layers(text: str) -> None:
-    kind = RuntimeError if text in [*MEGATRON][-4:] else AssertionError
+@pytest.mark.parametrize("text", MEGATRON_ERRORS)
+def test_errors_of_megatron(text: str) -> None:
+    kind = RuntimeError if text in [*MEGATRON_ERRORS][-4:] else AssertionError
     with fake_world(4):
         parallel_state.initialize_model_parallel(4, create_gloo_process_groups=False)
-        refuses(MEGATRON[text], kind, text)
+        refuses(MEGATRON_ERRORS[text], kind, text)
         parallel_state.destroy_model_parallel()

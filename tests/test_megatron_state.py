@@ -31,7 +31,7 @@ import namedmesh
 from namedmesh import GroupOptions, NamedMeshError
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state
-from namedmesh.dialects import MEGATRON_GROUPS
+from namedmesh.legacy import MEGATRON_GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

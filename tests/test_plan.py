@@ -19,7 +19,7 @@ import namedmesh
 from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.axes import SHARDING_AXES
-from namedmesh.dialects import DIALECTS
+from namedmesh.legacy import LEGACY_APIS
 from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, rank_text
 from namedmesh.plan.describe import parse_spec
 
@@ -29,8 +29,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    name = draw(st.sampled_from(["", *DIALECTS]))
-    axes = [axis for axis in DIALECTS[name].axes if axis not in {"dp", "dp_shard"}] if name else ["pp", "tp"]
+    name = draw(st.sampled_from(["", *LEGACY_APIS]))
+    axes = (
+        [axis for axis in LEGACY_APIS[name].axes if axis not in {"dp", "dp_shard"}] if name else ["pp", "tp"]
+    )
     sizes: dict[str, Any] = {axis: draw(st.sampled_from([1, 2, 3])) for axis in axes}
     world = prod(sizes.values()) * draw(st.sampled_from([2, 4]))
     even = world // sizes["pp"] // sizes.get("dp_replicate", 1) % 2 == 0
@@ -43,7 +45,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
     asked, held, in_world, first = 0, set(), 0, dict[Any, str]()
     for kind in plan.kinds:
-        row = next(row for row in namedmesh.dialects.groups_of(plan.arrangement) if row.name == kind.name)
+        row = next(row for row in namedmesh.legacy.list_groups(plan.arrangement) if row.name == kind.name)
         groups = list(kind.layout.groups(*kind.axes))
         if kind.members != "all":
             last = -1 if kind.members == "ends" else 0
@@ -66,7 +68,7 @@ def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
 def test_nodes_and_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> None:
     node, rank = plan.gpus_per_node or 0, data.draw(st.sampled_from(plan.layout.ranks))
     for axis, count in (plan.across_nodes or {}).items():
-        layout = plan.layout if axis in plan.layout else plan.arrangement.layout("expert")
+        layout = plan.layout if axis in plan.layout else plan.arrangement.get_layout("expert")
         assert count == sum(len({each // node for each in group}) > 1 for group in layout.groups(axis))
     lines = dict(line.strip().partition(" ")[::2] for line in rank_text(plan, rank).splitlines())
     here = plan.layout.coords(rank)
@@ -159,13 +161,13 @@ def test_pictures_of_large_worlds_and_of_groups_that_leave_their_node() -> None:
     assert dashed == [True, False, False]
 
 
-@given(*[st.sampled_from(list(DIALECTS))] * 2, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3))
+@given(*[st.sampled_from(list(LEGACY_APIS))] * 2, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3))
 def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
     found = compare(f"{a} tp={tp},pp={pp}", f"{b} tp={tp},pp={pp}", world_size=tp * pp * data)
     for axes, different in found.kinds.items():
         sides = []
         for arrangement in (found.first, found.second):
-            made = arrangement.layout("expert" if {*axes} & {"edp", "ep", "etp"} else "dense")
+            made = arrangement.get_layout("expert" if {*axes} & {"edp", "ep", "etp"} else "dense")
             here = [axis for axis in axes if axis in made]
             if "dp" in axes:
                 here = [axis for axis in made if axis.startswith("dp")]

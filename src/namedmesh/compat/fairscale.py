@@ -1,13 +1,15 @@
-"""The fairscale dialect: ``fairscale.nn.model_parallel``, its accessors and its layers, over one NamedMesh.
+"""Compatibility layer for ``fairscale.nn.model_parallel``, backed by a NamedMesh.
 
-- *Unchanged code*: :func:`install` lets ``fairscale.nn.model_parallel`` answer from our meshes, or where fairscale is
-  not installed puts the dialect under its import path.
-- *Code that imports the dialect*: this one module is every part of the original's package, such as ``fairscale.layers``.
-- *Code with a mesh*: :func:`bind` lets accessors and layers answer from a mesh that exists, and
-  :func:`current_mesh` leads from them back to the mesh; both have the same process groups.
+- *Unchanged code*: call :func:`install`. An installed fairscale then uses the groups of our meshes.
+  If fairscale is not installed, this module can be imported under its name.
+- *Code that imports this module*: it serves as every module of upstream's package, such as
+  ``namedmesh.compat.fairscale.layers``.
+- *Code with a mesh*: :func:`bind` lets accessors and layers use the groups of a mesh, and
+  :func:`current_mesh` returns the mesh that they use.
 
-Ranks are laid out as (dp, pp, cp, tp), tp fastest: fairscale's *model* parallelism is tp. The accessors of cp and the
-lists of ranks are of its later sources. Variables, such as ``_MODEL_PARALLEL_GROUP``, may be read and assigned.
+The axes are (dp, pp, cp, tp), tp fastest; fairscale's *model* parallelism is tp. The accessors of
+cp and of lists of ranks exist in later sources of fairscale only. Variables, such as
+``_MODEL_PARALLEL_GROUP``, can be read and assigned.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -22,185 +24,64 @@ Example:
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Mapping
-from datetime import timedelta
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
-from namedmesh.agreement import agreed
-from namedmesh.compat import ContractError
-from namedmesh.compat import layers as _helpers
+from namedmesh.compat import layers as _layers
+from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import *
 from namedmesh.compat.layers import Initializer, ParallelLayer, VocabEmbedding, scatter
+from namedmesh.compat.model_parallel import ModelParallel, get_first_rank, return_value
 from namedmesh.compat.patching import Patch
-from namedmesh.compat.state import (
-    Bound,
-    State,
-    agreed_groups,
-    check_axes,
-    check_default_group,
-    group_over,
-)
-from namedmesh.dialects import DIALECTS, layouts_for
-from namedmesh.errors import LayoutError
-from namedmesh.groups import GroupOptions
-from namedmesh.init import make_mesh
-from namedmesh.mesh import NamedMesh
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter, gather, leave
+from namedmesh.tensor_parallel.collectives import all_gather, enter, gather, leave
 
-T = TypeVar("T")
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += ["bind", "current_mesh", "install", "unbind", "uninstall"]
+__all__ += ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized"]
+__all__ += ["get_context_parallel_group", "get_context_parallel_rank"]
+__all__ += ["get_context_parallel_ranks", "get_context_parallel_world_size"]
+__all__ += ["get_data_parallel_group", "get_data_parallel_rank"]
+__all__ += ["get_data_parallel_ranks", "get_data_parallel_world_size"]
+__all__ += ["get_model_parallel_group", "get_model_parallel_rank"]
+__all__ += ["get_model_parallel_ranks", "get_model_parallel_src_rank", "get_model_parallel_world_size"]
+__all__ += ["get_pipeline_parallel_group", "get_pipeline_parallel_ranks"]
+__all__ += ["copy_to_model_parallel_region", "gather_from_model_parallel_region"]
+__all__ += ["reduce_from_model_parallel_region", "scatter_to_model_parallel_region"]
+__all__ += ["vocab_parallel_cross_entropy"]
+__all__ += _layers.__all__
 
+# --- groups --------------------------------------------------------------------------------------
 
-def itself(value: Any) -> Any:
-    """Return what a variable is."""
-    return value
+_model_parallel = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
+bind = _model_parallel.bind
+unbind = _model_parallel.state.unbind
+current_mesh = _model_parallel.state.current_mesh
+destroy_model_parallel = _model_parallel.state.destroy
 
+# The groups of a mesh are in the variables of this module, which ModelParallel created.
+_make_accessor = _model_parallel.make_accessor
+get_model_parallel_group = _make_accessor("_MODEL_PARALLEL_GROUP", return_value)
+get_model_parallel_world_size = _make_accessor("_MODEL_PARALLEL_GROUP", dist.get_world_size)
+get_model_parallel_rank = _make_accessor("_MODEL_PARALLEL_GROUP", dist.get_rank)
+get_model_parallel_ranks = _make_accessor("_MODEL_PARALLEL_GROUP", dist.get_process_group_ranks)
+get_model_parallel_src_rank = _make_accessor("_MODEL_PARALLEL_GROUP", get_first_rank)
 
-def first_rank(group: Any) -> int:
-    """Return the global rank of the first of a group."""
-    return dist.get_process_group_ranks(group)[0]
+get_data_parallel_group = _make_accessor("_DATA_PARALLEL_GROUP", return_value)
+get_data_parallel_world_size = _make_accessor("_DATA_PARALLEL_GROUP", dist.get_world_size)
+get_data_parallel_rank = _make_accessor("_DATA_PARALLEL_GROUP", dist.get_rank)
+get_data_parallel_ranks = _make_accessor("_DATA_PARALLEL_GROUP", dist.get_process_group_ranks)
 
-
-class ModelParallel:
-    """One dialect: the variables of its module, made here, which the function of a name initializes, and the mesh behind them."""
-
-    def __init__(self, name: str, function: str, module: ModuleType) -> None:
-        self.name, self.function, self.rows = name, function, DIALECTS[name].kinds
-        names = [variable for row in self.rows for variable in (row.variable, row.ranks) if variable]
-        vars(module).update(dict.fromkeys(names))
-        self.state = State(f"{name}'s model parallelism", function, module)
-        (tensor_group,) = (row.variable for row in self.rows if row.axes == ("tp",))
-        self._tensor_group = self.getter(tensor_group, itself)
-
-    def answer_from(self, module: ModuleType) -> None:
-        """Let the variables of a module answer from now on, namedmesh's own or the original's; the meshes of before are forgotten."""
-        self.state.destroy()
-        self.state.module = module
-
-    def bind(self, mesh: NamedMesh) -> Bound:
-        """Answer from a mesh that exists; communicates the first time, and then every rank of the world calls it.
-
-        Its axes are any of ``tp``, ``cp``, ``pp``, and ``dp`` or ``dp_replicate`` and ``dp_shard``, in any order. In
-        ``with bind(mesh):`` the mesh is selected, and the binding ends with the block. Otherwise it lasts until the next
-        one, ``unbind()``, or the mesh's end.
-
-        Raises:
-            LayoutError: the mesh has axes that the dialect has no group for.
-            MeshError: what was given is no open mesh.
-            AgreementError: the other ranks did not call this, or not with the same mesh.
-        """
-        call = f"{self.name}.bind"
-        if self.state.has_values(mesh):
-            return self.state.bind(mesh)
-        with agreed_groups(mesh, call):
-            check_axes(mesh.layout, self.name)
-            values = self._values(mesh)
-        return self.state.bind_with_values(mesh, values)
-
-    def initialize(
-        self, sizes: Mapping[str, int], backends: Mapping[str, str | None], timeout: timedelta | None = None
-    ) -> None:
-        """Make a mesh over the world, of sizes of tp, pp and cp, with a backend for each axis, and answer from it."""
-        check_default_group()
-        options = {axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None}
-        with agreed(f"{self.name}.{self.function}") as compare:
-            assigned = [name for name in self.state.names if self.are_there(name)]
-            try:
-                ranks = layouts_for(
-                    DIALECTS[self.name], {"dp": -1, **sizes}, world_size=dist.get_world_size()
-                )
-            except LayoutError as error:
-                raise ContractError(*error.problems) from None
-            self.state.check_uninitialized()
-            if assigned:
-                raise ContractError(
-                    f"{', '.join(assigned)} were assigned; destroy {self.name}'s groups first"
-                )
-            for note in ranks.notes:
-                warnings.warn(note, stacklevel=3)
-            mesh = make_mesh(compare, ranks.dense, {}, options, GroupOptions(timeout=timeout))
-            values = self._values(mesh)
-        self.state.bind_with_values(mesh, values, owned=True)
-
-    def are_there(self, *variables: str) -> bool:
-        """Return whether variables have values."""
-        return all(getattr(self.state.module, name) is not None for name in variables)
-
-    def getter(self, variable: str, answer: Callable[[Any], T], before: T | None = None) -> Callable[[], T]:
-        """Return a function that says something of a variable; without a value it returns ``before``, or raises ContractError."""
-
-        def get() -> T:
-            value = getattr(self.state.module, variable)
-            if value is not None:
-                return answer(value)
-            if before is not None:
-                return before
-            raise ContractError(
-                f"{variable} is None: {self.name}'s model parallelism is not initialized; call {self.function}(...), or "
-                f"namedmesh.compat.{self.name}.bind(mesh) with a mesh that exists"
-            )
-
-        get.__doc__ = f"Return {variable}." if answer is itself else f"Return {answer.__name__}({variable})."
-        return get
-
-    def group(self) -> Group:
-        """Return the tensor-parallel ranks of this moment."""
-        return Group.of(self._tensor_group())
-
-    # The ways in and out of tensor-parallel regions, each with its partner as backward; results are new tensors.
-
-    def copy(self, input_: Tensor) -> Tensor:
-        """Hand in a tensor of any shape that every rank has; its gradient, a part on each rank, is summed."""
-        return enter(input_, self.group())
-
-    def reduce(self, input_: Tensor) -> Tensor:
-        """Sum the ranks' parts, of any shape, on every rank; the gradient is handed through."""
-        return leave(input_, self.group())
-
-    def scatter(self, input_: Tensor) -> Tensor:
-        """Keep this rank's ``(..., n / t)`` of an ``(..., n)`` that every rank has; a ContractError if t does not divide n."""
-        return scatter(input_, self.group(), -1)
-
-    def gather(self, input_: Tensor) -> Tensor:
-        """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its shard of the gradient."""
-        return gather(input_, self.group(), -1)
-
-    def _values(self, mesh: NamedMesh) -> dict[str, Any]:
-        """Return the value of each variable: the groups of the mesh, and their ranks."""
-        values: dict[str, Any] = {}
-        for row in self.rows:
-            values[row.variable], ranks = group_over(mesh, row.axes)
-            if row.ranks:
-                values[row.ranks] = ranks
-        return values
-
-
-_DIALECT = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
-bind, unbind, current_mesh = _DIALECT.bind, _DIALECT.state.unbind, _DIALECT.state.current_mesh
-destroy_model_parallel = _DIALECT.state.destroy
-get_model_parallel_group = _DIALECT.getter("_MODEL_PARALLEL_GROUP", itself)
-get_model_parallel_world_size = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_world_size)
-get_model_parallel_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_rank)
-get_model_parallel_ranks = _DIALECT.getter("_MODEL_PARALLEL_GROUP", dist.get_process_group_ranks)
-get_model_parallel_src_rank = _DIALECT.getter("_MODEL_PARALLEL_GROUP", first_rank)
-get_data_parallel_group = _DIALECT.getter("_DATA_PARALLEL_GROUP", itself)
-get_data_parallel_world_size = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_world_size)
-get_data_parallel_rank = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_rank)
-get_data_parallel_ranks = _DIALECT.getter("_DATA_PARALLEL_GROUP", dist.get_process_group_ranks)
-get_context_parallel_group = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", itself)
-get_context_parallel_world_size = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
-get_context_parallel_rank = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
-get_context_parallel_ranks = _DIALECT.getter("_CONTEXT_PARALLEL_GROUP_RANKS", itself)
-get_pipeline_parallel_group = _DIALECT.getter("_PIPELINE_PARALLEL_GROUP", itself)
-get_pipeline_parallel_ranks = _DIALECT.getter("_PIPELINE_PARALLEL_RANKS", itself)
-
-copy_to_model_parallel_region, reduce_from_model_parallel_region = _DIALECT.copy, _DIALECT.reduce
-scatter_to_model_parallel_region, gather_from_model_parallel_region = _DIALECT.scatter, _DIALECT.gather
+get_context_parallel_group = _make_accessor("_CONTEXT_PARALLEL_GROUP", return_value)
+get_context_parallel_world_size = _make_accessor("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
+get_context_parallel_rank = _make_accessor("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
+# Upstream stores the ranks of these two groups in separate variables, which callers may assign.
+get_context_parallel_ranks = _make_accessor("_CONTEXT_PARALLEL_GROUP_RANKS", return_value)
+get_pipeline_parallel_ranks = _make_accessor("_PIPELINE_PARALLEL_RANKS", return_value)
+get_pipeline_parallel_group = _make_accessor("_PIPELINE_PARALLEL_GROUP", return_value)
 
 
 def initialize_model_parallel(
@@ -213,62 +94,121 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     cp_backend: str | None = None,
 ) -> None:
-    """Make a mesh of axes dp, pp, cp and tp over the world, and answer from it; every rank calls it alike; communicates.
+    """Make a mesh with the axes dp, pp, cp and tp over all ranks, and bind it.
 
-    A tp (``model_parallel_size_``) above the world is reduced to it, with a warning. Backends are those of the groups over
-    one axis, by default the default group's. ``context_parallel_size`` is by name only: its place differs between releases.
+    Collective: every rank must call it with the same arguments.
+
+    Args:
+        model_parallel_size_: the size of tp. If it is larger than the world, it is reduced to the
+            world size with a warning.
+        pipeline_length: the size of pp.
+        model_parallel_backend: the backend of the tp groups; by default the default group's
+            backend.
+        pipeline_backend: the same for the pp groups.
+        ddp_backend: the same for the dp groups.
+        context_parallel_size: the size of cp. It is keyword-only, because its position differs
+            between sources of fairscale.
+        cp_backend: the same for the cp groups.
 
     Raises:
-        ContractError: there is no default group, a second initialization, or sizes that do not divide the world.
-        AgreementError: the other ranks did not call this, or not with the same arguments.
+        ContractError: there is no default group, model parallelism is already initialized, or the
+            sizes do not divide the world size.
+        AgreementError: the other ranks did not call this, or called it with different arguments.
     """
-    _DIALECT.initialize(
+    _model_parallel.initialize(
         {"tp": int(model_parallel_size_), "pp": pipeline_length, "cp": context_parallel_size},
         {"tp": model_parallel_backend, "pp": pipeline_backend, "cp": cp_backend, "dp": ddp_backend},
     )
 
 
 def model_parallel_is_initialized() -> bool:
-    """Return whether there are model-, data- and pipeline-parallel groups."""
-    return _DIALECT.are_there("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP")
+    """Return whether model-, data- and pipeline-parallel groups exist."""
+    return _model_parallel.are_assigned(
+        "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP"
+    )
+
+
+# --- region functions and loss -------------------------------------------------------------------
+
+copy_to_model_parallel_region = _model_parallel.copy_to_region
+reduce_from_model_parallel_region = _model_parallel.reduce_from_region
+scatter_to_model_parallel_region = _model_parallel.scatter_to_region
+gather_from_model_parallel_region = _model_parallel.gather_from_region
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
-    """Return the cross entropy of each token, ``(...)``, in the type of the logits and the same on every rank.
+    """Return the cross entropy of each token from sharded logits.
 
-    The logits are this rank's ``(..., v / t)``, left as they are (the original overwrites them), and the target ``(...)`` ids
-    in the whole vocabulary, the same on every rank; a ContractError where the shapes do not go together.
+    Forward: all-reduces of one value per token. Backward: no communication. Unlike upstream, this
+        does not
+    overwrite the logits.
+
+    Args:
+        vocab_parallel_logits: the local shard ``(..., v / t)``, for t model-parallel ranks.
+        target: ids in the global vocabulary, ``(...)``, replicated.
+
+    Returns:
+        The losses ``(...)``, replicated, in the dtype of the logits.
+
+    Raises:
+        ContractError: the shapes do not fit.
     """
-    dtype = vocab_parallel_logits.dtype
-    return _helpers.cross_entropy(vocab_parallel_logits, target, _DIALECT.group(), dtype)
+    return _layers.cross_entropy(
+        vocab_parallel_logits, target, _model_parallel.get_tensor_group(), vocab_parallel_logits.dtype
+    )
+
+
+# --- layers --------------------------------------------------------------------------------------
 
 
 class _Layer(ParallelLayer):
-    """A layer over the model-parallel ranks of the moment in which it is made, t of them; plain parameters, of which each has a shard.
+    """Base class of layers over the model-parallel group at the time of their creation.
 
-    Ranks must be seeded alike: ``init_method`` draws the whole weight on each, and with ``keep_master_weight_for_test`` it
-    stays in ``master_weight``. With ``stride`` a weight is made of that many blocks of features, each sharded on its own.
+    All ranks must have the same RNG state, because ``init_method`` fills the full weight on each of
+    them. ``keep_master_weight_for_test`` keeps it in ``master_weight``. With ``stride``, a weight
+    consists of that many blocks of features, and each block is sharded separately.
     """
 
-    dialect: ClassVar = _DIALECT
+    model_parallel: ClassVar = _model_parallel
 
     def __init__(self) -> None:
         super().__init__()
-        self.group = self.dialect.group()
+        self.group = self.model_parallel.get_tensor_group()
 
     def get_master_weight(self) -> Tensor:
-        """Gather the shards of all ranks of a linear layer, in rank order (as the original, whatever the stride); communicates."""
+        """All-gather the weight of a linear layer.
+
+        Collective: every rank of the group must call it.
+
+        Shards are concatenated in rank order, as upstream does. With a stride other than 1, this is
+        not the order of the full weight.
+        """
         return all_gather(self.weight.data, self.group, self.dim)
 
 
 class ColumnParallelLinear(_Layer):
-    """A linear layer whose output features are sharded over the model-parallel ranks; it returns a tensor.
+    """A linear layer whose output features are sharded across the model-parallel ranks.
 
-    The weight is this rank's ``(out_features / t, in_features)``, the bias its ``(out_features / t,)``. With
-    ``gather_output`` the output features are joined on every rank.
+    The local weight is ``(out_features / t, in_features)``, the local bias ``(out_features / t,)``.
+    Unlike Megatron's layer, it returns a tensor only.
+
+    Forward: all-gather of the output if ``gather_output``. Backward: all-reduce of the input's
+        gradient.
+
+    Args:
+        in_features: the size of the input.
+        out_features: the size of the full output.
+        bias: whether the layer has a bias.
+        gather_output: whether to all-gather the output features.
+        init_method: fills the full weight in place.
+        stride: the number of separately sharded blocks of output features.
+        keep_master_weight_for_test: whether to keep the full weight in ``master_weight``.
+
+    Raises:
+        ContractError: the output features cannot be split into equal shards.
     """
 
-    def __init__(  # noqa: PLR0917  the original's signature
+    def __init__(  # noqa: PLR0917  upstream's signature
         self,
         in_features: int,
         out_features: int,
@@ -279,27 +219,54 @@ class ColumnParallelLinear(_Layer):
         keep_master_weight_for_test: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
+        self.in_features = in_features
+        self.out_features = out_features
+        self.gather_output = gather_output
         self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
         self.make_bias(bias)
         self.output_size_per_partition = self.weight.shape[0]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., out_features)`` or, not gathered, ``(..., out_features / t)``."""
+        """Apply the layer.
+
+        Args:
+            input_: a replicated tensor ``(..., in_features)``.
+
+        Returns:
+            The replicated output ``(..., out_features)`` or, without ``gather_output``, the local
+            shard ``(..., out_features / t)``.
+        """
         output = F.linear(enter(input_, self.group), self.weight, self.bias)
-        return gather(output, self.group, -1) if self.gather_output else output
+        if self.gather_output:
+            return gather(output, self.group, -1)
+        return output
 
 
 class RowParallelLinear(_Layer):
-    """A linear layer whose input features are sharded over the model-parallel ranks; it returns a tensor.
+    """A linear layer whose input features are sharded across the model-parallel ranks.
 
-    The weight is this rank's ``(out_features, in_features / t)``; every rank has the whole bias. With ``input_is_parallel``
-    the input is this rank's shard already; otherwise each rank takes its own.
+    The local weight is ``(out_features, in_features / t)``. The bias is replicated.
+
+    Forward: all-reduce of the output. Backward: all-gather of the input's gradient, unless
+    ``input_is_parallel``.
+
+    Args:
+        in_features: the size of the full input.
+        out_features: the size of the output.
+        bias: whether the layer has a bias.
+        input_is_parallel: whether the input is a local shard already. A replicated input is
+            sharded.
+        init_method: fills the full weight in place.
+        stride: the number of separately sharded blocks of input features.
+        keep_master_weight_for_test: whether to keep the full weight in ``master_weight``.
+
+    Raises:
+        ContractError: the input features cannot be split into equal shards.
     """
 
     dim = 1
 
-    def __init__(  # noqa: PLR0917  the original's signature
+    def __init__(  # noqa: PLR0917  upstream's signature
         self,
         in_features: int,
         out_features: int,
@@ -310,23 +277,54 @@ class RowParallelLinear(_Layer):
         keep_master_weight_for_test: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         self.input_is_parallel = input_is_parallel
         self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
         self.make_bias(bias)
         self.input_size_per_partition = self.weight.shape[1]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., out_features)``, the same on every rank."""
-        part = input_ if self.input_is_parallel else scatter(input_, self.group, -1)
-        output = leave(F.linear(part, self.weight), self.group)
-        return output if self.bias is None else output + self.bias
+        """Apply the layer.
+
+        Args:
+            input_: the local shard ``(..., in_features / t)``, or a replicated tensor without
+                ``input_is_parallel``.
+
+        Returns:
+            The replicated output ``(..., out_features)``.
+        """
+        if not self.input_is_parallel:
+            input_ = scatter(input_, self.group, -1)
+        output = leave(F.linear(input_, self.weight), self.group)
+        # The bias is replicated, so it is added after the all-reduce.
+        if self.bias is not None:
+            output = output + self.bias
+        return output
 
 
 class _Embedding(_Layer):
-    lengths = "num_embeddings", "embedding_dim"
+    """Base class of the two embeddings, with the arguments of ``nn.Embedding``.
 
-    def __init__(  # noqa: PLR0917  the original's signature
+    Args:
+        num_embeddings: the size of the global vocabulary.
+        embedding_dim: the size of the full embeddings.
+        padding_idx: the id in the global vocabulary that gets no gradient.
+        max_norm: not supported, because the norm of a shard is not the norm of an embedding.
+        norm_type: unused.
+        scale_grad_by_freq: not supported.
+        sparse: whether the gradient of the weight is sparse.
+        init_method: fills the full weight in place.
+        keep_master_weight_for_test: whether to keep the full weight in ``master_weight``.
+
+    Raises:
+        ContractError: an argument is not supported, ``padding_idx`` is outside of the vocabulary,
+            or the weight cannot be split into equal shards.
+    """
+
+    shape_attributes = ("num_embeddings", "embedding_dim")
+
+    def __init__(  # noqa: PLR0917  upstream's signature
         self,
         num_embeddings: int,
         embedding_dim: int,
@@ -339,68 +337,96 @@ class _Embedding(_Layer):
         keep_master_weight_for_test: bool = False,
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
         if max_norm is not None or scale_grad_by_freq:
             raise ContractError(
-                "max_norm and scale_grad_by_freq are for whole embeddings, not for shards; leave them out"
+                "max_norm and scale_grad_by_freq are not supported for sharded embeddings; omit them"
             )
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ContractError(
-                f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
+                f"padding_idx must be an id from 0 to {num_embeddings - 1} or None, got {padding_idx}"
             )
         self.make_weight(init_method, keep=keep_master_weight_for_test)
         self.embedding_dim_per_partition = self.weight.shape[1]
 
 
 class VocabParallelEmbedding(_Embedding, VocabEmbedding):
-    """An embedding whose vocabulary is sharded over the model-parallel ranks; ``padding_idx`` is an id in the whole vocabulary.
+    """An embedding whose vocabulary is sharded across the model-parallel ranks.
 
-    The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
-    and without, ``vocab_end_index``.
+    The local weight is ``(num_embeddings / t, embedding_dim)``. It holds the ids from
+    ``vocab_start_index`` to ``vocab_end_index - 1``. ``padding_idx`` is an id in the global
+    vocabulary; upstream takes it for a local one on every rank.
+
+    Forward: all-reduce of the output. Backward: no communication.
     """
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., embedding_dim)``, the same on every rank; an id outside of the vocabulary gets zeros."""
+        """Return the replicated embeddings ``(..., embedding_dim)`` of replicated ids.
+
+        Ids that are outside of the vocabulary get zeros.
+        """
         return leave(self.look_up(input_), self.group)
 
 
 class ParallelEmbedding(_Embedding):
-    """An embedding whose features are sharded over the model-parallel ranks: the weight is this rank's ``(num_embeddings, embedding_dim / t)``."""
+    """An embedding whose features are sharded across the model-parallel ranks.
+
+    The local weight is ``(num_embeddings, embedding_dim / t)``.
+
+    Forward: all-gather of the output. Backward: keep the local shard of the gradient.
+    """
 
     dim = 1
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return ``(..., embedding_dim)``, the same on every rank."""
-        vectors = F.embedding(input_, self.weight, self.padding_idx, sparse=self.sparse)
-        return gather(vectors, self.group, -1)
+        """Return the replicated embeddings ``(..., embedding_dim)`` of replicated ids."""
+        local_embeddings = F.embedding(input_, self.weight, self.padding_idx, sparse=self.sparse)
+        return gather(local_embeddings, self.group, -1)
 
 
-# Every part of the original's package is this module.
-_PLACE, _PARTS = "fairscale.nn.model_parallel", ("cross_entropy", "initialize", "layers", "mappings", "utils")
+# --- upstream's import paths ---------------------------------------------------------------------
+
+_UPSTREAM = "fairscale.nn.model_parallel"
+_SUBMODULES = ("cross_entropy", "initialize", "layers", "mappings", "utils")
+
+# This module serves as every submodule of upstream's package, because they share the variables. It
+# is an attribute of itself under their names, and importable under these names.
 cross_entropy = initialize = layers = mappings = utils = sys.modules[__name__]
-sys.modules.update({f"{__name__}.{part}": layers for part in _PARTS})
+for _name in _SUBMODULES:
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
 
 
 def _replace(module: ModuleType) -> dict[str, object]:
-    """Return what makes and destroys groups, and the first rank: the original's is right for neighboring ranks only."""
-    for name in _DIALECT.state.names:
-        if name not in vars(module):  # it is of later sources
-            _PATCH.set(vars(module), name, None)
-    _DIALECT.answer_from(module)
-    names = ("initialize_model_parallel", "destroy_model_parallel", "get_model_parallel_src_rank")
-    return {name: globals()[name] for name in names}
+    """Attach to upstream's variables, and return the replacements of upstream's functions."""
+    for name in _model_parallel.state.names:
+        # Variables of later sources do not exist in the published release.
+        if name not in vars(module):
+            _patch.set(vars(module), name, None)
+    _model_parallel.attach(module)
+    return {
+        "initialize_model_parallel": initialize_model_parallel,
+        "destroy_model_parallel": destroy_model_parallel,
+        # Upstream's function is right only if model-parallel ranks are neighbors.
+        "get_model_parallel_src_rank": get_model_parallel_src_rank,
+    }
 
 
-_PATCH = Patch(
-    f"{_PLACE}.initialize",
+def _attach_to_this_module() -> None:
+    """Use the variables of this module again, after upstream's were used."""
+    _model_parallel.attach(sys.modules[__name__])
+
+
+_patch = Patch(
+    f"{_UPSTREAM}.initialize",
     _replace,
-    dict.fromkeys([_PLACE, *(f"{_PLACE}.{part}" for part in _PARTS)], __name__),
-    lambda: _DIALECT.answer_from(layers),
+    dict.fromkeys([_UPSTREAM, *(f"{_UPSTREAM}.{name}" for name in _SUBMODULES)], __name__),
+    _attach_to_this_module,
 )
-install, uninstall = _PATCH.install, _PATCH.uninstall
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += ["bind", "current_mesh", "install", "unbind", "uninstall"]
-__all__ += _helpers.__all__
-__all__ += [name for name in dir() if "_parallel" in name and not name.startswith("_")]
+install = _patch.install
+uninstall = _patch.uninstall

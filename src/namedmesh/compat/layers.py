@@ -1,7 +1,8 @@
-"""What the layers of all dialects share: the arithmetic of shards, weights of which each rank has a shard, and the loss.
+"""Parallel layers and their loss, shared by all compatibility layers.
 
-Legacy code reads ``weight.shape`` as the shape of the shard and marks it with attributes, so parameters are no DTensors. A
-layer keeps the group that it was made with. A length that its ranks do not divide is a ContractError.
+Legacy code reads ``weight.shape`` as the shape of the local shard, and sets attributes on
+parameters. Parameters are therefore plain tensors and not DTensors. A layer keeps the group that it
+was created with. A size that the ranks of the group do not divide raises a ContractError.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
-from namedmesh.compat import ContractError
+from namedmesh.compat.errors import ContractError
 from namedmesh.tensor_parallel.collectives import Group, split
 from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
@@ -24,22 +25,24 @@ __all__ = [
     "split_tensor_along_last_dim",
 ]
 
-ALONE = Group("", 1, 0)
+SELF_GROUP = Group("", 1, 0)
+"""A group of one rank. It has no process group, because nothing is communicated over it."""
+
 Initializer: TypeAlias = "Callable[[Tensor], Any]"
-"""Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+"""A function that fills a tensor in place, such as those of ``torch.nn.init``."""
 
 
-# The arithmetic.
+# --- arithmetic of shards ------------------------------------------------------------------------
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Refuse a division that leaves a remainder, with a ContractError, which is an ``AssertionError`` too."""
+    """Raise a ContractError, which is an AssertionError, if a division leaves a remainder."""
     if numerator % denominator:
         raise ContractError(f"{numerator} is not divisible by {denominator}; use a multiple of {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Return the quotient of a division that leaves no remainder; one that leaves one is a ContractError."""
+    """Return the quotient of a division; raise a ContractError if it leaves a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -47,40 +50,65 @@ def divide(numerator: int, denominator: int) -> int:
 divide_and_check_no_remainder = divide
 
 
-def check_shards(length: int, ranks: int, stride: int = 1, *, what: str) -> None:
-    """Refuse a length that cannot be split into ``stride`` blocks of equal shards; on one rank a whole has no blocks.
+def check_shards(length: int, ranks: int, stride: int = 1, *, name: str) -> None:
+    """Raise a ContractError if a length cannot be split into blocks of equal shards.
 
-    A collective of unequal shards ends the process from inside the backend.
+    A collective on unequal shards would abort the process inside the backend.
+
+    Args:
+        length: the length of the sharded dim.
+        ranks: the number of shards in a block.
+        stride: the number of blocks.
+        name: the name of the length, for the message.
     """
+    # One rank holds the full tensor, which is not split into blocks.
     if ranks > 1 and length % (ranks * stride):
         blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
         raise ContractError(
-            f"{what} is {length}, which cannot be split into {ranks} equal shards{blocks}; use a multiple of {ranks * stride}"
+            f"{name} is {length}, which cannot be split into {ranks} equal shards{blocks}; "
+            f"use a multiple of {ranks * stride}"
         )
 
 
 def check_even(tensor: Tensor, dim: int, ranks: int) -> None:
-    """Refuse a tensor of which a dim cannot be split into equal shards."""
-    length, shape = tensor.shape[dim], tuple(tensor.shape)
-    check_shards(length, ranks, what=f"the length of dim {dim} of a tensor of shape {shape}")
+    """Raise a ContractError if a dim of a tensor cannot be split into equal shards."""
+    check_shards(
+        tensor.shape[dim], ranks, name=f"the size of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
+    )
 
 
-def scatter(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's shard of a tensor that every rank has, if the dim can be split; the gradient is gathered."""
-    check_even(whole, dim, group.size)
-    return split(whole, group, dim)
+def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """Forward: keep the local shard of a replicated tensor. Backward: all-gather.
+
+    Raises:
+        ContractError: the dim cannot be split into equal shards.
+    """
+    check_even(tensor, dim, group.size)
+    return split(tensor, group, dim)
 
 
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Split a tensor ``(..., n)`` into equal parts, each ``(..., n / num_partitions)``: views, or contiguous copies."""
-    parts: tuple[Tensor, ...] = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
-    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+    """Split a tensor along its last dim into equal chunks.
+
+    Args:
+        tensor: a tensor ``(..., n)``.
+        num_partitions: the number of chunks.
+        contiguous_split_chunks: whether to copy the chunks into contiguous memory.
+
+    Returns:
+        Chunks ``(..., n / num_partitions)``. They are views of ``tensor``, unless copies were
+        requested.
+    """
+    chunks: tuple[Tensor, ...] = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    if contiguous_split_chunks:
+        return tuple(chunk.contiguous() for chunk in chunks)
+    return chunks
 
 
 class VocabUtility:
-    """Which ids of a vocabulary a rank holds: from the first, up to and without the second number.
+    """The range of vocabulary ids that a rank holds, as (first, last + 1).
 
     Example:
         >>> [VocabUtility.vocab_range_from_global_vocab_size(12, rank, 4) for rank in range(4)]
@@ -93,7 +121,7 @@ class VocabUtility:
         rank: int,
         world_size: int,  # noqa: ARG004  the legacy signature has it
     ) -> tuple[int, int]:
-        """Return the range of a rank of the group, from the number of ids that each rank holds."""
+        """Return the range of a group rank, from the number of ids that each rank holds."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
@@ -101,33 +129,56 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return the range of a rank of the group, from the length of the whole vocabulary, which the ranks divide."""
-        part = divide(global_vocab_size, world_size)
-        return VocabUtility.vocab_range_from_per_partition_vocab_size(part, rank, world_size)
+        """Return the range of a group rank, from the size of the global vocabulary.
+
+        Raises:
+            ContractError: ``world_size`` does not divide the vocabulary.
+        """
+        local_vocab_size = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(local_vocab_size, rank, world_size)
 
 
-# The weights.
+# --- layers with sharded weights ---------------------------------------------------------------
 
 
 def fill_shard(shard: Tensor, initialize: Initializer, group: Group) -> None:
-    """Fill this rank's shard with numbers of its own, on its device, also where ranks are seeded alike."""
+    """Initialize a local shard on its device, with different values on each rank.
+
+    Args:
+        shard: the local shard.
+        initialize: the function that fills it.
+        group: the group. Its ranks must have the same RNG state; they have the same state
+            afterwards.
+    """
     device = shard.device
+    # Every rank draws the same number, so the default generators of the ranks stay identical.
     seed = int(torch.randint(2**62, (), device=device)) + group.rank
-    others = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=others, device_type=device.type):
+    # fork_rng always saves the CPU generator; it takes the list of the other devices.
+    other_devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=other_devices, device_type=device.type):
         torch.manual_seed(seed)
         initialize(shard)
 
 
 class ParallelLayer(nn.Module):
-    """A layer whose weight is sharded along ``dim`` over the ranks of a group.
+    """Base class of layers with a weight that is sharded across the ranks of a group.
 
-    Parameters are of ``params_dtype``. With a ``params_device`` each rank draws its own shard, there; otherwise all draw
-    the whole weight, in ``init_dtype``. Without ``perform_initialization`` it is left as the allocator hands it out.
+    By default, all ranks must have the same RNG state: each rank initializes the full weight and
+    keeps its shard. If ``params_device`` is set, each rank initializes its shard only.
+
+    Attributes:
+        dim: the sharded dim of the weight.
+        shape_attributes: the names of the attributes with the sizes of the full weight.
+        group: the ranks that share the weight.
+        params_dtype: the dtype of the parameters; None for torch's default.
+        params_device: the device of the parameters; None for torch's default.
+        init_dtype: the dtype in which the full weight is initialized; None for ``params_dtype``.
+        perform_initialization: False to leave the weight as uninitialized memory.
+        master_weight: the full weight, if the caller asked to keep it.
     """
 
     dim: ClassVar[int] = 0
-    lengths: ClassVar[tuple[str, str]] = "out_features", "in_features"  # the attributes: of the whole weight
+    shape_attributes: ClassVar[tuple[str, str]] = ("out_features", "in_features")
     group: Group
     params_dtype: torch.dtype | None = None
     params_device: torch.device | None = None
@@ -140,82 +191,143 @@ class ParallelLayer(nn.Module):
     def make_weight(
         self, initialize: Initializer, stride: int = 1, *, keep: bool = False, allocate: bool = True
     ) -> None:
-        """Make this rank's shard of the weight, unless it is not to be allocated."""
-        shape = [getattr(self, name) for name in self.lengths]
-        check_shards(shape[self.dim], self.group.size, stride, what=self.lengths[self.dim])
-        self._shape = [*shape]
-        self._shape[self.dim] //= self.group.size
+        """Create the local shard of the weight.
+
+        Args:
+            initialize: the function that fills the weight.
+            stride: the number of blocks into which the dim is divided; each block is sharded
+                separately. Fused weights (q, k and v, for example) have one block for each of them.
+            keep: whether to keep the full weight in ``master_weight``.
+            allocate: False to register ``weight`` as None.
+
+        Raises:
+            ContractError: the dim cannot be split into equal shards.
+        """
+        full_shape = [getattr(self, name) for name in self.shape_attributes]
+        num_ranks = self.group.size
+        check_shards(full_shape[self.dim], num_ranks, stride, name=self.shape_attributes[self.dim])
+        self._local_shape = [*full_shape]
+        self._local_shape[self.dim] //= num_ranks
         if not allocate:
             self.register_parameter("weight", None)
             return
-        shard = torch.empty(self._shape, dtype=self.params_dtype, device=self.params_device)
+        shard = torch.empty(self._local_shape, dtype=self.params_dtype, device=self.params_device)
         if self.perform_initialization and self.params_device is not None:
             fill_shard(shard, initialize, self.group)
         elif self.perform_initialization:
-            whole = torch.empty(shape, dtype=self.init_dtype or shard.dtype, device=shard.device)
-            initialize(whole)
-            blocks = whole.unflatten(self.dim, (stride if self.group.size > 1 else 1, self.group.size, -1))
-            shard.copy_(blocks.select(self.dim + 1, self.group.rank).flatten(self.dim, self.dim + 1))
-            self.master_weight = whole if keep else None
+            dtype = self.init_dtype or shard.dtype
+            full_weight = torch.empty(full_shape, dtype=dtype, device=shard.device)
+            initialize(full_weight)
+            # On one rank, upstream ignores the stride, and the dim need not be a multiple of it.
+            num_blocks = stride if num_ranks > 1 else 1
+            blocks = full_weight.unflatten(self.dim, (num_blocks, num_ranks, -1))
+            local_blocks = blocks.select(self.dim + 1, self.group.rank)
+            shard.copy_(local_blocks.flatten(self.dim, self.dim + 1))
+            if keep:
+                self.master_weight = full_weight
         self.weight = nn.Parameter(shard)
 
     def make_bias(self, wanted: bool) -> None:
-        """Make the bias of a linear layer, of zeros, sharded where the output features are."""
-        zeros = torch.zeros(self._shape[0], dtype=self.params_dtype, device=self.params_device)
-        self.register_parameter("bias", nn.Parameter(zeros) if wanted else None)
+        """Create a bias of zeros, with one value for each output feature of the local weight.
+
+        Args:
+            wanted: False to register ``bias`` as None.
+        """
+        if not wanted:
+            self.register_parameter("bias", None)
+            return
+        zeros = torch.zeros(self._local_shape[0], dtype=self.params_dtype, device=self.params_device)
+        self.register_parameter("bias", nn.Parameter(zeros))
 
 
 class VocabEmbedding(ParallelLayer):
-    """An embedding whose vocabulary is sharded, with the ids from ``vocab_start_index`` up to ``vocab_end_index`` here."""
+    """Base class of embeddings with a vocabulary that is sharded across the ranks of a group.
 
-    lengths = "num_embeddings", "embedding_dim"
+    Attributes:
+        vocab_start_index: the first local id.
+        vocab_end_index: the first id after the local ones.
+        num_embeddings_per_partition: the number of local ids.
+    """
+
+    shape_attributes = ("num_embeddings", "embedding_dim")
     num_embeddings: int
     padding_idx: int | None = None
     sparse = False
 
     def make_weight(self, *args: Any, **kwargs: Any) -> None:
-        """Make the vectors of this rank's ids."""
+        """Create the rows of the local ids, with the arguments of the base class."""
         super().make_weight(*args, **kwargs)
-        rows = self.num_embeddings_per_partition = self.weight.shape[0]
-        self.vocab_start_index = self.group.rank * rows
-        self.vocab_end_index = self.vocab_start_index + rows
+        self.num_embeddings_per_partition = self.weight.shape[0]
+        self.vocab_start_index = self.group.rank * self.num_embeddings_per_partition
+        self.vocab_end_index = self.vocab_start_index + self.num_embeddings_per_partition
 
     def look_up(self, ids: Tensor, *, deterministic: bool = False) -> Tensor:
-        """Return the vectors of the ids in this rank's part of the vocabulary, zeros for the others."""
-        elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
-        mine = (ids - self.vocab_start_index).masked_fill(elsewhere, 0)
-        padding = self.padding_idx
-        if padding is not None:
-            padding = padding % self.num_embeddings - self.vocab_start_index
-            if padding not in range(self.num_embeddings_per_partition):
-                padding = None
+        """Return the embeddings of local ids, and zeros for ids that are out of shard.
+
+        The result is partial; an all-reduce of it gives the embeddings of all ids.
+
+        Args:
+            ids: global ids, of any shape.
+            deterministic: whether to index the weight, whose backward is deterministic, instead of
+                calling ``F.embedding``.
+        """
+        out_of_shard = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
+        local_ids = (ids - self.vocab_start_index).masked_fill(out_of_shard, 0)
         if deterministic:
-            vectors = self.weight[mine]
+            embeddings = self.weight[local_ids]
         else:
-            vectors = F.embedding(mine, self.weight, padding, sparse=self.sparse)
-        return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+            embeddings = F.embedding(local_ids, self.weight, self._local_padding_idx(), sparse=self.sparse)
+        # Out-of-shard ids were looked up as local id 0. Masking also zeroes the gradient that this
+        # row would get from them.
+        return embeddings.masked_fill(out_of_shard.unsqueeze(-1), 0)
+
+    def _local_padding_idx(self) -> int | None:
+        """Return the padding id relative to the local vocabulary, or None if it is out of shard."""
+        if self.padding_idx is None:
+            return None
+        # A negative padding id counts from the end of the global vocabulary, as in nn.Embedding.
+        local_padding_idx = self.padding_idx % self.num_embeddings - self.vocab_start_index
+        if local_padding_idx not in range(self.num_embeddings_per_partition):
+            return None
+        return local_padding_idx
 
 
-# The loss.
+# --- loss --------------------------------------------------------------------------------------
 
 
 def cross_entropy(
     logits: Tensor, target: Tensor, group: Group, dtype: torch.dtype, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the cross entropy of each token, in ``dtype``, from logits of which each rank has a part of the vocabulary.
+    """Return the cross entropy of each token, from logits with a sharded vocabulary.
 
-    What smoothing takes off the target is spread over the other entries of this rank's part: ranks get different losses.
+    Forward: all-reduces of one value per token. Backward: no communication.
+
+    With label smoothing the ranks return different losses: as in Megatron, the probability that is
+    taken from the target is spread over the entries of the local shard only.
+
+    Args:
+        logits: the local shard ``(..., v / t)``.
+        target: global ids ``(...)``, replicated.
+        group: the ranks that share the vocabulary.
+        dtype: the dtype of the result, in which the loss is computed.
+        label_smoothing: the probability that is taken from the target.
+
+    Raises:
+        ContractError: shapes, dtypes or ``label_smoothing`` are wrong.
     """
-    part = logits.shape[-1]
+    num_entries = logits.shape[-1]
     problems = target_problems(logits.shape, target)
-    if not 0 <= label_smoothing < 1 or (label_smoothing and part == 1):
+    if not 0 <= label_smoothing < 1 or (label_smoothing and num_entries == 1):
         problems.append(
-            f"label_smoothing is {label_smoothing}, for a part of {part} entries; it can be 0, or between 0 and 1 where there "
-            "are several entries"
+            "label_smoothing must be 0, or between 0 and 1 if each rank has several entries of the "
+            f"vocabulary, got {label_smoothing} with {num_entries} entries"
         )
     if problems:
         raise ContractError(*problems)
-    spread = label_smoothing * part / (part - 1) if label_smoothing else 0.0
+    smoothing = 0.0
+    if label_smoothing:
+        # Megatron rescales the smoothing, because its mean over the entries includes the target.
+        smoothing = label_smoothing * num_entries / (num_entries - 1)
     if torch.promote_types(logits.dtype, dtype) is not dtype:
         logits = logits.to(dtype)
-    return rows_cross_entropy(logits, target, None, group, dtype, spread, True)
+    return rows_cross_entropy(logits, target, None, group, dtype, smoothing, True)

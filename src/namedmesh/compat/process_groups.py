@@ -1,4 +1,4 @@
-"""Three overlapping process groups in one object, ``ProcessGroups(tp, pp, dp)``, over one NamedMesh."""
+"""Three overlapping process groups in one object, ``ProcessGroups(tp, pp, dp)``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,48 @@ __all__ = ["ProcessGroups"]
 
 
 class ProcessGroups:
-    """A rank's tensor-, pipeline- and data-parallel groups, and its index in each; making it communicates.
+    """The tensor-, pipeline- and data-parallel groups of this rank, over one NamedMesh.
 
-    Ranks are laid out as (dp, pp, tp), tp fastest: of 8 ranks with sizes 2, 2 and 2 the tensor groups are (0, 1), (2, 3) ...,
-    the pipeline groups (0, 2), (1, 3) ... and the data groups (0, 4), (1, 5) ... Every rank of the world makes it with the
-    same sizes; :func:`namedmesh.init_mesh` says what it refuses. ``mesh`` is the mesh behind it.
+    The axes are (dp, pp, tp), tp fastest. With 8 ranks and sizes of 2, the tensor-parallel groups
+    are (0, 1), (2, 3), ..., the pipeline-parallel groups (0, 2), (1, 3), ..., and the data-parallel
+    groups (0, 4), (1, 5), ...
+
+    Collective: every rank must create it with the same sizes.
+
+    Args:
+        tp: the number of tensor-parallel ranks.
+        pp: the number of pipeline stages.
+        dp: the number of data-parallel ranks.
+
+    Attributes:
+        mesh: the mesh with these groups.
+        tp_size, pp_size, dp_size: the sizes of the groups.
+        tp_group, pp_group, dp_group: the groups.
+        tp_rank, pp_rank, dp_rank: the group ranks.
+        is_first_stage, is_last_stage: whether this rank belongs to the first or the last stage.
+
+    Raises:
+        LayoutError: the product of the sizes is not the world size.
+        AgreementError: the other ranks did not create it, or with different sizes.
     """
 
     def __init__(self, tp: int, pp: int, dp: int) -> None:
-        mesh = self.mesh = init_mesh(dp=dp, pp=pp, tp=tp)
-        self.tp_size, self.pp_size, self.dp_size = map(mesh.size, ("tp", "pp", "dp"))
-        self.tp_group, self.pp_group, self.dp_group = map(mesh.group, ("tp", "pp", "dp"))
-        self.tp_rank, self.pp_rank, self.dp_rank = map(mesh.rank, ("tp", "pp", "dp"))
-        self.is_first_stage, self.is_last_stage = mesh.is_first("pp"), mesh.is_last("pp")
+        mesh = init_mesh(dp=dp, pp=pp, tp=tp)
+        self.mesh = mesh
+        self.tp_size = mesh.size("tp")
+        self.pp_size = mesh.size("pp")
+        self.dp_size = mesh.size("dp")
+        self.tp_group = mesh.group("tp")
+        self.pp_group = mesh.group("pp")
+        self.dp_group = mesh.group("dp")
+        self.tp_rank = mesh.rank("tp")
+        self.pp_rank = mesh.rank("pp")
+        self.dp_rank = mesh.rank("dp")
+        self.is_first_stage = mesh.is_first("pp")
+        self.is_last_stage = mesh.is_last("pp")
 
     def log(self, rank: int) -> None:
-        """Print the sizes, on the rank 0: ``rank`` is this rank."""
+        """Print the sizes if ``rank``, the global rank of the caller, is 0."""
         if rank == 0:
             sizes = f"tp={self.tp_size}, pp={self.pp_size}, dp={self.dp_size}"
-            print(f"world size {self.mesh.layout.world_size}: {sizes}")  # noqa: T201  its contract
+            print(f"world size {self.mesh.layout.world_size}: {sizes}")  # noqa: T201  it is meant to print

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from namedmesh.axes import EXPERT_AXES
-from namedmesh.dialects import DIALECTS, GroupSpec
+from namedmesh.legacy import LEGACY_APIS, GroupSpec
 
 Arguments: TypeAlias = Sequence[tuple[str, str]]
 """The arguments of a call: the keyword (may be empty; ``*`` and ``**`` for unpacked ones) and the source."""
@@ -124,7 +124,7 @@ def _rows_of(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
     return rows
 
 
-MEGATRON = _rows_of(DIALECTS["megatron"].kinds) | {
+MEGATRON = _rows_of(LEGACY_APIS["megatron"].groups) | {
     "get_pipeline_model_parallel_first_rank": Row('mesh.ranks("pp")[0]', {(): ()}),
     "get_pipeline_model_parallel_last_rank": Row('mesh.ranks("pp")[-1]', {(): ()}),
     "get_pipeline_model_parallel_next_rank": Row('mesh.next("pp")', {(): ()}),
@@ -134,7 +134,7 @@ MEGATRON = _rows_of(DIALECTS["megatron"].kinds) | {
 }
 """The names of Megatron's ``parallel_state``. A name that is not here stays."""
 MEGATRON["get_data_parallel_group"] = MEGATRON["get_data_parallel_group"]._replace(parameters=_WITH_CP)
-FAIRSCALE = _rows_of(DIALECTS["fairscale"].kinds, "_parallel")
+FAIRSCALE = _rows_of(LEGACY_APIS["fairscale"].groups, "_parallel")
 """The names of fairscale's ``nn.model_parallel.initialize``."""
 
 

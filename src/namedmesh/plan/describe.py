@@ -17,9 +17,9 @@ from namedmesh.axes import (
     SHARDING_AXES,
     USUAL_AXES,
 )
-from namedmesh.dialects import DIALECTS, PLAIN, DialectLayout, groups_of, layouts_for
 from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean, listing
 from namedmesh.layout import Layout
+from namedmesh.legacy import LEGACY_APIS, NAMEDMESH_API, JobLayout, compute_layouts, list_groups
 from namedmesh.plan.svg import draw_svg
 
 STATUS = 3  # where layouts or results differ, or nothing fits; beside 1, a layout that is wrong, and 2, arguments that are
@@ -39,11 +39,11 @@ def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
     dialect, sizes, problems = None, dict[str, int](), []
     for place, item in enumerate(text.replace(",", " ").split()):
         name, _, size = item.partition("=")
-        if place == 0 and item in DIALECTS:
+        if place == 0 and item in LEGACY_APIS:
             dialect = item
         elif not size.removeprefix("-").isdecimal():
-            near = did_you_mean(item, DIALECTS) if place == 0 else ""
-            names = f"none of {', '.join(DIALECTS)}{near}"
+            near = did_you_mean(item, LEGACY_APIS) if place == 0 else ""
+            names = f"none of {', '.join(LEGACY_APIS)}{near}"
             problems.append(f"{item!r} is no size, such as tp=2 or dp=-1, and {names}")
         elif name in sizes:
             problems.append(f"axis {name!r} has a size already; give each axis one")
@@ -56,7 +56,7 @@ def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
 
 def resolve(
     spec: str | Layout = "", /, *, world_size: int | None = None, order: str | None = None, **sizes: int
-) -> DialectLayout:
+) -> JobLayout:
     """Return the layouts that a spec, a layout or sizes describe; arguments and errors as for ``make_plan``."""
     dialect, named = (None, dict(spec.items())) if isinstance(spec, Layout) else parse_spec(spec)
     if named and sizes:
@@ -64,8 +64,10 @@ def resolve(
     if named and dialect is None:
         if order is not None:
             raise UsageError(f"{spec!r} has its order already; leave the order out, or give sizes by name")
-        return DialectLayout(PLAIN, Layout.from_shape(named, named.values(), world_size=world_size))
-    return layouts_for(DIALECTS.get(dialect or "", PLAIN), named or sizes, world_size=world_size, order=order)
+        return JobLayout(NAMEDMESH_API, Layout.from_shape(named, named.values(), world_size=world_size))
+    return compute_layouts(
+        LEGACY_APIS.get(dialect or "", NAMEDMESH_API), named or sizes, world_size=world_size, order=order
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Kind:
 class Plan:
     """The groups, communicators and warnings of a job's layout; written for people by ``str``."""
 
-    arrangement: DialectLayout  # the layouts, and whose rank table they are
+    arrangement: JobLayout  # the layouts, and whose rank table they are
     kinds: tuple[Kind, ...]  # in the order the dialect makes them
     asked: int  # groups that a rank asks for beside the world's
     held: int  # communicators that it holds beside the world's, if groups over the same ranks are shared
@@ -104,8 +106,8 @@ class Plan:
         return self.arrangement.dense
 
     def __str__(self) -> str:
-        dialect, layout = self.arrangement.dialect, self.layout
-        lines = [f"{dialect.name}: {layout}, the last axis fastest"]
+        api, layout = self.arrangement.api, self.layout
+        lines = [f"{api.name}: {layout}, the last axis fastest"]
         if self.arrangement.expert is not None:
             lines.append(f"experts: {self.arrangement.expert}")
         rows = []
@@ -158,7 +160,7 @@ def make_plan(
     return Plan(arrangement, *_kinds(arrangement), gpus_per_node, across, (*arrangement.notes, *warnings))
 
 
-def _across_nodes(arrangement: DialectLayout, node: int) -> tuple[dict[str, int], list[str]]:
+def _across_nodes(arrangement: JobLayout, node: int) -> tuple[dict[str, int], list[str]]:
     """Return by axis how many of its groups have ranks on several nodes, and what may be a mistake; the experts' axes at the end."""
     across, warnings, world = dict[str, int](), list[str](), arrangement.dense.world_size
     if world > node and world % node:
@@ -184,15 +186,15 @@ def _groups(layout: Layout, axes: Sequence[str], members: str, limit: int | None
     return groups if members == "all" else [group[:1] for group in groups]
 
 
-def _kinds(arrangement: DialectLayout) -> tuple[tuple[Kind, ...], int, int, int]:
+def _kinds(arrangement: JobLayout) -> tuple[tuple[Kind, ...], int, int, int]:
     """Return the groups of each kind, and how many a rank asks for, holds, and the world has.
 
     Rank 0 is in a group of every kind, and kinds that have the same ranks there have them everywhere. A gloo group over the same
     ranks is one more.
     """
     kinds, owners, held, asked, in_world = list[Kind](), dict[Group, str](), set[tuple[Group, bool]](), 0, 0
-    for row in groups_of(arrangement):
-        layout = arrangement.layout(row.view)
+    for row in list_groups(arrangement):
+        layout = arrangement.get_layout(row.view)
         [group] = _groups(layout, row.axes, row.members, 1)
         count, backends = layout.count(*row.axes), {False, bool(row.gloo)}
         owner = owners.setdefault(group, row.name)
@@ -261,12 +263,12 @@ class Comparison(NamedTuple):
     Written for people by ``str``.
     """
 
-    first: DialectLayout
-    second: DialectLayout
+    first: JobLayout
+    second: JobLayout
     kinds: dict[tuple[str, ...], tuple[list[Group], list[Group]] | None]
 
     def __str__(self) -> str:
-        a, b = (f"{side.dialect.name} {side.dense}" for side in (self.first, self.second))
+        a, b = (f"{side.api.name} {side.dense}" for side in (self.first, self.second))
         lines = [f"a: {a}", f"b: {b}", ""]
         for axes, groups in self.kinds.items():
             lines.append(f"{' x '.join(axes)}: {'different' if groups else 'same'}")
@@ -312,7 +314,7 @@ def positive(text: str) -> int:
 
 def add_layout(parser: ArgumentParser) -> None:
     """Add a spec string, a flag for each axis, and the order."""
-    text = f"axes and sizes, slowest first: pp=2,dp=-1,tp=2; or one of {', '.join(DIALECTS)} and sizes"
+    text = f"axes and sizes, slowest first: pp=2,dp=-1,tp=2; or one of {', '.join(LEGACY_APIS)} and sizes"
     parser.add_argument("spec", nargs="*", metavar="SPEC", help=text)
     for axis in USUAL_AXES:
         parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=f"the size of {axis}")

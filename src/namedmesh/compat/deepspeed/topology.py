@@ -1,22 +1,23 @@
-"""``deepspeed.runtime.pipe.topology``: named axes over ranks computed by a :class:`namedmesh.Layout`, and its pipeline grid.
+"""Topologies and the pipeline grid, as in ``deepspeed.runtime.pipe.topology``.
 
-``install()`` puts this module in place of the original's. Ranks are row-major, the last axis the fastest.
+A topology names axes over ranks; a :class:`namedmesh.Layout` computes its ranks. Ranks are
+row-major, the last axis fastest. ``install()`` puts this module in place of upstream's.
 """
 
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from namedmesh.agreement import agreed
-from namedmesh.compat import ContractError
-from namedmesh.compat.state import agreed_groups, check_default_group, group_over
+from namedmesh.compat.deepspeed.accessors import GroupAccessors
+from namedmesh.compat.errors import ContractError
+from namedmesh.compat.state import agreed_groups, check_default_group
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
@@ -31,16 +32,24 @@ __all__ = [
     "ProcessTopology",
 ]
 
-_CANONICAL = {"pipe": "pp", "data": "dp", "model": "tp"}
-_check_axes = attrgetter("pipe", "data")  # a grid needs both; an AttributeError without one
+_MESH_AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
+"""DeepSpeed's axes, and their usual names in a mesh."""
 
 
 class ProcessTopology:
-    """Named axes over the ranks 0, 1, 2 and so on, of ``axes``, slowest axis first, and ``dims``, the size of each.
+    """Named axes over the ranks 0, 1, 2, ...
 
-    ``layout`` is the same as a :class:`namedmesh.Layout`, for ``namedmesh.init_mesh(topology.layout)``; there the axes pipe,
-    data and model have the names pp, dp and tp. What is wrong is the original's kind of error; a size below 1 or more
-    sizes than names, which it takes, a LayoutError.
+    Mistakes raise the error types that upstream raises, with one exception: sizes below 1, and more
+    sizes than names, which upstream accepts, raise a LayoutError.
+
+    Args:
+        axes: the names, slowest axis first.
+        dims: the size of each axis.
+
+    Attributes:
+        layout: the equivalent :class:`namedmesh.Layout`, for
+            ``namedmesh.init_mesh(topology.layout)``. The axes pipe, data and model are called pp,
+            dp and tp there.
 
     Example:
         >>> topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 2, 2])
@@ -53,29 +62,44 @@ class ProcessTopology:
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        self.axes, self.dims = axes, dims
-        coord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  a name per axis
-        coord(*[range(dims[place]) for place in range(len(axes))])  # one whole size for each
+        self.axes = axes
+        self.dims = dims
+        coord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  dynamic names
+        # Raises the errors of upstream, which makes a range of each size, if an axis has no integer
+        # size.
+        coord(*[range(dims[index]) for index in range(len(axes))])
         self.ProcessCoord = coord
-        names = [_CANONICAL.get(axis, axis) for axis in axes]
-        self.layout = Layout.from_shape(names if len({*names}) == len(names) else axes, dims)
-        self._names = dict(zip(axes, self.layout.axes, strict=True))
+        mesh_axes = [_MESH_AXES.get(axis, axis) for axis in axes]
+        # A topology may have both names of an axis, such as pipe and pp; then all names stay.
+        has_conflict = len(set(mesh_axes)) < len(mesh_axes)
+        self.layout = Layout.from_shape(axes if has_conflict else mesh_axes, dims)
+        self._layout_axes = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at some coordinates, one for each axis; a ContractError for one outside of its axis."""
-        if len(coord_kwargs) != len(self._names):
+        """Return the rank at a coordinate on every axis.
+
+        Args:
+            **coord_kwargs: the coordinate on each axis.
+
+        Raises:
+            LayoutError: an axis has no coordinate, or there is one too many.
+            ContractError: a coordinate is outside of its axis.
+        """
+        if len(coord_kwargs) != len(self._layout_axes):
             raise LayoutError(
-                f"get_rank() got {len(coord_kwargs)} coordinates for {product(self.axes, self.dims)}; give one for each axis, or "
-                "ask filter_match() for all ranks that share some"
+                f"get_rank() needs a coordinate for each axis of {product(self.axes, self.dims)}, got "
+                f"{len(coord_kwargs)}; call filter_match() for the ranks at some coordinates"
             )
-        at = self.ProcessCoord(**coord_kwargs)
+        coord = self.ProcessCoord(**coord_kwargs)
         ranks = self.filter_match(**coord_kwargs)
         if not ranks:
-            raise ContractError(f"{at} is outside of {product(self.axes, self.dims)}; places count from 0")
+            raise ContractError(
+                f"{coord} is outside of {product(self.axes, self.dims)}; coordinates count from 0"
+            )
         return ranks[0]
 
     def get_axis_names(self) -> Sequence[str]:
-        """Return the names, slowest axis first."""
+        """Return the names of the axes, slowest first."""
         return self.axes
 
     def get_rank_repr(
@@ -85,39 +109,74 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Return the coordinates of a rank on all axes but some, such as ``a_01-b_01``: the names of checkpoint files."""
+        """Return the coordinates of a rank as text, such as ``a_01-b_01``.
+
+        DeepSpeed uses it in the names of checkpoint files.
+
+        Args:
+            rank: the global rank.
+            omit_axes: axes that do not appear in the text.
+            inner_sep: the text between the name of an axis and its coordinate.
+            outer_sep: the text between axes.
+        """
         omitted = frozenset(omit_axes)
-        shown = [axis for axis in self.axes if axis not in omitted]
-        at = self.get_coord(rank)._asdict() if shown else {}
-        return outer_sep.join(f"{axis}{inner_sep}{at[axis]:02d}" for axis in shown)
+        shown_axes = [axis for axis in self.axes if axis not in omitted]
+        # As upstream, accept any rank if there is nothing to show.
+        if not shown_axes:
+            return ""
+        coord = self.get_coord(rank)._asdict()
+        return outer_sep.join(f"{axis}{inner_sep}{coord[axis]:02d}" for axis in shown_axes)
 
     def get_dim(self, axis: str) -> int:
-        """Return the size of an axis; 0 if the topology does not have it."""
-        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+        """Return the size of an axis, or 0 if the topology does not have it."""
+        if axis not in self.axes:
+            return 0
+        return self.dims[self.axes.index(axis)]
 
     def get_coord(self, rank: int) -> Any:
-        """Return the coordinates of a rank, as a named tuple; LayoutError for a rank that is not in the topology."""
-        number = int(rank) if rank in self.layout.ranks else rank  # by equality, as the original
+        """Return the coordinates of a rank as a named tuple.
+
+        Raises:
+            LayoutError: the rank is not in the topology.
+        """
+        # Upstream compares with ==, so 1.0 and True are rank 1.
+        number = int(rank) if rank in self.layout.ranks else rank
         return self.ProcessCoord(*self.layout.coords(number).values())
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the ranks of every group along an axis, by their first rank; none if the topology does not have it."""
-        return [list(ranks) for ranks in self.layout.groups(self._names[axis])] if axis in self.axes else []
+        """Return the ranks of every group along an axis, ordered by first rank.
+
+        The list is empty if the topology does not have the axis.
+        """
+        if axis not in self.axes:
+            return []
+        return [list(ranks) for ranks in self.layout.groups(self._layout_axes[axis])]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return every rank at coordinates on some axes, ascending; AttributeError for a name that is no axis."""
+        """Return the ranks at given coordinates, ascending.
+
+        Args:
+            **filter_kwargs: the coordinates on some of the axes.
+
+        Raises:
+            AttributeError: the topology does not have an axis.
+        """
         coords = {}
-        for axis, at in filter_kwargs.items():
-            # Refused in the order given, as the original: names after a filter that no rank matches are not.
+        for axis, coord in filter_kwargs.items():
+            # As upstream, raise for an unknown axis only if the filters before it match any ranks.
             getattr(self.ProcessCoord, axis)
-            if at not in range(self.get_dim(axis)):
+            if coord not in range(self.get_dim(axis)):
                 return []
-            coords[self._names[axis]] = int(at)
+            coords[self._layout_axes[axis]] = int(coord)
         return list(self.layout.where(**coords))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return every rank at one coordinate of an axis, ascending; a ValueError for an axis that is not there."""
-        self.axes.index(axis)  # refuses a name that is none
+        """Return the ranks at one coordinate of an axis, ascending.
+
+        Raises:
+            ValueError: the topology does not have the axis.
+        """
+        self.axes.index(axis)  # raises for an unknown axis
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -126,7 +185,7 @@ class ProcessTopology:
 
     @cached_property
     def mapping(self) -> dict[Any, int]:
-        """Every coordinate with its rank, in the order of the ranks; computed on first use."""
+        """The rank of every coordinate, ordered by rank. It is computed on first use."""
         return {self.get_coord(rank): rank for rank in self.layout.ranks}
 
     def __str__(self) -> str:
@@ -134,24 +193,41 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """``num_dp`` pipelines of ``num_pp`` stages, replicas on neighboring ranks: the axes pipe and data."""
+    """A topology with the axes pipe and data: the replicas of a stage are neighbors.
+
+    Args:
+        num_pp: the number of stages.
+        num_dp: the number of replicas.
+    """
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same, with stages that are sharded over ``num_mp`` neighboring ranks: the axes pipe, data and model."""
+    """A topology with the axes pipe, data and model: the tensor-parallel ranks are neighbors.
+
+    Args:
+        num_pp: the number of stages.
+        num_mp: the number of ranks across which a stage is sharded.
+        num_dp: the number of replicas.
+    """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
-def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
-    """Return the prime factors of a number, ascending; LayoutError for one that is not positive."""
+def _prime_factors(N: int) -> list[int]:  # noqa: N803  upstream's name
+    """Return the prime factors of a number, ascending.
+
+    Raises:
+        LayoutError: the number is not positive.
+    """
     if N <= 0:
-        raise LayoutError(f"{N} has no prime factors; give a number of at least 1")
-    factors, rest, candidate = list[int](), N, 2
+        raise LayoutError(f"the number must be at least 1, got {N}")
+    factors: list[int] = []
+    rest = N
+    candidate = 2
     while rest > 1:
         while rest % candidate == 0:
             factors.append(candidate)
@@ -160,133 +236,129 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
     return factors
 
 
-class Answers(NamedTuple):
-    """What the getters answer for one kind of parallelism: this rank's group, and what follows from its ranks."""
+class PipelineParallelGrid(GroupAccessors):
+    """The stages, replicas and tensor-parallel groups that DeepSpeed's pipelines use.
 
-    group: dist.ProcessGroup
-    ranks: list[int]
-    size: int
-    rank: int
-    first_rank: int
+    It has upstream's attributes and methods. Its groups are the groups of a mesh with the axes pp,
+    dp and tp.
 
+    Collective: every rank of the world must create it with the same topology.
 
-def getter(kind: str, answer: str) -> Any:
-    """Make a method that returns one answer for a kind of parallelism."""
+    Args:
+        topology: a topology with the axes pipe and data, and possibly model and others. By default,
+            the prime factors of the world size go to pipe and data alternately.
+        process_group: unused, as in upstream.
 
-    def getter(self: Getters) -> Any:
-        return getattr(self._answers[kind], answer)
-
-    getter.__doc__ = f"Return this rank's {kind}-parallel {answer.replace('_', ' ')}."
-    return getter
-
-
-class Getters:
-    """The getters that a model-parallel unit and a pipeline grid have in common. None of them communicates.
-
-    Making them makes the groups over the axes of each kind of parallelism that are not there yet; every rank does.
-    """
-
-    def __init__(self, mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> None:
-        self.mesh = mesh
-        self._answers = dict[str, Answers]()
-        for kind, axes in kinds.items():
-            group, ranks = group_over(mesh, axes)
-            self._answers[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
-
-    def get_global_rank(self) -> int:
-        """Return this rank."""
-        return self.mesh.global_rank
-
-    get_model_parallel_group = getter("model", "group")
-    get_model_parallel_world_size = getter("model", "size")
-    get_model_parallel_rank = getter("model", "rank")
-    get_data_parallel_group = getter("data", "group")
-    get_data_parallel_group_ranks = getter("data", "ranks")
-    get_data_parallel_world_size = getter("data", "size")
-    get_data_parallel_rank = getter("data", "rank")
-    get_slice_parallel_group = getter("slice", "group")
-    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = getter("slice", "size")
-    get_slice_parallel_rank = get_tensor_model_parallel_rank = getter("slice", "rank")
-    get_pipe_parallel_group = getter("pipe", "group")
-    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = getter("pipe", "size")
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = getter("pipe", "rank")
-
-
-class PipelineParallelGrid(Getters):
-    """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models use them; communicates.
-
-    Every rank of the world makes one, with the same topology: axes pipe and data, and possibly model and others. By default
-    the prime factors of the number of ranks go to pipe and data in turns. ``process_group`` is not used, as in the original,
-    whose attributes it has. The groups are those of a :class:`namedmesh.NamedMesh`, ``mesh``, of axes pp, dp and tp.
+    Attributes:
+        mesh: the mesh with the groups.
 
     Raises:
-        ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
-        AttributeError: the topology has no axis pipe, or no axis data.
-        AgreementError: the other ranks did not call this, or not with the same topology.
+        ContractError: torch has no default group, or the topology does not have as many ranks as
+            the world.
+        AttributeError: the topology has no axis pipe or no axis data.
+        AgreementError: the other ranks did not call this, or called it with a different topology.
     """
 
-    def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  the original's signature
+    def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  upstream's
         check_default_group("deepspeed.init_distributed()")
         factors = _prime_factors(dist.get_world_size())
         topology = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
-        names = topology.get_axis_names()
+        axes = topology.get_axis_names()
         with agreed("deepspeed.PipelineParallelGrid") as compare:
-            layout = ProcessTopology(names, [topology.get_dim(axis) for axis in names]).layout
+            # The topology may be upstream's, which has no layout.
+            layout = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes]).layout
             if layout.world_size != dist.get_world_size():
                 raise ContractError(
-                    f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; change one of them"
+                    f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; "
+                    "change one of them"
                 )
-            _check_axes(topology.get_coord(0))
-            self._fill(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
+            _check_has_pipe_and_data(topology)
+            self._set_attributes(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
-        """Make a grid over a mesh that exists, with axes pp and dp, whose groups it uses; every rank calls it; communicates."""
+        """Make a grid from an existing mesh with the axes pp and dp, and use its groups.
+
+        Collective: every rank of the mesh must call it.
+
+        Raises:
+            MeshError: the argument is not an open mesh.
+            AttributeError: the mesh has no axis pp or no axis dp.
+            AgreementError: the other ranks did not call this, or called it with a different mesh.
+        """
         grid = cls.__new__(cls)
-        words = {name: kind for kind, name in _CANONICAL.items()}
+        deepspeed_axes = {mesh_axis: axis for axis, mesh_axis in _MESH_AXES.items()}
         with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
-            topology = ProcessTopology([words.get(axis, axis) for axis in mesh.layout], mesh.layout.sizes)
-            _check_axes(topology.get_coord(0))
-            grid._fill(topology, mesh)  # noqa: SLF001  its own
+            axes = [deepspeed_axes.get(axis, axis) for axis in mesh.layout]
+            topology = ProcessTopology(axes, mesh.layout.sizes)
+            _check_has_pipe_and_data(topology)
+            grid._set_attributes(topology, mesh)  # noqa: SLF001  an instance of this class
         return grid
 
-    def _fill(self, topology: Any, mesh: NamedMesh) -> None:
-        """Set this rank's coordinates and groups."""
-        axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
-        replica = [own for axis, own in axes.items() if axis != "data"]
-        part = [axes["model"]] if "model" in axes else []
-        kinds = {"pipe": [axes["pipe"]], "data": [axes["data"]], "model": replica, "slice": part}
+    def _set_attributes(self, topology: Any, mesh: NamedMesh) -> None:
+        """Set upstream's attributes: the groups, sizes and coordinates of this rank."""
+        mesh_axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
+        kinds = {
+            "pipe": [mesh_axes["pipe"]],
+            "data": [mesh_axes["data"]],
+            # DeepSpeed's model-parallel ranks are the ranks of one replica of the model.
+            "model": [mesh_axis for axis, mesh_axis in mesh_axes.items() if axis != "data"],
+            "slice": [mesh_axes["model"]] if "model" in mesh_axes else [],
+        }
         super().__init__(mesh, kinds)
-        self._topo, self.global_rank, self.world_size = topology, mesh.global_rank, mesh.layout.world_size
-        pipe, data, model, sliced = self._answers.values()
+        self._topo = topology
+        self.global_rank = mesh.global_rank
+        self.world_size = mesh.layout.world_size
+
+        # The fields of a GroupInfo: the group, its ranks, its size, the group rank, the first rank.
+        pipe, data, model, tensor = self._group_infos.values()
         self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
         self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
         self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
-        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = sliced
+        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = tensor
+        # Upstream's model_parallel_size is the size of the axis model, unlike its ds_model_world_size.
         self.model_parallel_size = self.slice_parallel_size
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-        self.dp_groups, self.pipe_groups = map(topology.get_axis_comm_lists, ("data", "pipe"))
+
+        self.dp_groups = topology.get_axis_comm_lists("data")
+        self.pipe_groups = topology.get_axis_comm_lists("pipe")
         self.p2p_groups: list[list[int]] = []
         for ranks in self.pipe_groups:
-            self.p2p_groups += [[rank, ranks[place - len(ranks) + 1]] for place, rank in enumerate(ranks)]
+            # The last stage is paired with the first one.
+            for stage, rank in enumerate(ranks):
+                self.p2p_groups.append([rank, ranks[(stage + 1) % len(ranks)]])
         self.p2p_groups.sort()
-        if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
-            self.model_groups, self.mp_group = topology.get_axis_comm_lists("model"), list[int]()
+        if self.model_parallel_size > 1:
+            # Upstream has these attributes in this case only, and never fills the second one.
+            self.model_groups = topology.get_axis_comm_lists("model")
+            self.mp_group: list[int] = []
 
     def _is_grid_valid(self) -> bool:
         """Return whether the topology has as many ranks as the world."""
         return bool(self.world_size == dist.get_world_size())
 
     def topology(self) -> Any:
-        """Return the topology, as it was given."""
+        """Return the topology that the grid was created with."""
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank of another stage at this rank's other coordinates, or those that ``kwargs`` give in their place."""
-        at = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
-        rank: int = self._topo.get_rank(**at._asdict())
+        """Return the global rank of another stage at the other coordinates of this rank.
+
+        Args:
+            stage_id: the stage.
+            **kwargs: coordinates that replace those of this rank.
+        """
+        coord = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
+        rank: int = self._topo.get_rank(**coord._asdict())
         return rank
 
-    get_stage_id = Getters.get_pipe_parallel_rank
-    get_data_parallel_id = Getters.get_data_parallel_rank
+    get_stage_id = GroupAccessors.get_pipe_parallel_rank
+    get_data_parallel_id = GroupAccessors.get_data_parallel_rank
+
+
+def _check_has_pipe_and_data(topology: Any) -> None:
+    """Raise an AttributeError, as upstream, if a topology lacks the axis pipe or data."""
+    coord = topology.get_coord(0)
+    for axis in ("pipe", "data"):
+        getattr(coord, axis)

@@ -24,7 +24,7 @@ from namedmesh.compat.megatron.ranks import (
     default_position_embedding_ranks,
     split_ranks,
 )
-from namedmesh.dialects import DENSE, MEGATRON_GROUPS, GroupSpec
+from namedmesh.legacy import DENSE, MEGATRON_GROUPS, GroupSpec
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Any]) -> None:

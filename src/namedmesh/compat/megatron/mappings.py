@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from namedmesh.compat import ContractError
 from namedmesh.compat.layers import (
-    ALONE,
+    SELF_GROUP,
     VocabUtility,
     check_even,
     cross_entropy,
@@ -66,7 +66,7 @@ def resolve_group(group: OptionalGroup, *, is_expert: bool = False) -> Group:
         passed.
     """
     if group is None and not dist.is_initialized():
-        return ALONE
+        return SELF_GROUP
     if group is None:
         # Import it now, because install() replaces the module by megatron-core's.
         from namedmesh.compat.megatron import parallel_state

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from namedmesh.axes import DENSE_COUNTERPARTS
 from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.compat.state import mesh_axes
-from namedmesh.dialects import parse_order
 from namedmesh.layout import Layout
+from namedmesh.legacy import parse_order
 
 MEGATRON_NAMES = {**DENSE_COUNTERPARTS, "egtp_remat": "gtp_remat"}
 """Megatron's names for the experts' axes: its expert generator uses those of the dense axes."""

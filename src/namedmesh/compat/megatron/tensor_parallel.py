@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from namedmesh._torch import group_named
 from namedmesh.compat import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import ALONE, Initializer, ParallelLayer, VocabEmbedding, scatter
+from namedmesh.compat.layers import SELF_GROUP, Initializer, ParallelLayer, VocabEmbedding, scatter
 from namedmesh.compat.megatron import mappings as _mappings  # `mappings` is another name below
 from namedmesh.compat.megatron.mappings import *
 from namedmesh.compat.megatron.mappings import (
@@ -82,7 +82,7 @@ class _Layer(ParallelLayer):
 class _Linear(_Layer):
     """Base of the two linear layers: Megatron's parameter attributes, and an empty extra state."""
 
-    lengths = "output_size", "input_size"
+    shape_attributes = ("output_size", "input_size")
 
     def __init__(
         self, sizes: tuple[int, int], config: object, tp_group: ProcessGroup | None, is_expert: bool
@@ -317,7 +317,7 @@ class RowParallelLinear(_Linear):
             ``(s / t, b, output_size)``; and the bias with ``skip_bias_add``, otherwise None.
         """
         # On a group of one rank the reduction is the identity, which leaves the output partial.
-        group = ALONE if self.explicit_expert_comm else self.group
+        group = SELF_GROUP if self.explicit_expert_comm else self.group
         if not self.input_is_parallel:
             input_ = scatter(input_, self.group, -1)
         partial = F.linear(input_, self.weight)

@@ -1,4 +1,4 @@
-"""Which mesh a dialect answers from: bound, selected, in several threads, closed and destroyed."""
+"""The mesh that a legacy API uses: bound, selected, in several threads, closed and destroyed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ tp_size = parallel_state.get_tensor_model_parallel_world_size
 
 @pytest.fixture
 def meshes() -> Iterator[tuple[NamedMesh, NamedMesh]]:
-    """Two meshes of a fake world, which Megatron knows; the second one is bound."""
+    """Two meshes of a fake world that were bound to Megatron, the second one last."""
     with fake_world(8, 5):
         first, second = (namedmesh.init_mesh(dp=-1, tp=size, device="cpu") for size in (2, 4))
         for mesh in (first, second):
@@ -35,40 +35,43 @@ def meshes() -> Iterator[tuple[NamedMesh, NamedMesh]]:
 
 
 def bind(mesh: NamedMesh) -> megatron.Bound:
-    """Bind a mesh again, as it was."""
+    """Bind a mesh again, with the same options."""
     return megatron.bind(mesh, **NO_GLOO)
 
 
-def test_the_selected_mesh_answers_before_the_bound_one(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+def test_a_selected_mesh_takes_precedence_over_the_bound_one(meshes: tuple[NamedMesh, NamedMesh]) -> None:
     first, second = meshes
     assert megatron.current_mesh() is second
     parallel_state._PIPELINE_GLOBAL_RANKS = "patched"
     with first:
         assert tp_size() == 2
         assert parallel_state._PIPELINE_GLOBAL_RANKS == [5]
-        bind(first)  # takes effect when nothing is selected any more
+        bind(first)  # takes effect when no mesh is selected any more
     assert megatron.current_mesh() is first
     with second:
-        assert parallel_state._PIPELINE_GLOBAL_RANKS == "patched"  # it stays with its mesh
-    stranger = namedmesh.init_mesh(dp=8, device="cpu")
-    with stranger, pytest.raises(AssertionError, match="is not initialized"):
+        # A value that was assigned belongs to the mesh at that time.
+        assert parallel_state._PIPELINE_GLOBAL_RANKS == "patched"
+    unbound = namedmesh.init_mesh(dp=8, device="cpu")
+    with unbound, pytest.raises(AssertionError, match="is not initialized"):
         tp_size()
-    with stranger, pytest.raises(AssertionError, match="already initialized"):
+    with unbound, pytest.raises(AssertionError, match="already initialized"):
         parallel_state.initialize_model_parallel(2, **NO_GLOO)
-    stranger.close()
+    unbound.close()
 
 
-def test_two_threads_in_one_mesh(meshes: tuple[NamedMesh, NamedMesh]) -> None:
-    """The selection is the process's: who leaves first takes nothing from the other."""
+def test_a_mesh_stays_selected_until_the_last_thread_leaves_it(
+    meshes: tuple[NamedMesh, NamedMesh],
+) -> None:
+    """All threads of a process share the selection."""
     first, second = meshes
     seen: list[int] = []
 
-    def look() -> None:
+    def record_tp_size() -> None:
         with first:
             seen.append(tp_size())
 
     with first:
-        thread = Thread(target=look)
+        thread = Thread(target=record_tp_size)
         thread.start()
         thread.join()
         seen.append(tp_size())
@@ -76,7 +79,7 @@ def test_two_threads_in_one_mesh(meshes: tuple[NamedMesh, NamedMesh]) -> None:
     assert megatron.current_mesh() is second
 
 
-def test_leaving_a_binding_goes_back_to_the_one_before(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+def test_the_end_of_a_binding_restores_the_binding_before(meshes: tuple[NamedMesh, NamedMesh]) -> None:
     first, second = meshes
     with bind(first):
         assert tp_size() == 2
@@ -86,7 +89,8 @@ def test_leaving_a_binding_goes_back_to_the_one_before(meshes: tuple[NamedMesh, 
     assert megatron.current_mesh() is second
     with bind(first):
         bind(second)
-        assert tp_size() == 2  # the block's, until it ends
+        # The mesh of the block stays selected until its end.
+        assert tp_size() == 2
     assert megatron.current_mesh() is second
     bind(first)
     with bind(second):
@@ -95,7 +99,7 @@ def test_leaving_a_binding_goes_back_to_the_one_before(meshes: tuple[NamedMesh, 
     assert not parallel_state.is_initialized()
 
 
-def test_destroying_forgets_every_mesh_and_closes_none_that_was_bound(
+def test_destroy_forgets_all_meshes_and_closes_no_bound_mesh(
     meshes: tuple[NamedMesh, NamedMesh],
 ) -> None:
     first, second = meshes
@@ -108,10 +112,10 @@ def test_destroying_forgets_every_mesh_and_closes_none_that_was_bound(
     with second, pytest.raises(MeshError, match="is not bound to a mesh"):
         megatron.current_mesh()
     with bind(first):
-        assert tp_size() == 2  # its groups were never gone
+        assert tp_size() == 2  # its groups still exist
 
 
-def test_a_closed_mesh_answers_no_more(meshes: tuple[NamedMesh, NamedMesh]) -> None:
+def test_a_closed_mesh_is_not_used_any_more(meshes: tuple[NamedMesh, NamedMesh]) -> None:
     first, second = meshes
     with first:
         first.close()
