@@ -308,8 +308,8 @@ class _InputCheck:
         self.expected = self.forwards <= 2  # noqa: PLR2004  the first two
         if self.forwards == 1:
             for name, module in model.named_modules():
-                wiring = getattr(module, "wiring", None)
-                if wiring is not None and wiring.input_dim is None and wiring.group == self.group:
+                layouts = getattr(module, "layouts", None)
+                if layouts is not None and layouts.input_dim is None and layouts.group == self.group:
                     note = partial(self.note, name)
                     self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
         if not self.expected:

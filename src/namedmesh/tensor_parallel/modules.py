@@ -20,9 +20,15 @@ from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
 from namedmesh.errors import GradientError, ShapeError, ranks_in_words
 from namedmesh.mesh import NamedMesh
-from namedmesh.tensor_parallel.collectives import Group, enter, exchange, leave
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    all_to_all_single,
+    copy_to_tp_region,
+    reduce_from_tp_region,
+)
 from namedmesh.tensor_parallel.gradients import fingerprint
-from namedmesh.tensor_parallel.styles import local, replace_parameter, shard_parameters, shards_of
+from namedmesh.tensor_parallel.layers import local_params, shard_shapes
+from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 
 
 class LocalParameters(ParallelStyle):
@@ -73,7 +79,7 @@ class LocalForward:
     def __init__(self, module: nn.Module, names: Iterable[str], blocks: Any = ()) -> None:
         self.module, self.original = module, module.forward
         self.names, self.blocks = tuple(names), dict(blocks)
-        self.shards = shards_of(module, self.names)
+        self.shards = shard_shapes(module, self.names)
         inner = self.original
         while isinstance(inner, LocalForward):
             # Styles may follow each other on one module: experts are sharded over etp, and then over
@@ -83,7 +89,7 @@ class LocalForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward does."""
-        tensors = dict(zip(self.names, local(self.module, self.shards), strict=True))
+        tensors = dict(zip(self.names, local_params(self.module, self.shards), strict=True))
         with replaced_parameters(
             self.module, {name: self.plain(name, each) for name, each in tensors.items()}
         ):
@@ -112,7 +118,7 @@ class SumOutput(ParallelStyle):
 
 def sum_output(group: Group, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     """Return the sum of the ranks' outputs: a hook that can be pickled, once the group is given."""
-    return leave(output, group)
+    return reduce_from_tp_region(output, group)
 
 
 # --- experts -----------------------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ def _enter_all(group: Group, _module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Let each rank make a part of the gradients of all inputs."""
 
     def entered(value: Any) -> Any:
-        return enter(value, group) if isinstance(value, Tensor) and value.requires_grad else value
+        return copy_to_tp_region(value, group) if isinstance(value, Tensor) and value.requires_grad else value
 
     return tuple(map(entered, args)), {name: entered(each) for name, each in kwargs.items()}
 
@@ -263,15 +269,15 @@ class ExpertForward(LocalForward):
         if ranks == 1:
             return super().__call__(tokens, counts)
         # Of each rank, how many tokens come for each of this rank's experts.
-        arriving = exchange(counts, self.group).view(ranks, -1)
+        arriving = all_to_all_single(counts, self.group).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
         send, receive = totals.tolist()
-        arrived = exchange(tokens, self.group, (send, receive))
+        arrived = all_to_all_single(tokens, self.group, (send, receive))
         expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
         expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
         output = super().__call__(arrived[order], arriving.sum(0))
-        return exchange(output[order.argsort()], self.group, (receive, send))
+        return all_to_all_single(output[order.argsort()], self.group, (receive, send))
 
     def plain(self, name: str, shard: Tensor) -> Tensor:
         """Return this rank's experts of a weight."""

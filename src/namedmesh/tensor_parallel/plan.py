@@ -80,8 +80,8 @@ def parallelize(
     mesh = one_axis(mesh, "tp", "parallelize")
     entries, ties = resolve(model, mesh.size(), plan, must_divide, missing)
     for entry in entries:
-        short_way = getattr(entry.style, "short_way", None)
-        if isinstance(entry.style, _FEATURES) and not (short_way and short_way(entry.module)):
+        fast_path_class = getattr(entry.style, "fast_path_class", None)
+        if isinstance(entry.style, _FEATURES) and not (fast_path_class and fast_path_class(entry.module)):
             hook = partial(_refuse_uneven, entry.style.output_layouts[0], mesh.size())
             entry.module.register_forward_hook(hook)
         # One style at a time: with a dict, torch drops src_data_rank at the name "".
