@@ -208,7 +208,9 @@ class Undivided(ExpertParallel):
 
     def __init__(self) -> None:
         ParallelStyle.__init__(self)
-        self.gradient_scale, self.copies, self.skipped = 1.0, [], 0
+        self.gradient_scale = 1.0
+        self.replica_groups = []
+        self.forwards_to_skip = 0
 
 
 # --- other functions ----------------------------------------------------------------------------------------

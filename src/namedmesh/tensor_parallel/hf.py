@@ -18,8 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region
+from namedmesh.tensor_parallel.experts import ShardedExperts
 from namedmesh.tensor_parallel.layers import RowEmbedding
-from namedmesh.tensor_parallel.modules import LocalParameters, ShardedExperts
+from namedmesh.tensor_parallel.modules import LocalParameters
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowwiseParallel
 
