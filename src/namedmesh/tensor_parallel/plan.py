@@ -22,7 +22,7 @@ from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.buffers import watch_buffers
 from namedmesh.tensor_parallel.collectives import check_divides
-from namedmesh.tensor_parallel.gradients import compare_gradients, sum_before_steps
+from namedmesh.tensor_parallel.gradients import compare_gradients, install_optimizer_step_hook
 from namedmesh.tensor_parallel.styles import layer_placements
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
@@ -100,7 +100,7 @@ def parallelize(
     # Ranks that have data of their own have other gradients of everything.
     if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
         compare_gradients(model, mesh)
-    sum_before_steps()
+    install_optimizer_step_hook()
     accept_mixed_lists()
     watch_buffers(model)
     return model

@@ -18,7 +18,12 @@ from namedmesh._torch import from_all, held_unsharded, is_capturing, sharding_un
 from namedmesh.axes import EXPERT_AXES, TOKEN_AXES
 from namedmesh.errors import GradientError, TrainingError, listing
 from namedmesh.mesh import NamedMesh
-from namedmesh.tensor_parallel.gradients import LAST_STEP, NOTHING, TOLERANCE, fingerprint
+from namedmesh.tensor_parallel.gradients import (
+    LAST_STEP,
+    RELATIVE_TOLERANCE,
+    ZERO_GRAD_THRESHOLD,
+    fingerprint,
+)
 
 _CAUSES = (
     "They must be equal there. The two commonest causes: the gradients are not averaged over this "
@@ -185,7 +190,7 @@ def _differences(highest: list[list[float]], lowest: list[list[float]]) -> list[
     for position, (high, low) in enumerate(zip(highest, lowest, strict=True)):
         far = max(high[0] - low[0], high[1] - low[1])
         # If it is NaN or infinite on every rank, the norm says so.
-        if high[2] != low[2] or (far > TOLERANCE * high[0] and far > NOTHING * largest):
+        if high[2] != low[2] or (far > RELATIVE_TOLERANCE * high[0] and far > ZERO_GRAD_THRESHOLD * largest):
             different.append(position)
     return different
 
