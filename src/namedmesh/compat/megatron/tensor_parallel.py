@@ -326,11 +326,10 @@ class RowParallelLinear(_Linear):
         if not self.input_is_parallel:
             input_ = scatter(input_, self.group, -1)
         partial = F.linear(input_, self.weight)
-        output = (
-            reduce_scatter(partial, group, 0)
-            if self.sequence_parallel
-            else reduce_from_tp_region(partial, group)
-        )
+        if self.sequence_parallel:
+            output = reduce_scatter(partial, group, 0)
+        else:
+            output = reduce_from_tp_region(partial, group)
         if self.skip_bias_add:
             return output, self.bias
         # After the reduction, which would otherwise sum the bias over the ranks.
