@@ -180,15 +180,15 @@ def test_a_million_ranks_answer_at_once() -> None:
     assert tracer_lines < 200
 
 
-SIZE = "has size {}; a size is an int of at least 1, or -1 for whatever is left"
+SIZE = "size of axis {!r} must be an int of at least 1, or -1 for the remaining ranks, got {}"
 OUTSIDE = "is outside the axis; its coordinates are the ints 0 to 1"
 MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: Layout(), LayoutError, "no axis is named; name at least one, such as dp=-1"),
-    (lambda: Layout(tp=0), LayoutError, f"axis 'tp' {SIZE.format(0)}"),
+    (lambda: Layout(tp=0), LayoutError, SIZE.format("tp", 0)),
     (
         lambda: Layout(dp=-1, tp=-1, world_size=8),
         LayoutError,
-        "axes 'dp', 'tp' are all -1; only one axis can be whatever is left",
+        "axes 'dp', 'tp' are all -1; only one axis can have the remaining ranks",
     ),
     (
         lambda: Layout(dp=-1),
@@ -198,7 +198,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: Layout(dp=2, tp=3, world_size=8),
         LayoutError,
-        "dp=2 x tp=3 needs 6 ranks, but the world has 8; change a size, or give one axis -1 for whatever is left",
+        "dp=2 x tp=3 needs 6 ranks, but the world has 8; change a size, or give one axis -1 for the remaining ranks",
     ),
     (
         lambda: Layout(dp=-1, tp=3, world_size=8),
@@ -230,8 +230,8 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: Layout(dp=2.0, tp=True, rank_offset=-1),  # type: ignore[arg-type]
         LayoutError,
-        f"3 problems:\n  - axis 'dp' {SIZE.format(2.0)}\n  - axis 'tp' {SIZE.format(True)}\n"
-        "  - rank_offset is -1; it is an int of at least 0",
+        f"3 problems:\n  - {SIZE.format('dp', 2.0)}\n  - {SIZE.format('tp', True)}\n"
+        "  - rank_offset must be an int of at least 0, got -1",
     ),
     (
         lambda: Layout.from_order("tp-dp", tp=2, cp=2, world_size=8),

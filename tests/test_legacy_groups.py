@@ -527,7 +527,7 @@ def test_errors_name_the_variable_or_size_and_the_remedy() -> None:
         num_groups = live_groups()
         text = "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."
         refuses(lambda: initialize(2, 3), AssertionError, text)
-        refuses(lambda: initialize(0), AssertionError, "axis 'tp' ...")
+        refuses(lambda: initialize(0), AssertionError, "size of axis 'tp' ...")
         refuses(lambda: initialize(-1), AssertionError, "axes 'dp', 'tp' are all -1; ...")
         assert live_groups() == num_groups
         initialize(4)

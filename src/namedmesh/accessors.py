@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import constant_under_compile
-from namedmesh.errors import MeshError, count_of, did_you_mean, listing
+from namedmesh.errors import MeshError, did_you_mean, format_count, format_items
 from namedmesh.groups import Communicator, GroupOptions, Groups
 from namedmesh.layout import Layout
 from namedmesh.views import ROOT_VIEW, Views, join_names, quoted
@@ -179,7 +179,7 @@ class Accessors:
         if rank is not None:
             return explain_rank(layouts, rank)
         own = [known for known in self.communicators if known.owned and len(known.ranks) > 1]
-        held = f"{count_of(len(own), 'communicator')} beside the world's"
+        held = f"{format_count(len(own), 'communicator')} beside the world's"
         if own:
             held += f": {', '.join(f'{known.label} ({len(known.ranks)} ranks)' for known in own)}"
         return f"{explain_rank(layouts, self.global_rank)}\n  on {self.device}, with {held}"
@@ -196,7 +196,7 @@ class Accessors:
         uses += [known.label for known in made]
         owner = "made by this mesh" if made[0].owned else "not owned by this mesh"
         return (
-            f"group {'/'.join(dict.fromkeys(uses))}: ranks {listing(ranks, limit=16)} ({len(ranks)}), "
+            f"group {'/'.join(dict.fromkeys(uses))}: ranks {format_items(ranks, limit=16)} ({len(ranks)}), "
             f"{dist.get_backend(group)}, {owner}, torch name {group.group_name}"
         )
 
@@ -309,7 +309,7 @@ def explain_rank(layouts: Mapping[str, Layout], rank: int) -> str:
         for axis, at in layout.coords(rank).items():
             if axis not in explained:
                 ranks = layout.group(rank, axis)
-                among = f"with ranks {listing(ranks)}" if len(ranks) > 1 else "alone"
+                among = f"with ranks {format_items(ranks)}" if len(ranks) > 1 else "alone"
                 lines.append(f"  {axis}: {at} of {len(ranks)}, {among}")
         explained.update(layout)
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import is_registered
-from namedmesh.errors import LayoutError, listing
+from namedmesh.errors import LayoutError, format_items
 from namedmesh.layout import Layout
 
 
@@ -22,7 +22,7 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
         )
     if mesh.get_coordinate() is None:
         raise LayoutError(
-            f"rank {dist.get_rank()} is not in the DeviceMesh over ranks {listing(mesh.mesh.flatten().tolist())}; adopt it "
+            f"rank {dist.get_rank()} is not in the DeviceMesh over ranks {format_items(mesh.mesh.flatten().tolist())}; adopt it "
             "on those ranks only"
         )
     names = mesh.mesh_dim_names
@@ -86,7 +86,7 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layo
         got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
         if got != expected:
             problems.append(
-                f"the group of axis {axis!r} has ranks {listing(got)}, but {layout} has {listing(expected)} for rank "
+                f"the group of axis {axis!r} has ranks {format_items(got)}, but {layout} has {format_items(expected)} for rank "
                 f"{rank}; give the axes from the slowest to the fastest"
             )
     if problems:

@@ -22,7 +22,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from namedmesh._torch import default_store, default_timeout
-from namedmesh.errors import AgreementError, NamedMeshError, ranks_in_words
+from namedmesh.errors import AgreementError, NamedMeshError, format_ranks
 
 _TELLING = timedelta(seconds=5)
 """How long a rank that has failed waits for the others before it tells them, so that it can name those that are absent."""
@@ -291,7 +291,7 @@ class _Meeting:
 
 def _absent(ranks: Sequence[int], size: int, did: str, timeout: timedelta) -> str:
     return (
-        f"{ranks_in_words(ranks)} of {size} did not {did} within {timeout.total_seconds():g} s; see what they did instead, "
+        f"{format_ranks(ranks)} of {size} did not {did} within {timeout.total_seconds():g} s; see what they did instead, "
         "and make the same calls on every rank"
     )
 
@@ -311,7 +311,7 @@ def differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
         if len(holders) > 1:
             # The value that most ranks hold first: the others are likely the mistake.
             ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-            values = "; ".join(f"{value} on {ranks_in_words(holding)}" for value, holding in ordered)
+            values = "; ".join(f"{value} on {format_ranks(holding)}" for value, holding in ordered)
             problems.append(f"{field} differs between ranks: {values}; give every rank the same")
     return problems
 
@@ -338,5 +338,5 @@ def coincidences(requests: Sequence[Mapping[str, Sequence[str]]], ranks: Sequenc
     for (field, value), holding in holders.items():
         if len(holding) > 1:
             remedy = remedies[field, value]
-            problems.append(f"{ranks_in_words(holding)} have the same {field}, {value}; {remedy}")
+            problems.append(f"{format_ranks(holding)} have the same {field}, {value}; {remedy}")
     return problems

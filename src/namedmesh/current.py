@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from namedmesh.errors import MeshError, listing
+from namedmesh.errors import MeshError, format_items
 from namedmesh.groups import backends_of
 
 NamedMesh: TypeAlias = Any  # its file imports this one
@@ -79,7 +79,7 @@ def check_groups(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> No
         backends = backends_of(group)
         if group.size() > 1 and mesh.device.type not in backends:
             problems.append(
-                f"the mesh is on {mesh.device.type}, but the group of {name!r} serves {listing(backends)} only; make the "
+                f"the mesh is on {mesh.device.type}, but the group of {name!r} serves {format_items(backends)} only; make the "
                 f"groups with a backend for {mesh.device.type}, such as backend='cpu:gloo,cuda:nccl', or choose another device"
             )
     for other in alive():

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.errors import AgreementError, PlanError, count_of, listing, ranks_in_words
+from namedmesh.errors import AgreementError, PlanError, format_count, format_items, format_ranks
 from namedmesh.plan.describe import STATUS, add_layout, as_text, layout_arguments, parse_spec, resolve
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _run(arguments: Namespace) -> int:
         megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
         each = from_all(reports, measure(groups, hosts, device, round(megabytes * 2**20)))
         if dist.get_rank() == 0:
-            where = f"{dist.get_backend()} on {device.type}, {count_of(len(set(hosts)), 'host')}"
+            where = f"{dist.get_backend()} on {device.type}, {format_count(len(set(hosts)), 'host')}"
             sys.stdout.write(f"{arrangement.dense}, {where}\n\n{report_text(each)}\n")
     finally:
         if dist.is_initialized():
@@ -97,7 +97,7 @@ def problems_of(found: Sequence[Problem | None]) -> list[str]:
     problems = []
     for problem in filter(None, dict.fromkeys(found)):
         ranks = [rank for rank, own in enumerate(found) if own == problem]
-        problems.append(f"axis {problem[0]}, {ranks_in_words(ranks)}: {problem[1]}")
+        problems.append(f"axis {problem[0]}, {format_ranks(ranks)}: {problem[1]}")
     return problems
 
 
@@ -113,7 +113,7 @@ def check_groups(groups: Sequence[Group], device: torch.device, timeout: timedel
             _wait(dist.all_gather(members, own, group=group, async_op=True), timeout)
             found = tuple(int(member.item()) for member in members)
             if found != ranks:
-                return axis, f"its group has ranks {listing(found)} instead of {listing(ranks)}"
+                return axis, f"its group has ranks {format_items(found)} instead of {format_items(ranks)}"
             _wait(dist.all_reduce(own, group=group, async_op=True), timeout)
             if own.item() != sum(ranks):
                 return axis, f"an all-reduce gave {own.item()} instead of {sum(ranks)}"
@@ -200,12 +200,12 @@ def report_text(each: Sequence[Measured]) -> str:
         worst = min(speeds, key=lambda ranks: speeds[ranks][1])
         latency, bandwidth = (statistics.median(column) for column in zip(*speeds.values(), strict=True))
         row = (axis, len(worst), len(speeds), round(latency * 1e6, 1), round(bandwidth / 1e9, 3))
-        rows.append((*row, listing(worst), round(speeds[worst][1] / 1e9, 3)))
+        rows.append((*row, format_items(worst), round(speeds[worst][1] / 1e9, 3)))
     parts = [as_text(columns, rows), "every group has the right ranks and gives the right sum"]
     links = sorted((speed, pair) for one in each for pair, speed in one.links.items())
     if links:
         lines = [f"  {pair}: {speed / 1e9:.3g} GB/s" for speed, pair in links[:_SLOWEST]]
-        parts.append("\n".join([f"{count_of(len(links), 'pair')} of hosts, the slowest first:", *lines]))
+        parts.append("\n".join([f"{format_count(len(links), 'pair')} of hosts, the slowest first:", *lines]))
     times = [one.local for one in each]
     slowest, factor = times.index(max(times)), max(times) / statistics.median(times)
     parts.append(f"slowest rank: {slowest}, {factor:.2f} times the median for work of its own")

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import bound_device, guesses_device
 from namedmesh.agreement import Distinct, Meetings, agreed, meet_on
-from namedmesh.errors import LaunchError, count_of, listing
+from namedmesh.errors import LaunchError, format_count, format_items
 from namedmesh.groups import GroupOptions
 
 __all__ = ["init"]
@@ -159,7 +159,7 @@ def local_device(
         index = int_variable(environment, "LOCAL_RANK") or 0
         index = 0 if count == 1 else index  # the launcher shows each process one of its own
     if index >= count:
-        visible = f"{count_of(count, f'{wanted.type} device')} {'is' if count == 1 else 'are'} visible to this process"
+        visible = f"{format_count(count, f'{wanted.type} device')} {'is' if count == 1 else 'are'} visible to this process"
         raise LaunchError(
             f"device {wanted.type}:{index} is not there: {visible}; start one process for each device, make more devices "
             "visible, or use device='cpu'"
@@ -207,7 +207,7 @@ def _check_environment(environment: Mapping[str, str]) -> None:
     if missing:
         present = [name for name in _VARIABLES if name in environment]
         raise LaunchError(
-            f"{listing(present)} {'is' if len(present) == 1 else 'are'} set, but not {listing(missing)}; start the "
+            f"{format_items(present)} {'is' if len(present) == 1 else 'are'} set, but not {format_items(missing)}; start the "
             "script with torchrun, or unset all of them for a world of one"
         )
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT")

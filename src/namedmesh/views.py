@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh._torch import concatenate_meshes, flattened, without_modes
 from namedmesh.axes import DATA_PARTS
-from namedmesh.errors import AxisError, LayoutError, listing
+from namedmesh.errors import AxisError, LayoutError, format_items
 from namedmesh.groups import GroupOptions, Groups
 from namedmesh.layout import Layout
-from namedmesh.sizes import nearest_axis
+from namedmesh.sizes import suggest_axis
 
 ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""
@@ -71,7 +71,7 @@ class Views:
             allowed = tuple(homes)
             problems = []
             for axis in unknown:
-                problem = f"axis {axis!r} is not one of {allowed}{nearest_axis(axis, homes)}"
+                problem = f"axis {axis!r} is not one of {allowed}{suggest_axis(axis, homes)}"
                 if axis == "dp" and set(DATA_PARTS) <= set(homes):
                     problem += f', or call mesh.flatten({quoted(DATA_PARTS)}, name="dp") once, on every rank'
                 problems.append(problem)
@@ -91,8 +91,8 @@ class Views:
             other = self.layouts[home]
             if axis in layout and layout.partition(axis) != other.partition(axis):
                 problems.append(
-                    f"axis {axis!r} groups rank {rank} with {listing(layout.group(rank, axis))} in view {name!r}, but with "
-                    f"{listing(other.group(rank, axis))} in {other}; an axis that views share must be the same ranks in both: "
+                    f"axis {axis!r} groups rank {rank} with {format_items(layout.group(rank, axis))} in view {name!r}, but with "
+                    f"{format_items(other.group(rank, axis))} in {other}; an axis that views share must be the same ranks in both: "
                     "change sizes or order, or give it a name of its own"
                 )
         if name in self.layouts:
@@ -229,7 +229,7 @@ def options_by_axes(
         found[joined or (name,)] = of_axis
         problems += options_problems(of_axis, f"options of axis {name!r}")
         if not joined:
-            near = nearest_axis(name, axes)
+            near = suggest_axis(name, axes)
             unknown.append(f"options are given for axis {name!r}, which is not one of {tuple(axes)}{near}")
     if problems:
         raise LayoutError(*problems, *unknown)

@@ -13,7 +13,7 @@ from os import cpu_count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import LayoutError, UsageError, count_of
+from namedmesh.errors import LayoutError, UsageError, format_count
 
 if TYPE_CHECKING:
     from namedmesh.migrate.program import Program
@@ -65,7 +65,7 @@ def _migrate(arguments: Namespace) -> int:
     sys.stdout.write(report(program, len(paths), shows_certain=not rewrites))
     notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
     if notebooks:
-        sys.stdout.write(f"\n{count_of(notebooks, 'notebook')}: not read\n")
+        sys.stdout.write(f"\n{format_count(notebooks, 'notebook')}: not read\n")
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
     return 1 if problems else 0
 
@@ -142,11 +142,14 @@ def report(program: Program, file_count: int, *, shows_certain: bool) -> str:
                 doubt = f" (not certain: {advice.doubt})" if advice.doubt else ""
                 lines.append(f"{where}: {use.source}{doubt} -> {advice.new or 'stays'}")
     if not total:
-        return f"No use of megatron.core.parallel_state in {count_of(file_count, 'file')}.\n"
+        return f"No use of megatron.core.parallel_state in {format_count(file_count, 'file')}.\n"
     if once:
         lines += ["", "Every rank runs once, after the mesh is made:"]
         lines += [f"    {statement}" for statement in once]
-    lines += ["", f"{count_of(total, 'use')} in {count_of(file_count, 'file')}, {certain} of them certain."]
+    lines += [
+        "",
+        f"{format_count(total, 'use')} in {format_count(file_count, 'file')}, {certain} of them certain.",
+    ]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

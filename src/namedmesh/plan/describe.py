@@ -17,7 +17,7 @@ from namedmesh.axes import (
     SHARDING_AXES,
     USUAL_AXES,
 )
-from namedmesh.errors import LayoutError, UsageError, count_of, did_you_mean, listing
+from namedmesh.errors import LayoutError, UsageError, did_you_mean, format_count, format_items
 from namedmesh.layout import Layout
 from namedmesh.legacy import LEGACY_APIS, NAMEDMESH_API, JobLayout, compute_layouts, list_groups
 from namedmesh.plan.svg import draw_svg
@@ -123,9 +123,9 @@ class Plan:
                 groups = kind.groups(max(2, _SHOWN // kind.size))
                 more = f" and {kind.count - len(groups)} more" if len(groups) < kind.count else ""
                 lines.append(f"{kind.name}: {_in_words(groups)}{more}")
-        asks = f"A rank asks for {count_of(self.asked, 'group')} beside the world's"
-        holds = f"holds {count_of(self.held, 'communicator')} if groups over the same ranks are shared"
-        lines += ["", f"{asks}, and {holds}; the world has {count_of(self.in_world, 'group')}."]
+        asks = f"A rank asks for {format_count(self.asked, 'group')} beside the world's"
+        holds = f"holds {format_count(self.held, 'communicator')} if groups over the same ranks are shared"
+        lines += ["", f"{asks}, and {holds}; the world has {format_count(self.in_world, 'group')}."]
         if self.gpus_per_node:
             crossed = ", ".join(f"{count} of {axis}" for axis, count in self.across_nodes.items() if count)
             lines.append(f"Groups with ranks on several nodes of {self.gpus_per_node}: {crossed or 'none'}.")
@@ -171,7 +171,7 @@ def _across_nodes(arrangement: JobLayout, node: int) -> tuple[dict[str, int], li
                 last, firsts = layout.group(0, axis)[-1], layout.where(**{axis: 0})
                 across[axis] = sum(rank // node != (rank + last) // node for rank in firsts)
                 if across[axis] and axis in LAYER_AXES:
-                    leaves = f"{axis}={layout[axis]} leaves a node of {count_of(node, 'GPU')}"
+                    leaves = f"{axis}={layout[axis]} leaves a node of {format_count(node, 'GPU')}"
                     remedy = f"put it first in --order, or choose a size that divides {node}"
                     warnings.append(f"{leaves}, with what it sends in every layer; {remedy}")
     return across, warnings
@@ -213,7 +213,7 @@ def _kinds(arrangement: JobLayout) -> tuple[tuple[Kind, ...], int, int, int]:
 
 
 def _in_words(groups: Iterable[Group]) -> str:
-    return " ".join(f"({listing(group, _LONGEST)})" for group in groups)
+    return " ".join(f"({format_items(group, _LONGEST)})" for group in groups)
 
 
 def as_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -234,7 +234,7 @@ def rank_text(plan: Plan, rank: int) -> str:
     for own in filter(None, (layout, experts)):
         for axis, at in own.coords(rank).items():
             if own is layout or axis not in layout:
-                peers = listing(own.group(rank, axis), _LONGEST)
+                peers = format_items(own.group(rank, axis), _LONGEST)
                 lines.append(f"  {axis} {at} of 0 to {own[axis] - 1}, with ranks {peers}")
     if "pp" in layout and layout["pp"] > 1:
         at, group = layout.coords(rank)["pp"], layout.group(rank, "pp")
@@ -244,7 +244,9 @@ def rank_text(plan: Plan, rank: int) -> str:
     data = {axis: at for axis, at in layout.coords(rank).items() if axis in DATA_AXES}
     if data:
         part = f"part {layout.group_rank(rank, *data)} of 0 to {layout.size(*data) - 1}"
-        lines.append(f"  batch: {part}, the same samples as ranks {listing(layout.where(**data), _LONGEST)}")
+        lines.append(
+            f"  batch: {part}, the same samples as ranks {format_items(layout.where(**data), _LONGEST)}"
+        )
     lines.append(f"  parameters: {_shards_in_words(layout, rank, SHARDING_AXES)}")
     if experts is not None:
         lines.append(f"  experts: {_shards_in_words(experts, rank, EXPERT_SHARDING_AXES)}")
@@ -254,7 +256,7 @@ def rank_text(plan: Plan, rank: int) -> str:
 def _shards_in_words(layout: Layout, rank: int, sharding: Sequence[str]) -> str:
     own = {axis: at for axis, at in layout.coords(rank).items() if axis in sharding and layout[axis] > 1}
     shards = ", ".join(f"{axis} part {at} of 0 to {layout[axis] - 1}" for axis, at in own.items())
-    return f"{shards or 'all of them'}, the same on ranks {listing(layout.where(**own), _LONGEST)}"
+    return f"{shards or 'all of them'}, the same on ranks {format_items(layout.where(**own), _LONGEST)}"
 
 
 class Comparison(NamedTuple):

@@ -10,7 +10,7 @@ from itertools import product
 from math import inf, isqrt
 from typing import Any, NamedTuple
 
-from namedmesh.errors import LayoutError, UsageError, count_of
+from namedmesh.errors import LayoutError, UsageError, format_count
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
 from namedmesh.plan.model import CARDS, Axes, Job, Model, knobs, load_hardware, read_config
@@ -307,7 +307,7 @@ def _run(arguments: Namespace) -> int:
     margin, copies = arguments.margin, arguments.dp_replicate
     partitions = list_partitions(arguments.world_size, job, margin=margin, dp_replicate=copies)
     fitting = sum(one.fits for one in partitions)
-    head = f"{count_of(len(partitions), 'layout')} of {arguments.world_size} ranks, {fitting} of them fit"
+    head = f"{format_count(len(partitions), 'layout')} of {arguments.world_size} ranks, {fitting} of them fit"
     if not job.missing:
         limit = f"{hardware.memory * (1 - margin) / 1e9:.4g} GB of {hardware.name}"
         head += f" {limit} ({margin:.0%} of it stay free)"

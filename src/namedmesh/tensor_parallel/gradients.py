@@ -32,7 +32,7 @@ from namedmesh._torch import (
     synchronous,
 )
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import GradientError, listing
+from namedmesh.errors import GradientError, format_items
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
@@ -276,7 +276,7 @@ class _Watch:
                 problems = problems or noted
         if wrong and not problems:  # other inputs make other gradients
             problems.append(
-                f"{listing(wrong)}: whole on each of the {self.group.size} ranks of {self.axis}, but their gradients differ, by "
+                f"{format_items(wrong)}: whole on each of the {self.group.size} ranks of {self.axis}, but their gradients differ, by "
                 f"up to {max(wrong.values()):.2g} of the size: each has a part, and they would train apart; give a module that "
                 f"works on a rank's own features or tokens LocalParameters(), which sums the parts, and a linear whose "
                 f"features they use in part ColwiseParallel(), or KeyValueParallel(...) for keys and values"
@@ -332,7 +332,7 @@ class _InputCheck:
         if self.forwards == 1:
             shapes = dict.fromkeys(from_all(group_named(self.group.name), tuple(x.shape)))
             if len(shapes) > 1:
-                raise GradientError(self._problem(name, f" (shapes {listing(shapes)})"))
+                raise GradientError(self._problem(name, f" (shapes {format_items(shapes)})"))
         # Rounding may differ in what layers before it computed, but not in the ids of tokens.
         tolerance = TOLERANCE if x.is_floating_point() else 0.0
         self.noted = name, tolerance, fingerprint(x, (1.0, 0.7, 0.3))

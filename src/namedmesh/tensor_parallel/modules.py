@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._torch import concatenate_meshes, from_all, group_named, replaced_parameters
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
-from namedmesh.errors import GradientError, ShapeError, ranks_in_words
+from namedmesh.errors import GradientError, ShapeError, format_ranks
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, enter, exchange, leave
 from namedmesh.tensor_parallel.gradients import fingerprint
@@ -311,7 +311,7 @@ def _have_their_own(tokens: Tensor, group: Group) -> bool:
     for one in filter(None, digests):
         alike = [i for i, each in enumerate(digests) if each and math.dist(one, each) <= _ALIKE * one[0]]
         if len(alike) > 1:
-            got = f"{ranks_in_words(alike)} of the {group.size} ranks that share experts send the same tokens"
+            got = f"{format_ranks(alike)} of the {group.size} ranks that share experts send the same tokens"
             remedy = "leave each rank its part of the sequence (SequenceParallel), or cut the experts over etp (ShardedExperts)"
             raise GradientError(f"{got}, whose gradients would count {len(alike)} times; {remedy}")
     return all(digests)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import from_all, tree_leaves, tree_map
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import PlanError, count_of
+from namedmesh.errors import PlanError, format_count
 from namedmesh.tensor_parallel.plan import Plan, parallelize, resolve
 
 
@@ -36,7 +36,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [f"{name}: {text}" for name, text in self.different.items()]
-        total = f"{len(lines)} of {count_of(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one process"
+        total = f"{len(lines)} of {format_count(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one process"
         return "\n".join([*lines, total])
 
 

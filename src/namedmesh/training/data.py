@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import DATA_AXES, SAME_SAMPLE_AXES
-from namedmesh.errors import AgreementError, AxisError, listing
+from namedmesh.errors import AgreementError, AxisError, format_items
 from namedmesh.mesh import NamedMesh
 
 
@@ -84,7 +84,7 @@ def _conflicts(one: Mapping[int, object], several: Mapping[int, object], what: s
     found: dict[object, dict[object, list[int]]] = {}
     for rank, each in one.items():
         found.setdefault(each, {}).setdefault(several[rank], []).append(rank)
-    groups = [[f"ranks {listing(ranks)}" for ranks in each.values()] for each in found.values()]
+    groups = [[f"ranks {format_items(ranks)}" for ranks in each.values()] for each in found.values()]
     return [f"{' and '.join(each)} loaded {what}" for each in groups if len(each) > 1]
 
 

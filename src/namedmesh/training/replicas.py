@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import from_all, held_unsharded, is_capturing, sharding_under_ddp
 from namedmesh.axes import EXPERT_AXES, TOKEN_AXES
-from namedmesh.errors import GradientError, TrainingError, listing
+from namedmesh.errors import GradientError, TrainingError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.gradients import LAST_STEP, NOTHING, TOLERANCE, fingerprint
 
@@ -192,4 +192,4 @@ def _differences(highest: list[list[float]], lowest: list[list[float]]) -> list[
 
 def _describe(params: Iterable[tuple[int, Tensor]]) -> str:
     """Return parameters by their position among those that were given, and their shape."""
-    return listing(f"{position} {tuple(param.shape)}" for position, param in params)
+    return format_items(f"{position} {tuple(param.shape)}" for position, param in params)

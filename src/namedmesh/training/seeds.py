@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 from namedmesh._torch import make_rng_tracker
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
-from namedmesh.errors import TrainingError, listing
+from namedmesh.errors import TrainingError, format_items
 from namedmesh.mesh import NamedMesh, current_mesh
 
 _places: dict[str, str] = {}  # of each stream, the coordinates that its numbers depend on
@@ -200,7 +200,7 @@ def init_parameters(
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise TrainingError(
-            f"{listing(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
+            f"{format_items(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
         )
     for wrapped, parameter in model.named_parameters():
         name = plain_name(wrapped)

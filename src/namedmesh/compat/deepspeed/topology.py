@@ -23,7 +23,7 @@ from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
-from namedmesh.sizes import product
+from namedmesh.sizes import format_sizes
 
 __all__ = [
     "PipeDataParallelTopology",
@@ -87,14 +87,14 @@ class ProcessTopology:
         """
         if len(coord_kwargs) != len(self._layout_axes):
             raise LayoutError(
-                f"get_rank() needs a coordinate for each axis of {product(self.axes, self.dims)}, got "
+                f"get_rank() needs a coordinate for each axis of {format_sizes(self.axes, self.dims)}, got "
                 f"{len(coord_kwargs)}; call filter_match() for the ranks at some coordinates"
             )
         coord = self.ProcessCoord(**coord_kwargs)
         ranks = self.filter_match(**coord_kwargs)
         if not ranks:
             raise ContractError(
-                f"{coord} is outside of {product(self.axes, self.dims)}; coordinates count from 0"
+                f"{coord} is outside of {format_sizes(self.axes, self.dims)}; coordinates count from 0"
             )
         return ranks[0]
 
