@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from namedmesh import launch
 from namedmesh._version import __version__
-from namedmesh.agreement import agreed
+from namedmesh.agreement import agree_on
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupOptions, kept_groups
 from namedmesh.layout import Layout
@@ -69,7 +69,7 @@ def init_mesh(
         device = launch.init(device, backend=backend, timeout=timeout)
     try:
         # A timeout of another kind is reported to the other ranks, too.
-        with agreed("init_mesh", timeout if isinstance(timeout, timedelta) else None) as compare:
+        with agree_on("init_mesh", timeout if isinstance(timeout, timedelta) else None) as compare:
             fitted, defaults = _layout(layout, sizes), GroupOptions(backend=backend, timeout=timeout)
             return make_mesh(compare, fitted, {}, {} if options is None else options, defaults, device=device)
     except BaseException as error:
@@ -93,7 +93,7 @@ def make_mesh(
     """Compare a request with the other ranks, and make the mesh; for the dialects too. Communicates.
 
     Args:
-        compare: what :func:`namedmesh.agreement.agreed` yields.
+        compare: what :func:`namedmesh.agreement.agree_on` yields.
         layout: the layout of the mesh.
         request: what else must be the same on every rank, field by field.
         options: the options of the mesh's groups, by axis.

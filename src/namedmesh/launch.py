@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import bound_device, guesses_device
-from namedmesh.agreement import Distinct, Meetings, agreed, meet_on
+from namedmesh.agreement import Distinct, StoreCoordinator, agree_on, set_default_coordinator
 from namedmesh.errors import LaunchError, format_count, format_items
 from namedmesh.groups import GroupOptions
 
@@ -82,8 +82,8 @@ def init(
         store: dist.Store = open_store(os.environ, rank, timeout or default_pg_timeout)
     else:
         rank, world_size, store = 0, 1, dist.HashStore()
-    meetings = Meetings(store, rank, world_size)
-    with agreed("launch.init", timeout or default_pg_timeout, meetings) as compare:
+    coordinator = StoreCoordinator(store, rank, world_size)
+    with agree_on("launch.init", timeout or default_pg_timeout, coordinator) as compare:
         chosen = local_device(device)
         found = backend or dist.get_default_backend_for_device(chosen)
         binds = bind_device or guesses_device(found)
@@ -100,13 +100,13 @@ def init(
             torch.get_device_module(chosen).set_device(chosen)
         dist.init_process_group(
             found,
-            store=meetings.part("launch.init", timeout or default_pg_timeout),
+            store=coordinator.run_store("launch.init", timeout or default_pg_timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=chosen if binds and chosen.type != "cpu" else None,
         )
-    meet_on(meetings)
+    set_default_coordinator(coordinator)
     return chosen
 
 
@@ -139,7 +139,7 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
         int(environment["MASTER_PORT"]),
         is_master=rank == 0 and not of_agent,
         timeout=timeout,
-        wait_for_workers=False,  # the agreement waits, and names the absent ones
+        wait_for_workers=False,  # the agreement waits, and names the missing ones
         multi_tenant=True,
         use_libuv=environment.get("USE_LIBUV", "1") == "1",
     )

@@ -230,14 +230,14 @@ class NamedMesh(Accessors):
 
     @contextmanager
     def agreed(self, call: str) -> Iterator[Callable[..., None]]:
-        """Do what every rank of the world does, as :func:`namedmesh.agreement.agreed` says."""
+        """Run a block on every rank of the world, as :func:`namedmesh.agreement.agree_on` does."""
         self._check_open()
         if self.layout.world_size != self.groups.world_size:
             raise MeshError(
                 f"{self.layout} is a part of the world of {self.groups.world_size} ranks, and torch makes groups with "
                 f"every rank; {call} needs a mesh over all of them, or groups that were made before the mesh was adopted"
             )
-        with agreement.agreed(call, self.groups.defaults.timeout) as compare:
+        with agreement.agree_on(call, self.groups.defaults.timeout) as compare:
             yield compare
 
     # Selecting a mesh for code that names none.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agreed
+from namedmesh.agreement import agree_on
 from namedmesh.compat.deepspeed.accessors import GroupAccessors
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import agreed_groups, check_default_group
@@ -264,7 +264,7 @@ class PipelineParallelGrid(GroupAccessors):
         factors = _prime_factors(dist.get_world_size())
         topology = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
         axes = topology.get_axis_names()
-        with agreed("deepspeed.PipelineParallelGrid") as compare:
+        with agree_on("deepspeed.PipelineParallelGrid") as compare:
             # The topology may be upstream's, which has no layout.
             layout = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes]).layout
             if layout.world_size != dist.get_world_size():

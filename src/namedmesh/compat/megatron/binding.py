@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh import current
-from namedmesh.agreement import agreed
+from namedmesh.agreement import agree_on
 from namedmesh.axes import DENSE_AXES
 from namedmesh.compat import ContractError, ContractRuntimeError, ContractTypeError
 from namedmesh.compat.megatron import parallel_state
@@ -143,7 +143,7 @@ class ParallelStateBinding:
             return
         factory = GroupFactory(self.module)
         try:
-            with agreed("megatron.initialize_model_parallel") as compare:
+            with agree_on("megatron.initialize_model_parallel") as compare:
                 values = self._run_and_make_mesh(factory, compare, initialize, arguments)
         except BaseException:
             # The mesh is known to this call alone: close it, with the groups that exist so far.
