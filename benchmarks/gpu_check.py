@@ -221,10 +221,11 @@ def collectives() -> dict[str, Any]:
 def options() -> dict[str, Any]:
     """NCCL options, read back from the communicator of a group that has them."""
     require_gpu()
-    from namedmesh import GroupOptions
+    from namedmesh.options import GroupOptions, make_group_arguments
 
     mesh = make_mesh(dp=-1)
-    group: Any = dist.new_group([0], **GroupOptions(nccl={"max_ctas": 4}, high_priority=True).arguments())
+    arguments = make_group_arguments(GroupOptions(nccl={"max_ctas": 4}, high_priority=True))
+    group: Any = dist.new_group([0], **arguments)
     dist.all_reduce(torch.ones(1, device=mesh.device), group=group)
     made = group._get_backend(mesh.device).options  # noqa: SLF001  torch has no public way to read them
     require(made.config.max_ctas == 4, f"max_ctas is {made.config.max_ctas}")  # noqa: PLR2004  as asked for

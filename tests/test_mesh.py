@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import namedmesh
-from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh
+from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -335,23 +335,23 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
     (
         lambda mesh: mesh.flatten("dp", "tp", name="pp"),
         LayoutError,
-        "the name 'pp' is taken by an axis; give the product another with name=",
+        "the name 'pp' is taken by an axis; choose another with name=",
     ),
     (
         lambda mesh: mesh.add_view("expert", pp=4, ep=2),
         LayoutError,
         "2 problems:\n"
-        "  - axis 'pp' groups rank 0 with 0, 2, 4, 6 in view 'expert', but with 0, 4 in pp=2 x dp=2 x tp=2 (8 "
-        "ranks); an axis that views share must be the same ranks in both: change sizes or order, or give it a name "
-        "of its own\n"
-        "  - the name 'expert' is taken by another view; choose another",
+        "  - axis 'pp' has the ranks 0, 2, 4, 6 in view 'expert' (on rank 0), but 0, 4 in pp=2 x dp=2 x tp=2 (8 "
+        "ranks); views that share an axis must have the same ranks on it: change sizes or their order, or give the axis "
+        "another name\n"
+        "  - the name 'expert' is taken by another view; choose another name",
     ),
     (lambda mesh: mesh.add_view("other", a=3, b=-1), LayoutError, "a=3 ... 8 ranks; ... multiple of 3"),
     (
         lambda mesh: mesh.flatten("pp", "tp"),
-        LayoutError,
-        "timeout of axes 'pp' and 'tp' is both datetime.timedelta(seconds=5) and datetime.timedelta(seconds=6); say "
-        "which one the group over both should have with options=",
+        OptionError,
+        "axes 'pp' and 'tp' set different values of timeout, datetime.timedelta(seconds=5) and "
+        "datetime.timedelta(seconds=6); set the one of the group over both with options=",
     ),
     (lambda mesh: mesh.explain(rank=8), LayoutError, "rank 8 is outside ..."),
     (
@@ -361,7 +361,7 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
     ),
     (
         lambda mesh: mesh.flatten("dp", "tp", options={}),  # type: ignore[arg-type]
-        LayoutError,
+        OptionError,
         "options must be GroupOptions, got {}; write GroupOptions(timeout=...)",
     ),
     (
@@ -412,8 +412,8 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"layout": Layout(dp=4)},
         LayoutError,
-        "dp=4 (4 ranks) on ranks 0 to 3 is not the world of 8 ranks; change a size, or give one axis -1 for whatever is "
-        "left",
+        "dp=4 (4 ranks) covers ranks 0 to 3, but the world has ranks 0 to 7; change a size, or give one axis -1 for the "
+        "remaining ranks",
     ),
     (
         {"layout": Layout(dp=4), "tp": 2},
@@ -428,17 +428,17 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     (
         {"dp": 8, "options": {"dp": {"share": False}, "tq": GroupOptions()}},
-        LayoutError,
+        OptionError,
         "2 problems:\n"
         "  - options of axis 'dp' must be GroupOptions, got {'share': False}; write GroupOptions(timeout=...)\n"
         "  - options are given for axis 'tq', which is not one of ('dp',)",
     ),
     (
         {"dp": 8, "options": GroupOptions()},
-        LayoutError,
+        OptionError,
         "options must be a mapping of axis names to GroupOptions, ...",
     ),
-    ({"dp": 8, "timeout": 30}, LayoutError, "timeout is 30; ..."),
+    ({"dp": 8, "timeout": 30}, OptionError, "timeout must be a positive datetime.timedelta, got 30"),
     (
         {"dp": 8, "options": {"tp_": GroupOptions(), "dq": GroupOptions(), "ep": GroupOptions()}},
         AxisError,
@@ -502,15 +502,14 @@ def test_a_closed_mesh_says_so() -> None:
         assert repr(mesh) == "<NamedMesh dp=2 x tp=2 (4 ranks), closed>"
 
 
-def test_adoption_refuses_what_is_no_layout() -> None:
+def test_meshes_and_groups_that_form_no_layout_are_not_adopted() -> None:
     with fake_world(8, 2):
         slice_of_tp = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["pp", "dp"]
         with pytest.raises(LayoutError) as caught:
             NamedMesh.from_device_mesh(slice_of_tp)
         assert str(caught.value) == (
-            "the ranks of the DeviceMesh are not a range cut along its axes: rank 2 stands where a row-major order "
-            "of ('pp', 'dp') has rank 1; adopt the whole mesh rather than a slice of it, or make the mesh with "
-            "init_mesh"
+            "the ranks of the DeviceMesh are not a contiguous range in row-major order of ('pp', 'dp'): expected rank 1 "
+            "at position 1, got rank 2; adopt the full mesh instead of a slice, or make the mesh with init_mesh"
         )
         nameless = init_device_mesh("cpu", (8,))
         with pytest.raises(LayoutError, match="has no names; make it with mesh_dim_names="):

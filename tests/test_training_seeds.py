@@ -24,7 +24,7 @@ from training_checks import ON_EIGHT, ON_FOUR
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import forget_operations
+from namedmesh._torch import clear_dtensor_op_cache
 from namedmesh.training import seeds
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def test_first_weights_are_shards_of_those_of_one_process_and_no_rank_draws_all(
         assert len(whole["w"].unique()) > whole["w"].numel() * 0.97
         for rank in range(4):
             with fake_world(4, rank):
-                forget_operations()  # those of another rank, on an equal mesh
+                clear_dtensor_op_cache()  # those of another rank, on an equal mesh
                 mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
                 expected, empty = (
                     distribute_tensor(full, mesh["dp", "tp"], placements, src_data_rank=None)

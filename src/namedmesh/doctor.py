@@ -53,7 +53,7 @@ def _run(arguments: Namespace) -> int:
     import torch.distributed as dist
 
     from namedmesh import launch
-    from namedmesh._torch import abort_groups, from_all, set_group_timeout
+    from namedmesh._torch import abort_groups, all_gather_object, set_group_timeout
     from namedmesh.init import init_mesh
 
     spec, sizes = layout_arguments(arguments)
@@ -73,16 +73,16 @@ def _run(arguments: Namespace) -> int:
         axes = dict.fromkeys((*arrangement.dense, *(arrangement.expert or ())))
         groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes if mesh.size(axis) > 1]
         groups.append(Group("world", tuple(range(world)), dist.group.WORLD))
-        found = from_all(reports, check_groups(groups, device, timeout))
+        found = all_gather_object(reports, check_groups(groups, device, timeout))
         if any(found):
             # To destroy groups would wait for a stuck collective, so the report comes first, and then they are aborted.
             sys.stderr.write(f"namedmesh doctor: {AgreementError(*problems_of(found))}\n")
             sys.stderr.flush()
             abort_groups()
             return 1
-        hosts = from_all(reports, socket.gethostname())
+        hosts = all_gather_object(reports, socket.gethostname())
         megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
-        each = from_all(reports, measure(groups, hosts, device, round(megabytes * 2**20)))
+        each = all_gather_object(reports, measure(groups, hosts, device, round(megabytes * 2**20)))
         if dist.get_rank() == 0:
             where = f"{dist.get_backend()} on {device.type}, {format_count(len(set(hosts)), 'host')}"
             sys.stdout.write(f"{arrangement.dense}, {where}\n\n{report_text(each)}\n")

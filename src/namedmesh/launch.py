@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from namedmesh._torch import bound_device, guesses_device
 from namedmesh.agreement import Distinct, StoreCoordinator, agree_on, set_default_coordinator
 from namedmesh.errors import LaunchError, format_count, format_items
-from namedmesh.groups import GroupOptions
+from namedmesh.options import GroupOptions
 
 __all__ = ["init"]
 
@@ -58,7 +58,7 @@ def init(
     Raises:
         LaunchError: the environment is incomplete, or the device is not there.
         DistNetworkError: torch's, where rank 0 cannot host the store of the job, or does not answer.
-        LayoutError: the timeout is not a positive ``timedelta``.
+        OptionError: the timeout is not a positive ``timedelta``.
         AgreementError: the ranks were given different arguments, some did not call this within ``timeout``, one of
             them gave up, or several would use one GPU with NCCL.
 

@@ -19,10 +19,10 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import scatter
 from namedmesh.compat.state import Bound, State, agreed_groups, check_axes, check_default_group, group_over
 from namedmesh.errors import LayoutError
-from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.legacy import LEGACY_APIS, JobLayout, compute_layouts
 from namedmesh.mesh import NamedMesh
+from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave
 
 T = TypeVar("T")

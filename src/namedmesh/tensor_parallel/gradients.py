@@ -23,13 +23,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from namedmesh._torch import (
-    at_end_of_backward,
-    from_all,
-    gradient_like,
-    group_named,
+    all_gather_object,
+    get_group_by_name,
     is_capturing,
+    make_gradient,
+    queue_backward_callback,
     sharding_under_ddp,
-    synchronous,
+    wait_if_async,
 )
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import GradientError, format_items
@@ -89,7 +89,7 @@ def _all_reduce_together(parameters: Sequence[Any], mesh: DeviceMesh, layout: tu
         if parameter.grad is None:
             parts.append(torch.zeros_like(parameter.to_local().detach()))
         else:
-            parts.append(synchronous(parameter.grad.to_local().detach()))
+            parts.append(wait_if_async(parameter.grad.to_local().detach()))
     ranks_with_gradient = parts[0].new_ones(len(parts))
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
@@ -105,7 +105,7 @@ def _all_reduce_together(parameters: Sequence[Any], mesh: DeviceMesh, layout: tu
     for index, (parameter, part, whole) in enumerate(zip(parameters, parts, sums, strict=True)):
         # The count is read on ranks without a gradient only.
         if parameter.grad is not None or ranks_with_gradient[index] > 0:
-            parameter.grad = gradient_like(parameter, whole.view_as(part), parameter.placements)
+            parameter.grad = make_gradient(parameter, whole.view_as(part), parameter.placements)
 
 
 # The watches of all models of this process, by number: every rank makes them in the same order.
@@ -221,7 +221,7 @@ class _Watch:
                 handle.remove()
             handles.clear()
             # A callback in a callback runs last: after that of DDP, which finishes its gradients.
-            at_end_of_backward(partial(at_end_of_backward, partial(self.compare, replicated)))
+            queue_backward_callback(partial(queue_backward_callback, partial(self.compare, replicated)))
 
         # A gradient that is only returned, by torch.autograd.grad, is not accumulated, and does not count.
         trained = [param for param in parameters.values() if param.requires_grad and not param.is_meta]
@@ -262,7 +262,7 @@ class _Watch:
                 grad: Any = param.grad
                 counts = grad is not None and self.is_whole(grad)
                 fingerprints[name] = fingerprint(grad) if counts else [0.0, 0.0]
-        reports = from_all(group_named(self.group.name), (fingerprints, self.inputs.noted))
+        reports = all_gather_object(get_group_by_name(self.group.name), (fingerprints, self.inputs.noted))
         wrong = _different([found for found, _ in reports])
         problems = self.inputs.problems([noted for _, noted in reports])
         across: dict[frozenset[int], dist.ProcessGroup] = {}
@@ -271,7 +271,7 @@ class _Watch:
                 across.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
         across.pop(self.ranks, None)
         for group in across.values():
-            for found, noted in from_all(group, (wrong, problems)):
+            for found, noted in all_gather_object(group, (wrong, problems)):
                 wrong.update(found)
                 problems = problems or noted
         if wrong and not problems:  # other inputs make other gradients
@@ -326,11 +326,11 @@ class _InputCheck:
             if set(x.placements) != {Replicate()}:
                 return
             x = x.to_local()
-        x = synchronous(x)
+        x = wait_if_async(x)
         if type(x) is not Tensor or x.is_meta:  # such as a fake tensor
             return
         if self.forwards == 1:
-            shapes = dict.fromkeys(from_all(group_named(self.group.name), tuple(x.shape)))
+            shapes = dict.fromkeys(all_gather_object(get_group_by_name(self.group.name), tuple(x.shape)))
             if len(shapes) > 1:
                 raise GradientError(self._problem(name, f" (shapes {format_items(shapes)})"))
         # Rounding may differ in what layers before it computed, but not in the ids of tokens.
@@ -383,7 +383,7 @@ def _different(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, floa
 
 def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
     """Return the size of a tensor, and sums of it with weights, in double precision, a chunk at a time."""
-    flat = synchronous(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    flat = wait_if_async(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
     flat = flat.detach().coalesce().values() if flat.is_sparse else flat.detach()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).flatten()
     squares, sums = 0.0, [0.0] * len(rates)

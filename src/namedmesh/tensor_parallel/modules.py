@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import concatenate_meshes, from_all, group_named, replaced_parameters
+from namedmesh._torch import all_gather_object, concatenate_meshes, get_group_by_name, replace_parameters
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
 from namedmesh.errors import GradientError, ShapeError, format_ranks
@@ -84,7 +84,7 @@ class LocalForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward does."""
         tensors = dict(zip(self.names, local(self.module, self.shards), strict=True))
-        with replaced_parameters(
+        with replace_parameters(
             self.module, {name: self.plain(name, each) for name, each in tensors.items()}
         ):
             return self.original(*args, **kwargs)
@@ -307,7 +307,9 @@ def _have_their_own(tokens: Tensor, group: Group) -> bool:
         return False
     says = bool(len(tokens) and (tokens != tokens[0]).any() and tokens.isfinite().all())
     # Several sums, because tokens that were normalized have the same size.
-    digests = from_all(group_named(group.name), fingerprint(tokens, (1.0, 0.7, 0.3)) if says else [])
+    digests = all_gather_object(
+        get_group_by_name(group.name), fingerprint(tokens, (1.0, 0.7, 0.3)) if says else []
+    )
     for one in filter(None, digests):
         alike = [i for i, each in enumerate(digests) if each and math.dist(one, each) <= _ALIKE * one[0]]
         if len(alike) > 1:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import has_hooks, local_parameters
+from namedmesh._torch import has_hooks, to_local_parameters
 from namedmesh.errors import PlanError, ShapeError
 from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave, refuse_strangers, split
@@ -123,7 +123,7 @@ def local(module: nn.Module, shards: Shards, *, parts: bool = True) -> list[Any]
     parameters = [getattr(module, name) for name in shards]
     distributed = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     layouts = [_PARTS if parts and each.placements == _WHOLE else each.placements for each in distributed]
-    tensors = iter(local_parameters(distributed, layouts) if distributed else ())
+    tensors = iter(to_local_parameters(distributed, layouts) if distributed else ())
     result = [next(tensors) if isinstance(parameter, DTensor) else parameter for parameter in parameters]
     for (name, shape), tensor in zip(shards.items(), result, strict=True):
         if shape is not None and tensor.shape != shape:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from namedmesh._torch import dcp_ranks
+from namedmesh._torch import make_dcp_wrapper
 from namedmesh.errors import CheckpointError, NamedMeshError, format_items, format_ranks
 from namedmesh.mesh import NamedMesh
 
@@ -396,7 +396,7 @@ class Ranks:
         """Return the ranks of a mesh. Collective: every rank of the mesh must call it."""
         if mesh is None:
             return cls(None)
-        group = mesh.groups.for_checkpoints(mesh.layout)
+        group = mesh.groups.get_checkpoint_group(mesh.layout)
         return cls._of.setdefault(group, cls(group))
 
     @property
@@ -422,12 +422,12 @@ class Ranks:
     def from_first(self, what: str, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
         with self.told(what):
-            return dcp_ranks(**self.arguments).broadcast("checkpoint", partial(_sendable, function))
+            return make_dcp_wrapper(**self.arguments).broadcast("checkpoint", partial(_sendable, function))
 
     def from_all(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
         with self.told(what):
-            return dcp_ranks(**self.arguments).all_gather("checkpoint", partial(_sendable, function))
+            return make_dcp_wrapper(**self.arguments).all_gather("checkpoint", partial(_sendable, function))
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:

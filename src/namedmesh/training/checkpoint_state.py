@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from namedmesh._torch import with_local
+from namedmesh._torch import replace_local_tensor
 from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.training import seeds
@@ -210,7 +210,7 @@ class State:
                 pinned[name] = memory
             memory.copy_(local, non_blocking=True)
             devices.add(local.device)
-            self.values[name] = with_local(value, memory) if isinstance(value, DTensor) else memory
+            self.values[name] = replace_local_tensor(value, memory) if isinstance(value, DTensor) else memory
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 

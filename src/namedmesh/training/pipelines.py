@@ -16,10 +16,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from namedmesh._torch import (
-    frees_after_forward,
-    from_all,
-    loss_of_schedule,
+    all_gather_object,
     remove_backwards,
+    reshards_after_forward,
+    set_schedule_loss,
     tree_leaves,
     tree_map,
 )
@@ -111,7 +111,7 @@ class Pipeline:
     def _keep_weights(self) -> None:
         """Let FSDP2 keep weights between micro-batches, unless the user told it otherwise."""
         for module in self._sharded:
-            frees = frees_after_forward(module)
+            frees = reshards_after_forward(module)
             if frees and self._kind.__name__ in SPLIT_BACKWARD:
                 wrong = f"{self._name} needs weights that reshard_after_forward=True frees"
                 raise TrainingError(f"{wrong}; pass False")
@@ -213,7 +213,7 @@ class Pipeline:
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
             found = int(greatest)
         if found == _REJECTED:
-            raise ShapeError(*dict.fromkeys(chain.from_iterable(from_all(group, problems))))
+            raise ShapeError(*dict.fromkeys(chain.from_iterable(all_gather_object(group, problems))))
         return bool(found)
 
     def _lacks_rows(self, batch: Batch, built: Built) -> bool:
@@ -222,7 +222,7 @@ class Pipeline:
 
     def _agree_on_output(self, batch: Batch, built: Built) -> None:
         """Raise the problems that the last stage found in a first run, on every rank of ``pp``."""
-        for problems, rowless in from_all(self._mesh.group("pp"), (batch.problems, built.rowless)):
+        for problems, rowless in all_gather_object(self._mesh.group("pp"), (batch.problems, built.rowless)):
             built.rowless |= rowless
             if self._lacks_rows(batch, built):
                 raise ShapeError(ROWLESS)
@@ -238,7 +238,7 @@ class Pipeline:
             stages.append(PipelineStage(module, index, total, self._mesh.device, group=group))
             if any(param.requires_grad for param in module.parameters()):
                 trained.append(index)
-        first_trained = min(chain.from_iterable(from_all(group, trained)), default=0)
+        first_trained = min(chain.from_iterable(all_gather_object(group, trained)), default=0)
         given_tensors = tensors_of((batch.args, batch.by_row, batch.whole))
         input_trains = any(tensor.requires_grad for tensor in given_tensors)
         splits = batch.backward and self._kind.__name__ in SPLIT_BACKWARD
@@ -270,7 +270,7 @@ class Pipeline:
         with (
             stage_hooks(self._modules, batch, built),
             _gradients_kept(self._modules if batch.checks_output else []),
-            loss_of_schedule(built.schedule, partial(self._loss_of_rows, batch, built)),
+            set_schedule_loss(built.schedule, partial(self._loss_of_rows, batch, built)),
         ):
             # torch cuts the numbers of the rows in place of the target, which may be of any form.
             wants_output = batch.target is None

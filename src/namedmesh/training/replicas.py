@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import from_all, held_unsharded, is_capturing, sharding_under_ddp
+from namedmesh._torch import all_gather_object, is_capturing, iter_unsharded_parameters, sharding_under_ddp
 from namedmesh.axes import EXPERT_AXES, TOKEN_AXES
 from namedmesh.errors import GradientError, TrainingError, format_items
 from namedmesh.mesh import NamedMesh
@@ -65,7 +65,7 @@ def check_sharded(without_grad: dict[int, Tensor]) -> None:
     is_trained = any(param.requires_grad for param in without_grad.values())
     if torch.compiler.is_compiling() or not is_trained:
         return
-    held = {id(param) for param in held_unsharded()}
+    held = {id(param) for param in iter_unsharded_parameters()}
     hidden = {at: param for at, param in without_grad.items() if id(param) in held}
     if hidden:
         raise TrainingError(
@@ -94,7 +94,7 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
     # Every rank raises, whichever stage or shard the ranks that differ have.
     for axis in mesh.layout:
         if mesh.size(axis) > 1:
-            problems.update(*from_all(mesh.group(axis), problems))
+            problems.update(*all_gather_object(mesh.group(axis), problems))
     if problems:
         raise GradientError(*sorted(problems))
 

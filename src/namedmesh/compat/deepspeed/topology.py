@@ -19,10 +19,10 @@ from namedmesh.compat.deepspeed.accessors import GroupAccessors
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import agreed_groups, check_default_group
 from namedmesh.errors import LayoutError
-from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
+from namedmesh.options import GroupOptions
 from namedmesh.sizes import format_sizes
 
 __all__ = [
