@@ -87,7 +87,7 @@ def test_where_selects_a_slice_of_the_table(case: tuple[Layout, list[str]], rand
 
 
 @given(layouts_and_axes(), layouts_and_axes())
-def test_partitions_are_equal_exactly_if_the_groups_are(
+def test_partitions_are_equal_if_and_only_if_the_groups_are(
     one: tuple[Layout, list[str]], other: tuple[Layout, list[str]]
 ) -> None:
     same_key = one[0].partition(*one[1]) == other[0].partition(*other[1])
@@ -95,7 +95,9 @@ def test_partitions_are_equal_exactly_if_the_groups_are(
 
 
 @given(layouts_and_axes(), st.data())
-def test_equal_partitions_of_other_factorings(case: tuple[Layout, list[str]], data: st.DataObject) -> None:
+def test_equal_partitions_of_different_factorizations(
+    case: tuple[Layout, list[str]], data: st.DataObject
+) -> None:
     """The same ranks over other axes: only the groups decide, not the names."""
     layout, axes = case
     divisors = [n for n in range(1, layout.world_size + 1) if layout.world_size % n == 0]
@@ -107,7 +109,7 @@ def test_equal_partitions_of_other_factorings(case: tuple[Layout, list[str]], da
 
 
 @given(layouts(), st.data())
-def test_one_size_can_be_whatever_is_left(layout: Layout, data: st.DataObject) -> None:
+def test_one_size_can_be_inferred(layout: Layout, data: st.DataObject) -> None:
     axis = data.draw(st.sampled_from(layout.axes))
     sizes = {**dict(layout.items()), axis: -1}
     again = Layout(**sizes, world_size=layout.world_size, rank_offset=layout.rank_offset)
