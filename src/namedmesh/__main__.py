@@ -19,7 +19,7 @@ from namedmesh.errors import NamedMeshError, UsageError, did_you_mean
 COMMANDS: dict[str, str] = {
     "plan": "namedmesh.plan.describe",
     "partitions": "namedmesh.plan.partitions",
-    "diff": "namedmesh.plan.describe",
+    "diff": "namedmesh.plan.diff",
     "doctor": "namedmesh.doctor",
     "migrate": "namedmesh.migrate.command",
     "run": "namedmesh.compat.run",

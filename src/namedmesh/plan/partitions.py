@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from namedmesh.errors import LayoutError, UsageError, count_of
 from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
-from namedmesh.plan.describe import STATUS, as_text, parse_spec, positive
 from namedmesh.plan.model import CARDS, Axes, Job, Model, knobs, load_hardware, read_config
 from namedmesh.plan.settings import assumptions_of, settings_of
+from namedmesh.plan.spec import EXIT_MISMATCH, format_table, parse_spec, positive_int
 from namedmesh.sizes import shared_heads
 
 MARGIN = 0.08
@@ -285,10 +285,10 @@ def _configure(parser: ArgumentParser) -> None:
     text = f"{', '.join(CARDS)}, or a file.json with the fields of a card (default: %(default)s)"
     group.add_argument("--hardware", default="h100", metavar="NAME", help=text)
     for flag, read, default, text in (
-        ("--dp-replicate", positive, None, "copies of a sharded model: HSDP (default: the best of some)"),
+        ("--dp-replicate", positive_int, None, "copies of a sharded model: HSDP (default: the best of some)"),
         ("--memory", float, None, "GB of a GPU, if not the hardware's"),
         ("--margin", float, MARGIN, "the part of the memory that stays free (default: %(default)s)"),
-        ("--best", positive, None, "only the N that fit and have the most tokens a second"),
+        ("--best", positive_int, None, "only the N that fit and have the most tokens a second"),
     ):
         group.add_argument(flag, type=read, default=default, metavar="N", help=text)
     text = "why one of two layouts, such as tp=8,dp=4, is faster: the seconds and gigabytes that differ (default: the first two)"
@@ -330,7 +330,7 @@ def _run(arguments: Namespace) -> int:
         lines = [f"The fastest, with {best[0].policies}:", best[0].call, *best[0].settings]
         parts += ["\n  ".join(lines), assumptions_of(best[0].job)]
     sys.stdout.write("\n\n".join(parts) + "\n")
-    return 0 if fitting else STATUS
+    return 0 if fitting else EXIT_MISMATCH
 
 
 def _table(partitions: Sequence[Partition]) -> str:
@@ -349,7 +349,7 @@ def _table(partitions: Sequence[Partition]) -> str:
             row["time goes to"] = ", ".join(f"{part} {seconds / whole:.0%}" for part, seconds in most)
         rows.append(row | {"ruled out": "; ".join(one.reasons)})
     columns = [name for name in _COLUMNS if any(row.get(name, "") != "" for row in rows)]
-    return as_text(columns, [[row.get(name, "") for name in columns] for row in rows])
+    return format_table(columns, [[row.get(name, "") for name in columns] for row in rows])
 
 
 _SUMMARY = "every layout of a world, with the policies under which it is fastest; the exit status is 3 if nothing fits"
