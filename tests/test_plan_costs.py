@@ -17,9 +17,11 @@ from messages import says
 
 from namedmesh import LayoutError
 from namedmesh.errors import UsageError
-from namedmesh.plan.cost import collective, estimate_memory, estimate_step, in_flight, layer_of, shares
+from namedmesh.plan.memory import estimate_memory
 from namedmesh.plan.model import CARDS, Axes, Hardware, Job, Model, load_hardware, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
+from namedmesh.plan.stages import count_in_flight, count_layer_elements, list_stage_shares
+from namedmesh.plan.step import estimate_collective, estimate_step
 from namedmesh.sizes import stage_range
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -54,8 +56,8 @@ QWEN3_MOE = {
 )  # fmt: skip
 def test_parameters_are_the_published_ones_and_those_on_the_ranks(model: Model, published: float) -> None:
     assert model.total / 1e9 == pytest.approx(published, abs=0.005)
-    for share in shares(model, 4, 1):
-        assert share.dense + share.expert == len(stage_range(model.layers, share.rank, 4))
+    for share in list_stage_shares(model, 4, 1):
+        assert share.layers == len(stage_range(model.layers, share.rank, 4))
     dense, expert, routed = model.layer
     ep = 2 if model.experts else 1
     held = dense * (model.layers - model.expert_layers) + (expert + routed / ep) * model.expert_layers
@@ -91,7 +93,7 @@ def test_states_by_stage_and_trainer(stage: int) -> None:
     """Of 16 bytes for a parameter 12 are divided by the 8 ranks from stage 1 on, 2 more from stage 2 on, all from stage 3 on."""
     whole, divided = [(16, 0), (4, 12), (2, 14), (0, 16)][stage]
     job, axes = Job(replace(LLAMA_8B, layers=4), stage=stage), Axes(tp=2, pp=2, dp=8)
-    held = max(sum(share.parameters(job.model, axes)) for share in shares(job.model, 2, 1))
+    held = max(sum(share.parameters(job.model, axes)) for share in list_stage_shares(job.model, 2, 1))
 
     def states(job: Job) -> float:
         memory = estimate_memory(job, axes)
@@ -120,18 +122,20 @@ def test_what_torch_keeps_by_hand() -> None:
     model = Model(layers=1, heads=4, kv_heads=2, hidden=16, ffn=24, vocab=32)
     none = Job(model, seq=8, checkpointing="none")
     halved = 2 * 16 / 2 + 2 * 16 + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2
-    assert layer_of(none, Axes(tp=2), experts=False).kept == halved
+    assert count_layer_elements(none, Axes(tp=2), has_experts=False).kept == halved
     one_head = replace(none, model=replace(model, kv_heads=1))  # which each rank has
-    assert layer_of(one_head, Axes(tp=2), experts=False).kept == halved
-    [share] = shares(one_head.model, 1, 1)
+    assert count_layer_elements(one_head, Axes(tp=2), has_experts=False).kept == halved
+    [share] = list_stage_shares(one_head.model, 1, 1)
     # All weights are halved but those of keys and values, 2 x 16 x 4.
     assert share.parameters(one_head.model, Axes(tp=2))[0] == (one_head.model.total - 16 + 2 * 16 * 4) / 2
-    selective = layer_of(replace(none, checkpointing="selective"), Axes(), experts=False)
+    selective = count_layer_elements(replace(none, checkpointing="selective"), Axes(), has_experts=False)
     # Input, queries, values, attention; gate, last product.
     assert selective.kept == 16 + 16 + 8 + 16 + 24 + 16
     mixture = replace(model, kv_heads=4, experts=8, top_k=2, expert_ffn=12, shared_experts=1)
     for tp, etp in ((1, 1), (2, 1), (2, 2)):
-        found = layer_of(replace(none, model=mixture), Axes(tp=tp, etp=etp), experts=True).kept
+        found = count_layer_elements(
+            replace(none, model=mixture), Axes(tp=tp, etp=etp), has_experts=True
+        ).kept
         halves = 2 * 16 / tp + 2 * 16 + 5 * 16 / tp + 3 * 4 * 12 / tp
         assert found == halves + 2 * 2 * 16 * etp / tp + 2 * 8
 
@@ -141,7 +145,7 @@ def test_what_fsdp_gathers_and_the_loss_copies() -> None:
     layer, ends, logits, hidden = LLAMA_8B.layer[0], 2 * 4096 * 128256, 128 * 128256, 2 * 128 * 4096 * 2
     one, last = (estimate_memory(job, axes) for axes in (Axes(dp=2), Axes(dp=2, pp=2)))
     assert one.gathered == pytest.approx(2 * ends)
-    again = layer_of(job, Axes(), experts=False)
+    again = count_layer_elements(job, Axes(), has_experts=False)
     more = 2 * 128 * (again.read - again.kept + again.gradients)
     assert one.backward == pytest.approx(more + (3 * 2 + 4) * layer + 2 * ends, rel=1e-4)
     # The last of two stages: two layers and the head, gathered for the whole step, and gradients that accumulate.
@@ -154,20 +158,22 @@ def test_what_fsdp_gathers_and_the_loss_copies() -> None:
 
 def test_micro_batches_in_flight() -> None:
     job = Job(replace(LLAMA_8B, layers=4, vocab=0), seq=8, global_batch=16, trainer="megatron")
-    assert [in_flight(job, 4, rank) for rank in range(4)] == [4, 3, 2, 1]
-    each = layer_of(job, Axes(), experts=False).kept * 8 * 2
+    assert [count_in_flight(job, 4, rank) for rank in range(4)] == [4, 3, 2, 1]
+    each = count_layer_elements(job, Axes(), has_experts=False).kept * 8 * 2
     assert estimate_memory(job, Axes(pp=4)).activations == pytest.approx(4 * each)
     assert estimate_memory(replace(job, global_batch=2), Axes(pp=4)).activations == pytest.approx(2 * each)
     p, m = 8, 3  # Korthikanti, section 4.2.3
-    assert in_flight(replace(job, stages_per_rank=m), p, 0) == pytest.approx(p * (1 + (p - 1) / (p * m)))
+    assert count_in_flight(replace(job, stages_per_rank=m), p, 0) == pytest.approx(
+        p * (1 + (p - 1) / (p * m))
+    )
 
 
 def test_the_bandwidth_of_a_group_follows_from_its_members_in_a_node() -> None:
     assert [PLAIN.bandwidth(*each) for each in ((4, 1), (16, 1), (16, 2), (4, 4))] == [1e9, 4e8, 2e8, 1e8]
     assert PLAIN.bandwidth(3, 1) == 1e8  # the second group has a rank in one node and two in the next
     hops = 12 * 3.4e-6 + 3 * 9.6e-6  # of a ring over four nodes of four
-    assert collective(PLAIN, 8e8, 16, 1) == pytest.approx(7.5e8 / 4e8 + hops, rel=1e-9)
-    nvl72 = load_hardware("gb200-nvl72").filled(1024)  # 64 of the 72
+    assert estimate_collective(PLAIN, 8e8, 16, 1) == pytest.approx(7.5e8 / 4e8 + hops, rel=1e-9)
+    nvl72 = load_hardware("gb200-nvl72").fit_domain(1024)  # 64 of the 72
     assert (nvl72.bandwidth(64, 1), nvl72.bandwidth(16, 32)) == (0.80 * 900e9, 2 * 45e9)
 
 
@@ -180,7 +186,7 @@ def test_a_step_by_hand() -> None:
     # Half of s x s scores, two products, forward, again, and two and a half times backward, at a quarter of the peak.
     assert step["attention"] == pytest.approx(4 * 4.5 * 2 * 32 * 32 * 64 / 2 / 2.5e11)
     # What is read backward is moved twice forward and three times backward; the loss; and gradients that accumulate.
-    read, logits = layer_of(job, Axes(tp=2, pp=2), experts=False).read, 100 / 2
+    read, logits = count_layer_elements(job, Axes(tp=2, pp=2), has_experts=False).read, 100 / 2
     moved = tokens * (5 * 2 * read + 2 * 10 * logits) + 10 * (layer + 64 * 100) / 2
     assert step["elementwise"] == pytest.approx(4 * moved / 5e11)
     # Four all-reduces of 32 x 64 numbers of two bytes: each is sent to one other rank twice, half at a time.
@@ -273,7 +279,7 @@ def test_the_search_finds_what_is_found_by_hand(model: Model, sizes: dict[str, i
         best = max(best, one.tokens_per_second if one.fits else 0.0)
     found = find_partition(list_partitions(64, job, dp_replicate=1), sizes)
     assert (found.tokens_per_second if found.fits else 0.0) == pytest.approx(best)
-    given = replace(job, micro_batch=2, stage=3, checkpointing="full", hardware=job.hardware.filled(64))
+    given = replace(job, micro_batch=2, stage=3, checkpointing="full", hardware=job.hardware.fit_domain(64))
     assert {one.job for one in list_partitions(64, given)} == {given}
 
 

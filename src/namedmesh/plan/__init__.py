@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from namedmesh.errors import UsageError
-from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
 from namedmesh.plan.describe import Kind, LayoutPlan, make_plan, rank_text
 from namedmesh.plan.diff import Comparison, compare
+from namedmesh.plan.memory import Memory, estimate_memory
 from namedmesh.plan.model import Axes, Hardware, Job, Model, load_hardware, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
+from namedmesh.plan.step import estimate_step
 from namedmesh.plan.svg import draw_svg
 
 __all__ = [

@@ -180,7 +180,7 @@ class Hardware:
         """The bytes that a GPU's share of its node's NICs moves in a second."""
         return self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
 
-    def filled(self, world_size: int) -> Hardware:
+    def fit_domain(self, world_size: int) -> Hardware:
         """Return the hardware as a job fills it: as many whole nodes of each domain as divide the world."""
         used = range(self.domain, 0, -self.gpus_per_node) if world_size > self.domain else (world_size,)
         domain = next((ranks for ranks in used if world_size % ranks == 0), self.domain)

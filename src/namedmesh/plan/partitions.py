@@ -11,10 +11,11 @@ from math import inf, isqrt
 from typing import Any, NamedTuple
 
 from namedmesh.errors import LayoutError, UsageError, count_of
-from namedmesh.plan.cost import Memory, estimate_memory, estimate_step
+from namedmesh.plan.memory import Memory, estimate_memory
 from namedmesh.plan.model import CARDS, Axes, Job, Model, knobs, load_hardware, read_config
 from namedmesh.plan.settings import assumptions_of, settings_of
 from namedmesh.plan.spec import EXIT_MISMATCH, format_table, parse_spec, positive_int
+from namedmesh.plan.step import estimate_step
 from namedmesh.sizes import shared_heads
 
 MARGIN = 0.08
@@ -112,7 +113,7 @@ def list_partitions(
         problems.append(f"margin is {margin}; it is the part of the memory that stays free, such as 0.08")
     if problems:
         raise LayoutError(*problems)
-    job = replace(job, hardware=job.hardware.filled(world_size))
+    job = replace(job, hardware=job.hardware.fit_domain(world_size))
     jobs, limit = list(_jobs(job)), job.hardware.memory * (1 - margin)
     return tuple(_best_of(axes, jobs, limit, dp_replicate) for axes in _all_axes(world_size, job))
 
