@@ -17,8 +17,9 @@ from messages import says
 
 from namedmesh import LayoutError
 from namedmesh.errors import UsageError
+from namedmesh.plan.hardware import CARDS, Hardware, load_hardware
 from namedmesh.plan.memory import estimate_memory
-from namedmesh.plan.model import CARDS, Axes, Hardware, Job, Model, load_hardware, read_config
+from namedmesh.plan.model import Axes, Job, Model, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
 from namedmesh.plan.stages import count_in_flight, count_layer_elements, list_stage_shares
 from namedmesh.plan.step import estimate_collective, estimate_step

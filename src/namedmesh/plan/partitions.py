@@ -11,8 +11,9 @@ from math import inf, isqrt
 from typing import Any, NamedTuple
 
 from namedmesh.errors import LayoutError, UsageError, count_of
+from namedmesh.plan.hardware import CARDS, load_hardware
 from namedmesh.plan.memory import Memory, estimate_memory
-from namedmesh.plan.model import CARDS, Axes, Job, Model, knobs, load_hardware, read_config
+from namedmesh.plan.model import Axes, Job, Model, list_options, read_config
 from namedmesh.plan.settings import assumptions_of, settings_of
 from namedmesh.plan.spec import EXIT_MISMATCH, format_table, parse_spec, positive_int
 from namedmesh.plan.step import estimate_step
@@ -275,13 +276,13 @@ def _configure(parser: ArgumentParser) -> None:
     titles = {Model: "the model", Job: "how it is trained; the best is searched where nothing is said"}
     for kind, title in titles.items():
         group = parser.add_argument_group(title)
-        for one in knobs(kind):
-            allowed, how = one.metadata["allowed"], dict[str, Any](type=int, metavar="N")
+        for one in list_options(kind):
+            allowed, how = one.metadata["choices"], dict[str, Any](type=int, metavar="N")
             if isinstance(one.default, bool):
                 how = {"action": BooleanOptionalAction}
             elif allowed:
                 how = {"type": type(allowed[0]), "choices": allowed}
-            group.add_argument(f"--{one.name.replace('_', '-')}", help=one.metadata["words"], **how)
+            group.add_argument(f"--{one.name.replace('_', '-')}", help=one.metadata["text"], **how)
     group = parser.add_argument_group("on what, and what is shown")
     text = f"{', '.join(CARDS)}, or a file.json with the fields of a card (default: %(default)s)"
     group.add_argument("--hardware", default="h100", metavar="NAME", help=text)
@@ -300,11 +301,13 @@ def _run(arguments: Namespace) -> int:
     """Print the partitions that the arguments ask for; the status is 3 if nothing fits."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     model, notes = read_config(arguments.config) if arguments.config else (Model(), [])
-    model = replace(model, **{one.name: given[one.name] for one in knobs(Model) if one.name in given})
+    model = replace(model, **{one.name: given[one.name] for one in list_options(Model) if one.name in given})
     hardware = load_hardware(arguments.hardware)
     if arguments.memory:
         hardware = replace(hardware, memory=arguments.memory * 1e9)
-    job = Job(model, hardware, **{one.name: given[one.name] for one in knobs(Job) if one.name in given})
+    job = Job(
+        model, hardware, **{one.name: given[one.name] for one in list_options(Job) if one.name in given}
+    )
     margin, copies = arguments.margin, arguments.dp_replicate
     partitions = list_partitions(arguments.world_size, job, margin=margin, dp_replicate=copies)
     fitting = sum(one.fits for one in partitions)

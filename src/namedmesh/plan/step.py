@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from namedmesh.plan.hardware import Hardware
 from namedmesh.plan.memory import REDUCED_BYTES
-from namedmesh.plan.model import Axes, Hardware, Job
+from namedmesh.plan.model import Axes, Job
 from namedmesh.plan.stages import (
     BF16_BYTES,
     FSDP_STAGE,
