@@ -254,7 +254,7 @@ TURNS = replace(FEW, trainer="megatron", stages_per_rank=2, global_batch=24)
         (Job(Model(ffn=11000)), {"tp": 16}, "11000 features of the feed-forward network do not divide by tp=16"),
         (ODD, {"tp": 2, "etp": 2}, "1001 features of an expert do not divide by etp=2"),
         (ODD, {"tp": 2, "etp": 1}, ""),
-        (FEW, {"pp": 16, "dp": 1}, "8 micro-batches are fewer than the 16 stages, which torch's 1F1B refuses"),
+        (FEW, {"pp": 16, "dp": 1}, "8 micro-batches are fewer than the 16 stages, which torch's 1F1B rejects"),
         (replace(FEW, trainer="megatron"), {"pp": 16, "dp": 1}, ""),
         (TURNS, {"pp": 16, "dp": 1}, "24 micro-batches do not divide by pp=16, as Megatron's interleaved schedule needs"),
         (FEW, {"dp": 16}, "a global batch of 8 does not divide by dp=16 x micro-batches of 1"),

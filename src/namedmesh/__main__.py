@@ -18,7 +18,7 @@ from namedmesh.errors import NamedMeshError, UsageError, did_you_mean
 
 COMMANDS: dict[str, str] = {
     "plan": "namedmesh.plan.describe",
-    "partitions": "namedmesh.plan.partitions",
+    "partitions": "namedmesh.plan.partitions_command",
     "diff": "namedmesh.plan.diff",
     "doctor": "namedmesh.doctor",
     "migrate": "namedmesh.migrate.command",

@@ -92,6 +92,7 @@ class LayoutPlan:
         return self.arrangement.dense
 
     def __str__(self) -> str:
+        # The order is from the layout to its groups to numbers, so that a reader can stop early.
         lines = [f"{self.arrangement.api.name}: {self.layout}, the last axis fastest"]
         if self.arrangement.expert is not None:
             lines.append(f"experts: {self.arrangement.expert}")
@@ -112,6 +113,7 @@ class LayoutPlan:
         return "\n".join(lines)
 
     def _format_kinds(self) -> str:
+        # "ends" are Megatron's embedding groups: the first and the last pipeline stage share the word embedding.
         prefixes = {"all": "", "ends": "ends of ", "first": "first of "}
         rows = []
         for kind in self.kinds:
@@ -124,9 +126,7 @@ def _model_replicas(layout: Layout) -> Kind:
     """Return the groups of ranks that together hold one replica of the model."""
     # ZeRO and FSDP shards along dp are left out: which of them a trainer uses is not part of a layout.
     axes = tuple(axis for axis in layout if axis in SHARDING_AXES)
-    size = 1
-    if axes:
-        size = layout.size(*axes)
+    size = layout.size(*axes) if axes else 1
     return Kind("model replicas", axes, layout, "all", size, layout.world_size // size, "its own")
 
 
@@ -199,7 +199,7 @@ def _count_node_crossings(layouts: JobLayout, gpus_per_node: int) -> dict[str, i
             last_node = (first_rank + extent) // gpus_per_node
             if first_node != last_node:
                 count += 1
-        crossings[axis] = count
+        crossings[axis] = count  # 0 is kept: callers look up every axis
     return crossings
 
 
@@ -233,13 +233,10 @@ def first_groups(
     """
     groups: list[Group] = []
     for first_rank in layout.where(**dict.fromkeys(axes, 0))[:limit]:
-        group: Group = (first_rank,)
-        if axes:
-            group = layout.group(first_rank, *axes)
+        group = layout.group(first_rank, *axes) if axes else (first_rank,)
         if members == "first":
             group = group[:1]
         elif members == "ends" and len(group) > 1:
-            # Megatron's embedding groups: the first and the last pipeline stage share the word embedding.
             group = (group[0], group[-1])
         groups.append(group)
     return groups
@@ -313,6 +310,7 @@ def rank_text(plan: LayoutPlan, rank: int) -> str:
         same = listing(layout.where(**data_coords), _SHOWN_RANKS_OF_GROUP)
         lines.append(f"  batch: {part}, the same samples as ranks {same}")
     lines.append(f"  parameters: {_describe_shard(layout, rank, SHARDING_AXES)}")
+    # Experts are sharded over axes of their own, so their replicas are on other ranks.
     if expert_layout is not None:
         lines.append(f"  experts: {_describe_shard(expert_layout, rank, EXPERT_SHARDING_AXES)}")
     return "\n".join(lines)
@@ -320,12 +318,8 @@ def rank_text(plan: LayoutPlan, rank: int) -> str:
 
 def _describe_stage(group: Group, stage: int) -> str:
     """Describe the neighbors of a pipeline stage."""
-    before = "the first stage"
-    if stage > 0:
-        before = f"receives from rank {group[stage - 1]}"
-    after = "the last stage"
-    if stage + 1 < len(group):
-        after = f"sends to rank {group[stage + 1]}"
+    before = f"receives from rank {group[stage - 1]}" if stage > 0 else "the first stage"
+    after = f"sends to rank {group[stage + 1]}" if stage + 1 < len(group) else "the last stage"
     return f"{before}, {after}"
 
 
@@ -351,9 +345,8 @@ def _configure(parser: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> int:
     spec, keywords = read_layout_arguments(arguments)
     plan = make_plan(spec, world_size=arguments.world_size, gpus_per_node=arguments.gpus_per_node, **keywords)
-    text = str(plan)
-    if arguments.rank is not None:
-        text = rank_text(plan, arguments.rank)
+    text = str(plan) if arguments.rank is None else rank_text(plan, arguments.rank)
+    # The picture is written first: an axis that does not exist is an error before anything is printed.
     if arguments.svg is not None:
         picture = draw_svg(plan.layout, gpus_per_node=plan.gpus_per_node, color_by=arguments.color_by)
         arguments.svg.write_text(picture, encoding="utf-8")

@@ -95,7 +95,7 @@ def _find_difference(
     names = {*axes}
     if "dp" in names:
         names.update(DATA_AXES)
-    # The order of the axes does not matter here: a group is a set of ranks.
+    # In each layout's own order: the same ranks may be written as pp x tp in one and as tp x pp in the other.
     axes_a = [axis for axis in layout_a if axis in names]
     axes_b = [axis for axis in layout_b if axis in names]
     if _group_ranks_key(layout_a, axes_a) == _group_ranks_key(layout_b, axes_b):

@@ -100,9 +100,7 @@ class Hardware:
                     domain = candidate
                     break
         # Hardware is compared by identity: a job that fits already stays equal to itself.
-        if domain == self.domain:
-            return self
-        return replace(self, domain=domain)
+        return self if domain == self.domain else replace(self, domain=domain)
 
     def members(self, size: int, stride: int) -> int:
         """Return the number of ranks of a group that are in one domain; the least, if it differs between groups.
@@ -126,9 +124,7 @@ class Hardware:
             stride: the distance between neighboring ranks of the group.
         """
         members = self.members(size, stride)
-        if members == size:
-            return self.domain_rate
-        return min(self.domain_rate, members * self.nic_rate)
+        return self.domain_rate if members == size else min(self.domain_rate, members * self.nic_rate)
 
 
 CARDS = {name: Hardware(**card) for name, card in read_json(Path(__file__).with_name("cards.json")).items()}

@@ -89,9 +89,7 @@ class Model:
     @cached_property
     def expert_layers(self) -> int:
         """The number of layers with experts."""
-        if not self.experts:
-            return 0
-        return self.layers - self.dense_layers
+        return self.layers - self.dense_layers if self.experts else 0
 
     @cached_property
     def embedding(self) -> int:
@@ -115,9 +113,7 @@ class Model:
         else:
             attention = hidden * (heads + self.kv) * (query + value)
         attention_and_norms = attention + 2 * hidden
-        matrices = 2
-        if self.ffn:  # a gated network has a third matrix, for the gate
-            matrices = 3
+        matrices = 3 if self.ffn else 2  # a gated network has a third matrix, for the gate
         dense = attention_and_norms + matrices * hidden * self.inner
         expert = 3 * hidden * (self.expert_ffn or self.inner)
         # The router and the shared experts are not sharded over ep, so they count with the rest of the layer.
@@ -128,9 +124,7 @@ class Model:
     def total(self) -> int:
         """The parameters of the model."""
         dense, expert, routed = self.layer
-        ends = 2 * self.embedding
-        if self.tied:
-            ends = self.embedding
+        ends = self.embedding if self.tied else 2 * self.embedding
         layers = dense * (self.layers - self.expert_layers) + (expert + routed) * self.expert_layers
         return layers + ends + self.hidden  # the norm before the head
 
@@ -147,10 +141,7 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     Raises:
         UsageError: if the file cannot be read, or a size is missing or not an int.
     """
-    file: str | Path = path
-    if not path.endswith(".json"):
-        file = Path(path, "config.json")
-    config = read_json(file)
+    config = read_json(path if path.endswith(".json") else Path(path, "config.json"))
     # A model of text and images has the sizes of its language model in a configuration of its own.
     config = {**config, **(config.get("text_config") or {})}
     sizes = _read_sizes(config, path)
@@ -304,9 +295,7 @@ class Job:
             dp: the number of data-parallel ranks.
         """
         sequences = dp * (self.micro_batch or 1)
-        if self.global_batch % sequences:
-            return 0
-        return self.global_batch // sequences
+        return 0 if self.global_batch % sequences else self.global_batch // sequences
 
 
 def _find_wrong_values(owner: Model | Job) -> list[str]:
@@ -316,9 +305,7 @@ def _find_wrong_values(owner: Model | Job) -> list[str]:
         value = getattr(owner, entry.name)
         choices = entry.metadata["choices"]
         # 0 is allowed only as a default that means unknown, or none.
-        least = 1
-        if entry.default == 0:
-            least = 0
+        least = 0 if entry.default == 0 else 1
         if choices:
             if value not in {*choices, entry.default}:
                 problems.append(f"{entry.name} is {value!r}; it is one of {choices}")

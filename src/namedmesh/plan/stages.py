@@ -87,9 +87,7 @@ def list_stage_shares(model: Model, pp: int, stages_per_rank: int) -> tuple[Stag
             layers.extend(stage_range(model.layers, stage, stage_count))
         dense_layers = sum(layer < first_expert_layer for layer in layers)
         is_last = rank == pp - 1
-        ends = int(rank == 0) + int(is_last)
-        if pp == 1 and model.tied:
-            ends = 1
+        ends = 1 if pp == 1 and model.tied else int(rank == 0) + int(is_last)
         share = StageShare(rank, dense_layers, len(layers) - dense_layers, ends, is_last)
         every_share.append(share)
     longest = max(every_share, key=lambda share: (share.layers, share.expert_layers))
@@ -153,9 +151,7 @@ def count_layer_elements(job: Job, axes: Axes, *, has_experts: bool) -> LayerEle
     model = job.model
     tp = axes.tp
     hidden = model.hidden
-    residual: float = hidden
-    if job.sequence_parallel:
-        residual = hidden / tp
+    residual = hidden / tp if job.sequence_parallel else hidden
     if job.is_torch:
         norm_outputs: float = 2 * hidden
         attention_copies = 2
@@ -170,9 +166,7 @@ def count_layer_elements(job: Job, axes: Axes, *, has_experts: bool) -> LayerEle
     heads = model.heads / tp
     kv_heads = count_kv_heads(model, tp)
     query_features, value_features = model.features
-    latent = 0
-    if model.kv_rank:
-        latent = model.q_rank + model.kv_rank + model.rope_dim
+    latent = model.q_rank + model.kv_rank + model.rope_dim if model.kv_rank else 0
     projected = heads * query_features + kv_heads * (query_features + value_features)
     attention_output = heads * value_features
 

@@ -133,9 +133,8 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> dict[str, float]
         sharded = shared * (axes.shards > 1) + routed * (axes.expert_shards > 1)
         copied_bytes = (2 * gathers + 1) * BF16_BYTES + REDUCED_BYTES
         seconds["elementwise"] += rounds * copied_bytes * sharded / memory_rate
-    updated = shared + routed
-    if job.stage:  # From stage 1 on, a rank updates its shard only.
-        updated = shared / axes.shards + routed / axes.expert_shards
+    # From stage 1 on, a rank updates its shard only.
+    updated = shared / axes.shards + routed / axes.expert_shards if job.stage else shared + routed
     seconds["bubble"] = bubble
     seconds["optimizer"] = (_ADAM_BYTES + _CLIPPING_BYTES + BF16_BYTES) * updated / memory_rate
     seconds["dp"] = rounds * _estimate_data_parallel(job, axes, share, passes, gathers)
@@ -267,13 +266,9 @@ def _estimate_communication(job: Job, axes: Axes, share: StageShare, tokens: flo
     """
     model = job.model
     hardware = job.hardware
-    passes = 2
-    if job.checkpointing == "full":
-        passes = 3
+    passes = 3 if job.checkpointing == "full" else 2
     # A layer of routed experts only has a tp region in attention, not in its feed-forward half.
-    expert_halves = 1
-    if model.shared_experts:
-        expert_halves = 2
+    expert_halves = 2 if model.shared_experts else 1
     tp_regions = 2 * share.dense_layers + expert_halves * share.expert_layers
     residual_bytes = tokens * model.hidden * BF16_BYTES
     routed_bytes = residual_bytes / axes.tp * model.top_k * axes.etp
