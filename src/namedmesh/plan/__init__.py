@@ -1,4 +1,4 @@
-"""The offline planner: describe, draw and compare layouts, and rank them by estimated cost, without torch or a GPU."""
+"""Describe, draw and compare layouts, and rank them by estimated cost, without torch or a GPU."""
 
 from __future__ import annotations
 

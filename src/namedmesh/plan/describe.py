@@ -1,4 +1,4 @@
-"""Describe a layout: its groups, communicators, nodes, and the coordinates of a rank (``namedmesh plan``)."""
+"""Describe a layout: groups, communicators, nodes, and a rank's coordinates (``namedmesh plan``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from namedmesh.plan.spec import (
 )
 from namedmesh.plan.svg import draw_svg
 
-# Text about thousands of ranks stays readable: a kind shows groups of up to 32 ranks in all, a group 16 ranks.
+# Text about thousands of ranks stays readable: a kind shows groups of up to 32 ranks in all, a
+# group 16 ranks.
 _SHOWN_RANKS_OF_KIND = 32
 _SHOWN_RANKS_OF_GROUP = 16
 
@@ -37,11 +38,12 @@ class Kind:
         name: the name in the legacy API, or the axes.
         axes: the axes that vary inside a group.
         layout: the dense or the expert layout that has these axes.
-        members: "all" ranks along the axes, the first and the last rank ("ends"), or only the "first".
+        members: "all" ranks along the axes, the first and the last rank ("ends"), or only the
+            "first".
         size: the number of ranks in a group.
         count: the number of groups.
-        communicator: the communicator that serves the groups if groups over the same ranks are shared: "its own",
-            "the world's", "none, one rank", or "that of" another kind.
+        communicator: the communicator that serves the groups if groups over the same ranks are
+            shared: "its own", "the world's", "none, one rank", or "that of" another kind.
     """
 
     name: str
@@ -69,8 +71,8 @@ class LayoutPlan:
         arrangement: the dense and the expert layout, and the legacy API whose groups are listed.
         kinds: the kinds of groups, in the order in which they are created.
         asked: the number of groups that a rank requests, without the default group.
-        held: the number of communicators that a rank holds if groups over the same ranks are shared, without
-            that of the default group.
+        held: the number of communicators that a rank holds if groups over the same ranks are
+            shared, without that of the default group.
         in_world: the number of groups of all ranks together.
         gpus_per_node: the number of consecutive ranks of a node, if known.
         across_nodes: by axis, the number of its groups that have ranks on several nodes.
@@ -98,7 +100,8 @@ class LayoutPlan:
             lines.append(f"experts: {self.arrangement.expert}")
         lines += ["", self._format_kinds(), ""]
         for kind in (*self.kinds, _model_replicas(self.layout)):
-            # A kind that shares the groups of another kind has the same ranks; listing them once is enough.
+            # A kind that shares the groups of another kind has the same ranks; listing them once is
+            # enough.
             if kind.communicator == "its own":
                 lines.append(_format_kind(kind))
         asks = f"A rank asks for {count_of(self.asked, 'group')} beside the world's"
@@ -113,7 +116,8 @@ class LayoutPlan:
         return "\n".join(lines)
 
     def _format_kinds(self) -> str:
-        # "ends" are Megatron's embedding groups: the first and the last pipeline stage share the word embedding.
+        # "ends" are Megatron's embedding groups: the first and the last pipeline stage share the
+        # word embedding.
         prefixes = {"all": "", "ends": "ends of ", "first": "first of "}
         rows = []
         for kind in self.kinds:
@@ -124,7 +128,8 @@ class LayoutPlan:
 
 def _model_replicas(layout: Layout) -> Kind:
     """Return the groups of ranks that together hold one replica of the model."""
-    # ZeRO and FSDP shards along dp are left out: which of them a trainer uses is not part of a layout.
+    # ZeRO and FSDP shards along dp are left out: which of them a trainer uses is not part of a
+    # layout.
     axes = tuple(axis for axis in layout if axis in SHARDING_AXES)
     size = layout.size(*axes) if axes else 1
     return Kind("model replicas", axes, layout, "all", size, layout.world_size // size, "its own")
@@ -150,13 +155,13 @@ def make_plan(
     """Describe a layout without a process group, a GPU or torch.
 
     Args:
-        spec: a layout, or text: ``"pp=2,dp=-1,tp=2"``, slowest first, ``"megatron tp=2,pp=4"``, or the name of a
-            legacy API; may be empty if ``sizes`` are given.
+        spec: a layout, or text: ``"pp=2,dp=-1,tp=2"``, slowest first, ``"megatron tp=2,pp=4"``, or
+            the name of a legacy API; may be empty if ``sizes`` are given.
         world_size: the number of ranks; needed if a size is inferred.
         order: the axes, fastest first; by default the legacy API's order, without one Megatron's.
         gpus_per_node: the number of consecutive ranks that fast links connect.
-        **sizes: the axis sizes, if ``spec`` has none. ``dp`` is inferred. ``ep``, ``etp`` or ``edp`` give the
-            experts a separate layout.
+        **sizes: the axis sizes, if ``spec`` has none. ``dp`` is inferred. ``ep``, ``etp`` or
+            ``edp`` give the experts a separate layout.
 
     Raises:
         LayoutError: if the sizes do not fit together or into the world.
@@ -191,7 +196,8 @@ def _count_node_crossings(layouts: JobLayout, gpus_per_node: int) -> dict[str, i
     """Return by axis the number of groups that have ranks on several nodes."""
     crossings = {}
     for axis, layout in _axis_layouts(layouts).items():
-        # Every group is a translation of rank 0's group, so the first and the last rank of each are enough.
+        # Every group is a translation of rank 0's group, so the first and the last rank of each are
+        # enough.
         extent = layout.group(0, axis)[-1]
         count = 0
         for first_rank in layout.where(**{axis: 0}):
@@ -204,7 +210,7 @@ def _count_node_crossings(layouts: JobLayout, gpus_per_node: int) -> dict[str, i
 
 
 def _find_node_warnings(layouts: JobLayout, gpus_per_node: int, crossings: dict[str, int]) -> list[str]:
-    """Return warnings about a node that is not full, and about axes that should not cross nodes but do."""
+    """Return warnings about nodes that are not full and axes that should not cross nodes but do."""
     warnings = []
     # A world smaller than a node is no mistake, such as four ranks on a node of eight GPUs.
     world_size = layouts.dense.world_size
@@ -243,9 +249,10 @@ def first_groups(
 
 
 def _list_kinds(layouts: JobLayout) -> tuple[tuple[Kind, ...], int, int, int]:
-    """Return the kinds of groups, and how many groups a rank requests and holds and all ranks have."""
+    """Return the kinds, and the numbers of groups: requested by a rank, held by it, and in all."""
     kinds: list[Kind] = []
-    # Rank 0 is in a group of every kind. Two kinds with the same group there have the same groups everywhere.
+    # Rank 0 is in a group of every kind. Two kinds with the same group there have the same groups
+    # everywhere.
     owners: dict[Group, str] = {}
     # NCCL and gloo cannot share a communicator: a group with gloo in addition counts twice.
     communicators: set[tuple[Group, bool]] = set()
@@ -265,7 +272,8 @@ def _list_kinds(layouts: JobLayout) -> tuple[tuple[Kind, ...], int, int, int]:
             communicator = "its own"
         else:
             communicator = f"that of {owner}"
-        # A group of one rank needs no communication, and torch's default group serves a group of all ranks.
+        # A group of one rank needs no communication, and torch's default group serves a group of
+        # all ranks.
         if len(group) > 1:
             communicators.update((group, is_gloo) for is_gloo in backends)
         requested += len(backends)
@@ -300,7 +308,8 @@ def rank_text(plan: LayoutPlan, rank: int) -> str:
         position = axis_layout.coords(rank)[axis]
         peers = listing(axis_layout.group(rank, axis), _SHOWN_RANKS_OF_GROUP)
         lines.append(f"  {axis} {position} of 0 to {axis_layout[axis] - 1}, with ranks {peers}")
-    # The neighbors of a stage, the batch and the shards follow from the usual names of the axes (namedmesh.axes).
+    # The neighbors of a stage, the batch and the shards follow from the usual names of the axes
+    # (namedmesh.axes).
     coords = layout.coords(rank)
     if "pp" in layout and layout["pp"] > 1:
         lines.append(f"  pipeline: {_describe_stage(layout.group(rank, 'pp'), coords['pp'])}")
@@ -325,7 +334,8 @@ def _describe_stage(group: Group, stage: int) -> str:
 
 def _describe_shard(layout: Layout, rank: int, sharding_axes: Sequence[str]) -> str:
     """Describe the shard of the parameters that a rank has, and the ranks with the same shard."""
-    # An axis of size 1 shards nothing. Ranks with the same coordinates on the other axes are replicas.
+    # An axis of size 1 shards nothing. Ranks with the same coordinates on the other axes are
+    # replicas.
     coords = layout.coords(rank)
     shard_coords = {axis: coords[axis] for axis in layout if axis in sharding_axes and layout[axis] > 1}
     parts = [f"{axis} part {position} of 0 to {layout[axis] - 1}" for axis, position in shard_coords.items()]
@@ -346,7 +356,8 @@ def _run(arguments: Namespace) -> int:
     spec, keywords = read_layout_arguments(arguments)
     plan = make_plan(spec, world_size=arguments.world_size, gpus_per_node=arguments.gpus_per_node, **keywords)
     text = str(plan) if arguments.rank is None else rank_text(plan, arguments.rank)
-    # The picture is written first: an axis that does not exist is an error before anything is printed.
+    # The picture is written first: an axis that does not exist is an error before anything is
+    # printed.
     if arguments.svg is not None:
         picture = draw_svg(plan.layout, gpus_per_node=plan.gpus_per_node, color_by=arguments.color_by)
         arguments.svg.write_text(picture, encoding="utf-8")
@@ -356,4 +367,4 @@ def _run(arguments: Namespace) -> int:
 
 _SUMMARY = "what a layout amounts to: groups, replicas, communicators, nodes"
 COMMANDS = {"plan": (_SUMMARY, _configure, _run)}
-"""The summary of the command, the function that declares its arguments, and the function that runs it."""
+"""The summary of the command, and the functions that declare its arguments and run it."""

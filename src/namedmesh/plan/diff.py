@@ -50,7 +50,9 @@ class Comparison(NamedTuple):
 
 
 def compare(first: str, second: str, *, world_size: int | None = None) -> Comparison:
-    """Compare two layouts over the same ranks: the groups of each axis, and the model-parallel groups.
+    """Compare the groups of two layouts over the same ranks, axis by axis.
+
+    The model-parallel groups, pp x tp, are compared in addition.
 
     Args:
         first: a specification, as for :func:`make_plan`.
@@ -72,13 +74,15 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
         raise LayoutError(f"{dense_a} and {dense_b} are not over the same ranks; give one world_size")
     axes = list(dict.fromkeys((*dense_a, *dense_b)))
     if "dp" in axes:
-        # If only one layout splits dp in two, both of its parts together are compared with the other's dp.
+        # If only one layout splits dp in two, both of its parts together are compared with the
+        # other's dp.
         axes = [axis for axis in axes if axis not in DATA_PARTS]
     kinds = {(axis,): _find_difference((axis,), dense_a, dense_b) for axis in axes}
     if "pp" in axes and "tp" in axes:
         kinds["pp", "tp"] = _find_difference(("pp", "tp"), dense_a, dense_b)
     if layouts_a.expert is not None and layouts_b.expert is not None:
-        # An axis such as pp is in both the dense and the expert layout, where it has the same groups.
+        # An axis such as pp is in both the dense and the expert layout, where it has the same
+        # groups.
         for axis in (*layouts_a.expert, *layouts_b.expert):
             if axis not in dense_a and axis not in dense_b:
                 kinds[axis,] = _find_difference((axis,), layouts_a.expert, layouts_b.expert)
@@ -90,12 +94,14 @@ def _find_difference(
 ) -> tuple[list[Group], list[Group]] | None:
     """Return the first groups of both layouts over some axes, None if all groups are identical.
 
-    An axis that a layout does not have is of size 1; ``dp`` includes both parts that it may be split into.
+    An axis that a layout does not have is of size 1; ``dp`` includes both parts that it may be
+    split into.
     """
     names = {*axes}
     if "dp" in names:
         names.update(DATA_AXES)
-    # In each layout's own order: the same ranks may be written as pp x tp in one and as tp x pp in the other.
+    # In each layout's own order: the same ranks may be written as pp x tp in one and as tp x pp in
+    # the other.
     axes_a = [axis for axis in layout_a if axis in names]
     axes_b = [axis for axis in layout_b if axis in names]
     if _group_ranks_key(layout_a, axes_a) == _group_ranks_key(layout_b, axes_b):
@@ -106,8 +112,9 @@ def _find_difference(
 
 
 def _group_ranks_key(layout: Layout, axes: list[str]) -> object:
-    """Return a value that is equal for two layouts of one world exactly if their groups have the same ranks."""
-    # Enumerating the groups of a million ranks would take seconds; the runs of the ranks are compared instead.
+    """Return a key that two layouts of one world share exactly if their groups are the same."""
+    # Enumerating the groups of a million ranks would take seconds; the runs of the ranks are
+    # compared instead.
     if not axes:
         return ()
     return layout.partition(*axes)[2]
@@ -129,4 +136,4 @@ def _run(arguments: Namespace) -> int:
 
 _SUMMARY = "which groups differ between two layouts; the exit status is 3 if some do"
 COMMANDS = {"diff": (_SUMMARY, _configure, _run)}
-"""The summary of the command, the function that declares its arguments, and the function that runs it."""
+"""The summary of the command, and the functions that declare its arguments and run it."""

@@ -1,4 +1,4 @@
-"""GPUs, nodes and links, as the estimates need them; ``cards.json`` names a source for each number."""
+"""The GPUs, nodes and links of the estimates; ``cards.json`` names a source for each number."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def read_json(path: str | Path) -> dict[str, Any]:
 class Hardware:
     """One GPU, its node and its links.
 
-    Bandwidths are bytes per second in one direction. Fractions are the part of a data sheet's number that kernels
-    or collectives reach. ``matmul`` is 0.85 of the best shape's fraction, as ordinary shapes reach 80 to 90 % of it
-    (github.com/stas00/ml-engineering, compute/accelerator). ``memory_fraction`` and ``nic_fraction`` are Calculon's
-    (Isaev et al., SC 2023, systems/*.json).
+    Bandwidths are bytes per second in one direction. Fractions are the part of a data sheet's
+    number that kernels or collectives reach. ``matmul`` is 0.85 of the best shape's fraction, as
+    ordinary shapes reach 80 to 90 % of it (github.com/stas00/ml-engineering, compute/accelerator).
+    ``memory_fraction`` and ``nic_fraction`` are Calculon's (Isaev et al., SC 2023, systems/*.json).
 
     Attributes:
         name: the name that is printed.
         peak: dense operations per second, by precision.
         matmul: the fraction of ``peak`` that large matrix products reach, by precision.
-        attention: the fraction of the bf16 peak that causal attention reaches, forward and backward.
+        attention: the fraction of the bf16 peak that causal attention reaches, forward and
+            backward.
         memory: the bytes of a GPU's memory, by its data sheet.
         memory_bandwidth: the bandwidth of this memory.
         memory_fraction: the fraction of it that elementwise kernels reach.
@@ -83,7 +84,7 @@ class Hardware:
         return self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
 
     def fit_domain(self, world_size: int) -> Hardware:
-        """Return the hardware with domains that divide the world: as many whole nodes of each as possible.
+        """Return the hardware with the largest domains of whole nodes that divide the world.
 
         A job of 1024 ranks uses 64 of the 72 GPUs of each NVL72 domain.
 
@@ -103,21 +104,21 @@ class Hardware:
         return self if domain == self.domain else replace(self, domain=domain)
 
     def members(self, size: int, stride: int) -> int:
-        """Return the number of ranks of a group that are in one domain; the least, if it differs between groups.
+        """Return the number of ranks of a group that share a domain; the least of all groups.
 
         Args:
             size: the number of ranks in the group.
             stride: the distance between neighboring ranks of the group.
         """
-        # The ranks of a domain are consecutive, and `domain // stride` of them are in one group. If that does not
-        # divide the group, its ranks are spread unevenly, differently in each group.
+        # The ranks of a domain are consecutive, and `domain // stride` of them are in one group. If
+        # that does not divide the group, its ranks are spread unevenly, differently in each group.
         return gcd(size, max(1, self.domain // stride))
 
     def bandwidth(self, size: int, stride: int) -> float:
-        """Return the bytes per second of a collective over each link of a group (nccl-tests' bus bandwidth).
+        """Return the bus bandwidth of a group's collectives, in bytes per second (as nccl-tests).
 
-        A group that leaves its domain uses the NICs of all of its members there: eight members have eight NICs, one
-        member has one.
+        A group that leaves its domain uses the NICs of all of its members there: eight members have
+        eight NICs, one member has one.
 
         Args:
             size: the number of ranks in the group.
@@ -135,7 +136,8 @@ def load_hardware(name: str) -> Hardware:
     """Return the hardware of a name, or read it from a file.
 
     Args:
-        name: a name of :data:`CARDS`, or a path that ends in ``.json``, with the attributes of :class:`Hardware`.
+        name: a name of :data:`CARDS`, or a path that ends in ``.json``, with the attributes of
+            :class:`Hardware`.
 
     Raises:
         UsageError: if the name is not known, or the file cannot be read or lacks an attribute.

@@ -16,13 +16,14 @@ from namedmesh.plan.stages import (
 )
 
 REDUCED_BYTES = 4
-"""Bytes of a gradient that is accumulated or reduced: torchtitan's reduce_dtype is float32, as is Megatron's."""
+"""Bytes of a gradient that is accumulated or reduced: float32 in torchtitan and in Megatron."""
 
-# Bytes of Adam's state: the weight and two moments in float32 (Rajbhandari et al., ZeRO, SC 2020, section 3.1).
+# Bytes of Adam's state: the weight and two moments in float32 (Rajbhandari et al., ZeRO, SC 2020,
+# section 3.1).
 _OPTIMIZER_BYTES = 12
-# Bytes of a gradient that is kept. Megatron accumulates in float32 (``accumulate_allreduce_grads_in_fp32``, on
-# with bf16). NVIDIA's recipes for it, of NeMo and Megatron Bridge, accumulate in bf16 (``grad_reduce_in_fp32 =
-# False`` in scripts/performance).
+# Bytes of a gradient that is kept. Megatron accumulates in float32
+# (``accumulate_allreduce_grads_in_fp32``, on with bf16). NVIDIA's recipes for it, of NeMo and
+# Megatron Bridge, accumulate in bf16 (``grad_reduce_in_fp32 = False`` in scripts/performance).
 _GRADIENT_BYTES = {"torch": 2, "megatron": 4, "bridge": 2}
 
 
@@ -33,12 +34,12 @@ class Memory(NamedTuple):
         weights: the weights that the rank keeps.
         gradients: the gradients that the rank keeps.
         optimizer: Adam's state, with the weights in float32.
-        gathered: the parameters that FSDP keeps unsharded for the whole step: embedding and head; in a pipeline,
-            all weights of the rank's stages and their gradients.
+        gathered: the parameters that FSDP keeps unsharded for the whole step: embedding and head;
+            in a pipeline, all weights of the rank's stages and their gradients.
         activations: the activations of all micro-batches in flight, kept for the backward pass.
         loss: the copies of the logits of one micro-batch.
-        backward: the additional memory of one layer's backward pass: recomputed activations, gradients, and the
-            gathered weights of the layers around it.
+        backward: the additional memory of one layer's backward pass: recomputed activations,
+            gradients, and the gathered weights of the layers around it.
     """
 
     weights: float
@@ -51,18 +52,20 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The sum: the memory that an allocator reserves, as blocks of one phase seldom serve another."""
+        """The sum, which an allocator reserves: blocks of one phase seldom serve another."""
         return sum(self)
 
 
 def estimate_memory(job: Job, axes: Axes) -> Memory:
     """Estimate the memory of the pipeline rank that needs the most.
 
-    ZeRO shards states as in Rajbhandari et al., SC 2020, section 5: weights at stage 3, gradients from stage 2,
-    the optimizer from stage 1. Gathered, accumulated and prefetched tensors of FSDP2 follow torch's code.
+    ZeRO shards states as in Rajbhandari et al., SC 2020, section 5: weights at stage 3, gradients
+    from stage 2, the optimizer from stage 1. Gathered, accumulated and prefetched tensors of FSDP2
+    follow torch's code.
 
     Args:
-        job: the model, and how it is trained; ``layers``, ``hidden`` and ``heads`` have to be known.
+        job: the model, and how it is trained; ``layers``, ``hidden`` and ``heads`` have to be
+            known.
         axes: the sizes of the axes.
     """
     shares = list_stage_shares(job.model, axes.pp, job.stages_per_rank)
@@ -116,7 +119,7 @@ def _state_bytes(
 
 
 def _gathered_bytes(job: Job, axes: Axes, share: StageShare, *, accumulates: bool) -> tuple[float, float]:
-    """Return the bytes that FSDP2 gathers for the whole step, and during the backward pass of one layer.
+    """Return the bytes that FSDP2 gathers for the whole step, and for one layer's backward pass.
 
     Args:
         job: the model, and how it is trained.
@@ -132,7 +135,8 @@ def _gathered_bytes(job: Job, axes: Axes, share: StageShare, *, accumulates: boo
         gathered = BF16_BYTES * job.model.embedding * share.ends / axes.tp
         # Three layers are gathered at a time, two of them prefetched.
         return gathered, (3 * BF16_BYTES + REDUCED_BYTES) * layer + gathered
-    # torch's pipeline schedules keep weights gathered, and reduce gradients after the last micro-batch.
+    # torch's pipeline schedules keep weights gathered, and reduce gradients after the last
+    # micro-batch.
     bytes_per_parameter = BF16_BYTES
     if accumulates:
         bytes_per_parameter += REDUCED_BYTES

@@ -14,7 +14,8 @@ from namedmesh.errors import UsageError
 from namedmesh.plan.hardware import Hardware, load_hardware, read_json
 
 _REQUIRED_SIZES = ("layers", "hidden", "heads", "vocab")
-# Model types of Hugging Face whose head is the embedding by default: their config.json need not say so.
+# Model types of Hugging Face whose head is the embedding by default: their config.json need not say
+# so.
 _TIED_TYPES = {
     "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "opt", "starcoder2",
 }  # fmt: skip
@@ -22,7 +23,8 @@ _TIED_TYPES = {
 _UNGATED_TYPES = {
     "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2",
 }  # fmt: skip
-# Keys of config.json that make layers differ in ways that the sizes of a model cannot express, unless they are 1.
+# Keys of config.json that make layers differ in ways that the sizes of a model cannot express,
+# unless they are 1.
 _UNSUPPORTED_KEYS = ("vision_config", "decoder_sparse_step", "moe_layer_freq", "layer_types")
 
 
@@ -98,13 +100,14 @@ class Model:
 
     @cached_property
     def layer(self) -> tuple[int, int, int]:
-        """The parameters of a dense layer, of a layer with experts except the routed ones, and of its routed experts."""
+        """The parameters of a dense layer, of an expert layer without routed experts, and of these."""
         hidden = self.hidden
         heads = self.heads
         query, value = self.features
         # Biases are not counted: they are too few to matter.
         if self.kv_rank:
-            # Latent attention: queries, keys and values are products of two factors, through the latent vectors.
+            # Latent attention: queries, keys and values are products of two factors, through the
+            # latent vectors.
             queries = hidden * heads * query
             if self.q_rank:
                 queries = self.q_rank * (hidden + heads * query)
@@ -116,7 +119,8 @@ class Model:
         matrices = 3 if self.ffn else 2  # a gated network has a third matrix, for the gate
         dense = attention_and_norms + matrices * hidden * self.inner
         expert = 3 * hidden * (self.expert_ffn or self.inner)
-        # The router and the shared experts are not sharded over ep, so they count with the rest of the layer.
+        # The router and the shared experts are not sharded over ep, so they count with the rest of
+        # the layer.
         router = hidden * self.experts
         return dense, attention_and_norms + expert * self.shared_experts + router, expert * self.experts
 
@@ -148,7 +152,8 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     unread = [key for key in _UNSUPPORTED_KEYS if not _is_uniform(config.get(key))]
     notes = [f"{key} is not read: only text is counted, in layers that are alike" for key in unread]
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        # Falcon 7B and StarCoder have one kv head. Falcon's newer models keep the flag, and have num_kv_heads.
+        # Falcon 7B and StarCoder have one kv head. Falcon's newer models keep the flag, and have
+        # num_kv_heads.
         sizes["kv_heads"] = 1
     model_type = config.get("model_type", "")
     if model_type in _UNGATED_TYPES:
@@ -160,14 +165,14 @@ def read_config(path: str) -> tuple[Model, list[str]]:
 
 
 def _is_uniform(value: Any) -> bool:
-    """Return whether a setting is missing, is 1, or is a list for each layer of which all entries are equal."""
+    """Return whether a setting is missing, is 1, or is a list of equal entries."""
     if isinstance(value, list):
         return len(set(value)) == 1
     return value is None or value == 1
 
 
 def _read_sizes(config: dict[str, Any], path: str) -> dict[str, int]:
-    """Return the sizes in a configuration by the names of :class:`Model`; raise a UsageError for all problems."""
+    """Return the sizes in a configuration by the names of :class:`Model`, or raise a UsageError."""
     sizes: dict[str, int] = {}
     problems = []
     for entry in list_options(Model):
@@ -188,7 +193,9 @@ def _read_sizes(config: dict[str, Any], path: str) -> dict[str, int]:
 
 
 class Axes(NamedTuple):
-    """The size of each axis. Ranks are in Megatron's order: tp-cp-dp-pp, and etp-ep-edp-pp for experts.
+    """The size of each axis.
+
+    Ranks are in Megatron's order: tp-cp-dp-pp, and etp-ep-edp-pp for experts.
 
     Attributes:
         tp: tensor parallelism.
@@ -233,8 +240,8 @@ class Axes(NamedTuple):
 class Job:
     """A model, the hardware, and how the model is trained.
 
-    ``list_partitions`` searches the policies that are None. An estimate takes a micro-batch of 1, stage 0 and no
-    checkpointing for them.
+    ``list_partitions`` searches the policies that are None. An estimate takes a micro-batch of 1,
+    stage 0 and no checkpointing for them.
     """
 
     model: Model = field(default_factory=Model)
@@ -269,7 +276,7 @@ class Job:
         return self.trainer == "torch"
 
     def problems(self) -> list[str]:
-        """Return a message for each wrong value, and for each pair of values that contradict each other."""
+        """Return a message for each wrong value, and for values that contradict each other."""
         problems = _find_wrong_values(self.model) + _find_wrong_values(self)
         model = self.model
         if model.experts and model.top_k > model.experts:
@@ -289,7 +296,7 @@ class Job:
         return problems
 
     def micro_batches(self, dp: int) -> int:
-        """Return the number of micro-batches of a data-parallel rank in a step; 0 if the batch does not divide.
+        """Return the number of micro-batches of a rank in a step; 0 if the batch does not divide.
 
         Args:
             dp: the number of data-parallel ranks.

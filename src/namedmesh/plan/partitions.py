@@ -1,4 +1,4 @@
-"""List every layout of a world with its fastest policies, rank the layouts, and explain their differences."""
+"""List every layout of a world with its fastest policies, rank them, and explain differences."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from namedmesh.plan.step import estimate_step
 from namedmesh.sizes import shared_heads
 
 MARGIN = 0.08
-"""The fraction of a GPU's memory that stays free by default, for CUDA, NCCL and everything that is not estimated."""
+"""The fraction of a GPU's memory that stays free by default: for CUDA, NCCL, and fragmentation."""
 
-# The policies that a user would try by hand. In each list, a later entry takes longer and needs less memory.
+# The policies that a user would try by hand. In each list, a later entry takes longer and needs
+# less memory.
 _MICRO_BATCHES = (1, 2, 4)
 _STAGES = (1, 2, 3)
 _CHECKPOINTING = ("none", "selective", "full")
-# Numbers of replicas (HSDP) that are tried in addition to 1: the largest ones, whose shards are in fast links.
+# Numbers of replicas (HSDP) that are tried in addition to 1: the largest ones, whose shards are in
+# fast links.
 _TRIED_REPLICAS = 2
 # A difference of less than this fraction of the step or of the memory is not explained.
 _SMALLEST_DIFFERENCE = 0.005
@@ -36,8 +38,10 @@ class Partition(NamedTuple):
     Attributes:
         axes: the sizes of the axes.
         job: the job, with all policies decided.
-        reasons: why the layout is ruled out: by sizes, by its trainer, or by memory; empty if it fits.
-        memory: the memory of the fullest rank; None if a size is missing, or sizes rule the layout out.
+        reasons: why the layout is ruled out: by sizes, by its trainer, or by memory; empty if it
+            fits.
+        memory: the memory of the fullest rank; None if a size is missing, or sizes rule the layout
+            out.
         seconds: the seconds of a step, by part, if ``memory`` is known.
     """
 
@@ -94,15 +98,16 @@ class Partition(NamedTuple):
 def list_partitions(
     world_size: int, job: Job | None = None, *, margin: float = MARGIN, dp_replicate: int | None = None
 ) -> tuple[Partition, ...]:
-    """List every tp x cp x pp x dp of a world, and with experts every ep, each with its best policies.
+    """List every tp x cp x pp x dp x ep of a world, each with its best policies.
 
-    Policies that the job leaves open are searched: micro-batches of 1, 2 and 4, ZeRO stages 1 to 3, each checkpointing,
-    and several numbers of replicas. The fastest policies that fit are kept; if none fit, those with the least memory.
+    Policies that the job leaves open are searched: micro-batches of 1, 2 and 4, ZeRO stages 1 to 3,
+    each checkpointing, and several numbers of replicas. The fastest policies that fit are kept; if
+    none fit, those with the least memory.
 
     Args:
         world_size: the number of ranks.
-        job: the model and how it is trained. If sizes are missing, nothing is estimated, and only sizes rule a
-            layout out.
+        job: the model and how it is trained. If sizes are missing, nothing is estimated, and only
+            sizes rule a layout out.
         margin: the fraction of the hardware's memory that stays free.
         dp_replicate: the number of replicas of the sharded model (HSDP); by default the best.
 
@@ -111,7 +116,8 @@ def list_partitions(
 
     Example:
         >>> [partition.words for partition in list_partitions(4)]
-        ['dp=4', 'pp=2,dp=2', 'pp=4', 'cp=2,dp=2', 'cp=2,pp=2', 'cp=4', 'tp=2,dp=2', 'tp=2,pp=2', 'tp=2,cp=2', 'tp=4']
+        ['dp=4', 'pp=2,dp=2', 'pp=4', 'cp=2,dp=2', 'cp=2,pp=2', 'cp=4', 'tp=2,dp=2', 'tp=2,pp=2',
+        'tp=2,cp=2', 'tp=4']
     """
     job = job or Job()
     # All mistakes are reported together, before the search, which takes seconds in a large world.
@@ -129,7 +135,7 @@ def list_partitions(
 
 
 def _list_searches(job: Job) -> Iterator[list[Job]]:
-    """Yield for each micro-batch the job with every combination of the policies that it leaves open."""
+    """Yield for each micro-batch the jobs with every combination of the open policies."""
     if job.missing:
         # Nothing can be estimated, so there is nothing by which policies could be compared.
         yield [job]
@@ -147,7 +153,7 @@ def _list_searches(job: Job) -> Iterator[list[Job]]:
 def _find_best(
     axes: Axes, searches: Sequence[Sequence[Job]], limit: float, dp_replicate: int | None
 ) -> Partition:
-    """Return a layout with the policies that are fastest, or those with the least memory if none fit.
+    """Return a layout with its fastest policies, or those with the least memory if none fit.
 
     Args:
         axes: the sizes of the axes.
@@ -169,7 +175,7 @@ def _find_best(
 
 
 def _estimate_candidates(axes: Axes, jobs: Sequence[Job], limit: float) -> list[Partition]:
-    """Estimate one layout with each of several policies; policies that cannot be the fastest are skipped."""
+    """Estimate one layout with each policy, except those that cannot be the fastest."""
     reasons = tuple(find_incompatibilities(jobs[0], axes))
     if reasons or jobs[0].missing:
         return [Partition(axes, jobs[0], reasons)]
@@ -177,8 +183,8 @@ def _estimate_candidates(axes: Axes, jobs: Sequence[Job], limit: float) -> list[
     lowest_fitting_stage: float = inf
     for job in jobs:
         stage = job.stage or 0
-        # Jobs come in order of checkpointing. If a stage fits with less of it, the same stage with more is slower,
-        # and so is a higher stage.
+        # Jobs come in order of checkpointing. If a stage fits with less of it, the same stage with
+        # more is slower, and so is a higher stage.
         if stage >= lowest_fitting_stage:
             continue
         memory = estimate_memory(job, axes)
@@ -192,7 +198,7 @@ def _estimate_candidates(axes: Axes, jobs: Sequence[Job], limit: float) -> list[
 
 
 def rank_key(partition: Partition) -> tuple[bool, float]:
-    """Return a sort key: layouts that fit by their speed, then those that do not by their memory."""
+    """Return a sort key: layouts that fit by speed, above the others by memory."""
     if partition.fits:
         return True, partition.tokens_per_second
     if partition.memory is None:
@@ -201,7 +207,7 @@ def rank_key(partition: Partition) -> tuple[bool, float]:
 
 
 def _list_replica_counts(axes: Axes, job: Job) -> list[int]:
-    """Return 1, and the largest numbers of replicas whose shards fill whole domains of fast links."""
+    """Return 1, and the largest replica counts whose shards fill whole domains of fast links."""
     domain = job.hardware.domain
     if job.missing or axes.world <= domain:
         return [1]
@@ -234,7 +240,7 @@ def _iter_axes(world_size: int, job: Job) -> Iterator[Axes]:
 
 
 def _iter_expert_axes(dense: Axes, ranks_per_stage: int) -> Iterator[Axes]:
-    """Yield a layout with every size of its experts' axes; experts are split over tp like other layers, or not."""
+    """Yield a layout with every size of ep, with experts sharded over tp and not."""
     for ep in _divisors(ranks_per_stage):
         for etp in sorted({1, dense.tp}):
             if ranks_per_stage % (ep * etp) == 0:
@@ -242,7 +248,7 @@ def _iter_expert_axes(dense: Axes, ranks_per_stage: int) -> Iterator[Axes]:
 
 
 def find_incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
-    """Yield a message for each size that an axis does not divide, and for each case that the trainer rejects."""
+    """Yield a message for each size that does not divide, and each case that a trainer rejects."""
     yield from _find_size_problems(job, axes)
     yield from _find_batch_problems(job, axes)
 
@@ -262,7 +268,8 @@ def _find_size_problems(job: Job, axes: Axes) -> Iterator[str]:
     ):
         if count % size:
             yield f"{count} {name} do not divide by {axis}={size}"
-    # Each cp rank takes one chunk from the front and one from the back, so that causal attention is balanced.
+    # Each cp rank takes one chunk from the front and one from the back, so that causal attention is
+    # balanced.
     if axes.cp > 1 and job.seq % (2 * axes.cp):
         yield f"{job.seq} tokens of a sequence do not divide by 2 x cp={axes.cp}"
     kv_heads = (
@@ -311,13 +318,15 @@ def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) ->
 
     Args:
         partitions: as :func:`list_partitions` returns them.
-        sizes: sizes by axis; without a size, tp, cp, pp and ep are 1, and the other axes may have any.
+        sizes: sizes by axis; without a size, tp, cp, pp and ep are 1, and the other axes may have
+            any.
 
     Raises:
         LayoutError: if there is none.
     """
     required = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, **sizes}
-    # Several partitions may match, such as those with different etp; the list has the smallest etp first.
+    # Several partitions may match, such as those with different etp; the list has the smallest etp
+    # first.
     for partition in partitions:
         if required.items() <= partition.axes._asdict().items():
             return partition
@@ -326,7 +335,7 @@ def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) ->
 
 
 def explain(first: Partition, second: Partition) -> str:
-    """Explain which of two partitions is faster: the seconds and gigabytes that differ, largest first.
+    """Explain why one of two partitions is faster: the largest differences in time and memory.
 
     Args:
         first: a partition whose step is estimated.

@@ -23,7 +23,8 @@ from namedmesh.plan.partitions import (
 from namedmesh.plan.settings import describe_assumptions
 from namedmesh.plan.spec import EXIT_MISMATCH, format_table, parse_spec, positive_int
 
-# A table shows no more than a reader needs to go on: the nearest layouts, and the parts of a step that matter.
+# A table shows no more than a reader needs to go on: the nearest layouts, and the parts of a step
+# that matter.
 _SHOWN_IF_NOTHING_FITS = 3
 _SHOWN_PARTS_OF_STEP = 4
 _COLUMNS = (*Axes._fields, "mb", "stage", "again", "GB", "tokens/s", "time goes to", "ruled out")
@@ -44,7 +45,7 @@ Estimates are sums of published formulas; benchmarks/published.py compares them 
 
 
 def _configure(parser: ArgumentParser) -> None:
-    """Declare a flag for each size of the model and for each option of the job, and the flags of the output."""
+    """Declare a flag for each option of the model and the job, and the flags of the output."""
     # argparse would fill the table of columns as a paragraph.
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
@@ -72,7 +73,8 @@ def _add_options(parser: ArgumentParser, title: str, kind: type[Model | Job]) ->
     group = parser.add_argument_group(title)
     for entry in list_options(kind):
         choices = entry.metadata["choices"]
-        # The default is None for all, so that a flag that is not given does not override a configuration.
+        # The default is None for all, so that a flag that is not given does not override a
+        # configuration.
         keywords: dict[str, Any] = {"type": int, "metavar": "N"}
         if isinstance(entry.default, bool):
             keywords = {"action": BooleanOptionalAction}
@@ -111,7 +113,8 @@ def _run(arguments: Namespace) -> int:
         listed = best_partitions(partitions, arguments.best)
     paragraphs.append(_format_partitions(listed))
 
-    # Without the sizes of the model there is no ranking. If it is needed to explain, that is an error.
+    # Without the sizes of the model there is no ranking. If it is needed to explain, that is an
+    # error.
     explains_best = arguments.explain == []  # the flag is given without layouts
     best: Sequence[Partition] = ()
     if fitting and (explains_best or not job.missing):
@@ -200,4 +203,4 @@ def _row_of(partition: Partition) -> dict[str, Any]:
 
 _SUMMARY = "every layout of a world, with the policies under which it is fastest; the exit status is 3 if nothing fits"
 COMMANDS = {"partitions": (_SUMMARY, _configure, _run)}
-"""The summary of the command, the function that declares its arguments, and the function that runs it."""
+"""The summary of the command, and the functions that declare its arguments and run it."""

@@ -1,13 +1,14 @@
-"""Give the code or the flags for the policies of a partition, and the assumptions of its estimate."""
+"""Format the code or flags for the policies of a partition, and its assumptions."""
 
 from __future__ import annotations
 
 from namedmesh.plan.model import Axes, Job
 
-# FSDP2 is ZeRO stage 3: it shards weights, gradients and optimizer states. Stages 1 and 2 are approximated by it.
+# FSDP2 is ZeRO stage 3: it shards weights, gradients and optimizer states. Stages 1 and 2 are
+# approximated by it.
 _FSDP = "fully_shard(layer, mesh=fsdp_mesh(mesh)"
-# At stage 2, weights stay gathered between the forward and the backward pass. At stage 1, gradients stay unsharded
-# until the last micro-batch, too.
+# At stage 2, weights stay gathered between the forward and the backward pass. At stage 1, gradients
+# stay unsharded until the last micro-batch, too.
 _TORCH_STAGES = {
     0: "DistributedDataParallel(model, process_group=fsdp_mesh(mesh).get_group())",
     1: f"{_FSDP}, reshard_after_forward=False), and model.set_requires_gradient_sync(False) before all "
@@ -40,7 +41,7 @@ _TRAINERS = {
 
 
 def list_settings(job: Job, axes: Axes) -> list[str]:
-    """Return a line for each policy of a job: the code or the flags for it with the job's trainer."""
+    """Return a line for each policy of a job: the code or the flags of the job's trainer."""
     size = job.micro_batch or 1
     stage = job.stage or 0
     checkpointing = job.checkpointing or "none"
@@ -72,10 +73,12 @@ def _torch_batch_setting(job: Job, axes: Axes, size: int) -> str:
 def _torch_sharding_setting(job: Job, axes: Axes, stage: int) -> str:
     sharding = _TORCH_STAGES[stage]
     if stage == 1 and axes.pp > 1:
-        # torch's pipeline schedules reduce gradients only after the last micro-batch, without further settings.
+        # torch's pipeline schedules reduce gradients only after the last micro-batch, without
+        # further settings.
         sharding = _TORCH_STAGES[2]
     if job.model.experts and stage:
-        # Experts are sharded over their own replicas; the layer around them must be sharded afterwards.
+        # Experts are sharded over their own replicas; the layer around them must be sharded
+        # afterwards.
         sharding += ', with fully_shard(experts, mesh=mesh["edp"]) before'
     return sharding
 

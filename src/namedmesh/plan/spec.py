@@ -15,14 +15,15 @@ from namedmesh.layout import Layout
 from namedmesh.legacy import LEGACY_APIS, NAMEDMESH_API, JobLayout, compute_layouts
 
 EXIT_MISMATCH = 3
-"""Exit status if layouts or results differ, or nothing fits. A wrong layout exits with 1, a wrong argument with 2."""
+"""Exit status if layouts or results differ, or nothing fits; 1 is a wrong layout, 2 a wrong flag."""
 
 
 def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
     """Parse a layout specification into the name of a legacy API and the axis sizes.
 
     Args:
-        text: axes with their sizes, slowest first, where -1 is inferred; or the name of a legacy API and sizes.
+        text: axes with their sizes, slowest first, where -1 is inferred; or the name of a legacy
+            API and sizes.
 
     Returns:
         The name of the legacy API, None without one, and the sizes by axis.
@@ -68,7 +69,8 @@ def make_layouts(
         **sizes: the axis sizes, if ``spec`` has none.
 
     Raises:
-        UsageError: if sizes are given twice, or ``order`` in addition to a specification that has an order.
+        UsageError: if sizes are given twice, or ``order`` in addition to a specification that has
+            an order.
         LayoutError: if the sizes do not fit together.
     """
     if isinstance(spec, Layout):
@@ -89,7 +91,7 @@ def make_layouts(
 
 
 def positive_int(text: str) -> int:
-    """Convert a command-line argument to an integer of at least 1; argparse reports the ValueError."""
+    """Convert a command-line argument to an int of at least 1, or raise a ValueError."""
     number = int(text)
     if number < 1:
         raise ValueError  # argparse words the message: "invalid positive_int value"

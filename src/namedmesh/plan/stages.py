@@ -1,4 +1,4 @@
-"""Count the parameters and the activations of a pipeline rank, from which memory and step time are estimated."""
+"""Count the parameters and activations of a pipeline rank, for estimates of memory and time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FSDP_STAGE = 3
 BF16_BYTES = 2
 """Bytes of an activation, and of a weight in a matrix product."""
 
-# Bytes that the loss needs for each logit. Eager, in float32: the log-softmax, its gradient, the gradient of the
-# logits, and the logits in bf16. Compiled: only the logits and their gradient.
+# Bytes that the loss needs for each logit. Eager, in float32: the log-softmax, its gradient, the
+# gradient of the logits, and the logits in bf16. Compiled: only the logits and their gradient.
 _EAGER_LOSS_BYTES = 14
 _COMPILED_LOSS_BYTES = 4
 # Under tensor parallelism, torch's loss_parallel was measured at 9 times the logits in bf16, and a
@@ -72,13 +72,16 @@ def list_stage_shares(model: Model, pp: int, stages_per_rank: int) -> tuple[Stag
     Args:
         model: the sizes of the model.
         pp: the number of pipeline ranks.
-        stages_per_rank: the number of stages of each rank; more than one with an interleaved schedule.
+        stages_per_rank: the number of stages of each rank; more than one with an interleaved
+            schedule.
 
     Returns:
-        The first rank, which keeps most micro-batches, the first with most layers, and the last, with the loss.
+        The first rank, which keeps most micro-batches, the first with most layers, and the last,
+        with the loss.
     """
     stage_count = pp * stages_per_rank
-    # Models such as DeepSeek-V3 have a few dense layers first, and experts in all layers behind them.
+    # Models such as DeepSeek-V3 have a few dense layers first, and experts in all layers behind
+    # them.
     first_expert_layer = model.layers - model.expert_layers
     every_share = []
     for rank in range(min(pp, model.layers)):
@@ -95,11 +98,11 @@ def list_stage_shares(model: Model, pp: int, stages_per_rank: int) -> tuple[Stag
 
 
 def count_in_flight(job: Job, pp: int, rank: int) -> float:
-    """Return the number of micro-batches whose activations a pipeline rank keeps, for all of its layers.
+    """Return the number of micro-batches whose activations a pipeline rank keeps.
 
-    1F1B keeps one for each rank from this one to the last. Interleaved with v stages a rank, it keeps
-    (2 (p-r-1) + (v-1) p + 1) / v (Megatron-LM, ``schedules.py``). For the first rank this is the formula of
-    Korthikanti et al., MLSys 2023, section 4.2.3.
+    1F1B keeps one for each rank from this one to the last. Interleaved with v stages a rank, it
+    keeps (2 (p-r-1) + (v-1) p + 1) / v (Megatron-LM, ``schedules.py``). For the first rank this is
+    the formula of Korthikanti et al., MLSys 2023, section 4.2.3.
     """
     stages = job.stages_per_rank
     if stages == 1 or pp == 1:
@@ -128,20 +131,21 @@ class LayerElements(NamedTuple):
 def count_layer_elements(job: Job, axes: Axes, *, has_experts: bool) -> LayerElements:
     """Count the activations of one layer, tensor by tensor.
 
-    These are the tensors of Korthikanti et al., MLSys 2023, table 2, for a residual stream of width h:
+    These are the tensors of Korthikanti et al., MLSys 2023, table 2, for a residual stream of width
+    h:
 
     - Residual stream: the inputs of both halves, 2 h.
-    - Norms: their outputs, 2 h. torch all-gathers the sequence for them and keeps the result; Megatron
-      all-gathers it again.
-    - Attention: queries, keys, values, and the output, of which torch keeps a second copy in another memory
-      format. With latent attention also the latent vectors.
+    - Norms: their outputs, 2 h. torch all-gathers the sequence for them and keeps the result;
+      Megatron all-gathers it again.
+    - Attention: queries, keys, values, and the output, of which torch keeps a second copy in
+      another memory format. With latent attention also the latent vectors.
     - Feed-forward network of width f: 2 f, gated 4 f (Megatron's fused gate: 3 f).
-    - Experts: for each expert of a token its input, and in torch its output, which is weighted afterwards.
-      Megatron applies the weights inside (``moe/experts.py``).
+    - Experts: for each expert of a token its input, and in torch its output, which is weighted
+      afterwards. Megatron applies the weights inside (``moe/experts.py``).
 
-    Everything outside of attention and the feed-forward network is sharded over tp only with sequence parallelism.
-    Selective checkpointing in torch keeps queries, values and every second matrix product; all-reduced outputs
-    are kept, too.
+    Everything outside of attention and the feed-forward network is sharded over tp only with
+    sequence parallelism. Selective checkpointing in torch keeps queries, values and every second
+    matrix product; all-reduced outputs are kept, too.
 
     Args:
         job: the model, and how it is trained.
@@ -180,7 +184,8 @@ def count_layer_elements(job: Job, axes: Axes, *, has_experts: bool) -> LayerEle
     dispatched = 0.0
     router = 0
     if has_experts:
-        # A rank routes its shard of the sequence, 1/tp of it, together with the other etp ranks of its experts.
+        # A rank routes its shard of the sequence, 1/tp of it, together with the other etp ranks of
+        # its experts.
         width = (model.top_k + model.shared_experts) * (model.expert_ffn or model.inner) / tp
         dispatched = expert_copies * model.top_k * hidden * axes.etp / tp
         router = 2 * model.experts
@@ -207,7 +212,7 @@ def count_layer_elements(job: Job, axes: Axes, *, has_experts: bool) -> LayerEle
 
 
 def count_kv_heads(model: Model, tp: int) -> float:
-    """Return the number of key and value heads on a rank; latent attention has one for each query head."""
+    """Return the number of kv heads on a rank; latent attention has one for each query head."""
     if model.kv_rank:
         return model.heads / tp
     # With fewer kv heads than ranks, several ranks have the same one.

@@ -17,28 +17,32 @@ from namedmesh.plan.stages import (
     loss_bytes_per_token,
 )
 
-# How often an elementwise kernel moves a tensor that the backward pass reads. Forward it is written and read.
-# Backward it is read, and its gradient is written and read. Recomputation writes and reads it once more.
+# How often an elementwise kernel moves a tensor that the backward pass reads. Forward it is written
+# and read. Backward it is read, and its gradient is written and read. Recomputation writes and
+# reads it once more.
 _FORWARD_MOVES = 2
 _BACKWARD_MOVES = 3
 _RECOMPUTED_MOVES = 2
-# The backward pass of fused attention has five products, the forward pass two (Dao, FlashAttention-2, 2023,
-# section 3.1).
+# The backward pass of fused attention has five products, the forward pass two (Dao,
+# FlashAttention-2, 2023, section 3.1).
 _ATTENTION_BACKWARD = 2.5
-# Bytes that a cast to fp8 moves for each element. torchao reads a tensor twice, first for its largest element.
-# Transformer Engine takes the scale from earlier steps.
+# Bytes that a cast to fp8 moves for each element. torchao reads a tensor twice, first for its
+# largest element. Transformer Engine takes the scale from earlier steps.
 _FP8_CAST_BYTES = {"torch": 5, "megatron": 3, "bridge": 3}
-# Bytes that the accumulation of a gradient moves: it is read in bf16, the sum is read and written in float32.
+# Bytes that the accumulation of a gradient moves: it is read in bf16, the sum is read and written
+# in float32.
 _ACCUMULATION_BYTES = 2 + 4 + 4
-# Bytes that the optimizer moves for each parameter, in float32: Adam reads weight, gradient, mean and variance, and
-# writes all except the gradient.
+# Bytes that the optimizer moves for each parameter, in float32: Adam reads weight, gradient, mean
+# and variance, and writes all except the gradient.
 _ADAM_BYTES = 28
 # Clipping reads the gradient for its norm, and reads and writes it to scale it.
 _CLIPPING_BYTES = 12
-# A collective takes this fraction of the GPU from computation that runs at the same time: 20 of 132 multiprocessors
-# (DeepSeek-V3, 2024, section 3.2.2); 0.15 in Calculon's systems/*.json (Isaev et al., SC 2023).
+# A collective takes this fraction of the GPU from computation that runs at the same time: 20 of 132
+# multiprocessors (DeepSeek-V3, 2024, section 3.2.2); 0.15 in Calculon's systems/*.json (Isaev et
+# al., SC 2023).
 _OVERLAP_COST = 0.15
-# Seconds of one hop of a ring over NVLink, and of a hop of a tree over the network: NCCL src/graph/tuning.cc.
+# Seconds of one hop of a ring over NVLink, and of a hop of a tree over the network: NCCL
+# src/graph/tuning.cc.
 _DOMAIN_HOP_SECONDS = 3.4e-6
 _NETWORK_HOP_SECONDS = 9.6e-6
 
@@ -72,17 +76,17 @@ def estimate_collective(hardware: Hardware, size_bytes: float, size: int, stride
 def estimate_step(job: Job, axes: Axes) -> dict[str, float]:
     """Estimate the seconds of a step on the pipeline rank that takes longest.
 
-    - Matrix products: 2 operations for each parameter and token forward, twice that backward, at the rate of large
-      products. Attention: 4 s q operations for each token and layer, of which a causal mask leaves half
-      (Narayanan et al., SC 2021, appendix).
-    - Elementwise kernels (norms, gates, residuals, loss, casts to fp8) write and read the tensors of
-      :func:`~namedmesh.plan.stages.count_layer_elements`. FSDP2 copies each gathered weight once more, and each
-      gradient before it is reduced.
+    - Matrix products: 2 operations for each parameter and token forward, twice that backward, at
+      the rate of large products. Attention: 4 s q operations for each token and layer, of which a
+      causal mask leaves half (Narayanan et al., SC 2021, appendix).
+    - Elementwise kernels (norms, gates, residuals, loss, casts to fp8) write and read the tensors
+      of :func:`~namedmesh.plan.stages.count_layer_elements`. FSDP2 copies each gathered weight once
+      more, and each gradient before it is reduced.
     - Pipeline bubble: (p-1) / v micro-batches (Narayanan et al., section 2.2).
-    - Communication over each axis, at the bandwidth of its groups. The computation waits for tp and ep, and for pp
-      unless it is interleaved. In Megatron's ring, cp overlaps with attention; all-gathered keys and values do not
-      overlap. FSDP all-gathers overlap with the forward pass and reduce-scatters with the backward pass, except
-      those of one layer.
+    - Communication over each axis, at the bandwidth of its groups. The computation waits for tp and
+      ep, and for pp unless it is interleaved. In Megatron's ring, cp overlaps with attention;
+      all-gathered keys and values do not overlap. FSDP all-gathers overlap with the forward pass
+      and reduce-scatters with the backward pass, except those of one layer.
 
     Args:
         job: the model, and how it is trained; its sizes have to be known.
@@ -103,7 +107,8 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> dict[str, float]
     tokens = (job.micro_batch or 1) * job.seq / axes.cp
     shared, routed = share.parameters(job.model, axes)
     memory_rate = job.hardware.memory_rate
-    # FSDP2 gathers weights and reduces gradients for each micro-batch; torch's pipeline schedules do so once a step.
+    # FSDP2 gathers weights and reduces gradients for each micro-batch; torch's pipeline schedules
+    # do so once a step.
     is_fsdp = job.stage == FSDP_STAGE
     reduces_each = is_fsdp and axes.pp == 1
 
@@ -118,7 +123,8 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> dict[str, float]
         communication["pp"] = _exposed_seconds(communication["pp"], sum(seconds.values()))
     seconds |= communication
 
-    # All of the above is for one micro-batch. While the pipeline fills and drains, ranks wait for pp - 1 of them.
+    # All of the above is for one micro-batch. While the pipeline fills and drains, ranks wait for
+    # pp - 1 of them.
     bubble = (axes.pp - 1) / job.stages_per_rank * sum(seconds.values())
     for part in seconds:
         seconds[part] *= micro_batches
@@ -128,8 +134,9 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> dict[str, float]
         rounds = micro_batches
         gathers = 2  # forward, and again backward, as reshard_after_forward frees the weights in between
     if job.is_torch and is_fsdp:
-        # Weights are copied out of the gathered buffer, and gradients into the buffer to reduce, while nothing is
-        # computed (split_with_sizes_copy and chunk_cat in torch's _fsdp_collectives.py).
+        # Weights are copied out of the gathered buffer, and gradients into the buffer to reduce,
+        # while nothing is computed (split_with_sizes_copy and chunk_cat in torch's
+        # _fsdp_collectives.py).
         sharded = shared * (axes.shards > 1) + routed * (axes.expert_shards > 1)
         copied_bytes = (2 * gathers + 1) * BF16_BYTES + REDUCED_BYTES
         seconds["elementwise"] += rounds * copied_bytes * sharded / memory_rate
@@ -155,7 +162,7 @@ def _exposed_seconds(communication: float, computation: float, edge: float = 0.0
 
 
 def _estimate_computation(job: Job, axes: Axes, share: StageShare, tokens: float) -> dict[str, _Passes]:
-    """Estimate the seconds of one micro-batch through the layers of a rank and the head, by part."""
+    """Estimate the computation of one micro-batch on a rank, in seconds by part."""
     model = job.model
     hardware = job.hardware
     is_full = job.checkpointing == "full"
@@ -166,7 +173,8 @@ def _estimate_computation(job: Job, axes: Axes, share: StageShare, tokens: float
     active_expert = expert + routed * model.top_k / (model.experts or 1)
     active = dense * share.dense_layers + active_expert * share.expert_layers
     products = 2 * tokens * active / axes.tp / rates[job.precision]
-    # A product of few tokens takes as long as it takes to read its weights, or to write their gradients.
+    # A product of few tokens takes as long as it takes to read its weights, or to write their
+    # gradients.
     weight_bytes = BF16_BYTES * sum(share.parameters(model, axes))
     products = max(products, weight_bytes / hardware.memory_rate)
     recomputed = 0.0  # the fraction of the products that the backward pass repeats
@@ -183,7 +191,8 @@ def _estimate_computation(job: Job, axes: Axes, share: StageShare, tokens: float
     # Two products of all pairs of tokens, of which the causal mask leaves half.
     scores = tokens * job.seq * model.heads * sum(model.features) / axes.tp * share.layers
     attention = scores / (hardware.peak["bf16"] * hardware.attention)
-    # Megatron's selective checkpointing recomputes the attention scores, torch's everything except attention.
+    # Megatron's selective checkpointing recomputes the attention scores, torch's everything except
+    # attention.
     attention_backward = _ATTENTION_BACKWARD
     if is_full or (is_selective and not job.is_torch):
         attention_backward += 1
@@ -213,9 +222,9 @@ def _estimate_data_parallel(
 ) -> float:
     """Estimate the seconds of weight all-gathers and gradient reductions that do not overlap.
 
-    At stage 0, gradients are all-reduced. From stage 1 on, gradients are reduce-scattered and weights all-gathered
-    (the ZeRO paper, section 7): over dp_shard and cp, and over edp for the routed experts. The sharded gradients
-    are then all-reduced over dp_replicate.
+    At stage 0, gradients are all-reduced. From stage 1 on, gradients are reduce-scattered and
+    weights all-gathered (the ZeRO paper, section 7): over dp_shard and cp, and over edp for the
+    routed experts. The sharded gradients are then all-reduced over dp_replicate.
 
     Args:
         job: the model, and how it is trained.
@@ -250,19 +259,21 @@ def _estimate_data_parallel(
 
 
 def _estimate_communication(job: Job, axes: Axes, share: StageShare, tokens: float) -> dict[str, float]:
-    """Estimate the seconds of one micro-batch's communication over each axis except dp, without overlap.
+    """Estimate the communication of one micro-batch over each axis except dp, without overlap.
 
     Full checkpointing repeats the communication of the forward pass.
 
-    - tp: both halves of a layer all-gather and reduce-scatter the residual stream (Korthikanti et al., section 4.2.2).
+    - tp: both halves of a layer all-gather and reduce-scatter the residual stream (Korthikanti et
+      al., section 4.2.2).
     - etp: likewise, for the tokens of the rank's experts.
-    - cp: keys and values, and their gradients, are all-gathered or passed round a ring (Liu et al., Ring Attention,
-      2023).
-    - ep: all-to-all dispatch and combine (Lepikhin et al., GShard, 2020, section 3). Tokens that leave the domain use
-      the rank's own NIC, once for each group of experts if the number of groups is limited (DeepSeek-V3, section
-      3.2.2).
-    - pp: activations go to the next stage, and gradients back. Each tp rank sends a shard; the receivers all-gather
-      it unless it is sharded over the sequence (Narayanan et al., SC 2021, section 4.1).
+    - cp: keys and values, and their gradients, are all-gathered or passed round a ring (Liu et al.,
+      Ring Attention, 2023).
+    - ep: all-to-all dispatch and combine (Lepikhin et al., GShard, 2020, section 3). Tokens that
+      leave the domain use the rank's own NIC, once for each group of experts if the number of
+      groups is limited (DeepSeek-V3, section 3.2.2).
+    - pp: activations go to the next stage, and gradients back. Each tp rank sends a shard; the
+      receivers all-gather it unless it is sharded over the sequence (Narayanan et al., SC 2021,
+      section 4.1).
     """
     model = job.model
     hardware = job.hardware

@@ -1,4 +1,7 @@
-"""Draw the ranks of a layout as an SVG picture: in their nodes, colored by one axis, groups of the fastest axis outlined."""
+"""Draw the ranks of a layout as an SVG picture.
+
+Ranks are drawn in their nodes and colored by one axis; groups of the fastest axis are outlined.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ _LABEL_HEIGHT = 18
 _LINE_HEIGHT = 16
 _LEAST_WIDTH = 640
 _MOST_WIDTH = 1360
-# Colors on which black text is readable and that color-blind readers can distinguish (Okabe and Ito, except the blue).
+# Colors on which black text is readable and that color-blind readers can distinguish (Okabe and
+# Ito, except the blue).
 _DISTINCT = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#6f8fe8", "#d55e00", "#8c8c8c")
 _FONT = 'font-family="Helvetica, Arial, sans-serif" role="img"'
 _STYLE = """<style>.paper { fill: #ffffff; } .ink { fill: #1f2933; } .soft { fill: #52606d; } .node { fill: #f3f5f8; }
@@ -31,11 +35,12 @@ _STYLE = """<style>.paper { fill: #ffffff; } .ink { fill: #1f2933; } .soft { fil
 
 
 def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str | None = None) -> str:
-    """Draw a layout as an SVG document that follows the reader's preference for a light or a dark theme.
+    """Draw a layout as an SVG document, in the reader's light or dark theme.
 
     Args:
         layout: the layout; only its first 512 ranks are drawn.
-        gpus_per_node: the number of consecutive ranks of a node; without it, rows of eight ranks are drawn.
+        gpus_per_node: the number of consecutive ranks of a node; without it, rows of eight ranks
+            are drawn.
         color_by: the axis that gives the colors; by default the slowest axis of size above 1.
 
     Raises:
@@ -91,7 +96,7 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
 
 
 class _Grid(NamedTuple):
-    """The sizes of cells and boxes, in pixels, and their numbers. A box is a node, or a row of ranks."""
+    """The sizes in pixels and the numbers of cells and boxes. A box is a node, or a row of ranks."""
 
     cell_width: int
     cell_height: int
@@ -213,7 +218,7 @@ def _text(x: float, y: float, text: str, size: int, attributes: str) -> str:
 
 
 def _color_of(position: int, size: int) -> str:
-    """Return the color of a coordinate: a distinct one if there are enough, else one of a rainbow."""
+    """Return the color of a coordinate: a distinct one if there are enough, else a hue."""
     if size <= len(_DISTINCT):
         return _DISTINCT[position]
     return f"hsl({360 * position / size:g}, 65%, 68%)"
