@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import TypeAlias
 
 from packaging.version import Version
@@ -39,25 +40,28 @@ class Program:
         self.files = files
         self.has_virtual = any(file.has_virtual for file in files)
         self.obstacles: dict[str, str] = {}
+        self._uses = list(chain.from_iterable(file.uses for file in files))
+        names = {use.api for use in self._uses}
         for api in APIS:
-            if any(use.api == api.name for file in files for use in file.uses):
-                obstacle = self._obstacle(api, paths)
-                if obstacle:
-                    self.obstacles[api.name] = obstacle
+            obstacle = self._find_obstacle(api, paths) if api.name in names else ""
+            if obstacle:
+                self.obstacles[api.name] = obstacle
 
-    def _obstacle(self, api: LegacyApi, paths: Sequence[str]) -> str:
+    def _find_obstacle(self, api: LegacyApi, paths: Sequence[str]) -> str:
         """Return why nothing of a legacy API is certain in this program; empty if something can be."""
+        # A vendored copy keeps its own variables, which no compatibility layer fills.
         for path in paths:
             if path.replace("\\", "/").endswith(api.source):
                 return f"{path} is a copy of {api.name} that the program has instead of a release"
-        if api.name == "Megatron":
-            problem = _installed_release_problem()
-            if problem:
-                return problem
+        if api.name == "Megatron" and _find_release_problem():
+            return _find_release_problem()
         for file in self.files:
             if api.name in file.obstacles:
                 return file.obstacles[api.name]
-        with_groups = {name for file in self.files for name in (*file.initialized, *file.installed)}
+        # The groups of a legacy API are made by its own call, or by a compatibility layer.
+        with_groups: set[str] = set()
+        for file in self.files:
+            with_groups.update(file.initialized, file.installed)
         if api.name not in with_groups:
             return (
                 f"none of the files makes {api.name}'s groups; give all files of the program, "
@@ -84,21 +88,18 @@ class Program:
 
     def installs(self, file: FileUses) -> list[LegacyApi]:
         """Return the legacy APIs whose compatibility layer has to be installed in a file."""
-        has_replaced = any(self.is_replaced(use) for each in self.files for use in each.uses)
-        if not has_replaced:
+        # A program of which nothing is replaced needs no mesh.
+        if not any(self.is_replaced(use) for use in self._uses):
             return []
-        needed = []
-        for api in APIS:
-            makes_groups = api.name in file.initialized and api.name not in file.installed
-            if makes_groups and api.name not in self.obstacles:
-                needed.append(api)
-        return needed
+        names = file.initialized.keys() - file.installed - self.obstacles.keys()
+        return [api for api in APIS if api.name in names]
 
     def rewrite(self, file: FileUses) -> bytes:
         """Return the source of a file with what is certain replaced."""
         newline = b"\r\n" if b"\r\n" in file.source else b"\n"
         edits: list[Edit] = []
         imports: list[str] = []
+        # The mesh of the call that made the groups is the current one, in whichever file that is.
         for use in file.uses:
             if self.is_replaced(use):
                 new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", use.advice.new)
@@ -129,13 +130,13 @@ def _import_lines(file: FileUses, names: Sequence[str], newline: bytes) -> Edit:
     """Return the edit that adds imports after the first imports of a file."""
     lines = b""
     if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):
-        lines = newline
+        lines = newline  # the file ends with its imports, without a line end
     for name in names:
         lines += f"import {name}".encode() + newline
     return file.imports_end, file.imports_end, lines
 
 
-def _installed_release_problem() -> str:
+def _find_release_problem() -> str:
     """Return why the megatron-core of this environment has no compatibility layer; empty if it has one."""
     try:
         installed = version("megatron-core")

@@ -61,16 +61,18 @@ class Row(NamedTuple):
             >>> MEGATRON["get_data_parallel_rank"].advise([("", "True")]).new
             'mesh.rank("dp", "cp")'
         """
-        given = unusual_arguments(arguments, self.parameters)
+        given = list_unusual_arguments(arguments, self.parameters)
         axes = self.axes.get(tuple(given))
         doubt = ""
         if axes is None or {*given.values()} - {"True"}:
+            # Flags that are variables: the group without flags is the best advice for a person.
             axes = self.axes[()]
             doubt = f"the value of {' and '.join(given)} decides it"
         once = []
         if {*EXPERT_AXES} & {*axes}:
             once.append(_EXPERT_VIEW)
         quoted = ", ".join(f'"{axis}"' for axis in axes)
+        # Accessors never communicate, so the group of several axes has to exist before.
         if "group(" in self.new and len(axes) > 1:
             once.append(f"mesh.flatten({quoted})")
         if once and not doubt:
@@ -80,12 +82,13 @@ class Row(NamedTuple):
         return Advice(self.new.format(axes=quoted), tuple(once), doubt, needs_no_virtual)
 
 
-def unusual_arguments(arguments: Arguments, parameters: Sequence[str]) -> dict[str, str]:
+def list_unusual_arguments(arguments: Arguments, parameters: Sequence[str]) -> dict[str, str]:
     """Return the arguments that differ from their defaults, by parameter (``*`` and ``**`` by that name)."""
     found = {}
     for position, (keyword, source) in enumerate(arguments):
         name = keyword
         if not name:
+            # More arguments than parameters: the call is of another release, and is reported as it is.
             known = position < len(parameters)
             name = parameters[position] if known else f"argument {position + 1}"
         default = str(name in _TRUE_BY_DEFAULT)
@@ -112,6 +115,7 @@ def _rows_of(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
     """Return the rows of a legacy API's groups: their accessors, by flags, and their private variables."""
     rows: dict[str, Row] = {}
     for group in groups:
+        # Groups of the first or the last stage follow from no axes.
         if group.members != "all":
             continue
         name, *flags = (group.name + suffix).split()
@@ -191,12 +195,13 @@ def initialize(module: str, arguments: Arguments) -> Advice:
     """
     api = API_OF_MODULE[module]
     sizes = _FAIRSCALE_SIZES if api.name == "fairscale" else _SIZES
-    given = unusual_arguments(arguments, (sizes["tp"], sizes["pp"], VIRTUAL))
+    given = list_unusual_arguments(arguments, (sizes["tp"], sizes["pp"], VIRTUAL))
     once = []
     doubts = []
     written = {}
     for axis, name in sizes.items():
         written[axis] = given.pop(name, "1") if name else "-1"
+    # Experts are a second layout over the same ranks: a view of the mesh, not axes of it.
     if _EP in given or _ETP in given:
         ep = given.pop(_EP, "1")
         etp = given.pop(_ETP, written["tp"])
@@ -218,6 +223,7 @@ def advise(module: str, name: str, arguments: Arguments) -> Advice | None:
             return None
         row = MEGATRON.get(name) or FAIRSCALE.get(name)
         return None if row is None else row.advise(arguments)
+    # A legacy name without a row is reported, too: it has to be replaced by hand, or stays.
     if name in api.rows:
         return api.rows[name].advise(arguments)
     if f"{module}.{name}" in API_OF_MODULE:

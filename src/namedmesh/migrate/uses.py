@@ -31,7 +31,7 @@ from namedmesh.migrate.table import (
 _TABLE_NAMES = {*MEGATRON, *FAIRSCALE}
 # A file that holds none of these names uses none of the legacy APIs, and is not parsed.
 _MARKS = re.compile(rf"\b(?:parallel_state|mpu|fairscale|{'|'.join(sorted(_TABLE_NAMES))})\b".encode())
-# What an import begins or ends with whose names are looked up.
+# The modules from which an import is looked up, by their beginning or end.
 _LEGACY_IMPORT = re.compile(r"^(?:megatron|fairscale|namedmesh)\b|\b(?:parallel_state|mpu)$")
 _NAMEDMESH = metadata.QualifiedName("namedmesh", metadata.QualifiedNameSource.IMPORT)
 _INITIALIZE = "initialize_model_parallel"
@@ -62,7 +62,7 @@ class Use(NamedTuple):
 
 @dataclass
 class FileUses:
-    """The uses of legacy names in one file, and what the file tells about the program around it.
+    """The uses of legacy names in one file, and its effects on the rest of the program.
 
     Attributes:
         path: the file.
@@ -150,15 +150,14 @@ class _Finder(cst.CSTVisitor):
         """Note where the first imports of the file end; new ones are added there."""
         last: cst.CSTNode | None = None
         for position, statement in enumerate(self.module.body):
+            # LibCST has one line of `import a; import b` as one statement with small ones.
             small = statement.body if isinstance(statement, cst.SimpleStatementLine) else []
-            is_import = bool(small) and all(isinstance(one, (cst.Import, cst.ImportFrom)) for one in small)
+            is_import = bool(small) and all(isinstance(part, (cst.Import, cst.ImportFrom)) for part in small)
             is_docstring = position == 0 and self.module.get_docstring() is not None
             if not (is_import or is_docstring):
                 break
             last = statement
         self._last_import = last
-
-    # Visits.
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Look at one node; its children come next unless it is an import."""
@@ -222,6 +221,7 @@ class _Finder(cst.CSTVisitor):
             if self._note(node, name.name, is_certain_name=len(names) == 1):
                 self._mark_inner(node)
                 return
+        # No use: the function of the call may be one by itself, such as a module that is called.
         if is_call:
             self._inner.discard(node.func)
 
@@ -286,8 +286,6 @@ class _Finder(cst.CSTVisitor):
             arguments.append((keyword, self.module.code_for_node(argument.value)))
         return arguments
 
-    # What decides.
-
     def _doubt(  # noqa: PLR0911  one for each reason
         self, node: Any, module: str, leaf: str, *, is_certain_name: bool
     ) -> str:
@@ -339,6 +337,7 @@ class _Finder(cst.CSTVisitor):
                 self.found.obstacles.setdefault(api.name, text)
         if not isinstance(node, cst.Call):  # passed on: its arguments are given elsewhere
             self.found.has_virtual = True
+        # Without a function around it, the call is preceded by its own statement.
         before: Any = self._statement
         if self._functions and isinstance(self._functions[0].body, cst.IndentedBlock):
             statements = self._functions[0].body.body

@@ -1,4 +1,4 @@
-"""Describe a layout: groups, communicators, nodes, and a rank's coordinates (``namedmesh plan``)."""
+"""Describe a layout: groups, communicators, nodes, a rank's coordinates (``namedmesh plan``)."""
 
 from __future__ import annotations
 

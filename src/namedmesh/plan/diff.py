@@ -73,11 +73,13 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
     if dense_a.world_size != dense_b.world_size:
         raise LayoutError(f"{dense_a} and {dense_b} are not over the same ranks; give one world_size")
     axes = list(dict.fromkeys((*dense_a, *dense_b)))
+    kinds: dict[tuple[str, ...], tuple[list[Group], list[Group]] | None] = {}
     if "dp" in axes:
         # If only one layout splits dp in two, both of its parts together are compared with the
         # other's dp.
         axes = [axis for axis in axes if axis not in DATA_PARTS]
-    kinds = {(axis,): _find_difference((axis,), dense_a, dense_b) for axis in axes}
+    for axis in axes:
+        kinds[axis,] = _find_difference((axis,), dense_a, dense_b)
     if "pp" in axes and "tp" in axes:
         kinds["pp", "tp"] = _find_difference(("pp", "tp"), dense_a, dense_b)
     if layouts_a.expert is not None and layouts_b.expert is not None:

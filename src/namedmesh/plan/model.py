@@ -100,7 +100,7 @@ class Model:
 
     @cached_property
     def layer(self) -> tuple[int, int, int]:
-        """The parameters of a dense layer, of an expert layer without routed experts, and of these."""
+        """The parameters of a dense layer, an expert layer without routed experts, and these."""
         hidden = self.hidden
         heads = self.heads
         query, value = self.features

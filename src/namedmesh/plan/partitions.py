@@ -16,7 +16,7 @@ from namedmesh.plan.step import estimate_step
 from namedmesh.sizes import shared_heads
 
 MARGIN = 0.08
-"""The fraction of a GPU's memory that stays free by default: for CUDA, NCCL, and fragmentation."""
+"""The fraction of a GPU's memory that stays free by default, for CUDA, NCCL and other overhead."""
 
 # The policies that a user would try by hand. In each list, a later entry takes longer and needs
 # less memory.
@@ -219,7 +219,7 @@ def _list_replica_counts(axes: Axes, job: Job) -> list[int]:
 
 
 def _divisors(number: int) -> list[int]:
-    divisors = set()
+    divisors: set[int] = set()
     for divisor in range(1, isqrt(number) + 1):
         if number % divisor == 0:
             divisors.update((divisor, number // divisor))

@@ -96,7 +96,7 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
 
 
 class _Grid(NamedTuple):
-    """The sizes in pixels and the numbers of cells and boxes. A box is a node, or a row of ranks."""
+    """The sizes in pixels and the numbers of cells and boxes; a box is a node or a row."""
 
     cell_width: int
     cell_height: int
