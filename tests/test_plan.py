@@ -162,7 +162,7 @@ def test_pictures_of_large_worlds_and_of_groups_that_leave_their_node() -> None:
 
 
 @given(*[st.sampled_from(list(LEGACY_APIS))] * 2, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3))
-def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
+def test_compare_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
     found = compare(f"{a} tp={tp},pp={pp}", f"{b} tp={tp},pp={pp}", world_size=tp * pp * data)
     for axes, different in found.kinds.items():
         sides = []
@@ -175,7 +175,7 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
         assert different == (None if sides[0] == sides[1] else ([*sides[0][:4]], [*sides[1][:4]]))
 
 
-def test_a_comparison_has_both_views_and_takes_both_parts_of_dp_for_one() -> None:
+def test_compare_covers_expert_axes_and_merges_split_dp() -> None:
     kinds = compare("megatron tp=2,ep=2", "megatron tp=2,ep=4", world_size=8).kinds
     assert ["-".join(axes) for axes in kinds] == ["pp", "dp", "cp", "tp", "pp-tp", "edp", "ep", "etp"]
     kinds = compare("megatron tp=2", "dp_replicate=2,dp_shard=2,tp=2", world_size=8).kinds
@@ -184,7 +184,7 @@ def test_a_comparison_has_both_views_and_takes_both_parts_of_dp_for_one() -> Non
     )
 
 
-def test_the_shown_commands_print_that() -> None:
+def test_the_example_terminal_is_current() -> None:
     made = runpy.run_path(str(ROOT / "examples" / "plan" / "make.py"))["files"]()
     for name, text in made.items():
         kept = (ROOT / "examples" / "plan" / name).read_text(encoding="utf-8")

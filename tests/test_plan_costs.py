@@ -74,7 +74,7 @@ def test_configurations_are_read(config: dict[str, Any], billions: float, tmp_pa
     assert notes == []
 
 
-def test_what_a_configuration_cannot_say_is_named(tmp_path: Path) -> None:
+def test_unsupported_settings_of_a_configuration_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     unusual = {"decoder_sparse_step": 2, "layer_types": ["full", "sliding"]}
     path.write_text(json.dumps({"text_config": QWEN3_MOE | unusual, "vision_config": {}}), encoding="utf-8")
@@ -118,7 +118,7 @@ def test_activations_by_korthikantis_table_2(policy: str, parallel: bool) -> Non
     assert estimate_memory(job, Axes(tp=t)).activations == pytest.approx(5 * 3 * s * h * expected)
 
 
-def test_what_torch_keeps_by_hand() -> None:
+def test_activations_of_torch_layers_by_hand() -> None:
     """In numbers of two bytes: h=16, q=16, k=v=8, f=24, over two ranks with sequence parallelism; and experts."""
     model = Model(layers=1, heads=4, kv_heads=2, hidden=16, ffn=24, vocab=32)
     none = Job(model, seq=8, checkpointing="none")
@@ -141,7 +141,7 @@ def test_what_torch_keeps_by_hand() -> None:
         assert found == halves + 2 * 2 * 16 * etp / tp + 2 * 8
 
 
-def test_what_fsdp_gathers_and_the_loss_copies() -> None:
+def test_gathered_weights_and_loss_memory() -> None:
     job = Job(replace(LLAMA_8B, layers=4), seq=128, global_batch=8, stage=3, checkpointing="selective")
     layer, ends, logits, hidden = LLAMA_8B.layer[0], 2 * 4096 * 128256, 128 * 128256, 2 * 128 * 4096 * 2
     one, last = (estimate_memory(job, axes) for axes in (Axes(dp=2), Axes(dp=2, pp=2)))
@@ -201,7 +201,7 @@ def test_a_step_by_hand() -> None:
     assert full["tp"] == pytest.approx(step["tp"] * 3 / 2)  # once more, where the layer is computed again
 
 
-def test_what_copies_of_shards_send() -> None:
+def test_communication_with_replicas() -> None:
     """Gathered and reduced by two shards in a node; of each half, gradients are all-reduced between two nodes."""
     model = Model(layers=2, hidden=64, heads=4, vocab=100)
     node = replace(PLAIN, gpus_per_node=2, domain=2, nics_per_node=2, domain_bandwidth=1e6, nic_bandwidth=1e5)
@@ -226,7 +226,7 @@ def test_published_runs() -> None:
 
 
 @given(st.integers(1, 48))
-def test_partitions_are_all_factorings(world: int) -> None:
+def test_partitions_are_all_factorizations(world: int) -> None:
     expected = [sizes for sizes in product(range(1, world + 1), repeat=3) if world % prod(sizes) == 0]
     found = list_partitions(world)
     assert [(one.tp, one.cp, one.pp) for one in found] == sorted(expected)
@@ -262,7 +262,7 @@ TURNS = replace(FEW, trainer="megatron", stages_per_rank=2, global_batch=24)
         (Job(Model(), seq=1020), {"cp": 4, "tp": 4}, "1020 tokens of a sequence do not divide by 2 x cp=4"),
     ],
 )  # fmt: skip
-def test_what_trainers_and_sizes_rule_out(job: Job, sizes: dict[str, int], reason: str) -> None:
+def test_incompatible_sizes_are_ruled_out(job: Job, sizes: dict[str, int], reason: str) -> None:
     world = 128 if job.model is LLAMA_405B else 16
     job = replace(job, hardware=replace(job.hardware, memory=1e15))
     found = find_partition(list_partitions(world, job), sizes)
@@ -271,7 +271,7 @@ def test_what_trainers_and_sizes_rule_out(job: Job, sizes: dict[str, int], reaso
 
 @pytest.mark.parametrize("sizes", [{"dp": 64}, {"tp": 4, "cp": 2, "dp": 4, "pp": 2}, {"tp": 8, "dp": 8}])
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B])
-def test_the_search_finds_what_is_found_by_hand(model: Model, sizes: dict[str, int]) -> None:
+def test_the_search_matches_an_exhaustive_one(model: Model, sizes: dict[str, int]) -> None:
     job = Job(model, seq=8192, global_batch=256)
     best = 0.0  # of all that the search tries, each priced alone
     for micro_batch, stage, policy in product((1, 2, 4), (1, 2, 3), ("none", "selective", "full")):
@@ -284,7 +284,7 @@ def test_the_search_finds_what_is_found_by_hand(model: Model, sizes: dict[str, i
     assert {one.job for one in list_partitions(64, given)} == {given}
 
 
-def test_copies_of_a_sharded_model_are_tried() -> None:
+def test_replica_counts_are_searched() -> None:
     """A ring of 16,384 ranks takes longer than the work beside it."""
     job = Job(LLAMA_8B, seq=1024, global_batch=65536, stage=3)
     best = best_partitions(list_partitions(16384, job), 1)[0]
@@ -303,7 +303,7 @@ def test_the_call_to_copy_makes_the_layout() -> None:
     )
 
 
-def test_what_to_write_for_the_policies() -> None:
+def test_settings_of_the_policies() -> None:
     """A step has the global batch, with each trainer; the words are those of the trainer."""
     job = Job(LLAMA_8B, seq=1024, global_batch=64, micro_batch=2, stage=1, checkpointing="full")
     piped, flat = (Partition(axes, job).settings for axes in (Axes(pp=2, dp=4), Axes(dp=4)))
@@ -365,12 +365,12 @@ def test_an_explanation_is_the_difference_of_two_breakdowns() -> None:
         (lambda: load_hardware("h1000"), "hardware 'h1000' is not one of ...; did you mean 'h100'?"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_named(call: Any, message: str) -> None:
+def test_contradictions_are_errors(call: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=says(message)):
         call()
 
 
-def test_hardware_of_ones_own(tmp_path: Path) -> None:
+def test_custom_hardware_from_json(tmp_path: Path) -> None:
     card = {name: value for name, value in vars(load_hardware("h100")).items() if name != "sources"}
     path = tmp_path / "card.json"
     path.write_text(json.dumps(card | {"memory": 96e9}), encoding="utf-8")

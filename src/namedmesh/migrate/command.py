@@ -1,4 +1,4 @@
-"""The command ``namedmesh migrate``: report the uses of legacy APIs, show a rewrite, or write it."""
+"""The command ``namedmesh migrate``: report uses of legacy APIs, and show or write a rewrite."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Read the files, rewrite them if requested, and report; return 1 if a file could not be read."""
+    """Read, rewrite and report the files; return 1 if a file could not be read."""
     try:
         import libcst  # noqa: F401  the extra
     except ImportError:
@@ -95,7 +95,8 @@ def _check_clean(paths: Sequence[Path]) -> None:
         command = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
         done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603  our own words
         if done.returncode or done.stdout:
-            # git reports on stderr if this is no repository, and lists uncommitted changes on stdout.
+            # git reports on stderr if this is no repository, and lists uncommitted changes on
+            # stdout.
             reason = done.stderr or f"uncommitted changes:\n{done.stdout}"
             raise UsageError(f"git says of {path}: {reason}Commit, or give --force to write anyway")
 

@@ -1,9 +1,10 @@
-"""Decide what is certain in the files of one program together, and rewrite them.
+"""Decide for all files of a program together which replacements are certain, and rewrite them.
 
-Whether ``mesh.rank("dp")`` answers what ``get_data_parallel_rank()`` did is a property of the program: there
-has to be a mesh, and nothing else may change the old answers. So the call that makes the groups stays, with
-all of its arguments, and the compatibility layer is installed before it: the program's own call then makes a
-mesh, which `namedmesh.current_mesh()` returns, and everything that still asks upstream gets the same groups.
+``mesh.rank("dp")`` equals ``get_data_parallel_rank()`` only if the program has a mesh, and if
+nothing else changes the results of the legacy API. Therefore the call that makes the groups stays,
+with all of its arguments, and the compatibility layer is installed before it. The program's own
+call then makes a mesh, which `namedmesh.current_mesh()` returns, and all calls that are not
+replaced return the same groups.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Program:
     """All files of a program that name a legacy API.
 
     Attributes:
-        files: what was found in them.
-        obstacles: for each legacy API of which nothing is certain in this program, the reason.
+        files: the uses of legacy APIs in each file.
+        obstacles: by legacy API, the reason why none of its uses can be replaced in this program.
         has_virtual: whether the program has virtual pipeline stages, or may have.
     """
 
@@ -48,13 +49,15 @@ class Program:
                 self.obstacles[api.name] = obstacle
 
     def _find_obstacle(self, api: LegacyApi, paths: Sequence[str]) -> str:
-        """Return why nothing of a legacy API is certain in this program; empty if something can be."""
+        """Return why no use of a legacy API can be replaced in this program; empty if some can."""
         # A vendored copy keeps its own variables, which no compatibility layer fills.
         for path in paths:
             if path.replace("\\", "/").endswith(api.source):
                 return f"{path} is a copy of {api.name} that the program has instead of a release"
-        if api.name == "Megatron" and _find_release_problem():
-            return _find_release_problem()
+        if api.name == "Megatron":
+            problem = _find_release_problem()
+            if problem:
+                return problem
         for file in self.files:
             if api.name in file.obstacles:
                 return file.obstacles[api.name]
@@ -72,7 +75,7 @@ class Program:
         return ""
 
     def advise(self, use: Use) -> Advice:
-        """Return the advice on a use, with the doubt that the whole program raises."""
+        """Return the advice on a use, with a doubt if the rest of the program makes it uncertain."""
         advice = use.advice
         if use.makes_groups or advice.doubt:
             return advice
@@ -88,14 +91,18 @@ class Program:
 
     def installs(self, file: FileUses) -> list[LegacyApi]:
         """Return the legacy APIs whose compatibility layer has to be installed in a file."""
-        # A program of which nothing is replaced needs no mesh.
+        # A program without any replacement needs no mesh.
         if not any(self.is_replaced(use) for use in self._uses):
             return []
         names = file.initialized.keys() - file.installed - self.obstacles.keys()
         return [api for api in APIS if api.name in names]
 
     def rewrite(self, file: FileUses) -> bytes:
-        """Return the source of a file with what is certain replaced."""
+        """Return the source of a file with all certain replacements.
+
+        Args:
+            file: a file of this program, as :func:`read_file` returns it.
+        """
         newline = b"\r\n" if b"\r\n" in file.source else b"\n"
         edits: list[Edit] = []
         imports: list[str] = []
@@ -115,8 +122,8 @@ class Program:
         if imports:
             edits.append(_import_lines(file, imports, newline))
         written = file.source
-        # From the end, so that earlier offsets stay valid. At one offset the last edit comes first in the
-        # file: an import before a statement.
+        # From the end, so that earlier offsets stay valid. At one offset the last edit comes first
+        # in the file: an import before a statement.
         for start, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
             written = written[:start] + text + written[end:]
         return written
@@ -137,7 +144,7 @@ def _import_lines(file: FileUses, names: Sequence[str], newline: bytes) -> Edit:
 
 
 def _find_release_problem() -> str:
-    """Return why the megatron-core of this environment has no compatibility layer; empty if it has one."""
+    """Return why the installed megatron-core has no compatibility layer; empty if it has one."""
     try:
         installed = version("megatron-core")
     except PackageNotFoundError:
