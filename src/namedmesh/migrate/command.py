@@ -1,4 +1,4 @@
-"""The command ``namedmesh migrate``: report uses of legacy APIs, and show or write a rewrite."""
+"""``namedmesh migrate``: report uses of legacy APIs, and show or write a rewrite."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _show_progress(results: Iterator[FileUses | str | None], total: int) -> Iter
 
 
 def format_report(program: Program, file_count: int, *, shows_certain: bool) -> str:
-    """Format every use with its replacement, or the reason why it stays, and the numbers of both.
+    """Format every use with its replacement or the reason why it stays.
 
     Args:
         program: the uses.

@@ -1,4 +1,4 @@
-"""Decide for all files of a program together which replacements are certain, and rewrite them.
+"""Decide which replacements are certain in a whole program, and make them.
 
 ``mesh.rank("dp")`` equals ``get_data_parallel_rank()`` only if the program has a mesh, and if
 nothing else changes the results of the legacy API. Therefore the call that makes the groups stays,

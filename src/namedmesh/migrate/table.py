@@ -1,4 +1,4 @@
-"""The calls of Megatron's and fairscale's parallel state, and the equivalent calls of a mesh.
+"""Calls of Megatron's and fairscale's parallel state, and equivalent calls of a mesh.
 
 The rows are data; a test compares each of them with upstream. In a replacement, ``mesh`` is the
 mesh, and ``{axes}`` are the axes that the flags of a call choose.
@@ -200,9 +200,8 @@ def initialize(module: str, arguments: Arguments) -> Advice:
         arguments: the arguments of the call.
 
     Example:
-        >>> initialize("megatron.core.parallel_state", [("", "2"), ("", "4"), ("", "2")]).new
-        'namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2),
-        virtual_pipeline_model_parallel_size=2)'
+        >>> initialize("megatron.core.parallel_state", [("", "2"), ("", "4")]).new
+        'namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2))'
     """
     api = API_OF_MODULE[module]
     sizes = _FAIRSCALE_SIZES if api.name == "fairscale" else _SIZES

@@ -190,7 +190,7 @@ class _Finder(cst.CSTVisitor):
         return True
 
     def _may_be_legacy(self, node: Any) -> bool:
-        """Return whether a name has to be looked up: it may be legacy, and is no part of another use."""
+        """Return whether a name has to be looked up: it may be a legacy name."""
         if node in self._inner:
             return False
         part = _name_node(node)
@@ -324,7 +324,7 @@ class _Finder(cst.CSTVisitor):
         return ""
 
     def _note_assignment(self, node: Any, api: LegacyApi, leaf: str) -> None:
-        """Note results that are changed by hand: by an assignment, or by one of Megatron's setters."""
+        """Note results that are changed by an assignment, or by one of Megatron's setters."""
         is_setter = leaf.startswith("set_")
         if not is_setter and node not in self._stored:
             return
@@ -335,7 +335,7 @@ class _Finder(cst.CSTVisitor):
         self.found.obstacles.setdefault(api.name, text)
 
     def _note_initialization(self, node: Any, api: LegacyApi, arguments: Arguments) -> None:
-        """Note the place before which the layer has to be installed: the start of the function around.
+        """Note where the layer has to be installed: at the start of the function around.
 
         The names may be imported in that function, too, and such a local name is not replaced by
         ``install()``.

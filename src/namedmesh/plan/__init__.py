@@ -1,4 +1,4 @@
-"""Describe, draw and compare layouts, and rank them by estimated cost, without torch or a GPU."""
+"""Describe, draw, compare and rank layouts, without torch or a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe a layout: groups, communicators, nodes, a rank's coordinates (``namedmesh plan``)."""
+"""Describe a layout: its groups and communicators, and a rank (``namedmesh plan``)."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _count_node_crossings(layouts: JobLayout, gpus_per_node: int) -> dict[str, i
 
 
 def _find_node_warnings(layouts: JobLayout, gpus_per_node: int, crossings: dict[str, int]) -> list[str]:
-    """Return warnings about nodes that are not full and axes that should not cross nodes but do."""
+    """Return warnings about nodes that are not full, and about axes that leave a node."""
     warnings = []
     # A world smaller than a node is no mistake, such as four ranks on a node of eight GPUs.
     world_size = layouts.dense.world_size
@@ -249,7 +249,7 @@ def first_groups(
 
 
 def _list_kinds(layouts: JobLayout) -> tuple[tuple[Kind, ...], int, int, int]:
-    """Return the kinds, and the numbers of groups: requested by a rank, held by it, and in all."""
+    """Return the kinds, and the number of groups that a rank requests, holds, and in all."""
     kinds: list[Kind] = []
     # Rank 0 is in a group of every kind. Two kinds with the same group there have the same groups
     # everywhere.

@@ -94,7 +94,7 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
 def _find_difference(
     axes: tuple[str, ...], layout_a: Layout, layout_b: Layout
 ) -> tuple[list[Group], list[Group]] | None:
-    """Return the first groups of both layouts over some axes, None if all groups are identical.
+    """Return the first groups of both layouts over some axes, None if all are identical.
 
     An axis that a layout does not have is of size 1; ``dp`` includes both parts that it may be
     split into.

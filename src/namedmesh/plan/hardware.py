@@ -1,4 +1,4 @@
-"""The GPUs, nodes and links of the estimates; ``cards.json`` names a source for each number."""
+"""GPUs, nodes and links; ``cards.json`` names a source for each number."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def load_hardware(name: str) -> Hardware:
     if name.endswith(".json"):
         try:
             return Hardware(**read_json(name))
-        except TypeError as error:  # Python's message names the attribute that is missing or unknown.
+        except TypeError as error:  # which names the missing or unknown attribute
             raise UsageError(f"{name}: {error}") from None
     if name not in CARDS:
         near = did_you_mean(name, CARDS)

@@ -1,4 +1,4 @@
-"""Estimate the memory that a rank needs for a training step; each formula names its source."""
+"""Estimate the memory of a training step on a rank; each formula names its source."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _state_bytes(
 
 
 def _gathered_bytes(job: Job, axes: Axes, share: StageShare, *, accumulates: bool) -> tuple[float, float]:
-    """Return the bytes that FSDP2 gathers for the whole step, and for one layer's backward pass.
+    """Return the bytes that FSDP2 gathers for a whole step and for one layer's backward pass.
 
     Args:
         job: the model, and how it is trained.

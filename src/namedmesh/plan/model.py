@@ -172,7 +172,7 @@ def _is_uniform(value: Any) -> bool:
 
 
 def _read_sizes(config: dict[str, Any], path: str) -> dict[str, int]:
-    """Return the sizes in a configuration by the names of :class:`Model`, or raise a UsageError."""
+    """Return the sizes in a configuration by their names here, or raise a UsageError."""
     sizes: dict[str, int] = {}
     problems = []
     for entry in list_options(Model):

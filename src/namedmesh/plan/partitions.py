@@ -1,4 +1,4 @@
-"""List every layout of a world with its fastest policies, rank them, and explain differences."""
+"""List the layouts of a world with their fastest policies, rank and explain them."""
 
 from __future__ import annotations
 
@@ -115,9 +115,8 @@ def list_partitions(
         LayoutError: for all wrong arguments, and all contradictions in the job.
 
     Example:
-        >>> [partition.words for partition in list_partitions(4)]
-        ['dp=4', 'pp=2,dp=2', 'pp=4', 'cp=2,dp=2', 'cp=2,pp=2', 'cp=4', 'tp=2,dp=2', 'tp=2,pp=2',
-        'tp=2,cp=2', 'tp=4']
+        >>> [partition.words for partition in list_partitions(2)]
+        ['dp=2', 'pp=2', 'cp=2', 'tp=2']
     """
     job = job or Job()
     # All mistakes are reported together, before the search, which takes seconds in a large world.
@@ -248,7 +247,7 @@ def _iter_expert_axes(dense: Axes, ranks_per_stage: int) -> Iterator[Axes]:
 
 
 def find_incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
-    """Yield a message for each size that does not divide, and each case that a trainer rejects."""
+    """Yield a message for each size that does not divide, and if a trainer rejects it."""
     yield from _find_size_problems(job, axes)
     yield from _find_batch_problems(job, axes)
 

@@ -30,18 +30,21 @@ _SHOWN_PARTS_OF_STEP = 4
 _COLUMNS = (*Axes._fields, "mb", "stage", "again", "GB", "tokens/s", "time goes to", "ruled out")
 _EPILOG = """\
 output: a line for each layout, with its fastest policies.
-  mb, stage, again    micro-batch, ZeRO stage and checkpointing: as given, else the best that was found; selective: with torch
-                      everything except attention and every second product is recomputed (torchtitan's "selective op"), with
-                      Megatron attention's scores
-  GB                  memory of the fullest rank: weights, gradients and optimizer as ZeRO shards them; gathered, unsharded
-                      parameters of FSDP (embedding and head; in pipelines all weights and their gradients); activations;
-                      loss, copies of the logits; backward, additional memory of one layer's backward pass
+  mb, stage, again    micro-batch, ZeRO stage and checkpointing: as given, else the best that was
+                      found; selective: with torch everything except attention and every second
+                      product is recomputed (torchtitan's "selective op"), with Megatron attention's
+                      scores
+  GB                  memory of the fullest rank: weights, gradients and optimizer as ZeRO shards
+                      them; gathered, unsharded parameters of FSDP (embedding and head; in pipelines
+                      all weights and their gradients); activations; loss, copies of the logits;
+                      backward, additional memory of one layer's backward pass
   tokens/s            of all ranks together
-  time goes to        parts of a step: matmul, attention; elementwise, kernels that are bound by memory (norms, gates, copies);
-                      bubble, pipeline warm-up and drain; optimizer; an axis, its communication that does not overlap with
-                      computation
+  time goes to        parts of a step: matmul, attention; elementwise, kernels that are bound by
+                      memory (norms, gates, copies); bubble, pipeline warm-up and drain; optimizer;
+                      an axis, its communication that does not overlap with computation
   ruled out           why a layout cannot be trained: by its sizes, by its trainer, or by memory
-Estimates are sums of published formulas; benchmarks/published.py compares them with published runs."""
+Estimates are sums of published formulas; benchmarks/published.py compares them with published
+runs."""
 
 
 def _configure(parser: ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Count the parameters and activations of a pipeline rank, for estimates of memory and time."""
+"""Count the parameters and activations of a pipeline rank."""
 
 from __future__ import annotations
 

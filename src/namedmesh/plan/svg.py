@@ -122,7 +122,7 @@ class _Grid(NamedTuple):
 
 
 def _make_grid(layout: Layout, axes: list[str], drawn: int, box_size: int) -> _Grid:
-    """Choose the sizes so that the text fits into the cells, and the picture is wider than high."""
+    """Choose sizes so that the text fits into the cells and the picture is wider than high."""
     is_detailed = layout.world_size <= _MOST_DETAILED
     cell_height = 24
     cell_width = 10 * len(str(layout.world_size)) + 10
