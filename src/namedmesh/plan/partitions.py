@@ -18,8 +18,8 @@ from namedmesh.sizes import shared_heads
 MARGIN = 0.08
 """The fraction of a GPU's memory that stays free by default, for CUDA, NCCL and other overhead."""
 
-# The policies that a user would try by hand. In each list, a later entry takes longer and needs
-# less memory.
+# The policies that a user would try by hand. A later stage, or later checkpointing, takes longer and
+# needs less memory.
 _MICRO_BATCHES = (1, 2, 4)
 _STAGES = (1, 2, 3)
 _CHECKPOINTING = ("none", "selective", "full")
