@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.errors import AgreementError, PlanError, format_count, format_items, format_ranks
-from namedmesh.plan.describe import STATUS, add_layout, as_text, layout_arguments, parse_spec, resolve
+from namedmesh.plan.spec import (
+    EXIT_MISMATCH,
+    add_layout_arguments,
+    format_table,
+    make_layouts,
+    parse_spec,
+    read_layout_arguments,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +48,7 @@ class Group(NamedTuple):
 
 
 def _configure(parser: ArgumentParser) -> None:
-    add_layout(parser)
+    add_layout_arguments(parser)
     text = "seconds to wait for a rank, or for a collective (default: 60)"
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=text)
     parser.add_argument("--device", help="cpu, cuda, or one device (default: what torch finds)")
@@ -56,7 +63,7 @@ def _run(arguments: Namespace) -> int:
     from namedmesh._torch import abort_groups, all_gather_object, set_group_timeout
     from namedmesh.init import init_mesh
 
-    spec, sizes = layout_arguments(arguments)
+    spec, sizes = read_layout_arguments(arguments)
     parse_spec(spec)  # what cannot be read is said before the ranks look for each other
     timeout = timedelta(seconds=arguments.timeout)
     device = launch.init(arguments.device, timeout=timeout)
@@ -64,7 +71,7 @@ def _run(arguments: Namespace) -> int:
     set_group_timeout(3 * timeout, None)
     try:
         world = dist.get_world_size()
-        arrangement = resolve(spec, world_size=world, **sizes)
+        arrangement = make_layouts(spec, world_size=world, **sizes)
         # A rank that waits for a stuck collective comes to the others after its own timeout.
         reports = dist.new_group(backend="gloo", timeout=3 * timeout)
         mesh = init_mesh(arrangement.dense, device=device.type)
@@ -201,7 +208,7 @@ def report_text(each: Sequence[Measured]) -> str:
         latency, bandwidth = (statistics.median(column) for column in zip(*speeds.values(), strict=True))
         row = (axis, len(worst), len(speeds), round(latency * 1e6, 1), round(bandwidth / 1e9, 3))
         rows.append((*row, format_items(worst), round(speeds[worst][1] / 1e9, 3)))
-    parts = [as_text(columns, rows), "every group has the right ranks and gives the right sum"]
+    parts = [format_table(columns, rows), "every group has the right ranks and gives the right sum"]
     links = sorted((speed, pair) for one in each for pair, speed in one.links.items())
     if links:
         lines = [f"  {pair}: {speed / 1e9:.3g} GB/s" for speed, pair in links[:_SLOWEST]]
@@ -237,7 +244,7 @@ def _verify(arguments: Namespace) -> int:
     if mesh.rank("tp") == 0:
         sys.stdout.write(f"{report}\n")
     dist.destroy_process_group()
-    return 0 if report.right else STATUS
+    return 0 if report.right else EXIT_MISMATCH
 
 
 def _call(arguments: Namespace) -> tuple[Any, Any, Any]:
