@@ -207,8 +207,12 @@ class _Watch:
         self.inputs.expect(model)
         if self.begun:
             return
-        self.begun = True
         parameters = dict(model.named_parameters())
+        if not all(param.is_leaf for param in parameters.values()):
+            # torch.func.functional_call with computed weights, which have no gradients to compare.
+            # A later forward, with the parameters themselves, is watched.
+            return
+        self.begun = True
         replicated = {name: param for name, param in parameters.items() if self.is_whole(param)}
         for param in replicated.values():
             if isinstance(param, DTensor) and set(param.placements) != {Replicate()}:
