@@ -335,12 +335,18 @@ def _mesh_to_run_on(tensors: Sequence[Any], in_place: bool) -> DeviceMesh | None
     distributed = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
     if not distributed:
         return None
+    mesh: DeviceMesh = distributed[0].device_mesh
     placements = distributed[0].placements
     equal = all(tensor.placements == placements for tensor in distributed)
-    if in_place and equal and not any(placement.is_partial() for placement in placements):
-        return None
-    mesh: DeviceMesh = distributed[0].device_mesh
-    return mesh
+    if not in_place or not equal or any(placement.is_partial() for placement in placements):
+        return mesh
+    if not all(placement.is_replicate() for placement in placements):
+        # A plain tensor, such as a full average of a sharded parameter, would be combined with a
+        # shard, and shapes may broadcast. DTensor rejects it. Numbers, such as steps, are right.
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and not hasattr(tensor, "device_mesh"):
+                return mesh
+    return None
 
 
 def _local_of(tensor: Any) -> Any:
@@ -356,7 +362,9 @@ def _unscale_gradients(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     """
     gradients, found_inf, *rest = args
     operator(list(map(_local_of, gradients)), found_inf, *rest, **kwargs)
-    for mesh in {gradient.device_mesh: None for gradient in gradients if hasattr(gradient, "device_mesh")}:
+    meshes = {gradient.device_mesh for gradient in gradients if hasattr(gradient, "device_mesh")}
+    # In one order on every rank: a rank may lack the first gradients, as those of experts without tokens.
+    for mesh in sorted(meshes, key=lambda mesh: mesh.mesh_dim_names or ()):
         for group in mesh.get_all_groups():
             found_inf.copy_(functional_collective("all_reduce", found_inf, "max", group.group_name))
 
