@@ -408,6 +408,22 @@ def sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Place
     return None if spec is None else (spec.mesh, spec.placements)
 
 
+def hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the DTensors that the modules of a model have as attributes, and no longer as parameters.
+
+    A forward of DDP over tensor parallelism leaves them so. Their gradients belong to the local
+    shards that were the parameters before the first forward.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor
+
+    for wrapped in model.modules():
+        if _reconstruct_dtensor not in wrapped._forward_pre_hooks.values():
+            continue
+        for module in wrapped.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, DTensor))
+
+
 def is_capturing() -> bool:
     """Return whether the current CUDA stream is being captured into a graph; False without CUDA, where torch's raises."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

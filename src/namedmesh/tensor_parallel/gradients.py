@@ -172,6 +172,12 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
             watch.compare(stepped)
 
 
+def watched_models() -> list[nn.Module]:
+    """Return the models of this process whose gradients are compared."""
+    models = [watch.model() for watch in list(_watches.values())]
+    return [model for model in models if model is not None]
+
+
 class _Watch:
     """An axis over which the gradients of a model are compared: a forward pre-hook of the model.
 
