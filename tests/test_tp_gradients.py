@@ -149,6 +149,13 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         torch.autograd.grad(model(X).sum(), [*model.parameters()])
         step(model)
 
+    def after_a_call_with_computed_weights() -> None:
+        """As in meta-learning: the parameters of that forward have no gradients of their own."""
+        model = wrong_model()
+        weights = {name: param * 1.5 for name, param in model.named_parameters()}
+        torch.func.functional_call(model, weights, (X,)).square().sum().backward()
+        step(model)
+
     def not_finite(ranks: set[int]) -> None:
         model: Any = parallelize(Mlp(), tp_mesh(), UP_DOWN)
         if dist.get_rank() in ranks:
@@ -190,6 +197,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "loaded after a forward": stops(lambda: after_a_forward(loaded)),
         "of a compiled copy": stops(copied_and_compiled),
         "after other gradients": stops(after_other_gradients),
+        "after computed weights": stops(after_a_call_with_computed_weights),
         "not finite on one rank": stops(lambda: not_finite({1}), "down.bias"),
         "not: not finite on all ranks": not stops(lambda: not_finite({0, 1})),
         "checkpoint": stops(partial(checkpointed, False)),

@@ -177,24 +177,29 @@ def test_what_is_compared_follows_from_placements_and_marks() -> None:
     ]
 
 
-def under_ddp() -> list[float]:
-    """The norms of DDP over tensor parallelism, where plain local shards stand for DTensors, and of one process."""
+def under_ddp() -> tuple[list[float], str]:
+    """The norms of DDP over tensor parallelism and of one process, and the error for the model's parameters.
+
+    Plain local shards stand for DTensors there until the first forward.
+    """
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-    alone, model = tiny.model(), parallelize(tiny.model(), mesh["tp"], plan, check=False)
+    alone, model = tiny.model(), parallelize(tiny.model(), mesh["tp"], plan)
     model = DistributedDataParallel(model, device_mesh=mesh["dp"])
     params = list(model.parameters())  # a forward takes them away
     model(tiny.batch(4).chunk(2)[mesh.rank("dp")]).pow(2).mean().backward()
     alone(tiny.batch(4)).pow(2).mean().backward()
     grads = [param.grad for param in alone.parameters() if param.grad is not None]
+    missing = error_of(lambda: training.clip_grad_norm_(model.parameters(), 1.0, mesh))
     norm = training.clip_grad_norm_(params, 1.0, mesh)
     mesh.close()
-    return [norm.item(), nn.utils.get_total_norm(grads).item()]
+    return [norm.item(), nn.utils.get_total_norm(grads).item()], missing
 
 
 def test_local_shards_under_ddp_are_no_replicas() -> None:
-    for norm, expected in run_ranks(4, under_ddp):
+    for (norm, expected), missing in run_ranks(4, under_ddp):
         assert norm == pytest.approx(expected, rel=1e-9)
+        assert missing.startswith("TrainingError: 8 sharded parameters are missing: ")
 
 
 class NoReads(TorchDispatchMode):

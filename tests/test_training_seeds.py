@@ -333,6 +333,12 @@ def test_first_weights_have_the_distribution_and_the_name_of_the_parameter() -> 
     assert not torch.equal(layer[0].weight.float(), first)
     with torch.device("meta"):
         nothing = nn.Linear(2, 2)
+    wrong: Any = object()
+    said = error_of(lambda: training.init_parameters(nn.Linear(1, 1), wrong))
+    assert said == (
+        "TrainingError: seed of init_parameters must be an int, got object; "
+        "call init_parameters(model, seed=0)"
+    )
     assert error_of(lambda: training.init_parameters(nothing, 0)) == (
         "TrainingError: weight, bias: on the meta device; call model.to_empty(device=...) first"
     )

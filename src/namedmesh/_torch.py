@@ -434,12 +434,18 @@ def _find_mesh_to_run_on(tensors: Sequence[Any], in_place: bool) -> DeviceMesh |
     dtensors = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
     if not dtensors:
         return None
+    mesh: DeviceMesh = dtensors[0].device_mesh
     placements = dtensors[0].placements
     equal = all(tensor.placements == placements for tensor in dtensors)
-    if in_place and equal and not any(placement.is_partial() for placement in placements):
-        return None
-    mesh: DeviceMesh = dtensors[0].device_mesh
-    return mesh
+    if not in_place or not equal or any(placement.is_partial() for placement in placements):
+        return mesh
+    if not all(placement.is_replicate() for placement in placements):
+        # A plain tensor, such as a full average of a sharded parameter, would be combined with a
+        # shard, and shapes may broadcast. DTensor rejects it. Numbers, such as steps, are right.
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and not hasattr(tensor, "device_mesh"):
+                return mesh
+    return None
 
 
 def _to_local(tensor: Any) -> Any:
@@ -455,9 +461,10 @@ def _unscale_gradients(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     """
     grads, found_inf, *rest = args
     operator(list(map(_to_local, grads)), found_inf, *rest, **kwargs)
-    # A dictionary keeps the order of the meshes, which must be the same on every rank.
-    meshes = dict.fromkeys(grad.device_mesh for grad in grads if hasattr(grad, "device_mesh"))
-    for mesh in meshes:
+    meshes = {grad.device_mesh for grad in grads if hasattr(grad, "device_mesh")}
+    # In one order on every rank: a rank may lack the first gradients, as those of experts without
+    # tokens.
+    for mesh in sorted(meshes, key=lambda mesh: mesh.mesh_dim_names or ()):
         for group in mesh.get_all_groups():
             found_inf.copy_(functional_collective("all_reduce", found_inf, "max", group.group_name))
 
@@ -507,6 +514,22 @@ def sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Place
     """
     spec = getattr(parameter, "_st_info", None)
     return None if spec is None else (spec.mesh, spec.placements)
+
+
+def hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the DTensors that the modules of a model have as attributes, and no longer as parameters.
+
+    A forward of DDP over tensor parallelism leaves them so. Their gradients belong to the local
+    shards that were the parameters before the first forward.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor
+
+    for wrapped in model.modules():
+        if _reconstruct_dtensor not in wrapped._forward_pre_hooks.values():
+            continue
+        for module in wrapped.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, DTensor))
 
 
 def is_capturing() -> bool:

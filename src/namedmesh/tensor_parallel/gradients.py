@@ -172,6 +172,12 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
             watch.compare(stepped)
 
 
+def watched_models() -> list[nn.Module]:
+    """Return the models of this process whose gradients are compared."""
+    models = [watch.model() for watch in list(_watches.values())]
+    return [model for model in models if model is not None]
+
+
 class _Watch:
     """An axis over which the gradients of a model are compared: a forward pre-hook of the model.
 
@@ -207,8 +213,12 @@ class _Watch:
         self.inputs.expect(model)
         if self.begun:
             return
-        self.begun = True
         parameters = dict(model.named_parameters())
+        if not all(param.is_leaf for param in parameters.values()):
+            # torch.func.functional_call with computed weights, which have no gradients to compare.
+            # A later forward, with the parameters themselves, is watched.
+            return
+        self.begun = True
         replicated = {name: param for name, param in parameters.items() if self.is_whole(param)}
         for param in replicated.values():
             if isinstance(param, DTensor) and set(param.placements) != {Replicate()}:

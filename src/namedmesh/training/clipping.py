@@ -74,7 +74,8 @@ def clip_grad_norm_(
     Raises:
         TrainingError: on every rank, and nothing is scaled: the norm is not finite and
             ``error_if_nonfinite`` is set, ``norm_type`` is not greater than 0, or FSDP2 holds
-            parameters unsharded, so that their gradients cannot be seen.
+            parameters unsharded, or DDP over tensor parallelism has taken them out of the model,
+            so that their gradients cannot be seen.
         GradientError: on every rank, and nothing is scaled: weights or gradients differ between
             ranks that must have the same.
     """

@@ -324,12 +324,15 @@ class Pipeline:
                 of_both = sum_of([self._loss(*tree_map(twice, once))], self._mesh)
             except Exception:  # noqa: BLE001  a loss for whole micro-batches only may be right
                 return
-        factor, other = (2, "sum") if self._reduction == "mean" else (1, "mean")
+        factor, other, remedy = 2, "sum", 'pass reduction="sum"'
+        if self._reduction == "sum":
+            factor, other = 1, "mean"
+            remedy = 'return the mean of the rows, undivided, and pass reduction="mean"'
         # Half precision is this exact. Other losses, such as contrastive ones, have any factor.
         if abs(float(of_both / of_one) - factor) < 0.02:  # noqa: PLR2004
             batch.problems.append(
                 f"the loss of a row that is given twice is {factor} times its loss, as of a "
-                f'{other}, but reduction is "{self._reduction}"; pass reduction="{other}"'
+                f'{other}, but reduction is "{self._reduction}"; {remedy}'
             )
 
 

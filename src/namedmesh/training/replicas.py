@@ -14,11 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import all_gather_object, is_capturing, iter_unsharded_parameters, sharding_under_ddp
+from namedmesh._torch import (
+    all_gather_object,
+    hidden_by_ddp,
+    is_capturing,
+    iter_unsharded_parameters,
+    sharding_under_ddp,
+)
 from namedmesh.axes import EXPERT_AXES, TOKEN_AXES
 from namedmesh.errors import GradientError, TrainingError, format_items
 from namedmesh.mesh import NamedMesh
-from namedmesh.tensor_parallel.gradients import LAST_STEP, NOTHING, TOLERANCE, fingerprint
+from namedmesh.tensor_parallel.gradients import (
+    LAST_STEP,
+    NOTHING,
+    TOLERANCE,
+    fingerprint,
+    watched_models,
+)
 
 _CAUSES = (
     "They must be equal there. The two commonest causes: the gradients are not averaged over this "
@@ -76,6 +88,22 @@ def check_sharded(without_grad: dict[int, Tensor]) -> None:
         )
 
 
+def _check_not_hidden(params: Sequence[Tensor]) -> None:
+    """Raise TrainingError if DDP over tensor parallelism has taken parameters out of the model."""
+    given = {id(param) for param in params}
+    if any(sharding_under_ddp(param) for param in params):
+        return  # the local shards from before the first forward
+    for model in watched_models():
+        hidden = list(hidden_by_ddp(model))
+        if hidden and (not given or given.intersection(id(param) for param in model.parameters())):
+            raise TrainingError(
+                f"{len(hidden)} sharded parameters are missing: the first forward of "
+                "DistributedDataParallel over tensor parallelism took them out of the model. Keep "
+                "params = list(model.parameters()) from before the first forward, for the "
+                "optimizer and for clipping, or use fully_shard"
+            )
+
+
 def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
     """Compare weights and gradients over each axis along which they must be equal, on some calls.
 
@@ -83,6 +111,7 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
 
     Raises:
         GradientError: on every rank of the mesh, with all differences.
+        TrainingError: DDP over tensor parallelism has taken parameters out of the model.
     """
     # Compiled code and a CUDA graph cannot read values.
     if torch.compiler.is_compiling() or is_capturing():
@@ -90,6 +119,7 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
     call = _calls[mesh] = _calls.get(mesh, 0) + 1
     if call > LAST_STEP or call & (call - 1) or mesh.size() == 1 or dist.get_backend() == "fake":
         return
+    _check_not_hidden(params)
     problems = set(_find_differences(params, mesh))
     # Every rank raises, whichever stage or shard the ranks that differ have.
     for axis in mesh.layout:

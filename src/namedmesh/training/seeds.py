@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -195,8 +195,13 @@ def init_parameters(
             returns the mean and the standard deviation of a normal distribution.
 
     Raises:
-        TrainingError: some parameters are on the meta device.
+        TrainingError: some parameters are on the meta device, or the seed is no integer.
     """
+    if not isinstance(seed, SupportsIndex):  # such as the mesh, whose description has the layout
+        raise TrainingError(
+            f"seed of init_parameters must be an int, got {type(seed).__name__}; "
+            "call init_parameters(model, seed=0)"
+        )
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise TrainingError(
