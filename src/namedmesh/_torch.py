@@ -497,6 +497,16 @@ def _stack_norms(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return torch.stack(values)
 
 
+def has_run_forward(stage: Any) -> bool:
+    """Return whether a pipeline stage holds a micro-batch of a step, for its backward.
+
+    It holds none while torch only finds out the shapes of a stage.
+    """
+    # Before torch 2.15 the attribute is fwd_cache.
+    name = "_forward_chunk_states" if hasattr(stage, "_forward_chunk_states") else "fwd_cache"
+    return bool(getattr(stage, name))
+
+
 def queue_backward_callback(call: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass that runs in this thread.
 

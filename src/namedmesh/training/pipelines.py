@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from namedmesh._torch import (
     all_gather_object,
+    has_run_forward,
     remove_backwards,
     reshards_after_forward,
     set_schedule_loss,
@@ -301,9 +302,8 @@ class Pipeline:
         if not batch.problems and not self._lacks_rows(batch, built):
             loss = self._loss(output, target)
             if isinstance(loss, Tensor) and loss.numel() == 1:
-                # Not while torch finds out the shapes: the input is uninitialized memory then. The
-                # stage keeps nothing for a backward.
-                if batch.checks_reduction and built.stages[-1].fwd_cache:
+                # Not while torch finds out the shapes: the input is uninitialized memory then.
+                if batch.checks_reduction and has_run_forward(built.stages[-1]):
                     batch.checks_reduction = False
                     self._check_reduction(batch, output, target)
                 return loss
