@@ -169,7 +169,7 @@ def _all() -> dict[str, float]:
     return found | _scale(meshes)
 
 
-@pytest.mark.usefixtures("optimizers_as_on_cuda")
+@pytest.mark.usefixtures("as_on_cuda")
 def test_optimizers_clipping_scaling_and_averages_over_parameters_of_every_kind() -> None:
     assert_right(run_ranks(2, _all), cases=len(OPTIMIZERS) + 3)
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+from as_cuda import NoReads
 from messages import error_of, problems_of, says
 from ranks import run_ranks
 from tensors import apart, numbers
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import namedmesh
 from namedmesh import training
@@ -202,14 +202,6 @@ def test_local_shards_under_ddp_are_no_replicas() -> None:
         assert missing.startswith("TrainingError: 8 sharded parameters are missing: ")
 
 
-class NoReads(TorchDispatchMode):
-    """Refuse what a CUDA graph cannot capture: reads of device values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "_local_scalar_dense" not in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def calls() -> list[bool]:
     """On which calls with a mesh different gradients are an error; all others read no values."""
     mesh = namedmesh.init_mesh(dp=2)
@@ -220,11 +212,11 @@ def calls() -> list[bool]:
             clipped = partial(training.clip_grad_norm_, param, 1.0, mesh)
             found.append(error_of(clipped) != "")
         else:
-            with NoReads():  # type: ignore[no-untyped-call]
+            with NoReads():
                 training.clip_grad_norm_(param, 1.0, mesh)
     mesh.close()
     mesh = namedmesh.init_mesh(dp=2)
-    with NoReads(), mock.patch("namedmesh.training.replicas.is_capturing", return_value=True):  # type: ignore[no-untyped-call]
+    with NoReads(), mock.patch("namedmesh.training.replicas.is_capturing", return_value=True):
         training.clip_grad_norm_(param, 1.0, mesh)  # the first call
     mesh.close()
     return found
