@@ -48,11 +48,11 @@ class NoReads(TorchDispatchMode):
         # On the CPU it reads the memory, and no operator runs.
         self.patch = mock.patch.object(Tensor, "tolist", counted)
         self.patch.start()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self.patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +87,8 @@ class DefaultDevice(TorchFunctionMode):
 def optimizers_with_foreach() -> Iterator[None]:
     """Let torch's optimizers use foreach by default."""
     devices = [*_get_foreach_kernels_supported_devices(), "cpu"]
-    with mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", lambda: devices):
+    function = "torch.optim.optimizer._get_foreach_kernels_supported_devices"
+    with mock.patch(function, return_value=devices):
         yield
 
 

@@ -65,7 +65,8 @@ def reads_of_a_step() -> dict[str, int]:
     mesh = namedmesh.init_mesh(cp=2)
     qkv = numbers(3, 1, 2, 8, 4, seed=0)
     part, _ = count("shard_sequence", partial(training.shard_sequence, qkv, mesh=mesh["cp"], dim=3))
-    count("context_attention", partial(training.context_attention, *part, mesh["cp"]))
+    query, key, value = part
+    count("context_attention", partial(training.context_attention, query, key, value, mesh["cp"]))
     mesh.close()
 
     mesh = namedmesh.init_mesh(dp=2)

@@ -186,7 +186,6 @@ def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_d
         mesh.device = torch.device("cuda", 3)
         broadcast = mock.Mock(side_effect=AssertionError("of rank 0's generator"))
         patch.setattr(torch.distributed, "broadcast", broadcast)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         training.seed_all(3, mesh)
         # What makes a tracker that broadcasts is that there is none.
         assert torch.distributed.tensor._random._rng_tracker is not None
@@ -197,6 +196,7 @@ def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_d
         assert len({*found}) == 4
         fresh = torch.Generator().manual_seed(5).get_state()
         assert all(torch.equal(generator.get_state(), fresh) for generator in fake.generators)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         said = error_of(training.streams("tensor").__enter__)
         mesh.device = torch.device("cpu")

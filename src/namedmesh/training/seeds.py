@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.data import get_worker_info
 
-from namedmesh._torch import make_rng_tracker
+from namedmesh._torch import is_capturing, make_rng_tracker
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
 from namedmesh.errors import TrainingError, format_items
@@ -97,8 +97,7 @@ def streams(name: str) -> Iterator[None]:
         raise TrainingError(f"there is no stream {name!r}; seed_all() makes tensor, expert and data")
     source = _data if name == "data" else torch.default_generator
     devices = [] if name == "data" else _devices
-    on_cuda = any(device.type == "cuda" for device in devices)
-    if on_cuda and torch.cuda.is_current_stream_capturing():
+    if devices and is_capturing():
         raise TrainingError(
             f"streams({name!r}) was entered while a CUDA graph is captured, which cannot seed "
             "generators and would replay the same numbers; capture only code without streams, or "
