@@ -14,6 +14,7 @@ if a section failed, and 0 otherwise.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -175,6 +176,9 @@ def full(tensor: Any) -> Any:
 def marked_tests() -> dict[str, Any]:
     """Run the tests that are marked ``gpu``."""
     require_gpu()
+    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SkippedError(f"it needs {' and '.join(missing)}")
     files = sorted(
         path for path in (ROOT / "tests").glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")
     )
@@ -221,10 +225,11 @@ def collectives() -> dict[str, Any]:
 def options() -> dict[str, Any]:
     """NCCL options, read back from the communicator of a group that has them."""
     require_gpu()
-    from namedmesh import GroupOptions
+    from namedmesh.options import GroupOptions, make_group_arguments
 
     mesh = make_mesh(dp=-1)
-    group: Any = dist.new_group([0], **GroupOptions(nccl={"max_ctas": 4}, high_priority=True).arguments())
+    arguments = make_group_arguments(GroupOptions(nccl={"max_ctas": 4}, high_priority=True))
+    group: Any = dist.new_group([0], **arguments)
     dist.all_reduce(torch.ones(1, device=mesh.device), group=group)
     made = group._get_backend(mesh.device).options  # noqa: SLF001  torch has no public way to read them
     require(made.config.max_ctas == 4, f"max_ctas is {made.config.max_ctas}")  # noqa: PLR2004  as asked for
@@ -421,6 +426,56 @@ def captured_step() -> dict[str, Any]:
     return {"captured": True}
 
 
+def gradient_scaler() -> dict[str, Any]:
+    """Tensor-parallel ranks skip the same steps, although one rank's shard alone has overflowed."""
+    from namedmesh.tensor_parallel import parallelize
+
+    mesh = make_mesh(tp=2)
+    model: Any = parallelize(mlp(16), mesh["tp"], mlp_plan())
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=1000)
+    x = torch.ones(4, 16, device=mesh.device)
+    scales = []
+    for step in range(3):
+        model.zero_grad()
+        scaler.scale(model(x).square().sum()).backward()
+        if step == 1 and mesh.rank("tp") == 1:
+            model[1].weight.grad.to_local().fill_(torch.inf)
+        before = model[1].weight.to_local().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = not torch.equal(before, model[1].weight.to_local())
+        require(moved == (step != 1), f"rank {mesh.rank('tp')} took step {step}: {moved}")
+        scales.append(scaler.get_scale())
+    require(scales == [8.0, 4.0, 4.0], f"the scales are {scales}")
+    return {"scales": scales}
+
+
+def streams_in_a_capture() -> dict[str, Any]:
+    """``streams`` inside a CUDA graph capture is an error that says so, and the capture ends in order."""
+    from namedmesh import TrainingError, training
+
+    require_gpu()
+    mesh = make_mesh(dp=-1)
+    training.seed_all(0, mesh)
+    with training.streams("tensor"):
+        before = torch.rand(4, device=mesh.device)
+    graph = torch.cuda.CUDAGraph()
+    text = ""
+    with torch.cuda.graph(graph):
+        doubled = before * 2
+        try:
+            with training.streams("tensor"):
+                torch.rand(4, device=mesh.device)
+        except TrainingError as error:
+            text = str(error)
+    graph.replay()
+    synchronize()
+    require("CUDA graph" in text, "streams was entered while a graph was captured")
+    require(torch.equal(doubled, before * 2), "the graph that was captured around it is wrong")
+    return {"error": text[:100]}
+
+
 def out_of_vocabulary() -> dict[str, Any]:
     """An id outside of the vocabulary is an error on the device, and does not count as zeros."""
     from torch.distributed.tensor import Replicate
@@ -565,6 +620,8 @@ SECTIONS: dict[str, Section] = {
     "random numbers": Section(random_numbers, 2, 40),
     "second mesh": Section(second_mesh, 2, 40),
     "captured step": Section(captured_step, 2, 40),
+    "streams in a capture": Section(streams_in_a_capture, 1, 40),
+    "gradient scaler": Section(gradient_scaler, 2, 40),
     "attention": Section(attention, 2, 60),
     "tensor-parallel steps": Section(tensor_parallel_steps, 2, 90),
     # Last: a device-side assertion ends the process's use of the device.

@@ -94,13 +94,12 @@ def _no_original_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
-def optimizers_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch's optimizers use their foreach implementations by default on the CPU, as they do on CUDA."""
-    import torch.optim.optimizer as optimizers
-    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as on_devices
+def as_on_cuda() -> Iterator[None]:
+    """Set what differs on CUDA and can be set on a CPU; forked ranks inherit it."""
+    from as_cuda import as_cuda
 
-    devices = [*on_devices(), "cpu"]
-    monkeypatch.setattr(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices)
+    with as_cuda():
+        yield
 
 
 def installed(package: str) -> bool:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed import distributed_c10d as c10d
 
-from namedmesh._torch import forget_operations
+from namedmesh._torch import clear_dtensor_op_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,7 +154,7 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store, as torchrun's agent does
     )
     # DTensor takes equal meshes for one: a mesh of a fake world of the parent's, where it was rank 0, is another's.
-    forget_operations()
+    clear_dtensor_op_cache()
     # torch makes its autograd engine anew in a forked process, at its first use and without a lock: two threads that
     # are first together end the process.
     torch.ones(1, requires_grad=True).square()

@@ -80,7 +80,7 @@ def test_without_a_launcher_an_error_names_torchrun(monkeypatch: pytest.MonkeyPa
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     text = (
-        "No launcher has started this process, so it is a world of its own; start 8 of them with: torchrun "
+        "No launcher has started this process, so it is a single-process run; start 8 processes with: torchrun "
         "--nproc-per-node 8 SCRIPT"
     )
     told = error_of(lambda: namedmesh.init_mesh(dp=-1, tp=2, device="cpu"))
@@ -348,8 +348,8 @@ def test_a_group_that_torch_does_not_know_is_refused() -> None:
         mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
         groups = {"dp_replicate": Managed(), "tp": mesh.group("tp")}
         assert error_of(lambda: NamedMesh.from_groups(groups, device="cpu")) == (
-            "LayoutError: the group of axis 'dp_replicate' is a Managed that torch.distributed does not know, so that its ranks "
-            "cannot be told; leave the axis out of the mesh"
+            "LayoutError: the group of axis 'dp_replicate' is a Managed that is not registered in torch.distributed, so "
+            "its ranks are not known; omit the axis"
         )
         mesh.close()
 

@@ -75,6 +75,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_losses_are_those_of_one_process(ranks: int, reference: list[float]) -> None:
     assert reference[-1] < reference[0] - 0.01
@@ -128,6 +129,7 @@ def test_losses_with_compiled_layers_are_those_of_one_process(reference: list[fl
         assert graphs >= 1
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 def test_losses_with_experts_are_those_of_one_process() -> None:
     settings = replace(TINY, moe=True, steps=2)
     expected = run_ranks(1, one_process, settings)[0]

@@ -311,7 +311,7 @@ def test_a_rank_whose_device_is_not_there_is_named_to_the_others() -> None:
     told = run_ranks(3, _as_host, -1, {"device": "cuda:99"}, init=False)
     mistake = told[1].removeprefix("LaunchError: ")
     assert mistake.startswith("device cuda:99 is not there")
-    assert told[0] == told[2] == f"AgreementError: rank 1 gave up on launch.init: {mistake}"
+    assert told[0] == told[2] == f"AgreementError: rank 1 failed in launch.init: {mistake}"
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -322,7 +322,7 @@ def test_a_rank_that_does_not_start_is_named(absent: int) -> None:
     for text in told:
         if absent:
             assert text.startswith(
-                "AgreementError: rank 2 of 3 did not call launch.init within 5 s; see what "
+                "AgreementError: rank 2 of 3 did not call launch.init within 5 s; make sure "
             )
         else:
             assert f"trying to connect to (127.0.0.1, {PORTS[0]})" in text

@@ -87,7 +87,7 @@ def test_where_selects_a_slice_of_the_table(case: tuple[Layout, list[str]], rand
 
 
 @given(layouts_and_axes(), layouts_and_axes())
-def test_partitions_are_equal_exactly_if_the_groups_are(
+def test_partitions_are_equal_if_and_only_if_the_groups_are(
     one: tuple[Layout, list[str]], other: tuple[Layout, list[str]]
 ) -> None:
     same_key = one[0].partition(*one[1]) == other[0].partition(*other[1])
@@ -95,7 +95,9 @@ def test_partitions_are_equal_exactly_if_the_groups_are(
 
 
 @given(layouts_and_axes(), st.data())
-def test_equal_partitions_of_other_factorings(case: tuple[Layout, list[str]], data: st.DataObject) -> None:
+def test_equal_partitions_of_different_factorizations(
+    case: tuple[Layout, list[str]], data: st.DataObject
+) -> None:
     """The same ranks over other axes: only the groups decide, not the names."""
     layout, axes = case
     divisors = [n for n in range(1, layout.world_size + 1) if layout.world_size % n == 0]
@@ -107,7 +109,7 @@ def test_equal_partitions_of_other_factorings(case: tuple[Layout, list[str]], da
 
 
 @given(layouts(), st.data())
-def test_one_size_can_be_whatever_is_left(layout: Layout, data: st.DataObject) -> None:
+def test_one_size_can_be_inferred(layout: Layout, data: st.DataObject) -> None:
     axis = data.draw(st.sampled_from(layout.axes))
     sizes = {**dict(layout.items()), axis: -1}
     again = Layout(**sizes, world_size=layout.world_size, rank_offset=layout.rank_offset)
@@ -180,15 +182,15 @@ def test_a_million_ranks_answer_at_once() -> None:
     assert tracer_lines < 200
 
 
-SIZE = "has size {}; a size is an int of at least 1, or -1 for whatever is left"
+SIZE = "size of axis {!r} must be an int of at least 1, or -1 for the remaining ranks, got {}"
 OUTSIDE = "is outside the axis; its coordinates are the ints 0 to 1"
 MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: Layout(), LayoutError, "no axis is named; name at least one, such as dp=-1"),
-    (lambda: Layout(tp=0), LayoutError, f"axis 'tp' {SIZE.format(0)}"),
+    (lambda: Layout(tp=0), LayoutError, SIZE.format("tp", 0)),
     (
         lambda: Layout(dp=-1, tp=-1, world_size=8),
         LayoutError,
-        "axes 'dp', 'tp' are all -1; only one axis can be whatever is left",
+        "axes 'dp', 'tp' are all -1; only one axis can have the remaining ranks",
     ),
     (
         lambda: Layout(dp=-1),
@@ -198,7 +200,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: Layout(dp=2, tp=3, world_size=8),
         LayoutError,
-        "dp=2 x tp=3 needs 6 ranks, but the world has 8; change a size, or give one axis -1 for whatever is left",
+        "dp=2 x tp=3 needs 6 ranks, but the world has 8; change a size, or give one axis -1 for the remaining ranks",
     ),
     (
         lambda: Layout(dp=-1, tp=3, world_size=8),
@@ -230,8 +232,8 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: Layout(dp=2.0, tp=True, rank_offset=-1),  # type: ignore[arg-type]
         LayoutError,
-        f"3 problems:\n  - axis 'dp' {SIZE.format(2.0)}\n  - axis 'tp' {SIZE.format(True)}\n"
-        "  - rank_offset is -1; it is an int of at least 0",
+        f"3 problems:\n  - {SIZE.format('dp', 2.0)}\n  - {SIZE.format('tp', True)}\n"
+        "  - rank_offset must be an int of at least 0, got -1",
     ),
     (
         lambda: Layout.from_order("tp-dp", tp=2, cp=2, world_size=8),

@@ -527,7 +527,7 @@ def test_errors_name_the_variable_or_size_and_the_remedy() -> None:
         num_groups = live_groups()
         text = "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."
         refuses(lambda: initialize(2, 3), AssertionError, text)
-        refuses(lambda: initialize(0), AssertionError, "axis 'tp' ...")
+        refuses(lambda: initialize(0), AssertionError, "size of axis 'tp' ...")
         refuses(lambda: initialize(-1), AssertionError, "axes 'dp', 'tp' are all -1; ...")
         assert live_groups() == num_groups
         initialize(4)
@@ -593,7 +593,7 @@ def initialize_with_other_size_on_rank_3(call: str, size: int) -> str:
 @pytest.mark.parametrize(("call", "size"), [*product(INITIALIZERS, (4, 3))])
 def test_every_rank_raises_if_sizes_differ_or_one_rank_fails(call: str, size: int) -> None:
     *others, rank_3 = run_ranks(4, initialize_with_other_size_on_rank_3, call, size)
-    expected = "differs between ranks: ... on rank 3; ..." if size == 4 else f"rank 3 gave up on {call}..."
+    expected = "differs between ranks: ... on rank 3; ..." if size == 4 else f"rank 3 failed in {call}..."
     for text in others:
         assert text.startswith("AgreementError: ")
         assert all(part in text for part in expected.split("..."))

@@ -338,7 +338,7 @@ def test_groups_of_an_open_mesh_are_reused_whatever_its_timeout() -> None:
         mesh.close()
         own = {"tp": GroupOptions(share=False)}
         mesh = namedmesh.init_mesh(dp=4, tp=2, options=own, device="cpu")
-        with pytest.raises(namedmesh.MeshError, match="'tp' would be on another process group"):
+        with pytest.raises(namedmesh.MeshError, match="axis 'tp' cannot use this process group"):
             parallel_state.initialize_model_parallel(2, **NO_GLOO)
         mesh.close()
 

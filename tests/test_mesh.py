@@ -17,18 +17,18 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import namedmesh
-from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh
+from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def members(group: dist.ProcessGroup) -> tuple[int, ...]:
+def member_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
 def sum_of_ranks(group: dist.ProcessGroup) -> int:
-    """What a collective over the group gives: only the right members make the right sum."""
+    """What a collective over the group gives: only the right member_ranks make the right sum."""
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total, group=group)
     return int(total)
@@ -37,35 +37,35 @@ def sum_of_ranks(group: dist.ProcessGroup) -> int:
 # Real ranks.
 
 
-def _every_group() -> dict[str, tuple[tuple[int, ...], int]]:
+def _flatten_all_axes() -> dict[str, tuple[tuple[int, ...], int]]:
     mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
-    told = {}
+    results = {}
     for count in (1, 2, 3):
         for axes in combinations(("pp", "dp", "tp"), count):
             if count > 1:
                 mesh.flatten(*axes)
             group = mesh.group(*axes)
-            told["_".join(axes)] = members(group), sum_of_ranks(group)
+            results["_".join(axes)] = member_ranks(group), sum_of_ranks(group)
     mesh.close()
-    return told
+    return results
 
 
 def test_every_group_has_its_members_and_works() -> None:
     layout = Layout(pp=2, dp=2, tp=2)
-    for rank, told in enumerate(run_ranks(8, _every_group)):
-        assert len(told) == 7
-        for name, (ranks, total) in told.items():
+    for rank, results in enumerate(run_ranks(8, _flatten_all_axes)):
+        assert len(results) == 7
+        for name, (ranks, total) in results.items():
             assert ranks == layout.group(rank, *name.split("_"))
             assert total == sum(ranks)
 
 
-def _views() -> dict[str, tuple[tuple[int, ...], int]]:
+def _add_expert_view() -> dict[str, tuple[tuple[int, ...], int]]:
     mesh = namedmesh.init_mesh(pp=2, dp=4, tp=1)
     mesh.add_view("expert", pp=2, edp=-1, ep=2, etp=1)
     mesh.flatten("edp", "ep")
     assert mesh.group("edp", "ep") is mesh.group("dp")
-    told = {
-        axis: (members(mesh.group(axis)), sum_of_ranks(mesh.group(axis)))
+    results = {
+        axis: (member_ranks(mesh.group(axis)), sum_of_ranks(mesh.group(axis)))
         for axis in ("edp", "ep", "pp", "etp")
     }
     assert mesh.coords == {
@@ -77,18 +77,18 @@ def _views() -> dict[str, tuple[tuple[int, ...], int]]:
         "etp": 0,
     }
     mesh.close()
-    return told
+    return results
 
 
-def test_a_view_factors_the_same_ranks_and_shares_axes() -> None:
+def test_a_view_is_a_factorization_of_the_same_ranks_and_shares_axes() -> None:
     layout = Layout(pp=2, edp=2, ep=2, etp=1)
-    for rank, told in enumerate(run_ranks(8, _views)):
-        for axis, (ranks, total) in told.items():
+    for rank, results in enumerate(run_ranks(8, _add_expert_view)):
+        for axis, (ranks, total) in results.items():
             assert ranks == layout.group(rank, axis)
             assert total == sum(ranks)
 
 
-def _with_options() -> list[bool]:
+def _check_options_of_groups() -> list[bool]:
     short = timedelta(seconds=77)
     mesh = namedmesh.init_mesh(
         dp=2,
@@ -113,11 +113,11 @@ def _with_options() -> list[bool]:
     ]
 
 
-def test_options_reach_axes_and_what_is_derived_from_them() -> None:
-    assert run_ranks(4, _with_options) == [[True] * 6] * 4
+def test_options_apply_to_groups_over_an_axis_and_over_flattened_axes() -> None:
+    assert run_ranks(4, _check_options_of_groups) == [[True] * 6] * 4
 
 
-def _inherited_timeout() -> bool:
+def _inherit_timeout() -> bool:
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     world, tp = (
         group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
@@ -127,29 +127,29 @@ def _inherited_timeout() -> bool:
 
 
 def test_the_default_groups_timeout_is_inherited() -> None:
-    assert run_ranks(4, _inherited_timeout) == [True] * 4
+    assert run_ranks(4, _inherit_timeout) == [True] * 4
 
 
-def _with_gloo_groups() -> list[object]:
+def _create_gloo_groups() -> list[object]:
     """Axes on a backend that is not gloo, with gloo groups beside them, shared and not."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
-    told: list[object] = []
+    results: list[object] = []
     for share in (True, False):
         options = {"tp": GroupOptions(backend="fake", gloo_twin=True, share=share)}
         mesh = namedmesh.init_mesh(dp=2, tp=2, options=options)
         gloo = mesh.gloo_group("tp")
-        told += [dist.get_backend(mesh.group("tp")), dist.get_backend(gloo), sum_of_ranks(gloo)]
+        results += [dist.get_backend(mesh.group("tp")), dist.get_backend(gloo), sum_of_ranks(gloo)]
         mesh.close()
-    return told
+    return results
 
 
-def test_gloo_groups_stand_beside_groups_of_another_backend() -> None:
-    for rank, told in enumerate(run_ranks(4, _with_gloo_groups)):
-        assert told == ["fake", "gloo", 1 if rank < 2 else 5] * 2
+def test_additional_gloo_groups_have_the_same_ranks() -> None:
+    for rank, results in enumerate(run_ranks(4, _create_gloo_groups)):
+        assert results == ["fake", "gloo", 1 if rank < 2 else 5] * 2
 
 
-def _no_gloo_group() -> str:
+def _find_missing_gloo_group() -> str:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
     with namedmesh.init_mesh(dp=2, tp=2, options={"dp": GroupOptions(backend="fake")}) as mesh:
@@ -159,15 +159,15 @@ def _no_gloo_group() -> str:
     return text
 
 
-def test_a_gloo_group_that_nobody_asked_for() -> None:
+def test_a_gloo_group_that_was_not_requested_does_not_exist() -> None:
     text = (
         "MeshError: there is no gloo group over 'dp'; ask for one when the group is made, with "
         "options=GroupOptions(gloo_twin=True)"
     )
-    assert run_ranks(4, _no_gloo_group) == [text] * 4
+    assert run_ranks(4, _find_missing_gloo_group) == [text] * 4
 
 
-def test_in_a_fake_world_a_group_is_its_own_gloo_group() -> None:
+def test_with_the_fake_backend_the_group_itself_is_the_gloo_group() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
         assert mesh.gloo_group("dp") is mesh.group("dp")
@@ -192,7 +192,7 @@ def test_accessors_answer_for_this_rank() -> None:
             assert mesh.is_first("pp") == (rank < 128)
             assert mesh.is_last("pp") == (rank >= 384)
             assert (mesh.next("pp"), mesh.prev("pp")) == ((rank + 128) % 512, (rank - 128) % 512)
-            assert members(mesh.group("cp")) == mesh.ranks("cp")
+            assert member_ranks(mesh.group("cp")) == mesh.ranks("cp")
             assert mesh["dp", "cp"].mesh.flatten().tolist() == list(mesh.ranks("dp", "cp"))
             mesh.close()
 
@@ -270,7 +270,7 @@ def test_accessors_never_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
         mesh.close()
 
 
-def test_meshes_of_any_number_can_live_at_once() -> None:
+def test_several_meshes_can_be_open_at_once() -> None:
     with fake_world(8):
         first, second = namedmesh.init_mesh(dp=8), namedmesh.init_mesh(dp=2, tp=4)
         with pytest.raises(MeshError) as caught:
@@ -297,7 +297,7 @@ def test_adopting_a_transposed_mesh() -> None:
         theirs = DeviceMesh("cpu", torch.arange(8).reshape(2, 4).T, mesh_dim_names=("tp", "dp"))
         mesh = NamedMesh.from_device_mesh(theirs)
         assert mesh.layout == Layout(dp=2, tp=4)
-        assert mesh.ranks("tp") == (0, 1, 2, 3) == members(mesh.group("tp"))
+        assert mesh.ranks("tp") == (0, 1, 2, 3) == member_ranks(mesh.group("tp"))
         assert mesh["tp", "dp"] is theirs
         both = mesh.flatten("tp", "dp")
         assert both.mesh.tolist() == list(range(8)) == list(mesh.ranks("dp", "tp"))
@@ -335,23 +335,23 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
     (
         lambda mesh: mesh.flatten("dp", "tp", name="pp"),
         LayoutError,
-        "the name 'pp' is taken by an axis; give the product another with name=",
+        "the name 'pp' is taken by an axis; choose another with name=",
     ),
     (
         lambda mesh: mesh.add_view("expert", pp=4, ep=2),
         LayoutError,
         "2 problems:\n"
-        "  - axis 'pp' groups rank 0 with 0, 2, 4, 6 in view 'expert', but with 0, 4 in pp=2 x dp=2 x tp=2 (8 "
-        "ranks); an axis that views share must be the same ranks in both: change sizes or order, or give it a name "
-        "of its own\n"
-        "  - the name 'expert' is taken by another view; choose another",
+        "  - axis 'pp' has the ranks 0, 2, 4, 6 in view 'expert' (on rank 0), but 0, 4 in pp=2 x dp=2 x tp=2 (8 "
+        "ranks); views that share an axis must have the same ranks on it: change sizes or their order, or give the axis "
+        "another name\n"
+        "  - the name 'expert' is taken by another view; choose another name",
     ),
     (lambda mesh: mesh.add_view("other", a=3, b=-1), LayoutError, "a=3 ... 8 ranks; ... multiple of 3"),
     (
         lambda mesh: mesh.flatten("pp", "tp"),
-        LayoutError,
-        "timeout of axes 'pp' and 'tp' is both datetime.timedelta(seconds=5) and datetime.timedelta(seconds=6); say "
-        "which one the group over both should have with options=",
+        OptionError,
+        "axes 'pp' and 'tp' set different values of timeout, datetime.timedelta(seconds=5) and "
+        "datetime.timedelta(seconds=6); set the one of the group over both with options=",
     ),
     (lambda mesh: mesh.explain(rank=8), LayoutError, "rank 8 is outside ..."),
     (
@@ -361,7 +361,7 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
     ),
     (
         lambda mesh: mesh.flatten("dp", "tp", options={}),  # type: ignore[arg-type]
-        LayoutError,
+        OptionError,
         "options must be GroupOptions, got {}; write GroupOptions(timeout=...)",
     ),
     (
@@ -395,7 +395,7 @@ HINTS = {
 }
 
 
-def test_names_that_a_mesh_does_not_have_say_what_to_write() -> None:
+def test_attribute_errors_suggest_the_name_to_use() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(dp=4, tp=2)
         mesh.add_view("expert", edp=2, ep=4)
@@ -412,8 +412,8 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"layout": Layout(dp=4)},
         LayoutError,
-        "dp=4 (4 ranks) on ranks 0 to 3 is not the world of 8 ranks; change a size, or give one axis -1 for whatever is "
-        "left",
+        "dp=4 (4 ranks) covers ranks 0 to 3, but the world has ranks 0 to 7; change a size, or give one axis -1 for the "
+        "remaining ranks",
     ),
     (
         {"layout": Layout(dp=4), "tp": 2},
@@ -428,17 +428,17 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     (
         {"dp": 8, "options": {"dp": {"share": False}, "tq": GroupOptions()}},
-        LayoutError,
+        OptionError,
         "2 problems:\n"
         "  - options of axis 'dp' must be GroupOptions, got {'share': False}; write GroupOptions(timeout=...)\n"
         "  - options are given for axis 'tq', which is not one of ('dp',)",
     ),
     (
         {"dp": 8, "options": GroupOptions()},
-        LayoutError,
+        OptionError,
         "options must be a mapping of axis names to GroupOptions, ...",
     ),
-    ({"dp": 8, "timeout": 30}, LayoutError, "timeout is 30; ..."),
+    ({"dp": 8, "timeout": 30}, OptionError, "timeout must be a positive datetime.timedelta, got 30"),
     (
         {"dp": 8, "options": {"tp_": GroupOptions(), "dq": GroupOptions(), "ep": GroupOptions()}},
         AxisError,
@@ -459,7 +459,7 @@ def test_messages_of_init_mesh(arguments: dict[str, Any], kind: type[Exception],
         assert live_groups() == before
 
 
-def test_the_layout_of_a_mesh_by_the_names_of_the_field() -> None:
+def test_hybrid_sharding_axes_and_their_flattened_dp() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh({"dp_replicate": 2, "dp_shard": 2, "tp": -1})
         mesh.add_view("expert", edp=2, ep=4)
@@ -478,7 +478,7 @@ def test_the_layout_of_a_mesh_by_the_names_of_the_field() -> None:
         mesh.close()
 
 
-def test_a_closed_mesh_says_so() -> None:
+def test_accessors_of_a_closed_mesh_raise() -> None:
     with fake_world(4):
         mesh = namedmesh.init_mesh(dp=2, tp=2)
         mesh.group("tp")
@@ -502,15 +502,14 @@ def test_a_closed_mesh_says_so() -> None:
         assert repr(mesh) == "<NamedMesh dp=2 x tp=2 (4 ranks), closed>"
 
 
-def test_adoption_refuses_what_is_no_layout() -> None:
+def test_meshes_and_groups_that_form_no_layout_are_not_adopted() -> None:
     with fake_world(8, 2):
         slice_of_tp = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["pp", "dp"]
         with pytest.raises(LayoutError) as caught:
             NamedMesh.from_device_mesh(slice_of_tp)
         assert str(caught.value) == (
-            "the ranks of the DeviceMesh are not a range cut along its axes: rank 2 stands where a row-major order "
-            "of ('pp', 'dp') has rank 1; adopt the whole mesh rather than a slice of it, or make the mesh with "
-            "init_mesh"
+            "the ranks of the DeviceMesh are not a contiguous range in row-major order of ('pp', 'dp'): expected rank 1 "
+            "at position 1, got rank 2; adopt the full mesh instead of a slice, or make the mesh with init_mesh"
         )
         nameless = init_device_mesh("cpu", (8,))
         with pytest.raises(LayoutError, match="has no names; make it with mesh_dim_names="):
@@ -544,7 +543,7 @@ def test_explanations() -> None:
         mesh.close()
 
 
-def test_a_slice_that_is_first_asked_for_in_other_modes_is_a_real_one() -> None:
+def test_a_slice_first_made_under_dispatch_modes_has_real_tensors() -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(dp=4, tp=2)
         with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
@@ -577,7 +576,7 @@ def test_errors_about_large_worlds_are_short() -> None:
         assert len(str(caught.value)) < 500
 
 
-def test_options_of_a_product_whose_axes_begin_alike() -> None:
+def test_options_of_flattened_axes_with_a_common_prefix() -> None:
     with fake_world(8, 5):
         prior = GroupOptions(high_priority=True)
         mesh = namedmesh.init_mesh(dp=2, dp_shard=2, cp=2, options={"dp_shard_cp": prior}, device="cpu")

@@ -29,7 +29,7 @@ Step = tuple[Any, ...]
 def run(program: list[Step]) -> list[Any]:
     """What every group of every open mesh sums up to after each step, and the errors; on one rank."""
     meshes: dict[int, namedmesh.NamedMesh] = {}
-    told: list[Any] = []
+    results: list[Any] = []
     rank = dist.get_rank()
     for step in program:
         kind, number, *arguments = step
@@ -38,31 +38,31 @@ def run(program: list[Step]) -> list[Any]:
             meshes[number] = namedmesh.init_mesh(LAYOUTS[arguments[0]], options=options)
         elif kind == "wrong":  # one rank asks for something else
             sizes = {"dp": WORLD // 2, "tp": 2} if rank == arguments[0] else {"dp": WORLD}
-            told.append(error_of(lambda sizes=sizes: namedmesh.init_mesh(sizes)))  # type: ignore[misc]
+            results.append(error_of(lambda sizes=sizes: namedmesh.init_mesh(sizes)))  # type: ignore[misc]
         elif kind == "view":
             view: dict[str, Any] = VIEWS[arguments[0]]
             meshes[number].add_view("expert", **view)
         elif kind == "flatten":
             flat = meshes[number].flatten(*arguments)
-            told.append(summed(flat.get_group(), rank))
+            results.append(summed(flat.get_group(), rank))
         else:
             meshes.pop(number).close(destroy_groups=kind == "destroy")
         for mesh in meshes.values():
-            told.append([summed(mesh.group(axis), rank) for axis in mesh])
-            told.append([mesh[axis].get_group() is mesh.group(axis) for axis in mesh])
+            results.append([summed(mesh.group(axis), rank) for axis in mesh])
+            results.append([mesh[axis].get_group() is mesh.group(axis) for axis in mesh])
     for mesh in meshes.values():
         mesh.close()
     namedmesh.init_mesh(last=WORLD).close(destroy_groups=True)
-    return [*told, live_groups()]
+    return [*results, live_groups()]
 
 
 class Meshes(RuleBasedStateMachine):
-    """Builds a program, with what each rank must tell of it."""
+    """Build a program of calls, and the results that each rank must return."""
 
     def __init__(self) -> None:
         super().__init__()
         self.program: list[Step] = []
-        self.told: list[list[Any]] = [[] for _ in range(WORLD)]
+        self.expected: list[list[Any]] = [[] for _ in range(WORLD)]
         self.open: dict[int, list[tuple[Layout, str]]] = {}  # each mesh's layouts, and the axes of each
         self.own: set[int] = set()
         self.numbers = 0
@@ -72,8 +72,8 @@ class Meshes(RuleBasedStateMachine):
         for rank in range(WORLD):
             for places in self.open.values():
                 axes = [(layout, axis) for layout, names in places for axis in names.split()]
-                self.told[rank].append([float(sum(layout.group(rank, axis))) for layout, axis in axes])
-                self.told[rank].append([True] * len(axes))
+                self.expected[rank].append([float(sum(layout.group(rank, axis))) for layout, axis in axes])
+                self.expected[rank].append([True] * len(axes))
 
     @rule(which=st.integers(0, len(LAYOUTS) - 1), own=st.booleans())
     def make(self, which: int, own: bool) -> None:
@@ -96,7 +96,7 @@ class Meshes(RuleBasedStateMachine):
             f"Layout(dp={WORLD // 2}, tp=2) on rank {rank}; give every rank the same"
         )
         for each in range(WORLD):
-            self.told[each].append(text)
+            self.expected[each].append(text)
         self.step("wrong", 0, rank)
 
     @precondition(lambda self: any(len(places) == 1 for places in self.open.values()))
@@ -114,7 +114,7 @@ class Meshes(RuleBasedStateMachine):
         layout, names = self.open[number][0]
         axes = data.draw(st.permutations(names.split()))[:2]
         for rank in range(WORLD):
-            self.told[rank].append(float(sum(layout.group(rank, *axes))))
+            self.expected[rank].append(float(sum(layout.group(rank, *axes))))
         self.step("flatten", number, *axes)
 
     @precondition(lambda self: self.open)
@@ -131,7 +131,8 @@ class Meshes(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.program:
-            expected = [[*told, 1] for told in self.told]  # in the end the default group alone is left
+            # At the end only the default group is left.
+            expected = [[*results, 1] for results in self.expected]
             assert run_ranks(WORLD, run, self.program) == expected
 
 

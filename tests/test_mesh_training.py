@@ -100,6 +100,7 @@ def _train_each(ranks: int, names: list[str]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("ranks", CASES)
 def test_fsdp_with_tensor_parallelism_trains_as_one_process(ranks: int) -> None:
     names = list(CASES[ranks])

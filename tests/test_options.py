@@ -1,4 +1,4 @@
-"""Options of groups: what they accept, how they combine, and how they reach torch."""
+"""GroupOptions: validation, merging, and the arguments that torch gets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from messages import error_of, says
 from ranks import fake_world, run_ranks, summed
 
 import namedmesh
-from namedmesh import GroupOptions, LayoutError
-from namedmesh.groups import nccl_options
+from namedmesh import GroupOptions, OptionError
+from namedmesh.options import make_group_arguments, make_nccl_options
 
 
-def test_options_that_reach_a_group_over_two_axes() -> None:
+def test_options_of_a_group_over_two_axes_are_merged() -> None:
     with fake_world(8):
         options = {
             "dp": GroupOptions(timeout=timedelta(seconds=3), nccl={"max_ctas": 4}),
@@ -33,35 +33,35 @@ def test_options_that_reach_a_group_over_two_axes() -> None:
         mesh.close()
 
 
-def _without_a_backend() -> list[str]:
-    """What torch's tutorials do: the backend of such a group is called "undefined"."""
+def _init_without_backend() -> list[str]:
+    """As in torch's tutorials. get_backend() then returns "undefined"."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     rank = int(os.environ["RANK"])
     dist.init_process_group(store=store, rank=rank, world_size=4)
-    wanted = GroupOptions(nccl={"max_ctas": 4}, high_priority=True)
-    told = [error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, device="cpu", options={"tp": wanted}))]
+    nccl_options = GroupOptions(nccl={"max_ctas": 4}, high_priority=True)
+    errors = [error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, device="cpu", options={"tp": nccl_options}))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda *_: "cpu:gloo,cuda:nccl")
-        told.append(error_of(wanted.arguments))
+        errors.append(error_of(lambda: make_group_arguments(nccl_options)))
     mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
     assert summed(mesh.group("tp"), rank) == 2 * (rank - rank % 2) + 1
-    return told
+    return errors
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="the backend that torch chooses is NCCL")
-def test_settings_of_nccl_are_not_dropped_where_torch_chose_the_backend() -> None:
+def test_nccl_settings_are_rejected_if_torch_chose_another_backend() -> None:
     expected = [
-        "LayoutError: nccl={'max_ctas': 4} and high_priority=True are settings of NCCL, but the groups that they are for "
-        "have the backend 'cpu:gloo'; leave them out, or choose a backend with NCCL, such as backend='nccl'",
+        "OptionError: nccl={'max_ctas': 4} and high_priority=True are settings of NCCL, but the groups use the "
+        "backend 'cpu:gloo'; omit them, or choose a backend with NCCL, such as backend='nccl'",
         "MeshError: this torch was built without NCCL, so there are no NCCL options; use another backend",
     ]
-    assert run_ranks(4, _without_a_backend, init=False) == [expected] * 4
+    assert run_ranks(4, _init_without_backend, init=False) == [expected] * 4
 
 
 @pytest.mark.gpu
 def test_nccl_settings_reach_the_communicator() -> None:
     options = GroupOptions(nccl={"max_ctas": 4}, high_priority=True)
-    made: Any = nccl_options(replace(options, timeout=timedelta(seconds=7)))
+    made: Any = make_nccl_options(replace(options, timeout=timedelta(seconds=7)))
     assert (made.config.max_ctas, made.is_high_priority_stream) == (4, True)
     assert made._timeout == timedelta(seconds=7)
     assert torch.cuda.is_available()
@@ -71,21 +71,21 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     (
         {"backend": 7, "timeout": timedelta(0)},
         "2 problems:\n"
-        "  - backend is 7; it is a name such as 'gloo'\n"
-        "  - timeout is datetime.timedelta(0); it is a datetime.timedelta longer than nothing",
+        "  - backend must be a name such as 'gloo', got 7\n"
+        "  - timeout must be a positive datetime.timedelta, got datetime.timedelta(0)",
     ),
-    ({"timeout": 30}, "timeout is 30; it is a datetime.timedelta longer than nothing"),
+    ({"timeout": 30}, "timeout must be a positive datetime.timedelta, got 30"),
     ({"nccl": 4}, "nccl must be a mapping of names to values, got 4"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "text"), MESSAGES)
 def test_messages(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(LayoutError, match=says(text)):
+    with pytest.raises(OptionError, match=says(text)):
         GroupOptions(**arguments)
 
 
-def test_spelling_makes_no_other_group() -> None:
+def test_the_spelling_of_a_backend_does_not_create_another_group() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(dp=2, tp=4, backend="FAKE", options={"tp": GroupOptions(backend="fake")})
         same = namedmesh.init_mesh(dp=2, tp=4)

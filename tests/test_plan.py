@@ -20,15 +20,15 @@ from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.axes import SHARDING_AXES
 from namedmesh.legacy import LEGACY_APIS
-from namedmesh.plan import Plan, UsageError, compare, draw_svg, make_plan, rank_text
-from namedmesh.plan.describe import parse_spec
+from namedmesh.plan import LayoutPlan, UsageError, compare, draw_svg, make_plan, rank_text
+from namedmesh.plan.spec import parse_spec
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> LayoutPlan:
     name = draw(st.sampled_from(["", *LEGACY_APIS]))
     axes = (
         [axis for axis in LEGACY_APIS[name].axes if axis not in {"dp", "dp_shard"}] if name else ["pp", "tp"]
@@ -42,7 +42,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
+def test_kinds_groups_and_communicators_by_brute_force(plan: LayoutPlan) -> None:
     asked, held, in_world, first = 0, set(), 0, dict[Any, str]()
     for kind in plan.kinds:
         row = next(row for row in namedmesh.legacy.list_groups(plan.arrangement) if row.name == kind.name)
@@ -65,7 +65,7 @@ def test_kinds_groups_and_communicators_by_brute_force(plan: Plan) -> None:
 
 
 @given(plans(), st.data())
-def test_nodes_and_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> None:
+def test_nodes_and_one_rank_by_brute_force(plan: LayoutPlan, data: st.DataObject) -> None:
     node, rank = plan.gpus_per_node or 0, data.draw(st.sampled_from(plan.layout.ranks))
     for axis, count in (plan.across_nodes or {}).items():
         layout = plan.layout if axis in plan.layout else plan.arrangement.get_layout("expert")
@@ -127,13 +127,13 @@ def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> N
         call()
 
 
-def elements(plan: Plan, name: str, **more: Any) -> list[dict[str, str]]:
+def elements(plan: LayoutPlan, name: str, **more: Any) -> list[dict[str, str]]:
     root = ET.fromstring(draw_svg(plan.layout, gpus_per_node=plan.gpus_per_node, **more))  # noqa: S314  our own text
     return [dict(each.attrib) for each in root.iter(f"{SVG}{name}")]
 
 
 @given(plans())
-def test_every_rank_has_a_cell_inside_its_node_and_the_color_of_its_coordinate(plan: Plan) -> None:
+def test_every_rank_has_a_cell_inside_its_node_and_the_color_of_its_coordinate(plan: LayoutPlan) -> None:
     axis = plan.layout.axes[-1]
     ranks = [each for each in elements(plan, "g", color_by=axis) if each.get("class") == "rank"]
     assert [int(each["data-rank"]) for each in ranks] == list(plan.layout.ranks)
@@ -162,7 +162,7 @@ def test_pictures_of_large_worlds_and_of_groups_that_leave_their_node() -> None:
 
 
 @given(*[st.sampled_from(list(LEGACY_APIS))] * 2, *[st.sampled_from([1, 2, 4])] * 2, st.integers(1, 3))
-def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
+def test_compare_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
     found = compare(f"{a} tp={tp},pp={pp}", f"{b} tp={tp},pp={pp}", world_size=tp * pp * data)
     for axes, different in found.kinds.items():
         sides = []
@@ -175,7 +175,7 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
         assert different == (None if sides[0] == sides[1] else ([*sides[0][:4]], [*sides[1][:4]]))
 
 
-def test_a_comparison_has_both_views_and_takes_both_parts_of_dp_for_one() -> None:
+def test_compare_covers_expert_axes_and_merges_split_dp() -> None:
     kinds = compare("megatron tp=2,ep=2", "megatron tp=2,ep=4", world_size=8).kinds
     assert ["-".join(axes) for axes in kinds] == ["pp", "dp", "cp", "tp", "pp-tp", "edp", "ep", "etp"]
     kinds = compare("megatron tp=2", "dp_replicate=2,dp_shard=2,tp=2", world_size=8).kinds
@@ -184,7 +184,7 @@ def test_a_comparison_has_both_views_and_takes_both_parts_of_dp_for_one() -> Non
     )
 
 
-def test_the_shown_commands_print_that() -> None:
+def test_the_example_terminal_is_current() -> None:
     made = runpy.run_path(str(ROOT / "examples" / "plan" / "make.py"))["files"]()
     for name, text in made.items():
         kept = (ROOT / "examples" / "plan" / name).read_text(encoding="utf-8")
@@ -198,7 +198,7 @@ JOB = "--layers 1 --hidden 64 --heads 4 --vocab 99999 --seq 4096 --global-batch 
     ("command", "status", "message"),
     [
         ("plan tp=2 --rank 9", 1, "namedmesh plan: rank 9 is outside"),
-        ("plan tp=2 --gpus-per-node 0", 2, "argument --gpus-per-node: invalid positive value: '0'"),
+        ("plan tp=2 --gpus-per-node 0", 2, "argument --gpus-per-node: invalid positive_int value: '0'"),
         ("partitions --world-size 8 --config /nowhere", 2, "/nowhere/config.json cannot be read: "),
         ("partitions --world-size 8 --explain dp=8", 2, "--explain was given ['dp=8']; give two layouts"),
         ("partitions --world-size 8 --explain", 1, "a ranking needs layers"),

@@ -17,9 +17,12 @@ from messages import says
 
 from namedmesh import LayoutError
 from namedmesh.errors import UsageError
-from namedmesh.plan.cost import collective, estimate_memory, estimate_step, in_flight, layer_of, shares
-from namedmesh.plan.model import CARDS, Axes, Hardware, Job, Model, load_hardware, read_config
+from namedmesh.plan.hardware import CARDS, Hardware, load_hardware
+from namedmesh.plan.memory import estimate_memory
+from namedmesh.plan.model import Axes, Job, Model, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
+from namedmesh.plan.stages import count_in_flight, count_layer_elements, list_stage_shares
+from namedmesh.plan.step import estimate_collective, estimate_step
 from namedmesh.sizes import stage_range
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -54,8 +57,8 @@ QWEN3_MOE = {
 )  # fmt: skip
 def test_parameters_are_the_published_ones_and_those_on_the_ranks(model: Model, published: float) -> None:
     assert model.total / 1e9 == pytest.approx(published, abs=0.005)
-    for share in shares(model, 4, 1):
-        assert share.dense + share.expert == len(stage_range(model.layers, share.rank, 4))
+    for share in list_stage_shares(model, 4, 1):
+        assert share.layers == len(stage_range(model.layers, share.rank, 4))
     dense, expert, routed = model.layer
     ep = 2 if model.experts else 1
     held = dense * (model.layers - model.expert_layers) + (expert + routed / ep) * model.expert_layers
@@ -71,7 +74,7 @@ def test_configurations_are_read(config: dict[str, Any], billions: float, tmp_pa
     assert notes == []
 
 
-def test_what_a_configuration_cannot_say_is_named(tmp_path: Path) -> None:
+def test_unsupported_settings_of_a_configuration_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     unusual = {"decoder_sparse_step": 2, "layer_types": ["full", "sliding"]}
     path.write_text(json.dumps({"text_config": QWEN3_MOE | unusual, "vision_config": {}}), encoding="utf-8")
@@ -91,7 +94,7 @@ def test_states_by_stage_and_trainer(stage: int) -> None:
     """Of 16 bytes for a parameter 12 are divided by the 8 ranks from stage 1 on, 2 more from stage 2 on, all from stage 3 on."""
     whole, divided = [(16, 0), (4, 12), (2, 14), (0, 16)][stage]
     job, axes = Job(replace(LLAMA_8B, layers=4), stage=stage), Axes(tp=2, pp=2, dp=8)
-    held = max(sum(share.parameters(job.model, axes)) for share in shares(job.model, 2, 1))
+    held = max(sum(share.parameters(job.model, axes)) for share in list_stage_shares(job.model, 2, 1))
 
     def states(job: Job) -> float:
         memory = estimate_memory(job, axes)
@@ -115,33 +118,35 @@ def test_activations_by_korthikantis_table_2(policy: str, parallel: bool) -> Non
     assert estimate_memory(job, Axes(tp=t)).activations == pytest.approx(5 * 3 * s * h * expected)
 
 
-def test_what_torch_keeps_by_hand() -> None:
+def test_activations_of_torch_layers_by_hand() -> None:
     """In numbers of two bytes: h=16, q=16, k=v=8, f=24, over two ranks with sequence parallelism; and experts."""
     model = Model(layers=1, heads=4, kv_heads=2, hidden=16, ffn=24, vocab=32)
     none = Job(model, seq=8, checkpointing="none")
     halved = 2 * 16 / 2 + 2 * 16 + (16 + 8 + 8 + 16 + 16) / 2 + 4 * 24 / 2
-    assert layer_of(none, Axes(tp=2), experts=False).kept == halved
+    assert count_layer_elements(none, Axes(tp=2), has_experts=False).kept == halved
     one_head = replace(none, model=replace(model, kv_heads=1))  # which each rank has
-    assert layer_of(one_head, Axes(tp=2), experts=False).kept == halved
-    [share] = shares(one_head.model, 1, 1)
+    assert count_layer_elements(one_head, Axes(tp=2), has_experts=False).kept == halved
+    [share] = list_stage_shares(one_head.model, 1, 1)
     # All weights are halved but those of keys and values, 2 x 16 x 4.
     assert share.parameters(one_head.model, Axes(tp=2))[0] == (one_head.model.total - 16 + 2 * 16 * 4) / 2
-    selective = layer_of(replace(none, checkpointing="selective"), Axes(), experts=False)
+    selective = count_layer_elements(replace(none, checkpointing="selective"), Axes(), has_experts=False)
     # Input, queries, values, attention; gate, last product.
     assert selective.kept == 16 + 16 + 8 + 16 + 24 + 16
     mixture = replace(model, kv_heads=4, experts=8, top_k=2, expert_ffn=12, shared_experts=1)
     for tp, etp in ((1, 1), (2, 1), (2, 2)):
-        found = layer_of(replace(none, model=mixture), Axes(tp=tp, etp=etp), experts=True).kept
+        found = count_layer_elements(
+            replace(none, model=mixture), Axes(tp=tp, etp=etp), has_experts=True
+        ).kept
         halves = 2 * 16 / tp + 2 * 16 + 5 * 16 / tp + 3 * 4 * 12 / tp
         assert found == halves + 2 * 2 * 16 * etp / tp + 2 * 8
 
 
-def test_what_fsdp_gathers_and_the_loss_copies() -> None:
+def test_gathered_weights_and_loss_memory() -> None:
     job = Job(replace(LLAMA_8B, layers=4), seq=128, global_batch=8, stage=3, checkpointing="selective")
     layer, ends, logits, hidden = LLAMA_8B.layer[0], 2 * 4096 * 128256, 128 * 128256, 2 * 128 * 4096 * 2
     one, last = (estimate_memory(job, axes) for axes in (Axes(dp=2), Axes(dp=2, pp=2)))
     assert one.gathered == pytest.approx(2 * ends)
-    again = layer_of(job, Axes(), experts=False)
+    again = count_layer_elements(job, Axes(), has_experts=False)
     more = 2 * 128 * (again.read - again.kept + again.gradients)
     assert one.backward == pytest.approx(more + (3 * 2 + 4) * layer + 2 * ends, rel=1e-4)
     # The last of two stages: two layers and the head, gathered for the whole step, and gradients that accumulate.
@@ -154,20 +159,22 @@ def test_what_fsdp_gathers_and_the_loss_copies() -> None:
 
 def test_micro_batches_in_flight() -> None:
     job = Job(replace(LLAMA_8B, layers=4, vocab=0), seq=8, global_batch=16, trainer="megatron")
-    assert [in_flight(job, 4, rank) for rank in range(4)] == [4, 3, 2, 1]
-    each = layer_of(job, Axes(), experts=False).kept * 8 * 2
+    assert [count_in_flight(job, 4, rank) for rank in range(4)] == [4, 3, 2, 1]
+    each = count_layer_elements(job, Axes(), has_experts=False).kept * 8 * 2
     assert estimate_memory(job, Axes(pp=4)).activations == pytest.approx(4 * each)
     assert estimate_memory(replace(job, global_batch=2), Axes(pp=4)).activations == pytest.approx(2 * each)
     p, m = 8, 3  # Korthikanti, section 4.2.3
-    assert in_flight(replace(job, stages_per_rank=m), p, 0) == pytest.approx(p * (1 + (p - 1) / (p * m)))
+    assert count_in_flight(replace(job, stages_per_rank=m), p, 0) == pytest.approx(
+        p * (1 + (p - 1) / (p * m))
+    )
 
 
 def test_the_bandwidth_of_a_group_follows_from_its_members_in_a_node() -> None:
     assert [PLAIN.bandwidth(*each) for each in ((4, 1), (16, 1), (16, 2), (4, 4))] == [1e9, 4e8, 2e8, 1e8]
     assert PLAIN.bandwidth(3, 1) == 1e8  # the second group has a rank in one node and two in the next
     hops = 12 * 3.4e-6 + 3 * 9.6e-6  # of a ring over four nodes of four
-    assert collective(PLAIN, 8e8, 16, 1) == pytest.approx(7.5e8 / 4e8 + hops, rel=1e-9)
-    nvl72 = load_hardware("gb200-nvl72").filled(1024)  # 64 of the 72
+    assert estimate_collective(PLAIN, 8e8, 16, 1) == pytest.approx(7.5e8 / 4e8 + hops, rel=1e-9)
+    nvl72 = load_hardware("gb200-nvl72").fit_domain(1024)  # 64 of the 72
     assert (nvl72.bandwidth(64, 1), nvl72.bandwidth(16, 32)) == (0.80 * 900e9, 2 * 45e9)
 
 
@@ -180,7 +187,7 @@ def test_a_step_by_hand() -> None:
     # Half of s x s scores, two products, forward, again, and two and a half times backward, at a quarter of the peak.
     assert step["attention"] == pytest.approx(4 * 4.5 * 2 * 32 * 32 * 64 / 2 / 2.5e11)
     # What is read backward is moved twice forward and three times backward; the loss; and gradients that accumulate.
-    read, logits = layer_of(job, Axes(tp=2, pp=2), experts=False).read, 100 / 2
+    read, logits = count_layer_elements(job, Axes(tp=2, pp=2), has_experts=False).read, 100 / 2
     moved = tokens * (5 * 2 * read + 2 * 10 * logits) + 10 * (layer + 64 * 100) / 2
     assert step["elementwise"] == pytest.approx(4 * moved / 5e11)
     # Four all-reduces of 32 x 64 numbers of two bytes: each is sent to one other rank twice, half at a time.
@@ -194,7 +201,7 @@ def test_a_step_by_hand() -> None:
     assert full["tp"] == pytest.approx(step["tp"] * 3 / 2)  # once more, where the layer is computed again
 
 
-def test_what_copies_of_shards_send() -> None:
+def test_communication_with_replicas() -> None:
     """Gathered and reduced by two shards in a node; of each half, gradients are all-reduced between two nodes."""
     model = Model(layers=2, hidden=64, heads=4, vocab=100)
     node = replace(PLAIN, gpus_per_node=2, domain=2, nics_per_node=2, domain_bandwidth=1e6, nic_bandwidth=1e5)
@@ -219,7 +226,7 @@ def test_published_runs() -> None:
 
 
 @given(st.integers(1, 48))
-def test_partitions_are_all_factorings(world: int) -> None:
+def test_partitions_are_all_factorizations(world: int) -> None:
     expected = [sizes for sizes in product(range(1, world + 1), repeat=3) if world % prod(sizes) == 0]
     found = list_partitions(world)
     assert [(one.tp, one.cp, one.pp) for one in found] == sorted(expected)
@@ -247,7 +254,7 @@ TURNS = replace(FEW, trainer="megatron", stages_per_rank=2, global_batch=24)
         (Job(Model(ffn=11000)), {"tp": 16}, "11000 features of the feed-forward network do not divide by tp=16"),
         (ODD, {"tp": 2, "etp": 2}, "1001 features of an expert do not divide by etp=2"),
         (ODD, {"tp": 2, "etp": 1}, ""),
-        (FEW, {"pp": 16, "dp": 1}, "8 micro-batches are fewer than the 16 stages, which torch's 1F1B refuses"),
+        (FEW, {"pp": 16, "dp": 1}, "8 micro-batches are fewer than the 16 stages, which torch's 1F1B rejects"),
         (replace(FEW, trainer="megatron"), {"pp": 16, "dp": 1}, ""),
         (TURNS, {"pp": 16, "dp": 1}, "24 micro-batches do not divide by pp=16, as Megatron's interleaved schedule needs"),
         (FEW, {"dp": 16}, "a global batch of 8 does not divide by dp=16 x micro-batches of 1"),
@@ -255,7 +262,7 @@ TURNS = replace(FEW, trainer="megatron", stages_per_rank=2, global_batch=24)
         (Job(Model(), seq=1020), {"cp": 4, "tp": 4}, "1020 tokens of a sequence do not divide by 2 x cp=4"),
     ],
 )  # fmt: skip
-def test_what_trainers_and_sizes_rule_out(job: Job, sizes: dict[str, int], reason: str) -> None:
+def test_incompatible_sizes_are_ruled_out(job: Job, sizes: dict[str, int], reason: str) -> None:
     world = 128 if job.model is LLAMA_405B else 16
     job = replace(job, hardware=replace(job.hardware, memory=1e15))
     found = find_partition(list_partitions(world, job), sizes)
@@ -264,7 +271,7 @@ def test_what_trainers_and_sizes_rule_out(job: Job, sizes: dict[str, int], reaso
 
 @pytest.mark.parametrize("sizes", [{"dp": 64}, {"tp": 4, "cp": 2, "dp": 4, "pp": 2}, {"tp": 8, "dp": 8}])
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B])
-def test_the_search_finds_what_is_found_by_hand(model: Model, sizes: dict[str, int]) -> None:
+def test_the_search_matches_an_exhaustive_one(model: Model, sizes: dict[str, int]) -> None:
     job = Job(model, seq=8192, global_batch=256)
     best = 0.0  # of all that the search tries, each priced alone
     for micro_batch, stage, policy in product((1, 2, 4), (1, 2, 3), ("none", "selective", "full")):
@@ -273,11 +280,11 @@ def test_the_search_finds_what_is_found_by_hand(model: Model, sizes: dict[str, i
         best = max(best, one.tokens_per_second if one.fits else 0.0)
     found = find_partition(list_partitions(64, job, dp_replicate=1), sizes)
     assert (found.tokens_per_second if found.fits else 0.0) == pytest.approx(best)
-    given = replace(job, micro_batch=2, stage=3, checkpointing="full", hardware=job.hardware.filled(64))
+    given = replace(job, micro_batch=2, stage=3, checkpointing="full", hardware=job.hardware.fit_domain(64))
     assert {one.job for one in list_partitions(64, given)} == {given}
 
 
-def test_copies_of_a_sharded_model_are_tried() -> None:
+def test_replica_counts_are_searched() -> None:
     """A ring of 16,384 ranks takes longer than the work beside it."""
     job = Job(LLAMA_8B, seq=1024, global_batch=65536, stage=3)
     best = best_partitions(list_partitions(16384, job), 1)[0]
@@ -296,7 +303,7 @@ def test_the_call_to_copy_makes_the_layout() -> None:
     )
 
 
-def test_what_to_write_for_the_policies() -> None:
+def test_settings_of_the_policies() -> None:
     """A step has the global batch, with each trainer; the words are those of the trainer."""
     job = Job(LLAMA_8B, seq=1024, global_batch=64, micro_batch=2, stage=1, checkpointing="full")
     piped, flat = (Partition(axes, job).settings for axes in (Axes(pp=2, dp=4), Axes(dp=4)))
@@ -358,12 +365,12 @@ def test_an_explanation_is_the_difference_of_two_breakdowns() -> None:
         (lambda: load_hardware("h1000"), "hardware 'h1000' is not one of ...; did you mean 'h100'?"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_named(call: Any, message: str) -> None:
+def test_contradictions_are_errors(call: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=says(message)):
         call()
 
 
-def test_hardware_of_ones_own(tmp_path: Path) -> None:
+def test_custom_hardware_from_json(tmp_path: Path) -> None:
     card = {name: value for name, value in vars(load_hardware("h100")).items() if name != "sources"}
     path = tmp_path / "card.json"
     path.write_text(json.dumps(card | {"memory": 96e9}), encoding="utf-8")

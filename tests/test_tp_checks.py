@@ -22,12 +22,12 @@ from unittest import mock
 
 import pytest
 import torch
+from as_cuda import NoReads
 from ranks import run_ranks
 from threads import run_threads
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from tp_checks import CHECKS, as_whole, largest_difference
 from tp_compare import assert_right, sharded, tp_mesh, training_difference
 from tp_models import Attention, Llama, attention_plan, llama_plan
@@ -230,28 +230,17 @@ def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
     assert run_ranks(2, stranger) == [text] * 2
 
 
-class NoReads(TorchDispatchMode):
-    """Refuses what would wait for a device: reading a value."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def stranger_on_an_accelerator() -> list[str]:
     style = RowwiseParallel(input_layouts=Replicate())
     model = sharded(nn.Embedding(16, 8), style, check=False)  # the check of the first step reads values
-    logits = torch.zeros(2, 8)
+    logits, mesh = torch.zeros(2, 8), tp_mesh()
     with mock.patch.object(Tensor, "is_cpu", new=False), NoReads():
         model(torch.tensor([[3, 15]]))
-        cross_entropy(logits, torch.tensor([15, -100]), tp_mesh())
+        cross_entropy(logits, torch.tensor([15, -100]), mesh)
         with pytest.raises(RuntimeError) as of_ids:
             model(torch.tensor([[3, 16]]))
         with pytest.raises(RuntimeError) as of_targets:
-            cross_entropy(logits, torch.tensor([-3, 1]), tp_mesh())
+            cross_entropy(logits, torch.tensor([-3, 1]), mesh)
     return [str(of_ids.value), str(of_targets.value)]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from as_cuda import NoReads
 from messages import error_of
 from ranks import run_ranks
 from tensors import apart, numbers, whole
@@ -23,7 +24,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from tp_compare import Recorded, assert_right, gradient_of, tp_mesh
 from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, llama_plan
@@ -149,6 +149,13 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         torch.autograd.grad(model(X).sum(), [*model.parameters()])
         step(model)
 
+    def after_a_call_with_computed_weights() -> None:
+        """As in meta-learning: the parameters of that forward have no gradients of their own."""
+        model = wrong_model()
+        weights = {name: param * 1.5 for name, param in model.named_parameters()}
+        torch.func.functional_call(model, weights, (X,)).square().sum().backward()
+        step(model)
+
     def not_finite(ranks: set[int]) -> None:
         model: Any = parallelize(Mlp(), tp_mesh(), UP_DOWN)
         if dist.get_rank() in ranks:
@@ -190,6 +197,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "loaded after a forward": stops(lambda: after_a_forward(loaded)),
         "of a compiled copy": stops(copied_and_compiled),
         "after other gradients": stops(after_other_gradients),
+        "after computed weights": stops(after_a_call_with_computed_weights),
         "not finite on one rank": stops(lambda: not_finite({1}), "down.bias"),
         "not: not finite on all ranks": not stops(lambda: not_finite({0, 1})),
         "checkpoint": stops(partial(checkpointed, False)),
@@ -209,6 +217,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
     }
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.filterwarnings("default")  # torch.compile's own, and of a gain times a DTensor
 def test_every_way_by_which_a_gradient_comes_is_compared() -> None:
     for found in run_ranks(2, stopped_when):
@@ -223,6 +232,7 @@ def under_fsdp() -> bool:
     return stops(lambda: trained(model, 1))
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 def test_under_fsdp_all_ranks_stop_at_the_first_step() -> None:
     assert run_ranks(4, under_fsdp) == [True] * 4
 
@@ -341,16 +351,6 @@ def test_ddp_over_tensor_parallelism() -> None:
     assert_right(run_ranks(4, under_ddp), cases=12)
 
 
-class Refused(TorchDispatchMode):
-    """No reads of values by the host, as while a CUDA graph is captured."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
-        assert "_local_scalar_dense" not in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def while_captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A whole step in a capture, as a first one and later; what the ranks compare waits until it is over."""
     found: list[str] = []
@@ -363,7 +363,7 @@ def while_captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             step(model)
             optimizer.step()
         model.gain.requires_grad_(requires_grad=True)
-        with monkeypatch.context() as patch, Refused():  # type: ignore[no-untyped-call]
+        with monkeypatch.context() as patch, NoReads():
             patch.setattr(torch.cuda, "is_initialized", lambda: True)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             step(model)
@@ -466,6 +466,7 @@ def sums(name: str) -> tuple[int, float]:
     return len(reduced.sent), worst
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("name", PARTIAL)
 def test_parts_are_summed_once_a_step(name: str) -> None:
     for collectives, worst in run_ranks(2, sums, name):
@@ -545,6 +546,7 @@ def backward_of(model: Any, optimizer: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 def test_clipping_and_optimizers_take_parts() -> None:
     for found in run_ranks(2, clipped_and_stepped):
         assert max(found) < 1e-10, found

@@ -155,6 +155,7 @@ def test_training_is_that_of_one_process(tp: int, mode: str) -> None:
     assert_right(run_ranks(tp, all_as_whole, mode, timeout=240.0), 1e-11, len(CASES))
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 def test_training_on_four_ranks() -> None:
     # Whose heads, sequence or parts are dealt out otherwise than on two.
     names = ("llama", "torch's norms", "shared heads", "q|k|v")
@@ -190,6 +191,7 @@ def all_over_fsdp() -> dict[str, float]:
     return {name: over_fsdp(name) for name in names}
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 def test_fsdp_over_tensor_parallel_with_accumulation() -> None:
     assert_right(run_ranks(4, all_over_fsdp, timeout=240.0), cases=5)
 

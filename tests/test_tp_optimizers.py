@@ -10,8 +10,8 @@ import torch
 from ranks import run_ranks
 from tensors import apart, numbers, whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tp_compare import assert_right
 from tp_models import UP_DOWN, Mlp, OfHeads
@@ -113,13 +113,63 @@ def _scale(meshes: list[Any]) -> dict[str, float]:
     }
 
 
+def _scale_without_some_gradients() -> float:
+    """The scale after a step in which one rank lacks the gradients of the first mesh's first parameter."""
+    group = torch.distributed.new_group()  # a mesh of the world would have its group twice
+    meshes = [
+        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+        DeviceMesh.from_group(group, "cpu", mesh_dim_names=("etp",)),
+    ]
+    params = []
+    for mesh in (meshes[0], meshes[1], meshes[0]):
+        params.append(nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])))
+        params[-1].grad = torch.ones_like(params[-1])
+    if torch.distributed.get_rank() == 0:
+        params[0].grad = None
+    else:
+        local: Any = params[1].grad
+        local.to_local().fill_(torch.inf)
+    parallelize(Mlp(), meshes[0], UP_DOWN)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(params))
+    scaler.update()
+    scale: float = scaler.get_scale()
+    return scale
+
+
+def test_a_rank_that_lacks_gradients_scales_like_the_others() -> None:
+    assert run_ranks(2, _scale_without_some_gradients, timeout=30) == [4.0] * 2
+
+
+def _shard_and_plain() -> list[bool]:
+    """Whether lists are rejected in which a plain tensor of the full shape meets a shard of one row."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize(Mlp(), mesh, UP_DOWN)
+    shard = DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)])
+    copies = DTensor.from_local(torch.ones(2, 3), mesh, [Replicate()])
+    full = torch.zeros(2, 3)
+    found = []
+    for distributed in (shard, copies):
+        try:
+            torch._foreach_lerp_([full, full], [distributed, full], 0.5)
+            found.append(False)
+        except RuntimeError:
+            found.append(True)
+    return found
+
+
+def test_a_plain_tensor_beside_a_shard_is_rejected_as_in_torch() -> None:
+    assert run_ranks(2, _shard_and_plain) == [[True, False]] * 2
+
+
 def _all() -> dict[str, float]:
     meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("tp", "etp")]
     found = {f"{name} {options}": _train(meshes, name, options, clip) for name, options, clip in OPTIMIZERS}
     return found | _scale(meshes)
 
 
-@pytest.mark.usefixtures("optimizers_as_on_cuda")
+@pytest.mark.usefixtures("as_on_cuda")
 def test_optimizers_clipping_scaling_and_averages_over_parameters_of_every_kind() -> None:
     assert_right(run_ranks(2, _all), cases=len(OPTIMIZERS) + 3)
 

@@ -167,6 +167,7 @@ def check_all() -> list[list[float]]:
     return told
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 def test_every_number_of_the_models_gradient_counts_once() -> None:
     first, *others = run_ranks(8, check_all)
     assert all(told == first for told in others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -181,6 +182,27 @@ def test_ranks_with_other_samples_are_named() -> None:
 def test_a_conjugate_is_another_value() -> None:
     z = torch.tensor([1 + 2j])
     assert digest(z) != digest(z.conj()) == digest(z.conj().resolve_conj())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_arrays_and_tensors_of_every_kind_have_digests() -> None:
+    image = np.arange(12).reshape(3, 4)
+    assert digest(image[:, ::-1]) == digest(image[:, ::-1].copy()) != digest(image)
+    assert digest(np.array(["a", "b"])) != digest(np.array(["a", "c"]))
+    days = np.array(["2020-01-01", "2020-01-02"], "datetime64[D]")
+    assert digest(days[:1]) != digest(days[1:])
+    assert digest(image) == digest(image.astype(">i8"))
+    record = np.dtype([("id", "i4")])
+    assert digest(np.zeros(2, record)) != digest(np.ones(2, record))
+    rows = [torch.ones(2), torch.ones(3)]
+    kinds: list[Callable[[Tensor], Tensor]] = [
+        lambda value: value.to_sparse(),
+        lambda value: value.to_sparse_csr(),
+        lambda value: torch.nested.nested_tensor([*rows, value[0]]),
+        lambda value: torch.nested.nested_tensor([*rows, value[0]], layout=torch.jagged),
+    ]
+    for make in kinds:
+        assert digest(make(torch.eye(3))) == digest(make(torch.eye(3))) != digest(make(2 * torch.eye(3)))
 
 
 def masked(rows: list[int]) -> tuple[list[int], list[float], float]:

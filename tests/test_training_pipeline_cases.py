@@ -273,7 +273,8 @@ def test_a_loss_that_is_reduced_otherwise_than_said_is_rejected(rows: int) -> No
 
         assert said(mean, "mean") == said(summed, "sum") == ""
         assert said(summed, "mean") == 'pass reduction="sum"'
-        assert said(mean, "sum") == 'pass reduction="mean"'
+        how = 'return the mean of the rows, undivided, and pass reduction="mean"'
+        assert said(mean, "sum") == how
         text = error_of(lambda: new(loss=mean, reduction="average"))  # type: ignore[arg-type]
         assert text == 'TrainingError: reduction must be "mean" or "sum", got \'average\''
         mesh.close()

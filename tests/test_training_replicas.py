@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+from as_cuda import NoReads
 from messages import error_of, problems_of, says
 from ranks import run_ranks
 from tensors import apart, numbers
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import namedmesh
 from namedmesh import training
@@ -177,32 +177,29 @@ def test_what_is_compared_follows_from_placements_and_marks() -> None:
     ]
 
 
-def under_ddp() -> list[float]:
-    """The norms of DDP over tensor parallelism, where plain local shards stand for DTensors, and of one process."""
+def under_ddp() -> tuple[list[float], str]:
+    """The norms of DDP over tensor parallelism and of one process, and the error for the model's parameters.
+
+    Plain local shards stand for DTensors there until the first forward.
+    """
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-    alone, model = tiny.model(), parallelize(tiny.model(), mesh["tp"], plan, check=False)
+    alone, model = tiny.model(), parallelize(tiny.model(), mesh["tp"], plan)
     model = DistributedDataParallel(model, device_mesh=mesh["dp"])
     params = list(model.parameters())  # a forward takes them away
     model(tiny.batch(4).chunk(2)[mesh.rank("dp")]).pow(2).mean().backward()
     alone(tiny.batch(4)).pow(2).mean().backward()
     grads = [param.grad for param in alone.parameters() if param.grad is not None]
+    missing = error_of(lambda: training.clip_grad_norm_(model.parameters(), 1.0, mesh))
     norm = training.clip_grad_norm_(params, 1.0, mesh)
     mesh.close()
-    return [norm.item(), nn.utils.get_total_norm(grads).item()]
+    return [norm.item(), nn.utils.get_total_norm(grads).item()], missing
 
 
 def test_local_shards_under_ddp_are_no_replicas() -> None:
-    for norm, expected in run_ranks(4, under_ddp):
+    for (norm, expected), missing in run_ranks(4, under_ddp):
         assert norm == pytest.approx(expected, rel=1e-9)
-
-
-class NoReads(TorchDispatchMode):
-    """Refuse what a CUDA graph cannot capture: reads of device values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "_local_scalar_dense" not in str(func)
-        return func(*args, **(kwargs or {}))
+        assert missing.startswith("TrainingError: 8 sharded parameters are missing: ")
 
 
 def calls() -> list[bool]:
@@ -215,11 +212,11 @@ def calls() -> list[bool]:
             clipped = partial(training.clip_grad_norm_, param, 1.0, mesh)
             found.append(error_of(clipped) != "")
         else:
-            with NoReads():  # type: ignore[no-untyped-call]
+            with NoReads():
                 training.clip_grad_norm_(param, 1.0, mesh)
     mesh.close()
     mesh = namedmesh.init_mesh(dp=2)
-    with NoReads(), mock.patch("namedmesh.training.replicas.is_capturing", return_value=True):  # type: ignore[no-untyped-call]
+    with NoReads(), mock.patch("namedmesh.training.replicas.is_capturing", return_value=True):
         training.clip_grad_norm_(param, 1.0, mesh)  # the first call
     mesh.close()
     return found

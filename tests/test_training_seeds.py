@@ -24,7 +24,7 @@ from training_checks import ON_EIGHT, ON_FOUR
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import forget_operations
+from namedmesh._torch import clear_dtensor_op_cache
 from namedmesh.training import seeds
 
 if TYPE_CHECKING:
@@ -186,7 +186,6 @@ def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_d
         mesh.device = torch.device("cuda", 3)
         broadcast = mock.Mock(side_effect=AssertionError("of rank 0's generator"))
         patch.setattr(torch.distributed, "broadcast", broadcast)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         training.seed_all(3, mesh)
         # What makes a tracker that broadcasts is that there is none.
         assert torch.distributed.tensor._random._rng_tracker is not None
@@ -197,6 +196,7 @@ def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_d
         assert len({*found}) == 4
         fresh = torch.Generator().manual_seed(5).get_state()
         assert all(torch.equal(generator.get_state(), fresh) for generator in fake.generators)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         said = error_of(training.streams("tensor").__enter__)
         mesh.device = torch.device("cpu")
@@ -296,7 +296,7 @@ def test_first_weights_are_shards_of_those_of_one_process_and_no_rank_draws_all(
         assert len(whole["w"].unique()) > whole["w"].numel() * 0.97
         for rank in range(4):
             with fake_world(4, rank):
-                forget_operations()  # those of another rank, on an equal mesh
+                clear_dtensor_op_cache()  # those of another rank, on an equal mesh
                 mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
                 expected, empty = (
                     distribute_tensor(full, mesh["dp", "tp"], placements, src_data_rank=None)
@@ -333,6 +333,12 @@ def test_first_weights_have_the_distribution_and_the_name_of_the_parameter() -> 
     assert not torch.equal(layer[0].weight.float(), first)
     with torch.device("meta"):
         nothing = nn.Linear(2, 2)
+    wrong: Any = object()
+    said = error_of(lambda: training.init_parameters(nn.Linear(1, 1), wrong))
+    assert said == (
+        "TrainingError: seed of init_parameters must be an int, got object; "
+        "call init_parameters(model, seed=0)"
+    )
     assert error_of(lambda: training.init_parameters(nothing, 0)) == (
         "TrainingError: weight, bias: on the meta device; call model.to_empty(device=...) first"
     )

@@ -168,7 +168,7 @@ def test_a_cut_link_ends_both_sides_in_every_phase(hosts: Hosts, tmp_path: Path)
     assert "(10.0.0.1, 29500)" in told["starting"][1]
     for phase, call in (("making", "init_mesh"), ("flattening", "mesh.flatten")):
         assert told[phase][1].startswith(
-            f"AgreementError: the store of the job is lost during {call}: its host "
+            f"AgreementError: lost the connection to the store of the job during {call}: its host "
         )
 
 

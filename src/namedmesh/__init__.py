@@ -18,6 +18,7 @@ from namedmesh.errors import (
     LayoutError,
     MeshError,
     NamedMeshError,
+    OptionError,
     PlanError,
     ShapeError,
     TrainingError,
@@ -26,9 +27,9 @@ from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
     from namedmesh import launch, plan, tensor_parallel, training
-    from namedmesh.groups import GroupOptions
     from namedmesh.init import init_mesh
     from namedmesh.mesh import NamedMesh, current_mesh
+    from namedmesh.options import GroupOptions
     from namedmesh.tensor_parallel import parallelize
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "MeshError",
     "NamedMesh",
     "NamedMeshError",
+    "OptionError",
     "PlanError",
     "ShapeError",
     "TrainingError",
@@ -58,7 +60,7 @@ __all__ = [
 
 # The modules of what is loaded when it is first used; the other names that are missing are modules themselves.
 _HOMES = {
-    "GroupOptions": "groups",
+    "GroupOptions": "options",
     "NamedMesh": "mesh",
     "current_mesh": "mesh",
     "init_mesh": "init",

@@ -1,8 +1,8 @@
 """The command line: ``python -m namedmesh COMMAND``, or ``namedmesh COMMAND``.
 
-A new command is a row in the ``COMMANDS`` of a module, with its summary, a function that declares its arguments and one
-that runs it and returns the exit status, and a row in :data:`COMMANDS` here. Such a module does not import torch until
-a command runs.
+To add a command, add a row to :data:`COMMANDS` here and one to the ``COMMANDS`` of its module: the
+summary, a function that declares the arguments, and a function that runs the command and returns
+the exit status. The module must not import torch before the command runs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from namedmesh.errors import NamedMeshError, UsageError, did_you_mean
 
 COMMANDS: dict[str, str] = {
     "plan": "namedmesh.plan.describe",
-    "partitions": "namedmesh.plan.partitions",
-    "diff": "namedmesh.plan.describe",
+    "partitions": "namedmesh.plan.partitions_command",
+    "diff": "namedmesh.plan.diff",
     "doctor": "namedmesh.doctor",
     "migrate": "namedmesh.migrate.command",
     "run": "namedmesh.compat.run",
     "verify": "namedmesh.doctor",
 }
-"""The commands, and the module of each."""
+"""The module of each command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit status: 1 for a mistake in the layout, which is printed on standard error.
+    """Run one command and return its exit status.
+
+    Errors are printed on standard error: a wrong layout is status 1, and a wrong argument status 2.
 
     Args:
-        argv: the arguments; by default those of the process. Those that do not exist end it with status 2.
+        argv: the arguments; by default the arguments of the process.
+
+    Raises:
+        SystemExit: with status 2 if argparse rejects the arguments, with 0 after the help.
 
     Example:
         >>> main(["migrate", __file__])
@@ -41,12 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     # The modules of the other commands are loaded for the general help only.
-    parser = _parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS)
+    parser = _make_parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = arguments.parser._option_string_actions  # noqa: SLF001  argparse lists its flags nowhere else
         near = did_you_mean(unknown[0].partition("=")[0], flags)
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    # `run` executes the user's program, whose errors keep their traceback and their status.
     if not arguments.guarded:
         return int(arguments.run(arguments))
     try:
@@ -61,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
+def _make_parser(names: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="namedmesh", description="Name your parallel axes once.", allow_abbrev=False
     )

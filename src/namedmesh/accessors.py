@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import constant_under_compile
-from namedmesh.errors import MeshError, count_of, did_you_mean, listing
-from namedmesh.groups import Communicator, GroupOptions, Groups
+from namedmesh.errors import MeshError, did_you_mean, format_count, format_items
+from namedmesh.groups import Communicator, Groups
 from namedmesh.layout import Layout
-from namedmesh.views import ROOT_VIEW, Views, join_names, quoted
+from namedmesh.options import GroupOptions, merge_options
+from namedmesh.views import ROOT_VIEW, Views, format_axes, quote_axes
 
 
 class Place(NamedTuple):
@@ -126,7 +127,7 @@ class Accessors:
     def communicators(self) -> tuple[Communicator, ...]:
         """The process groups that this rank holds through this mesh, in the order they came."""
         self._check_open()
-        return tuple(self.groups.held.values())
+        return tuple(self.groups.acquired.values())
 
     @constant_under_compile
     def is_outlived(self) -> bool:
@@ -164,7 +165,7 @@ class Accessors:
             if combined is None:
                 combined = of_axis
             elif of_axis is not None:
-                combined = combined.combined(of_axis, join_names(axes))
+                combined = merge_options(combined, of_axis, format_axes(axes))
         return combined or _NO_OPTIONS
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
@@ -179,7 +180,7 @@ class Accessors:
         if rank is not None:
             return explain_rank(layouts, rank)
         own = [known for known in self.communicators if known.owned and len(known.ranks) > 1]
-        held = f"{count_of(len(own), 'communicator')} beside the world's"
+        held = f"{format_count(len(own), 'communicator')} beside the world's"
         if own:
             held += f": {', '.join(f'{known.label} ({len(known.ranks)} ranks)' for known in own)}"
         return f"{explain_rank(layouts, self.global_rank)}\n  on {self.device}, with {held}"
@@ -196,7 +197,7 @@ class Accessors:
         uses += [known.label for known in made]
         owner = "made by this mesh" if made[0].owned else "not owned by this mesh"
         return (
-            f"group {'/'.join(dict.fromkeys(uses))}: ranks {listing(ranks, limit=16)} ({len(ranks)}), "
+            f"group {'/'.join(dict.fromkeys(uses))}: ranks {format_items(ranks, limit=16)} ({len(ranks)}), "
             f"{dist.get_backend(group)}, {owner}, torch name {group.group_name}"
         )
 
@@ -212,21 +213,21 @@ class Accessors:
     def _prepare(self) -> None:
         """Work out what can be asked: accessors are called often, and compiled code must not look for a group."""
         self._version = str(next(_versions))  # no two meshes, and no two states of one, have the same
-        self._axes = tuple(self._views.axes())
+        self._axes = tuple(self._views.map_axes_to_views())
         for axis in self._axes:
             self._places[axis,] = self._place((axis,))
-        for name, axes in self._views.products.items():
+        for name, axes in self._views.flattened_axes.items():
             self._places[name,] = self._places[axes] = self._place(axes)
-        for name in (*self._axes, *self._views.products):
+        for name in (*self._axes, *self._views.flattened_axes):
             # Compiled code can ask a slice for its group if it finds the slice, but not if it is a
             # constant to it.
             self._slices[name] = self._slice((name,), self._version)
 
     def _place(self, axes: tuple[str, ...]) -> Place:
-        view, ordered = self._views.find(axes)
+        view, ordered = self._views.find_view(axes)
         layout = self._views.layouts[view]
         ranks = layout.group(self.global_rank, *ordered)
-        group = self.groups.find(layout, ordered, self.options_of(ordered))
+        group = self.groups.get_existing(layout, ordered, self.options_of(ordered))
         return Place(ranks, ranks.index(self.global_rank), group)
 
     # The compiler keeps what these answer, for the version that it was asked with.
@@ -234,23 +235,23 @@ class Accessors:
     @constant_under_compile
     def _find_ranks(self, names: tuple[str, ...], _version: str) -> tuple[int, ...]:
         self._check_open()
-        view, ordered = self._views.find(names or self.layout.axes)
+        view, ordered = self._views.find_view(names or self.layout.axes)
         return self._views.layouts[view].group(self.global_rank, *ordered)
 
     @constant_under_compile
     def _find_group(self, names: tuple[str, ...], _version: str, *, gloo: bool = False) -> dist.ProcessGroup:
         self._check_open()
-        view, ordered = self._views.find(names)
+        view, ordered = self._views.find_view(names)
         options = self.options_of(ordered)
         if gloo:
-            options = self.groups.gloo_options(options)
-        group = self.groups.find(self._views.layouts[view], ordered, options)
+            options = self.groups.make_gloo_options(options)
+        group = self.groups.get_existing(self._views.layouts[view], ordered, options)
         if group is None:
-            axes = join_names(ordered)
+            axes = format_axes(ordered)
             if gloo:
                 remedy = "ask for one when the group is made, with options=GroupOptions(gloo_twin=True)"
                 raise MeshError(f"there is no gloo group over {axes}; {remedy}")
-            remedy = f"call mesh.flatten({quoted(ordered)}) once, on every rank, before it is asked for"
+            remedy = f"call mesh.flatten({quote_axes(ordered)}) once, on every rank, before it is asked for"
             raise MeshError(f"there is no group over {axes} yet; {remedy}")
         return group
 
@@ -309,7 +310,7 @@ def explain_rank(layouts: Mapping[str, Layout], rank: int) -> str:
         for axis, at in layout.coords(rank).items():
             if axis not in explained:
                 ranks = layout.group(rank, axis)
-                among = f"with ranks {listing(ranks)}" if len(ranks) > 1 else "alone"
+                among = f"with ranks {format_items(ranks)}" if len(ranks) > 1 else "alone"
                 lines.append(f"  {axis}: {at} of {len(ranks)}, {among}")
         explained.update(layout)
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Reading a layout off meshes and groups that somebody else made."""
+"""Infer the layout of meshes and groups that other code has made."""
 
 from __future__ import annotations
 
@@ -9,85 +9,119 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import is_registered
-from namedmesh.errors import LayoutError, listing
+from namedmesh.errors import LayoutError, format_items
 from namedmesh.layout import Layout
 
 
-def layout_of_mesh(mesh: DeviceMesh) -> Layout:
-    """Return the layout that a torch mesh has, its axes ordered by stride, the slowest first; LayoutError if it has none."""
-    given: object = mesh
-    if not isinstance(given, DeviceMesh):
+def infer_layout_from_mesh(mesh: DeviceMesh) -> Layout:
+    """Return the layout of a torch mesh. Its axes are ordered by stride, the slowest first.
+
+    Args:
+        mesh: a mesh with names. Its dims may be in any order.
+
+    Raises:
+        LayoutError: the mesh has no names, does not contain this rank, or its ranks are not a range
+            in row-major order.
+    """
+    argument: object = mesh
+    if not isinstance(argument, DeviceMesh):
         raise LayoutError(
-            f"mesh must be torch's DeviceMesh, got {given!r}; a NamedMesh has one: mesh.device_mesh"
+            f"mesh must be torch's DeviceMesh, got {argument!r}; a NamedMesh has one: mesh.device_mesh"
         )
+    ranks = mesh.mesh
+    # torch creates a mesh over some ranks of the world on every rank. The others have no
+    # coordinates.
     if mesh.get_coordinate() is None:
         raise LayoutError(
-            f"rank {dist.get_rank()} is not in the DeviceMesh over ranks {listing(mesh.mesh.flatten().tolist())}; adopt it "
-            "on those ranks only"
+            f"rank {dist.get_rank()} is not in the DeviceMesh over ranks "
+            f"{format_items(ranks.flatten().tolist())}; adopt it on those ranks only"
         )
     names = mesh.mesh_dim_names
     if not names:
         raise LayoutError(
-            f"the DeviceMesh of shape {tuple(mesh.shape)} has no names; make it with mesh_dim_names=, one for each axis"
+            f"the DeviceMesh of shape {tuple(mesh.shape)} has no names; make it with "
+            "mesh_dim_names=, one for each axis"
         )
-    ranks = mesh.mesh
+    # torch accepts the dims in any order, such as (tp, dp) over transposed ranks. A Layout is
+    # row-major.
     order = sorted(range(ranks.ndim), key=lambda dim: -_stride(ranks, dim))
+    axes = tuple(names[dim] for dim in order)
     flat = ranks.permute(order).flatten().tolist()
-    expected = list(range(min(flat), min(flat) + len(flat)))
-    if flat != expected:
-        place = next(i for i, (got, want) in enumerate(zip(flat, expected, strict=True)) if got != want)
-        raise LayoutError(
-            f"the ranks of the DeviceMesh are not a range cut along its axes: rank {flat[place]} stands where a "
-            f"row-major order of {tuple(names[dim] for dim in order)} has rank {expected[place]}; adopt the whole "
-            "mesh rather than a slice of it, or make the mesh with init_mesh"
-        )
-    return Layout.from_shape(
-        [names[dim] for dim in order], [ranks.size(dim) for dim in order], rank_offset=flat[0]
-    )
+    first = min(flat)
+    for index, rank in enumerate(flat):
+        if rank != first + index:
+            raise LayoutError(
+                "the ranks of the DeviceMesh are not a contiguous range in row-major order of "
+                f"{axes}: expected rank {first + index} at position {index}, got rank {rank}; "
+                "adopt the full mesh instead of a slice, or make the mesh with init_mesh"
+            )
+    return Layout.from_shape(axes, [ranks.size(dim) for dim in order], rank_offset=first)
 
 
 def _stride(ranks: torch.Tensor, dim: int) -> int:
-    """Return the distance between neighbors on a dim; a dim of size 1 keeps its place among its neighbors."""
-    if ranks.size(dim) > 1:
-        corner = [0] * ranks.ndim
-        corner[dim] = 1
-        return int(ranks[tuple(corner)] - ranks[(0,) * ranks.ndim])
-    return next((_stride(ranks, after) for after in range(dim + 1, ranks.ndim) if ranks.size(after) > 1), 0)
+    """Return the distance between the ranks of neighbors along a dim.
+
+    A dim of size 1 has no neighbors. It gets the stride of the next dim that has some, so that
+    sorting by stride does not move it.
+    """
+    for candidate in range(dim, ranks.ndim):
+        if ranks.size(candidate) > 1:
+            origin = [0] * ranks.ndim
+            neighbor = origin.copy()
+            neighbor[candidate] = 1
+            return int(ranks[tuple(neighbor)] - ranks[tuple(origin)])
+    return 0
 
 
-def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layout:
-    """Return the layout that process groups by axis have, slowest axis first; LayoutError if they have none."""
-    problems = [
-        f"the group of axis {axis!r} is one that rank {rank} is not in; give this rank's own ProcessGroup on each axis"
-        for axis, group in groups.items()
-        if not isinstance(group, dist.ProcessGroup)  # torch gives a number to ranks that are not in a group
-    ]
+def infer_layout_from_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layout:
+    """Return the layout that process groups form.
+
+    Args:
+        groups: this rank's group on each axis, the slowest axis first.
+        rank: the global rank of this process.
+
+    Raises:
+        LayoutError: the groups form no layout; all problems at once.
+    """
+    problems = []
+    arguments: Mapping[str, object] = groups
+    for axis, argument in arguments.items():
+        # torch returns an int, GroupMember.NON_GROUP_MEMBER, on ranks that are not in a group.
+        if not isinstance(argument, dist.ProcessGroup):
+            problems.append(
+                f"the group of axis {axis!r} is one that rank {rank} is not in; give this rank's "
+                "own ProcessGroup on each axis"
+            )
     if problems:
         raise LayoutError(*problems)
     sizes = [group.size() for group in groups.values()]
     layout = Layout.from_shape(list(groups), sizes)
-    # The first rank of the mesh: this rank, less its distance from there on each axis.
-    distance = sum(
-        group.rank() * stride for group, stride in zip(groups.values(), layout.strides, strict=True)
-    )
-    if rank < distance:
+    # The group ranks are the coordinates of this rank. They give its index in the layout, and so
+    # the first rank.
+    index = 0
+    for group, stride in zip(groups.values(), layout.strides, strict=True):
+        index += group.rank() * stride
+    if rank < index:
         raise LayoutError(
-            f"rank {rank} cannot be number {distance} of {layout}, which it is by its place in these groups; give the axes "
-            "from the slowest to the fastest"
+            f"the groups do not form the row-major layout {layout}: rank {rank} would have index "
+            f"{index} in it; give the axes from the slowest to the fastest"
         )
-    layout = Layout.from_shape(list(groups), sizes, rank_offset=rank - distance)
+    layout = Layout.from_shape(list(groups), sizes, rank_offset=rank - index)
     for axis, group in groups.items():
+        # torchft's managed groups, for one, are ProcessGroups that torch.distributed does not know.
         if not is_registered(group):
             problems.append(
-                f"the group of axis {axis!r} is a {type(group).__name__} that torch.distributed does not know, so that its "
-                "ranks cannot be told; leave the axis out of the mesh"
+                f"the group of axis {axis!r} is a {type(group).__name__} that is not registered in "
+                "torch.distributed, so its ranks are not known; omit the axis"
             )
             continue
-        got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
-        if got != expected:
+        actual = tuple(dist.get_process_group_ranks(group))
+        expected = layout.group(rank, axis)
+        if actual != expected:
             problems.append(
-                f"the group of axis {axis!r} has ranks {listing(got)}, but {layout} has {listing(expected)} for rank "
-                f"{rank}; give the axes from the slowest to the fastest"
+                f"the group of axis {axis!r} has ranks {format_items(actual)}, but {layout} has "
+                f"{format_items(expected)} for rank {rank}; give the axes from the slowest to the "
+                "fastest"
             )
     if problems:
         raise LayoutError(*problems)

@@ -1,8 +1,11 @@
-"""All ranks of the job agree on a call, before and after its work: all of them go on, or all of them hear why not.
+"""Coordinated calls: every rank proceeds, or every rank raises the same error.
 
-Torch hangs where ranks ask for different groups, or where some do not ask. So each rank first leaves its request in the
-store of the default group; the last one to come compares, and leaves a verdict that all wait for. Who waits too long
-leaves one that names the absent. Afterwards the job ends: there is no second try.
+torch hangs when ranks create different process groups, or when some ranks do not take part. Before
+such an operation, each rank therefore writes its request to the store of the default group. The
+last rank to arrive compares the requests and publishes the result, for which all ranks wait. A rank
+that times out publishes a result that names the missing ranks. A second round after the operation
+confirms that it succeeded on every rank. After an error the job is expected to exit: there is no
+retry.
 """
 
 from __future__ import annotations
@@ -22,167 +25,268 @@ from weakref import ref
 import torch.distributed as dist
 
 from namedmesh._torch import default_store, default_timeout
-from namedmesh.errors import AgreementError, NamedMeshError, ranks_in_words
+from namedmesh.errors import AgreementError, NamedMeshError, format_ranks
 
-_TELLING = timedelta(seconds=5)
-"""How long a rank that has failed waits for the others before it tells them, so that it can name those that are absent."""
-_ANSWER = timedelta(seconds=15)
-"""Within which the store answers a question that waits for no other rank."""
-_POLLS = (0.001, 0.1)
-"""The shortest and the longest seconds after which rank 0 looks for questions: torch logs each wait that ends in vain."""
-_READING = 10.0
-"""The seconds for which the host of the store stays after a failure, so that the others can read the verdict."""
+# How long a failed rank waits for the others before it publishes its failure. Ranks that are
+# missing at that time can be reported too.
+_FAILURE_GRACE_PERIOD = timedelta(seconds=5)
+# The time limit of store operations that do not depend on other ranks.
+_STORE_TIMEOUT = timedelta(seconds=15)
+# Rank 0 polls the store for requests, because torch logs each wait that times out.
+_SHORTEST_POLL_SECONDS = 0.001
+_LONGEST_POLL_SECONDS = 0.1
+# How long the process that hosts the store stays alive after a failure, so that the other ranks can
+# read the result.
+_RESULT_GRACE_SECONDS = 10.0
 
 
 class Distinct(NamedTuple):
-    """A value of a request that no two ranks may have, and what to do if two of them have it.
+    """A value in a request that must differ between all ranks.
 
-    A rank to which the question does not apply gives an empty value.
+    Attributes:
+        value: the value; empty on a rank to which the check does not apply.
+        remedy: the advice in the error if two ranks have the same value.
     """
 
     value: str
     remedy: str
 
 
-class Meetings:
-    """The calls on which the ranks of a job agree, one after the other, over a store that every rank reaches."""
+class StoreCoordinator:
+    """The coordinated calls of one job, in order, over a store that every rank can reach.
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.calls = 0  # the same on every rank, as all make the same calls in the same order
-        self._whole = dist.PrefixStore("namedmesh", store)
-        self._chosen = uuid4().hex if rank == 0 else ""
-        self._told = False
-        self._left: tuple[dist.Store, str] | None = None
+    Args:
+        store: the store.
+        rank: the global rank of this process.
+        world_size: the number of ranks.
+    """
 
-    def forget_previous(self, store: dist.Store, stage: str) -> None:
-        """Delete the keys of the stage before this one: every rank has come to this one, so nobody reads them any more."""
-        if self._left is not None:
-            old_store, old_stage = self._left
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        # The number is the same on every rank, since all ranks make the same calls in the same
+        # order.
+        self.num_calls = 0
+        self._root_store = dist.PrefixStore("namedmesh", store)
+        self._run_prefix = uuid4().hex if rank == 0 else ""
+        self._prefix_read_by_all = False
+        self._finished_phase: tuple[dist.Store, str] | None = None
+
+    def run_store(self, call: str, timeout: timedelta) -> dist.Store:
+        """Return a namespace of the store that only this run of the job uses.
+
+        torchrun restarts the ranks of a job on the same store, so that the keys of previous
+        attempts still exist and cannot be told from new ones. Rank 0 therefore generates a random
+        prefix, and sends it to each rank in reply to a request under a key that nobody has used
+        before.
+
+        Args:
+            call: the call that needs the store, for the error.
+            timeout: how long to wait for the reply of rank 0.
+
+        Raises:
+            AgreementError: rank 0 did not reply.
+        """
+        if not self._run_prefix:
+            token = uuid4().hex
+            number = self._root_store.add("num_requests", 1)
+            self._root_store.set(f"request/{number}", token)
+            try:
+                self._root_store.wait([f"reply/{token}"], timeout)
+                self._run_prefix = self._root_store.get(f"reply/{token}").decode()
+            except dist.DistStoreError:
+                # Rank 0 stops replying once the call has failed. Then this rank is the late one,
+                # and finds the result of the call under the prefix that rank 0 has published.
+                self._run_prefix = self._find_published_prefix()
+                if not self._run_prefix:
+                    problem = _format_missing([0], self.world_size, f"call {call}", timeout)
+                    raise AgreementError(problem) from None
+            self._root_store.add(f"{self._run_prefix}/read", 1)
+        return dist.PrefixStore(self._run_prefix, self._root_store)
+
+    def serve_run_prefix(self, store: dist.Store, result_key: str, deadline: float) -> None:
+        """Send the prefix of :meth:`run_store` from rank 0 to the ranks that request it.
+
+        Returns once every rank has read the prefix, the call has a result, or the deadline is over.
+
+        Args:
+            store: the store of the call.
+            result_key: the key of the call's result.
+            deadline: the end of the wait, in seconds of :func:`time.monotonic`.
+        """
+        if self.rank != 0:
+            return
+        num_seen = 0
+        pending: list[int] = []
+        pause = _SHORTEST_POLL_SECONDS
+        while not self._prefix_read_by_all:
+            if time.monotonic() >= deadline or store.check([result_key]):
+                return
+            # The requests of previous attempts are counted too. Replies to them do no harm.
+            num_requests = self._root_store.add("num_requests", 0)
+            pending.extend(range(num_seen + 1, num_requests + 1))
+            num_seen = num_requests
+            pending = self._reply(pending)
+            num_readers = self._root_store.add(f"{self._run_prefix}/read", 0)
+            if num_readers == self.world_size - 1:
+                self._prefix_read_by_all = True
+                return
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+            time.sleep(pause)
+
+    def _reply(self, numbers: Sequence[int]) -> list[int]:
+        """Reply to requests for the prefix.
+
+        Returns:
+            The numbers of requests that are not written yet.
+        """
+        pending = []
+        for number in numbers:
+            # A rank increments the counter first and writes its request then. It may have been
+            # killed in between.
+            if self._root_store.check([f"request/{number}"]):
+                token = self._root_store.get(f"request/{number}").decode()
+                self._root_store.set(f"reply/{token}", self._run_prefix)
+            else:
+                pending.append(number)
+        return pending
+
+    def publish_prefix(self) -> None:
+        """Publish the prefix of rank 0 after a failed call.
+
+        Ranks that arrive after rank 0 has exited can then read the result of the call.
+        """
+        if self.rank == 0 and not self._prefix_read_by_all:
+            self._root_store.set("late", json.dumps([_restart_count(), self._run_prefix]))
+
+    def _find_published_prefix(self) -> str:
+        """Return the prefix that rank 0 has published in this run; empty if it has not."""
+        if not self._root_store.check(["late"]):
+            return ""
+        restart_count, prefix = json.loads(self._root_store.get("late"))
+        return str(prefix) if restart_count == _restart_count() else ""
+
+    def delete_finished_phase(self, store: dist.Store, phase: str) -> None:
+        """Delete the keys of the phase before ``phase``.
+
+        Nobody reads them any more, since every rank has arrived at ``phase``.
+        """
+        if self._finished_phase is not None:
+            old_store, old_phase = self._finished_phase
             names = [str(self.rank)]
             if self.rank == 0:
-                names += ["come", "verdict"]
+                names += ["arrived", "result"]
             for name in names:
-                old_store.delete_key(f"{old_stage}/{name}")
-        self._left = (store, stage)
-
-    def part(self, call: str, timeout: timedelta) -> dist.Store:
-        """Return a part of the store that no earlier life of the job has used, the same on every rank.
-
-        torchrun starts the ranks of a job again on the same store, where what the ranks before have left looks like
-        what is left now. So rank 0 chooses a part, and answers each rank's question under a name that nobody had before.
-        """
-        if not self._chosen:
-            question = uuid4().hex
-            self._whole.set(f"question/{self._whole.add('asked', 1)}", question)
-            try:
-                self._whole.wait([f"answer/{question}"], timeout)
-                self._chosen = self._whole.get(f"answer/{question}").decode()
-            except dist.DistStoreError:
-                # Rank 0 does not answer any more once the call has failed. Then this rank is the late one.
-                self._chosen = self._part_for_late_ranks()
-                if not self._chosen:
-                    raise AgreementError(_absent([0], self.size, f"call {call}", timeout)) from None
-            self._whole.add(f"{self._chosen}/read", 1)
-        return dist.PrefixStore(self._chosen, self._whole)
-
-    def leave_part(self) -> None:
-        """Leave the part on rank 0 for ranks that come after the call has failed, so that they find its result."""
-        if self.rank == 0 and not self._told:
-            self._whole.set("late", json.dumps([_life(), self._chosen]))
-
-    def _part_for_late_ranks(self) -> str:
-        """Return the part that rank 0 left in this life of the job; nothing if it left none."""
-        if not self._whole.check(["late"]):
-            return ""
-        life, part = json.loads(self._whole.get("late"))
-        return str(part) if life == _life() else ""
-
-    def tell_part(self, store: dist.Store, verdict: str, end: float) -> None:
-        """Answer on rank 0 those that ask for the part, until all have read it, there is a verdict, or the time is over."""
-        asked, places = 0, set[int]()  # of questions, those of an earlier life too, to answer
-        pause, longest = _POLLS
-        while self.rank == 0 and not self._told and time.monotonic() < end and not store.check([verdict]):
-            before, asked = asked, self._whole.add("asked", 0)
-            places |= {*range(before + 1, asked + 1)}
-            for place in sorted(places):
-                if self._whole.check([f"question/{place}"]):
-                    question = self._whole.get(f"question/{place}").decode()
-                    self._whole.set(f"answer/{question}", self._chosen)
-                    places.remove(place)
-            self._told = self._whole.add(f"{self._chosen}/read", 0) == self.size - 1
-            pause = min(2 * pause, longest)
-            time.sleep(0.0 if self._told else pause)
+                old_store.delete_key(f"{old_phase}/{name}")
+        self._finished_phase = (store, phase)
 
 
-def _life() -> str:
-    """Return what torchrun counts when it starts the ranks again on the same store."""
+def _restart_count() -> str:
+    """Return torchrun's number of restarts on the same store; empty without torchrun."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
 
 
-_known: list[tuple[ref[dist.Store], Meetings]] = []
-"""Those of the default group, with its store, once there are any. The store ends with the group."""
+# The coordinator of the default group, if there is one, and a weak reference to the store of that
+# group. torch drops the store together with the group. A dead reference thus marks a coordinator of
+# an old group.
+_default_coordinator: list[tuple[ref[dist.Store], StoreCoordinator]] = []
 
 
-def meet_on(meetings: Meetings) -> None:
-    """Take the meetings that made the default group for those of its meshes too."""
-    _known[:] = [(ref(default_store()), meetings)]
+def set_default_coordinator(coordinator: StoreCoordinator) -> None:
+    """Use the coordinator that made the default group for the calls of its meshes, too."""
+    _default_coordinator[:] = [(ref(default_store()), coordinator)]
+
+
+def _get_default_coordinator() -> StoreCoordinator:
+    """Return the coordinator of the default group; create it if there is none."""
+    store = default_store()
+    if not _default_coordinator or _default_coordinator[0][0]() is not store:
+        set_default_coordinator(StoreCoordinator(store, dist.get_rank(), dist.get_world_size()))
+    return _default_coordinator[0][1]
 
 
 @contextmanager
-def agreed(
-    call: str, timeout: timedelta | None = None, meetings: Meetings | None = None
+def agree_on(
+    call: str, timeout: timedelta | None = None, coordinator: StoreCoordinator | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Do what every rank of the world does, in a context which they leave together: all in peace, or all with an error.
+    """Run a block that either succeeds on every rank or raises on every rank.
+
+    Collective: every rank of the world must enter it.
 
     Args:
-        call: what is being called, for messages.
-        timeout: how long to wait for the others; by default as long as a collective of the default group may take.
-        meetings: those of the job where there is no default group yet.
+        call: the call that runs the block, for messages.
+        timeout: how long to wait for the other ranks; by default the timeout of the default group.
+        coordinator: the coordinator of a job that has no default group yet.
 
     Yields:
-        A function that compares what was asked for with the other ranks, field by field. Call it once, before the work.
+        A function that compares this rank's request with those of the other ranks, field by field.
+            Call
+        it once, before the operation.
 
     Raises:
-        AgreementError: the ranks differ, some did not come in time, or one failed. A rank whose own mistake it is gets
-            its own error instead.
+        AgreementError: the requests differ, some ranks did not arrive in time, or one failed. A
+            rank that failed by its own mistake raises its own error instead.
     """
-    size = dist.get_world_size() if meetings is None else meetings.size
-    if size == 1 or (meetings is None and dist.get_backend() == "fake"):
+    world_size = dist.get_world_size() if coordinator is None else coordinator.world_size
+    if world_size == 1 or (coordinator is None and dist.get_backend() == "fake"):
         yield lambda request: None  # noqa: ARG005
         return
-    if meetings is None:
-        store = default_store()
-        if not _known or _known[0][0]() is not store:
-            meet_on(Meetings(store, dist.get_rank(), size))
-        meetings = _known[0][1]
-    meeting = _Meeting(meetings, call, timeout or default_timeout())
+    if coordinator is None:
+        coordinator = _get_default_coordinator()
+    coordinated = _CoordinatedCall(coordinator, call, timeout or default_timeout())
     try:
-        yield meeting.compare
+        yield coordinated.compare
     except AgreementError:
+        # The other ranks have read the same result.
         raise
     except Exception as error:
-        meeting.fail(error)
+        coordinated.report_failure(error)
         raise
     else:
-        meeting.compare({})
+        coordinated.compare({})
 
 
-class _Meeting:
-    """One call. It has two stages: ``asked``, before the work, and ``made``, after it."""
+class _Entry(NamedTuple):
+    """The entry of one rank in one phase, as it is written to the store.
 
-    def __init__(self, meetings: Meetings, call: str, timeout: timedelta) -> None:
-        self.meetings, self.call, self.timeout = meetings, call, timeout
-        self.rank, self.size = meetings.rank, meetings.size
-        meetings.calls += 1
-        self.number = meetings.calls
+    Attributes:
+        failure: the reason why the rank failed; empty if it did not.
+        request: the fields that must be the same on every rank.
+        distinct: the fields that must differ between all ranks.
+    """
+
+    failure: str
+    request: Mapping[str, str]
+    distinct: Mapping[str, Distinct]
+
+
+class _CoordinatedCall:
+    """One coordinated call.
+
+    The phase ``request`` comes before the operation, and the phase ``done`` after it.
+    """
+
+    def __init__(self, coordinator: StoreCoordinator, call: str, timeout: timedelta) -> None:
+        self.coordinator = coordinator
+        self.call = call
+        self.timeout = timeout
+        self.rank = coordinator.rank
+        self.world_size = coordinator.world_size
+        coordinator.num_calls += 1
+        self.number = coordinator.num_calls
         self.store: Any = None
-        self.stage, self.end = "asked", time.monotonic() + self.timeout.total_seconds()
+        self.phase = "request"
+        self.deadline = time.monotonic() + timeout.total_seconds()
 
     def compare(self, request: Mapping[str, object]) -> None:
-        """Leave what this rank was asked for, and continue once all ranks have left the same.
+        """Finish the phase: compare the request of this rank with those of all ranks.
 
-        Values of the kind :class:`Distinct` have to differ between all ranks instead.
+        Args:
+            request: the fields of the request. A value of type :class:`Distinct` must differ
+                between all ranks, any other value must be the same.
+
+        Raises:
+            AgreementError: the requests differ, or some ranks are missing or have failed.
         """
         texts = {"call": self.call}
         distinct: dict[str, Distinct] = {}
@@ -191,152 +295,220 @@ class _Meeting:
                 distinct[name] = value
             else:
                 texts[name] = str(value)
-        self._within(self.timeout, lambda: self._meet(texts, distinct))
-        self.stage, self.end = "made", time.monotonic() + self.timeout.total_seconds()
+        entry = _Entry("", texts, distinct)
+        self._run_in_thread(self.timeout, lambda: self._exchange(entry, self.timeout))
+        self.phase = "done"
+        self.deadline = time.monotonic() + self.timeout.total_seconds()
 
-    def fail(self, error: Exception) -> None:
-        """Tell the others why this rank gives up; raise what all hear where its error may come of another's, as torch's do."""
-        own = error.problems if isinstance(error, NamedMeshError) else None
-        reason = "; ".join(own or [f"{type(error).__name__}: {error}"])
-        try:
-            self._within(2 * _TELLING, lambda: self._meet({}, failure=reason.partition("\n")[0]))
-        except AgreementError as verdict:
-            if own is None:
-                raise verdict from error
+    def report_failure(self, error: Exception) -> None:
+        """Report to the other ranks why this rank has failed.
 
-    def _meet(
-        self,
-        request: Mapping[str, str],
-        distinct: Mapping[str, Distinct] | None = None,
-        failure: str = "",
-    ) -> list[str]:
-        """Return the problems that all ranks hear of."""
-        wait = _TELLING if failure else self.timeout
-        store = self.store = dist.PrefixStore(str(self.number), self.meetings.part(self.call, wait))
-        stage = self.stage
-        store.set(f"{stage}/{self.rank}", json.dumps([failure, request, distinct or {}]))
-        if store.add(f"{stage}/come", 1) == self.size:
-            self._decide(list(range(self.size)))
-        end = min(self.end, time.monotonic() + wait.total_seconds())
-        self.meetings.tell_part(store, f"{stage}/verdict", end)
+        Raises:
+            AgreementError: the result that all ranks read, if ``error`` is not a NamedMeshError. An
+                error of torch's may only be a consequence of a failure on another rank.
+        """
+        own_problems: tuple[str, ...] = ()
+        if isinstance(error, NamedMeshError):
+            own_problems = error.problems
+        reason = "; ".join(own_problems) or f"{type(error).__name__}: {error}"
+        first_line = reason.partition("\n")[0]
+        entry = _Entry(first_line, {}, {})
         try:
-            store.wait([f"{stage}/verdict"], timedelta(seconds=max(end - time.monotonic(), 0.01)))
+            self._run_in_thread(
+                2 * _FAILURE_GRACE_PERIOD, lambda: self._exchange(entry, _FAILURE_GRACE_PERIOD)
+            )
+        except AgreementError as result:
+            if not isinstance(error, NamedMeshError):
+                raise result from error
+
+    def _exchange(self, entry: _Entry, patience: timedelta) -> list[str]:
+        """Write this rank's entry, wait for the result of the phase, and return its problems.
+
+        Args:
+            entry: the entry.
+            patience: how long to wait for the other ranks, within the deadline of the phase.
+        """
+        coordinator = self.coordinator
+        run_store = coordinator.run_store(self.call, patience)
+        self.store = store = dist.PrefixStore(str(self.number), run_store)
+        result_key = f"{self.phase}/result"
+        store.set(f"{self.phase}/{self.rank}", json.dumps(entry))
+        if store.add(f"{self.phase}/arrived", 1) == self.world_size:
+            self._publish_result(range(self.world_size))
+        deadline = min(self.deadline, time.monotonic() + patience.total_seconds())
+        coordinator.serve_run_prefix(store, result_key, deadline)
+        remaining = max(deadline - time.monotonic(), 0.01)
+        try:
+            store.wait([result_key], timedelta(seconds=remaining))
         except dist.DistStoreError:
-            # The first one looks: all at once would ask for every rank on every rank.
-            if store.add(f"{stage}/over", 1) == 1:
-                self._decide([rank for rank in range(self.size) if store.check([f"{stage}/{rank}"])])
-            store.wait([f"{stage}/verdict"], _ANSWER)
-        problems: list[str] = json.loads(store.get(f"{stage}/verdict"))
+            # Only the first rank to time out looks for missing ranks. If every rank did, the store
+            # would be read world_size**2 times.
+            if store.add(f"{self.phase}/timed_out", 1) == 1:
+                self._publish_result(self._find_arrived())
+            store.wait([result_key], _STORE_TIMEOUT)
+        problems: list[str] = json.loads(store.get(result_key))
         if problems:
-            self.meetings.leave_part()
-            self._stay()
+            coordinator.publish_prefix()
+            self._wait_for_readers()
         else:
-            self.meetings.forget_previous(store, stage)
+            coordinator.delete_finished_phase(store, self.phase)
         return problems
 
-    def _decide(self, come: Sequence[int]) -> None:
-        """Leave the verdict, unless there is one."""
-        keys = [f"{self.stage}/{rank}" for rank in come]
-        texts = self.store.multi_get(keys) if self.store.has_extended_api() else map(self.store.get, keys)
-        left = [json.loads(text) for text in texts]
-        failed = [rank for rank, (failure, *_) in zip(come, left, strict=True) if failure]
-        problems = []
-        if not failed:
-            problems += differences([request for _, request, _ in left], come)
-            problems += coincidences([distinct for *_, distinct in left], come)
-        absent = sorted({*range(self.size)} - {*come})
-        # Before the time is over they may wait, in torch, for one that has failed.
-        if absent and (not failed or time.monotonic() > self.end):
-            did = "call" if self.stage == "asked" else "come to the end of"
-            problems.append(_absent(absent, self.size, f"{did} {self.call}", self.timeout))
-        problems += [
-            f"rank {rank} gave up on {self.call}: {left[come.index(rank)][0]}" for rank in failed[:3]
-        ]
-        self.store.compare_set(f"{self.stage}/verdict", "", json.dumps(problems))
+    def _find_arrived(self) -> list[int]:
+        """Return the ranks that have written an entry in this phase."""
+        return [rank for rank in range(self.world_size) if self.store.check([f"{self.phase}/{rank}"])]
 
-    def _stay(self) -> None:
-        """Where this rank hosts the store, and is about to end: wait until the others have read the verdict."""
-        self.store.add("read", 1)
-        if self.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    def _publish_result(self, arrived: Sequence[int]) -> None:
+        """Work out the problems from the entries of the ranks that have arrived, and publish them.
+
+        A result that exists is not replaced: all ranks must read the same one.
+        """
+        entries = self._read_entries(arrived)
+        failures = {}
+        requests = {}
+        distinct = {}
+        for rank, entry in entries.items():
+            if entry.failure:
+                failures[rank] = entry.failure
+            requests[rank] = entry.request
+            distinct[rank] = entry.distinct
+        problems = []
+        if not failures:
+            # A failed rank has no request. It would differ in every field.
+            problems += find_differences(requests)
+            problems += find_duplicates(distinct)
+        missing = sorted(set(range(self.world_size)) - set(arrived))
+        # Before the deadline, a missing rank may just be blocked inside torch, where it waits for
+        # the rank that has failed. Then it is not to blame.
+        if missing and (not failures or time.monotonic() > self.deadline):
+            action = f"call {self.call}"
+            if self.phase == "done":
+                action = f"reach the end of {self.call}"
+            problems.append(_format_missing(missing, self.world_size, action, self.timeout))
+        for rank in list(failures)[:3]:
+            problems.append(f"rank {rank} failed in {self.call}: {failures[rank]}")
+        self.store.compare_set(f"{self.phase}/result", "", json.dumps(problems))
+
+    def _read_entries(self, ranks: Sequence[int]) -> dict[int, _Entry]:
+        """Return the entries of some ranks in this phase."""
+        keys = [f"{self.phase}/{rank}" for rank in ranks]
+        # A FileStore has no multi_get.
+        texts = self.store.multi_get(keys) if self.store.has_extended_api() else map(self.store.get, keys)
+        entries = {}
+        for rank, text in zip(ranks, texts, strict=True):
+            entries[rank] = _Entry(*json.loads(text))
+        return entries
+
+    def _wait_for_readers(self) -> None:
+        """Wait until the other ranks have read the result, if this process hosts the store.
+
+        The process is about to exit, and the store ends with it. torchrun's agent hosts the store
+        itself.
+        """
+        self.store.add("num_readers", 1)
+        if self.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
-        end = time.monotonic() + _READING
-        while self.store.add("read", 0) < self.store.add(f"{self.stage}/come", 0) and time.monotonic() < end:
+        deadline = time.monotonic() + _RESULT_GRACE_SECONDS
+        while time.monotonic() < deadline:
+            num_arrived = self.store.add(f"{self.phase}/arrived", 0)
+            if self.store.add("num_readers", 0) >= num_arrived:
+                return
             time.sleep(0.05)
 
-    def _within(self, timeout: timedelta, meet: Callable[[], list[str]]) -> None:
-        """Meet in a thread: torch's client waits without limit for a host that it cannot reach, and deaf to signals."""
+    def _run_in_thread(self, timeout: timedelta, exchange: Callable[[], list[str]]) -> None:
+        """Run an exchange in a thread, and raise its problems.
+
+        torch's store client blocks without limit on a host that it cannot reach, and ignores
+        signals while it does. The main thread stays responsive.
+
+        Raises:
+            AgreementError: the problems that the exchange returned, or the store cannot be reached.
+        """
         outcome: list[Any] = []
 
         def run() -> None:
             try:
-                outcome.append(meet())
+                outcome.append(exchange())
             except Exception as error:  # noqa: BLE001  raised below
                 outcome.append(error)
 
         thread = Thread(target=run, daemon=True, name="namedmesh")
         thread.start()
-        thread.join((timeout + _ANSWER).total_seconds())
-        found = outcome.pop() if outcome else "its host does not answer, or this host is cut off from it"
-        if isinstance(found, dist.DistNetworkError):
-            found = "the process that hosts it, rank 0 or torchrun's agent, has ended"
-        if isinstance(found, str):
-            raise AgreementError(
-                f"the store of the job is lost during {self.call}: {found}; see to that, and start the job again"
-            )
-        if isinstance(found, Exception):
-            raise found
-        if found:
-            raise AgreementError(*found)
+        thread.join((timeout + _STORE_TIMEOUT).total_seconds())
+        if not outcome:
+            raise self._connection_error("its host does not answer, or this host cannot reach it")
+        result = outcome.pop()
+        if isinstance(result, dist.DistNetworkError):
+            raise self._connection_error("the process that hosts it (rank 0 or torchrun's agent) has exited")
+        if isinstance(result, Exception):
+            raise result
+        if result:
+            raise AgreementError(*result)
+
+    def _connection_error(self, reason: str) -> AgreementError:
+        return AgreementError(
+            f"lost the connection to the store of the job during {self.call}: {reason}; check that "
+            "host and the network between the hosts, then start the job again"
+        )
 
 
-def _absent(ranks: Sequence[int], size: int, did: str, timeout: timedelta) -> str:
+def _format_missing(ranks: Sequence[int], world_size: int, action: str, timeout: timedelta) -> str:
     return (
-        f"{ranks_in_words(ranks)} of {size} did not {did} within {timeout.total_seconds():g} s; see what they did instead, "
-        "and make the same calls on every rank"
+        f"{format_ranks(ranks)} of {world_size} did not {action} within "
+        f"{timeout.total_seconds():g} s; make sure that every rank makes the same calls in the "
+        "same order"
     )
 
 
-def differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """Return one sentence for each field in which the requests of some ranks differ.
+def find_differences(requests: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Return a message for each field that differs between ranks.
+
+    Args:
+        requests: by rank, the fields of its request.
 
     Example:
-        >>> differences([{"layout": "tp=2"}, {"layout": "tp=2"}, {"layout": "tp=1"}], [0, 1, 2])
-        ['layout differs between ranks: tp=2 on ranks 0, 1; tp=1 on rank 2; give every rank the same']
+        >>> find_differences({0: {"layout": "tp=2"}, 1: {"layout": "tp=1"}})
+        ['layout differs between ranks: tp=2 on rank 0; tp=1 on rank 1; give every rank the same']
     """
+    # A dictionary keeps the order in which the requests name the fields; a set does not.
+    names: dict[str, None] = {}
+    for request in requests.values():
+        names.update(dict.fromkeys(request))
     problems = []
-    for field in dict.fromkeys(field for request in requests for field in request):
-        holders: dict[str, list[int]] = defaultdict(list)
-        for rank, request in zip(ranks, requests, strict=True):
-            holders[request.get(field, "nothing")].append(rank)
-        if len(holders) > 1:
-            # The value that most ranks hold first: the others are likely the mistake.
-            ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-            values = "; ".join(f"{value} on {ranks_in_words(holding)}" for value, holding in ordered)
-            problems.append(f"{field} differs between ranks: {values}; give every rank the same")
+    for name in names:
+        ranks_by_value: dict[str, list[int]] = defaultdict(list)
+        for rank, request in requests.items():
+            ranks_by_value[request.get(name, "nothing")].append(rank)
+        if len(ranks_by_value) == 1:
+            continue
+        # The most common value comes first: the others are probably the mistake.
+        ordered = sorted(ranks_by_value.items(), key=lambda item: -len(item[1]))
+        values = "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ordered)
+        problems.append(f"{name} differs between ranks: {values}; give every rank the same")
     return problems
 
 
-def coincidences(requests: Sequence[Mapping[str, Sequence[str]]], ranks: Sequence[int]) -> list[str]:
-    """Return one sentence for each value that several ranks have and only one of them may have.
+def find_duplicates(requests: Mapping[int, Mapping[str, Sequence[str]]]) -> list[str]:
+    """Return a message for each value that several ranks have, but only one rank may have.
 
     Args:
-        requests: for each rank, a :class:`Distinct` by field, as a tuple or a list.
-        ranks: the ranks that made the requests.
+        requests: by rank, the :class:`Distinct` of each field, as a tuple or a list.
 
     Example:
-        >>> coincidences([{"GPU": Distinct("0 of host a", "set LOCAL_RANK")}] * 2, [0, 1])
+        >>> gpu = Distinct("0 of host a", "set LOCAL_RANK")
+        >>> find_duplicates({0: {"GPU": gpu}, 1: {"GPU": gpu}})
         ['ranks 0, 1 have the same GPU, 0 of host a; set LOCAL_RANK']
     """
-    holders: dict[tuple[str, str], list[int]] = defaultdict(list)
+    ranks_by_value: dict[tuple[str, str], list[int]] = defaultdict(list)
     remedies: dict[tuple[str, str], str] = {}
-    for rank, request in zip(ranks, requests, strict=True):
-        for field, (value, remedy) in request.items():
+    for rank, request in requests.items():
+        for name, (value, remedy) in request.items():
             if value:
-                holders[field, value].append(rank)
-                remedies[field, value] = remedy
+                ranks_by_value[name, value].append(rank)
+                remedies[name, value] = remedy
     problems = []
-    for (field, value), holding in holders.items():
-        if len(holding) > 1:
-            remedy = remedies[field, value]
-            problems.append(f"{ranks_in_words(holding)} have the same {field}, {value}; {remedy}")
+    for (name, value), ranks in ranks_by_value.items():
+        if len(ranks) > 1:
+            remedy = remedies[name, value]
+            problems.append(f"{format_ranks(ranks)} have the same {name}, {value}; {remedy}")
     return problems

@@ -1,4 +1,4 @@
-"""Which meshes of this process are open, and which of them is selected with ``with mesh:``."""
+"""The registry of this process: the open meshes, and the one that ``with mesh:`` selects."""
 
 from __future__ import annotations
 
@@ -7,92 +7,140 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from namedmesh.errors import MeshError, listing
-from namedmesh.groups import backends_of
+from namedmesh.errors import MeshError, format_items
+from namedmesh.groups import get_backends
 
-NamedMesh: TypeAlias = Any  # its file imports this one
+# The module of NamedMesh imports this one, so the class is not available here.
+NamedMesh: TypeAlias = Any
 
-_open: list[NamedMesh] = []  # the oldest first
-_selected: list[NamedMesh] = []  # of the process: autograd runs backward functions in threads of its own
+# The meshes that were not closed, the oldest first.
+_meshes: list[NamedMesh] = []
+# The stack of selected meshes. It belongs to the process and not to a thread: autograd runs
+# backward functions in its own threads, and they must see the same mesh.
+_selected: list[NamedMesh] = []
 _watchers: list[Callable[..., None]] = []
 
 
-def selection() -> NamedMesh | None:
-    """Return the mesh that was selected, if one was."""
+def selected_mesh() -> NamedMesh | None:
+    """Return the mesh that was selected last; None if there is none."""
     return _selected[-1] if _selected else None
 
 
-def alive() -> list[NamedMesh]:
-    """Return the meshes that are open, the oldest first; those whose default group was destroyed are not."""
-    return [mesh for mesh in _open if not mesh.is_outlived()]
+def open_meshes() -> list[NamedMesh]:
+    """Return the meshes that are not closed and whose default group exists, the oldest first."""
+    return [mesh for mesh in _meshes if not mesh.is_outlived()]
 
 
-def every() -> list[NamedMesh]:
-    """Return the meshes that were not closed, the oldest first."""
-    return _open.copy()
+def all_meshes() -> list[NamedMesh]:
+    """Return the meshes that are not closed, the oldest first.
+
+    In contrast to :func:`open_meshes`, their default group may have been destroyed.
+    """
+    return _meshes.copy()
 
 
-def opened(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Note that a mesh is open, with its group on each axis."""
+def register(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Add a mesh to the open meshes.
+
+    Args:
+        mesh: the mesh.
+        groups: its group on each axis.
+
+    Raises:
+        MeshError: the mesh cannot use one of the groups; see :func:`check_groups`.
+    """
     check_groups(mesh, groups)
-    _open.append(mesh)
+    _meshes.append(mesh)
 
 
-def closed(mesh: NamedMesh) -> None:
-    """Note that a mesh was closed."""
-    _open.remove(mesh)
-    _tell(mesh)
+def unregister(mesh: NamedMesh) -> None:
+    """Remove a mesh that was closed from the open meshes."""
+    _meshes.remove(mesh)
+    _notify(mesh)
 
 
 def select(mesh: NamedMesh) -> None:
     """Make a mesh the current one of the process, until :func:`deselect`."""
     _selected.append(mesh)
-    _tell()
+    _notify()
 
 
 def deselect(mesh: NamedMesh) -> None:
-    """Undo the last :func:`select` of this mesh."""
-    last = max(place for place, each in enumerate(_selected) if each is mesh)
-    del _selected[last]
-    _tell()
+    """Undo the last :func:`select` of a mesh."""
+    # The same mesh may have been selected several times, and others after it.
+    for index in reversed(range(len(_selected))):
+        if _selected[index] is mesh:
+            del _selected[index]
+            break
+    _notify()
 
 
 def watch(watcher: Callable[..., None]) -> None:
-    """Call a function whenever a mesh was selected or deselected, and with a mesh that was closed."""
+    """Call a function whenever the selection changes or a mesh is closed.
+
+    Args:
+        watcher: the function. After a close its argument is the closed mesh; otherwise it has none.
+    """
     _watchers.append(watcher)
 
 
-def _tell(*closed: NamedMesh) -> None:
+def _notify(*closed: NamedMesh) -> None:
     for watcher in _watchers:
         watcher(*closed)
 
 
 def check_groups(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Raise MeshError for groups that a mesh cannot use, by the names that they have in it.
+    """Check that a mesh can use its groups on some axes.
 
-    A group may have no backend for the device of the mesh, which torch would find out at the first collective. And its name
-    may be one of another open mesh, whose group is another: DTensor remembers operations by mesh, and takes meshes with the
-    same names, ranks and device for one, so results of one mesh would come back on the groups of the other.
+    Args:
+        mesh: the mesh.
+        groups: the group on each axis, or flattened axis.
+
+    Raises:
+        MeshError: a group has no backend for the device of the mesh, or DTensor would confuse the
+            axis with one of another open mesh; all problems at once.
     """
-    problems = []
-    for name, group in groups.items():
-        backends = backends_of(group)
-        if group.size() > 1 and mesh.device.type not in backends:
-            problems.append(
-                f"the mesh is on {mesh.device.type}, but the group of {name!r} serves {listing(backends)} only; make the "
-                f"groups with a backend for {mesh.device.type}, such as backend='cpu:gloo,cuda:nccl', or choose another device"
-            )
-    for other in alive():
-        if other is mesh or other.device.type != mesh.device.type:
-            continue
-        for name, group in groups.items():
-            if name not in other or other.size(name) == 1 or other.group(name) is group:
-                continue
-            if other.ranks(name) == tuple(dist.get_process_group_ranks(group)):
-                problems.append(
-                    f"{name!r} would be on another process group than the {name!r} of the open mesh over {other.layout}, and "
-                    "torch takes meshes with the same names and ranks for one; share the groups (the same options on "
-                    "both meshes), close the other mesh first, or choose another name"
-                )
+    problems = _find_missing_backends(mesh, groups) + _find_dtensor_aliases(mesh, groups)
     if problems:
         raise MeshError(*problems)
+
+
+def _find_missing_backends(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> list[str]:
+    """Return a message for each group without a backend for the device of the mesh.
+
+    torch would only notice at the first collective.
+    """
+    problems = []
+    device = mesh.device.type
+    for axis, group in groups.items():
+        backends = get_backends(group)
+        if group.size() > 1 and device not in backends:
+            problems.append(
+                f"the mesh is on {device}, but the group of {axis!r} serves "
+                f"{format_items(backends)} only; create the groups with a backend for {device}, "
+                "such as backend='cpu:gloo,cuda:nccl', or choose another device"
+            )
+    return problems
+
+
+def _find_dtensor_aliases(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> list[str]:
+    """Return a message for each axis that DTensor would confuse with one of another open mesh.
+
+    DTensor caches operations by mesh, and meshes with equal names, ranks and device type are equal.
+    If their groups differ, results on one mesh would be returned on the groups of the other.
+    """
+    problems = []
+    for other in open_meshes():
+        if other is mesh or other.device.type != mesh.device.type:
+            continue
+        for axis, group in groups.items():
+            if axis not in other or other.size(axis) == 1 or other.group(axis) is group:
+                continue
+            if other.ranks(axis) == tuple(dist.get_process_group_ranks(group)):
+                problems.append(
+                    f"axis {axis!r} cannot use this process group: the open mesh over "
+                    f"{other.layout} has an axis of the same name and ranks on a different group, "
+                    "and DTensor cannot tell the two apart; share the groups (the same options on "
+                    "both meshes), close the other mesh first, or choose another name"
+                )
+    return problems

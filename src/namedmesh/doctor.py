@@ -19,8 +19,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.errors import AgreementError, PlanError, count_of, listing, ranks_in_words
-from namedmesh.plan.describe import STATUS, add_layout, as_text, layout_arguments, parse_spec, resolve
+from namedmesh.errors import AgreementError, PlanError, format_count, format_items, format_ranks
+from namedmesh.plan.spec import (
+    EXIT_MISMATCH,
+    add_layout_arguments,
+    format_table,
+    make_layouts,
+    parse_spec,
+    read_layout_arguments,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +48,7 @@ class Group(NamedTuple):
 
 
 def _configure(parser: ArgumentParser) -> None:
-    add_layout(parser)
+    add_layout_arguments(parser)
     text = "seconds to wait for a rank, or for a collective (default: 60)"
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=text)
     parser.add_argument("--device", help="cpu, cuda, or one device (default: what torch finds)")
@@ -53,10 +60,10 @@ def _run(arguments: Namespace) -> int:
     import torch.distributed as dist
 
     from namedmesh import launch
-    from namedmesh._torch import abort_groups, from_all, set_group_timeout
+    from namedmesh._torch import abort_groups, all_gather_object, set_group_timeout
     from namedmesh.init import init_mesh
 
-    spec, sizes = layout_arguments(arguments)
+    spec, sizes = read_layout_arguments(arguments)
     parse_spec(spec)  # what cannot be read is said before the ranks look for each other
     timeout = timedelta(seconds=arguments.timeout)
     device = launch.init(arguments.device, timeout=timeout)
@@ -64,7 +71,7 @@ def _run(arguments: Namespace) -> int:
     set_group_timeout(3 * timeout, None)
     try:
         world = dist.get_world_size()
-        arrangement = resolve(spec, world_size=world, **sizes)
+        arrangement = make_layouts(spec, world_size=world, **sizes)
         # A rank that waits for a stuck collective comes to the others after its own timeout.
         reports = dist.new_group(backend="gloo", timeout=3 * timeout)
         mesh = init_mesh(arrangement.dense, device=device.type)
@@ -73,18 +80,18 @@ def _run(arguments: Namespace) -> int:
         axes = dict.fromkeys((*arrangement.dense, *(arrangement.expert or ())))
         groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes if mesh.size(axis) > 1]
         groups.append(Group("world", tuple(range(world)), dist.group.WORLD))
-        found = from_all(reports, check_groups(groups, device, timeout))
+        found = all_gather_object(reports, check_groups(groups, device, timeout))
         if any(found):
             # To destroy groups would wait for a stuck collective, so the report comes first, and then they are aborted.
             sys.stderr.write(f"namedmesh doctor: {AgreementError(*problems_of(found))}\n")
             sys.stderr.flush()
             abort_groups()
             return 1
-        hosts = from_all(reports, socket.gethostname())
+        hosts = all_gather_object(reports, socket.gethostname())
         megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
-        each = from_all(reports, measure(groups, hosts, device, round(megabytes * 2**20)))
+        each = all_gather_object(reports, measure(groups, hosts, device, round(megabytes * 2**20)))
         if dist.get_rank() == 0:
-            where = f"{dist.get_backend()} on {device.type}, {count_of(len(set(hosts)), 'host')}"
+            where = f"{dist.get_backend()} on {device.type}, {format_count(len(set(hosts)), 'host')}"
             sys.stdout.write(f"{arrangement.dense}, {where}\n\n{report_text(each)}\n")
     finally:
         if dist.is_initialized():
@@ -97,7 +104,7 @@ def problems_of(found: Sequence[Problem | None]) -> list[str]:
     problems = []
     for problem in filter(None, dict.fromkeys(found)):
         ranks = [rank for rank, own in enumerate(found) if own == problem]
-        problems.append(f"axis {problem[0]}, {ranks_in_words(ranks)}: {problem[1]}")
+        problems.append(f"axis {problem[0]}, {format_ranks(ranks)}: {problem[1]}")
     return problems
 
 
@@ -113,7 +120,7 @@ def check_groups(groups: Sequence[Group], device: torch.device, timeout: timedel
             _wait(dist.all_gather(members, own, group=group, async_op=True), timeout)
             found = tuple(int(member.item()) for member in members)
             if found != ranks:
-                return axis, f"its group has ranks {listing(found)} instead of {listing(ranks)}"
+                return axis, f"its group has ranks {format_items(found)} instead of {format_items(ranks)}"
             _wait(dist.all_reduce(own, group=group, async_op=True), timeout)
             if own.item() != sum(ranks):
                 return axis, f"an all-reduce gave {own.item()} instead of {sum(ranks)}"
@@ -200,12 +207,12 @@ def report_text(each: Sequence[Measured]) -> str:
         worst = min(speeds, key=lambda ranks: speeds[ranks][1])
         latency, bandwidth = (statistics.median(column) for column in zip(*speeds.values(), strict=True))
         row = (axis, len(worst), len(speeds), round(latency * 1e6, 1), round(bandwidth / 1e9, 3))
-        rows.append((*row, listing(worst), round(speeds[worst][1] / 1e9, 3)))
-    parts = [as_text(columns, rows), "every group has the right ranks and gives the right sum"]
+        rows.append((*row, format_items(worst), round(speeds[worst][1] / 1e9, 3)))
+    parts = [format_table(columns, rows), "every group has the right ranks and gives the right sum"]
     links = sorted((speed, pair) for one in each for pair, speed in one.links.items())
     if links:
         lines = [f"  {pair}: {speed / 1e9:.3g} GB/s" for speed, pair in links[:_SLOWEST]]
-        parts.append("\n".join([f"{count_of(len(links), 'pair')} of hosts, the slowest first:", *lines]))
+        parts.append("\n".join([f"{format_count(len(links), 'pair')} of hosts, the slowest first:", *lines]))
     times = [one.local for one in each]
     slowest, factor = times.index(max(times)), max(times) / statistics.median(times)
     parts.append(f"slowest rank: {slowest}, {factor:.2f} times the median for work of its own")
@@ -237,7 +244,7 @@ def _verify(arguments: Namespace) -> int:
     if mesh.rank("tp") == 0:
         sys.stdout.write(f"{report}\n")
     dist.destroy_process_group()
-    return 0 if report.right else STATUS
+    return 0 if report.right else EXIT_MISMATCH
 
 
 def _call(arguments: Namespace) -> tuple[Any, Any, Any]:

@@ -1,7 +1,7 @@
-"""The errors of namedmesh: one root over the builtin that fits, and one way to word them.
+"""The errors of namedmesh, and the functions that format their messages.
 
-A message says what was got, what is allowed and what to do; when several things are wrong at once, one
-error carries all of them.
+A message names the argument, the expected and the given value, and the remedy. If several things
+are wrong at once, one error carries all of them. This module imports nothing of namedmesh.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from collections.abc import Iterable, Sequence
 
 
 class NamedMeshError(Exception):
-    """The root of every error that namedmesh raises; ``problems`` has one sentence for each thing that is wrong.
+    """The base class of every error that namedmesh raises.
+
+    Each subclass also derives from the built-in error that fits, so that code which knows nothing
+    of namedmesh can catch it.
+
+    Args:
+        *problems: one message for each thing that is wrong.
+
+    Attributes:
+        problems: the messages.
 
     Example:
         >>> print(NamedMeshError("no axis is named", "rank 9 is outside the world of 8"))
@@ -23,11 +32,13 @@ class NamedMeshError(Exception):
     problems: tuple[str, ...]
 
     def __init__(self, *problems: str) -> None:
+        # pickle creates an exception from the arguments of Exception.__init__.
         super().__init__(*problems)
         self.problems = problems
 
     def __str__(self) -> str:
-        # KeyError would show the repr of its argument: a sentence in quotation marks.
+        # KeyError, a base of AxisError, would show the repr of its argument: the message in
+        # quotation marks.
         if len(self.problems) == 1:
             return self.problems[0]
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
@@ -35,35 +46,39 @@ class NamedMeshError(Exception):
 
 
 class AxisError(NamedMeshError, KeyError):
-    """An axis was named that is not there."""
+    """An axis does not exist."""
 
 
 class CheckpointError(NamedMeshError, ValueError):
-    """A checkpoint is not there, or does not fit the model; or a model cannot be saved as it is."""
+    """A checkpoint is missing, corrupted or does not fit, or the model cannot be saved."""
 
 
 class GradientError(NamedMeshError, RuntimeError):
-    """The ranks of an axis have different gradients, inputs or weights where they must be equal."""
+    """Gradients, inputs or weights differ between ranks on which they must be equal."""
 
 
 class LayoutError(NamedMeshError, ValueError):
-    """Names, sizes, coordinates or ranks that no layout can have."""
+    """Names, sizes, coordinates or ranks do not form a layout."""
 
 
 class UsageError(LayoutError):
-    """Arguments of a command that cannot be read, or that do not go together, whatever the layout."""
+    """Arguments of a command cannot be parsed or contradict each other."""
+
+
+class OptionError(NamedMeshError, ValueError):
+    """A timeout, a backend or a setting of NCCL is not valid."""
 
 
 class MeshError(NamedMeshError, RuntimeError):
-    """A mesh was asked for something that its present state cannot give."""
+    """The state of a mesh does not allow an operation, e.g. because it is closed."""
 
 
 class AgreementError(NamedMeshError, RuntimeError):
-    """The ranks of one job asked for different things, or some of them did not ask at all."""
+    """The ranks of one job made different calls, or some ranks made none."""
 
 
 class LaunchError(NamedMeshError, RuntimeError):
-    """The environment of this process does not describe a job, or names a device that is not there."""
+    """The environment of this process does not describe a job, or a device does not exist."""
 
 
 class PlanError(NamedMeshError, ValueError):
@@ -71,37 +86,55 @@ class PlanError(NamedMeshError, ValueError):
 
 
 class ShapeError(NamedMeshError, ValueError):
-    """A tensor's size cannot be split the way a parallel style has to split it."""
+    """A tensor cannot be split as a parallel style has to split it."""
 
 
 class TrainingError(NamedMeshError, RuntimeError):
-    """A training function was given gradients, modules or numbers that it can do nothing with."""
+    """A training function got gradients, modules or values that it cannot use."""
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    """Return the tail of a message about an unknown name: the nearest allowed one, or nothing."""
-    near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def count_of(count: int, word: str) -> str:
-    """Return a number with its noun."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def listing(items: Iterable[object], limit: int = 8) -> str:
-    """Return items separated by commas, the rest counted once there are more than ``limit``.
+    """Return a suggestion for a message about an unknown name; empty if no name is similar.
 
     Example:
-        >>> listing(range(3)), listing(range(100), limit=4)
+        >>> did_you_mean("tpz", ["dp", "tp"]), did_you_mean("expert", ["dp", "tp"])
+        ("; did you mean 'tp'?", '')
+    """
+    # The cutoff accepts "tq" for "tp", but not "expert" for "tp".
+    matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
+    if not matches:
+        return ""
+    return f"; did you mean {matches[0]!r}?"
+
+
+def format_count(count: int, noun: str) -> str:
+    """Format a number and its noun, in the plural if it is not 1.
+
+    Example:
+        >>> format_count(1, "rank"), format_count(2, "rank")
+        ('1 rank', '2 ranks')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_items(items: Iterable[object], limit: int = 8) -> str:
+    """Format items as a comma-separated list, cut after ``limit`` items.
+
+    Example:
+        >>> format_items(range(3)), format_items(range(100), limit=4)
         ('0, 1, 2', '0, 1, 2, 3 and 96 more')
     """
-    shown = [str(item) for item in items]
-    if len(shown) <= limit:
-        return ", ".join(shown)
-    return f"{', '.join(shown[:limit])} and {len(shown) - limit} more"
+    texts = [str(item) for item in items]
+    if len(texts) <= limit:
+        return ", ".join(texts)
+    return f"{', '.join(texts[:limit])} and {len(texts) - limit} more"
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return some ranks as messages name them."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing(ranks)}"
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format the numbers of at least one rank.
+
+    Example:
+        >>> format_ranks([3]), format_ranks([0, 1])
+        ('rank 3', 'ranks 0, 1')
+    """
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_items(ranks)}"

@@ -1,4 +1,4 @@
-"""``init_mesh``: from names and sizes to a mesh over live process groups."""
+"""``init_mesh``: from names and sizes of axes to a mesh over live process groups."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from namedmesh import launch
 from namedmesh._version import __version__
-from namedmesh.agreement import agreed
+from namedmesh.agreement import agree_on
 from namedmesh.errors import LayoutError
-from namedmesh.groups import GroupOptions, kept_groups
+from namedmesh.groups import describe_group_cache
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh, close_all
-from namedmesh.views import options_by_axes
+from namedmesh.options import GroupOptions, find_options_by_axes
 
 _NOT_LAUNCHED_HINT = (
-    "No launcher has started this process, so it is a world of its own; start 8 of them with: "
+    "No launcher has started this process, so it is a single-process run; start 8 processes with: "
     "torchrun --nproc-per-node 8 SCRIPT"
 )
 
@@ -33,27 +33,38 @@ def init_mesh(
     replace: bool = False,
     **sizes: int,
 ) -> NamedMesh:
-    """Return a mesh over this job's ranks; communicates.
+    """Create a mesh over all ranks of the job.
 
-    Every rank calls it with the same arguments. Where there is no default process group yet, it is made from
-    the environment: that of torchrun, or a world of one under plain python. For a mesh over some of the ranks make
-    torch's own ``DeviceMesh``, and adopt it with :meth:`NamedMesh.from_device_mesh`.
+    If there is no default process group yet, it is created from the environment: the variables of
+    torchrun or another launcher, or a single-process run under plain python. For a mesh over some
+    of the ranks, make torch's own ``DeviceMesh`` and adopt it with
+    :meth:`NamedMesh.from_device_mesh`.
+
+    Collective: every rank must call it with the same arguments.
 
     Args:
         layout: the layout, or a mapping of axes to sizes, instead of ``sizes``.
         device: the device of the mesh, as for :func:`namedmesh.launch.init`.
-        backend: the backend of every group that sets no other; by default that of the default group.
-        timeout: the timeout of every group that sets no other, and the time that ranks wait for each other
-            here; by default that of the default group.
+        backend: the backend of every group that sets no other; by default that of the default
+            group.
+        timeout: the timeout of every group that sets no other, and how long this call waits for the
+            other ranks; by default that of the default group.
         options: :class:`GroupOptions` by the name of an axis, or of several joined by ``_``.
-        replace: close every open mesh of this process first, such as that of a notebook cell that is run again.
-        **sizes: one keyword for each axis, slowest first; one size may be -1, for whatever is left.
+        replace: close every open mesh of this process first, e.g. when the cell of a notebook runs
+            again.
+        **sizes: the size of each axis by keyword, slowest first. One may be -1, for the remaining
+            ranks.
+
+    Returns:
+        The mesh.
 
     Raises:
-        LayoutError: names or sizes that do not fit; all problems at once.
-        AxisError: options for an axis that is not there.
-        AgreementError: the ranks were given different arguments, run different versions, or some did not call.
-        LaunchError: the environment is incomplete, or the device is not there.
+        LayoutError: names or sizes that do not form a layout of the world; all problems at once.
+        OptionError: a timeout, a backend or options that are not valid.
+        AxisError: options for an axis that does not exist.
+        AgreementError: the arguments or the versions differ between ranks, or some ranks did not
+            call.
+        LaunchError: the environment is incomplete, or the device does not exist.
 
     Example:
         >>> import torch.distributed as dist
@@ -68,13 +79,18 @@ def init_mesh(
     if launched:
         device = launch.init(device, backend=backend, timeout=timeout)
     try:
-        # A timeout of another kind is reported to the other ranks, too.
-        with agreed("init_mesh", timeout if isinstance(timeout, timedelta) else None) as compare:
-            fitted, defaults = _layout(layout, sizes), GroupOptions(backend=backend, timeout=timeout)
-            return make_mesh(compare, fitted, {}, {} if options is None else options, defaults, device=device)
+        # An invalid timeout raises inside the block, so that the other ranks get the error too.
+        with agree_on("init_mesh", timeout if isinstance(timeout, timedelta) else None) as compare:
+            full_layout = _complete_layout(layout, sizes)
+            defaults = GroupOptions(backend=backend, timeout=timeout)
+            return make_mesh(
+                compare, full_layout, {}, {} if options is None else options, defaults, device=device
+            )
     except BaseException as error:
         if not launched:
             raise
+        # The default group was made for this mesh. Without it, the caller can correct the arguments
+        # and call again, also in this process.
         dist.destroy_process_group()
         if isinstance(error, LayoutError) and not launch.was_launched():
             raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
@@ -90,52 +106,61 @@ def make_mesh(
     *,
     device: str | torch.device | None = None,
 ) -> NamedMesh:
-    """Compare a request with the other ranks, and make the mesh; for the dialects too. Communicates.
+    """Compare a request with the other ranks, and create the mesh.
+
+    :func:`init_mesh` and the compatibility layers create their meshes by this function.
+
+    Collective: every rank must call it, in a block of :func:`namedmesh.agreement.agree_on`.
 
     Args:
-        compare: what :func:`namedmesh.agreement.agreed` yields.
+        compare: the function that ``agree_on`` yields.
         layout: the layout of the mesh.
-        request: what else must be the same on every rank, field by field.
-        options: the options of the mesh's groups, by axis.
-        defaults: those of every group, where an axis sets nothing else.
-        device: the device of the mesh; by default the one that goes with the default group.
+        request: fields that must be the same on every rank, in addition to the arguments.
+        options: the options of groups, by the name of an axis, or of several joined by ``_``.
+        defaults: the options of every group for which an axis sets no other.
+        device: the device of the mesh; by default the device of the default group.
     """
-    by_axes = options_by_axes(options, layout.axes)
-    chosen = launch.default_group_device(device)
+    # Both calls may raise on one rank only. The others then get the error instead of a comparison.
+    by_axes = find_options_by_axes(options, layout.axes)
+    mesh_device = launch.default_group_device(device)
     compare(
         {
             "layout": repr(layout),
             "options": dict(sorted(options.items())),
             "defaults": defaults,
-            "device": chosen.type,
+            "device": mesh_device.type,
             **request,
+            # Different releases may create groups in a different order.
             "torch": torch.__version__,
             "namedmesh": __version__,
-            "groups that exist": kept_groups(),
+            # A rank that reuses a cached group would not create it together with the others.
+            "groups that exist": describe_group_cache(),
         }
     )
-    return NamedMesh(layout, chosen, by_axes, defaults)
+    return NamedMesh(layout, mesh_device, by_axes, defaults)
 
 
-def _layout(layout: Layout | Mapping[str, int] | None, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout that was asked for, over the world."""
-    world = dist.get_world_size()
+def _complete_layout(layout: Layout | Mapping[str, int] | None, sizes: Mapping[str, int]) -> Layout:
+    """Return the layout over the world that the arguments of :func:`init_mesh` describe."""
+    world_size = dist.get_world_size()
     if layout is not None and sizes:
-        given = ", ".join(f"{axis}={size!r}" for axis, size in sizes.items())
-        raise LayoutError(f"both {layout!r} and {given} were given; give one of them")
+        arguments = ", ".join(f"{axis}={size!r}" for axis, size in sizes.items())
+        raise LayoutError(f"both {layout!r} and {arguments} were given; give one of them")
     if layout is None:
-        return Layout(**sizes, world_size=world)
+        return Layout(**sizes, world_size=world_size)
     if not isinstance(layout, Layout):
         mapping: object = layout
         if not isinstance(mapping, Mapping):
             raise LayoutError(
-                f"layout must be a Layout or a mapping of axis names to sizes, got {mapping!r}; name the axes instead: "
-                "init_mesh(dp=2, tp=2)"
+                f"layout must be a Layout or a mapping of axis names to sizes, got {mapping!r}; "
+                "name the axes instead: init_mesh(dp=2, tp=2)"
             )
-        return Layout.from_shape(layout, layout.values(), world_size=world)
-    if layout.ranks != range(world):
+        return Layout.from_shape(layout, layout.values(), world_size=world_size)
+    # Layout.world_size is the size of the layout, which may also start at another rank than 0.
+    if layout.ranks != range(world_size):
         raise LayoutError(
-            f"{layout} on ranks {layout.ranks.start} to {layout.ranks.stop - 1} is not the world of {world} ranks; change a "
-            "size, or give one axis -1 for whatever is left"
+            f"{layout} covers ranks {layout.ranks.start} to {layout.ranks.stop - 1}, but the world "
+            f"has ranks 0 to {world_size - 1}; change a size, or give one axis -1 for the "
+            "remaining ranks"
         )
     return layout

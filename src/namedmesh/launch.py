@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import bound_device, guesses_device
-from namedmesh.agreement import Distinct, Meetings, agreed, meet_on
-from namedmesh.errors import LaunchError, count_of, listing
-from namedmesh.groups import GroupOptions
+from namedmesh.agreement import Distinct, StoreCoordinator, agree_on, set_default_coordinator
+from namedmesh.errors import LaunchError, format_count, format_items
+from namedmesh.options import GroupOptions
 
 __all__ = ["init"]
 
@@ -58,7 +58,7 @@ def init(
     Raises:
         LaunchError: the environment is incomplete, or the device is not there.
         DistNetworkError: torch's, where rank 0 cannot host the store of the job, or does not answer.
-        LayoutError: the timeout is not a positive ``timedelta``.
+        OptionError: the timeout is not a positive ``timedelta``.
         AgreementError: the ranks were given different arguments, some did not call this within ``timeout``, one of
             them gave up, or several would use one GPU with NCCL.
 
@@ -82,8 +82,8 @@ def init(
         store: dist.Store = open_store(os.environ, rank, timeout or default_pg_timeout)
     else:
         rank, world_size, store = 0, 1, dist.HashStore()
-    meetings = Meetings(store, rank, world_size)
-    with agreed("launch.init", timeout or default_pg_timeout, meetings) as compare:
+    coordinator = StoreCoordinator(store, rank, world_size)
+    with agree_on("launch.init", timeout or default_pg_timeout, coordinator) as compare:
         chosen = local_device(device)
         found = backend or dist.get_default_backend_for_device(chosen)
         binds = bind_device or guesses_device(found)
@@ -100,13 +100,13 @@ def init(
             torch.get_device_module(chosen).set_device(chosen)
         dist.init_process_group(
             found,
-            store=meetings.part("launch.init", timeout or default_pg_timeout),
+            store=coordinator.run_store("launch.init", timeout or default_pg_timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=chosen if binds and chosen.type != "cpu" else None,
         )
-    meet_on(meetings)
+    set_default_coordinator(coordinator)
     return chosen
 
 
@@ -139,7 +139,7 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
         int(environment["MASTER_PORT"]),
         is_master=rank == 0 and not of_agent,
         timeout=timeout,
-        wait_for_workers=False,  # the agreement waits, and names the absent ones
+        wait_for_workers=False,  # the agreement waits, and names the missing ones
         multi_tenant=True,
         use_libuv=environment.get("USE_LIBUV", "1") == "1",
     )
@@ -159,7 +159,7 @@ def local_device(
         index = int_variable(environment, "LOCAL_RANK") or 0
         index = 0 if count == 1 else index  # the launcher shows each process one of its own
     if index >= count:
-        visible = f"{count_of(count, f'{wanted.type} device')} {'is' if count == 1 else 'are'} visible to this process"
+        visible = f"{format_count(count, f'{wanted.type} device')} {'is' if count == 1 else 'are'} visible to this process"
         raise LaunchError(
             f"device {wanted.type}:{index} is not there: {visible}; start one process for each device, make more devices "
             "visible, or use device='cpu'"
@@ -207,7 +207,7 @@ def _check_environment(environment: Mapping[str, str]) -> None:
     if missing:
         present = [name for name in _VARIABLES if name in environment]
         raise LaunchError(
-            f"{listing(present)} {'is' if len(present) == 1 else 'are'} set, but not {listing(missing)}; start the "
+            f"{format_items(present)} {'is' if len(present) == 1 else 'are'} set, but not {format_items(missing)}; start the "
             "script with torchrun, or unset all of them for a world of one"
         )
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean, listing
-from namedmesh.sizes import as_int, fitted_sizes, nearest_axis, product
+from namedmesh.errors import AxisError, LayoutError, did_you_mean, format_count, format_items
+from namedmesh.sizes import as_int, format_sizes, infer_sizes, suggest_axis
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -104,7 +104,7 @@ class Layout:
         else:
             inferred = None
             problems.append(
-                f"axes {listing(map(repr, open_axes))} of the order {order!r} have no size, and none of them is "
+                f"axes {format_items(map(repr, open_axes))} of the order {order!r} have no size, and none of them is "
                 "'dp'; give all of them but one"
             )
         if problems:
@@ -116,7 +116,7 @@ class Layout:
         )
 
     def _fill(self, axes: tuple[str, ...], sizes: tuple[Any, ...], world_size: Any, rank_offset: Any) -> None:
-        fitted, problems = fitted_sizes(axes, sizes, world_size, rank_offset)
+        fitted, problems = infer_sizes(axes, sizes, world_size, rank_offset)
         if problems:
             raise LayoutError(*problems)
         strides, stride = [1] * len(axes), 1
@@ -138,7 +138,7 @@ class Layout:
 
     def __str__(self) -> str:
         """Return the sizes in words, as messages show them: ``pp=2 x dp=2 x tp=2 (8 ranks)``."""
-        return f"{product(self.axes, self.sizes)} ({count_of(self.world_size, 'rank')})"
+        return f"{format_sizes(self.axes, self.sizes)} ({format_count(self.world_size, 'rank')})"
 
     def __contains__(self, axis: object) -> bool:
         return axis in self.axes
@@ -190,7 +190,7 @@ class Layout:
         missing = [axis for axis, size in self.items() if size > 1 and axis not in coords]
         if missing:
             raise LayoutError(
-                f"no coordinate for {listing(map(repr, missing))} of {self}; "
+                f"no coordinate for {format_items(map(repr, missing))} of {self}; "
                 "give one for each axis, or ask where() for all ranks that share some"
             )
         return self.rank_offset + sum(
@@ -270,7 +270,7 @@ class Layout:
             raise AxisError(self._unknown(axis)) from None
 
     def _unknown(self, axis: object) -> str:
-        return f"axis {axis!r} is not one of {self.axes}{nearest_axis(axis, self.axes)}"
+        return f"axis {axis!r} is not one of {self.axes}{suggest_axis(axis, self.axes)}"
 
     def _chosen(self, axes: Sequence[str]) -> list[int]:
         """Return the places of the axes in layout order; every problem with them is in one error."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from namedmesh.axes import DATA_AXES, DENSE_AXES, EXPERT_AXES, TOKEN_AXES
-from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
+from namedmesh.errors import AxisError, LayoutError, did_you_mean, format_items
 from namedmesh.layout import Layout
-from namedmesh.sizes import nearest_axis
+from namedmesh.sizes import suggest_axis
 
 DENSE = "dense"
 """The view of everything except the experts."""
@@ -318,7 +318,7 @@ def _check_axis_names(api: ParallelApi, sizes: Mapping[str, int]) -> None:
     problems = []
     for axis in sizes:
         if axis not in allowed:
-            near = nearest_axis(axis, allowed)
+            near = suggest_axis(axis, allowed)
             problems.append(f"axis {axis!r} is not one of {api.name}'s {allowed}{near}")
     if problems:
         raise AxisError(*problems)
@@ -349,7 +349,7 @@ def _parse_tokens(api: ParallelApi, sizes: Mapping[str, int], order: str | None)
     for token in parsed.tokens:
         if token not in default:
             near = did_you_mean(token, default)
-            problems.append(f"{token!r} in the order {order!r} is not one of {listing(default)}{near}")
+            problems.append(f"{token!r} in the order {order!r} is not one of {format_items(default)}{near}")
     for axis, size in sizes.items():
         if size != 1 and axis in parsed.omitted:
             problems.append(f"axis {axis!r} has size {size} but is missing from the order {order!r}; add it")

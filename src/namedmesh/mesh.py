@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import agreement, current
-from namedmesh._torch import when_default_group_ends
+from namedmesh._torch import add_default_group_finalizer
 from namedmesh.accessors import Accessors, Place
-from namedmesh.adopt import layout_of_groups, layout_of_mesh
-from namedmesh.errors import LayoutError, MeshError
-from namedmesh.groups import GroupOptions, Groups, destroy_unused
+from namedmesh.adopt import infer_layout_from_groups, infer_layout_from_mesh
+from namedmesh.errors import LayoutError, MeshError, OptionError
+from namedmesh.groups import Groups, destroy_unused_groups
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
-from namedmesh.views import ROOT_VIEW, Views, options_by_axes, options_problems
+from namedmesh.options import GroupOptions, check_options, find_options_by_axes
+from namedmesh.views import ROOT_VIEW, Views
 
 
 class NamedMesh(Accessors):
@@ -63,22 +64,24 @@ class NamedMesh(Accessors):
         self._places: dict[tuple[str, ...], Place] = {}
         self._before_close: list[Callable[[], None]] = []
         if groups is None:
-            root = self._views.make(layout)
+            root = self._views.create_mesh(layout)
         else:
             self._borrow(layout, groups)
-        self._views.roots[ROOT_VIEW] = root or self._views.over(layout)
+        self._views.roots[ROOT_VIEW] = root or self._views.build_mesh(layout)
         self._prepare()
         try:
-            current.opened(self, {axis: self.group(axis) for axis in self})
+            current.register(self, {axis: self.group(axis) for axis in self})
         except MeshError:
             self.groups.release()
             raise
         # The answers are worked out already, so that accessors cost next to nothing. They end with the default group.
-        self._ending = when_default_group_ends(self._forget_answers)
+        self._ending = add_default_group_finalizer(self._forget_answers)
 
     def _borrow(self, layout: Layout, groups: Mapping[str, dist.ProcessGroup]) -> None:
         for axis, group in groups.items():
-            self.groups.borrow(self.groups.key(layout, (axis,), self.options_of((axis,))), axis, group)
+            self.groups.register_external(
+                self.groups.make_key(layout, (axis,), self.options_of((axis,))), axis, group
+            )
 
     # Adopting what exists.
 
@@ -89,7 +92,7 @@ class NamedMesh(Accessors):
         It has names, is over the world or a part of it, and its ranks are a range in row-major order of its axes (in any
         order); else it is a LayoutError.
         """
-        layout = layout_of_mesh(mesh)
+        layout = infer_layout_from_mesh(mesh)
         groups = {axis: mesh.get_group(axis) for axis in layout}
         chosen = default_group_device(mesh.device_type)
         return cls(layout, chosen, {}, GroupOptions(), root=mesh, groups=groups)
@@ -104,7 +107,7 @@ class NamedMesh(Accessors):
             groups: this rank's group on each axis, by name, slowest axis first; a LayoutError if they fit no layout.
             device: the device of the mesh; by default the one that goes with the default group.
         """
-        layout = layout_of_groups(groups, dist.get_rank())
+        layout = infer_layout_from_groups(groups, dist.get_rank())
         return cls(layout, default_group_device(device), {}, GroupOptions(), groups=groups)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
@@ -113,12 +116,12 @@ class NamedMesh(Accessors):
         Axes that this mesh has already must be the same ranks there; else it is a LayoutError.
         """
         self._check_open()
-        layout = layout_of_mesh(root)
+        layout = infer_layout_from_mesh(root)
         if layout.ranks != self.layout.ranks:
             raise LayoutError(
                 f"{layout} is not over the ranks of {self.layout}; adopt a mesh over the same ranks"
             )
-        self._views.check(name, layout, self.global_rank)
+        self._views.check_view(name, layout, self.global_rank)
         self._add_view(name, layout, root, borrowed=True)
 
     # What communicates: every rank calls these, in the same order.
@@ -137,7 +140,8 @@ class NamedMesh(Accessors):
 
         Raises:
             AxisError: a name that is no axis, or axes of two views at once.
-            LayoutError: the name is taken, or the axes set options that contradict each other.
+            LayoutError: the name is taken.
+            OptionError: the options are not valid, or the axes set options that contradict each other.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
         known = self._named(axes)
@@ -149,18 +153,18 @@ class NamedMesh(Accessors):
                 )
             return self[known]
         with self.agreed("mesh.flatten") as compare:
-            view, ordered = self._views.find(axes)
+            view, ordered = self._views.find_view(axes)
             name = name or "_".join(ordered)
-            self._views.check_product(name, ordered)
+            self._views.check_flattened_name(name, ordered)
             options = self.options_of(ordered) if options is None else options
-            problems = options_problems(options, "options")
+            problems = check_options(options, "options")
             if problems:
-                raise LayoutError(*problems)
+                raise OptionError(*problems)
             compare({"axes": "-".join(ordered), "name": name, "options": options})
             self._options[ordered] = options
             group = self._views.flatten(view, ordered, name)
             current.check_groups(self, {name: group})
-            self._views.products[name] = ordered
+            self._views.flattened_axes[name] = ordered
             self._prepare()
         return self[name]
 
@@ -181,11 +185,12 @@ class NamedMesh(Accessors):
         Raises:
             LayoutError: sizes that do not fit, a name that is taken, or an axis that is not the same ranks.
             AxisError: options for an axis that is not new in the view.
+            OptionError: options that are not valid.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
         with self.agreed(f"mesh.add_view({name!r})") as compare:
             layout = Layout(**sizes, world_size=self.layout.world_size)
-            by_axes = options_by_axes(options or {}, [axis for axis in layout if axis not in self])
+            by_axes = find_options_by_axes(options or {}, [axis for axis in layout if axis not in self])
             compare({"layout": repr(layout), "options": options or {}})
             return self.take_view(name, layout, by_axes)
 
@@ -193,9 +198,9 @@ class NamedMesh(Accessors):
         self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
     ) -> DeviceMesh:
         """Add a view that the ranks agree on; for the dialects too. Every rank calls it."""
-        self._views.check(name, layout, self.global_rank)
+        self._views.check_view(name, layout, self.global_rank)
         self._options |= options
-        root = self._views.make(layout)
+        root = self._views.create_mesh(layout)
         self._add_view(name, layout, root)
         return root
 
@@ -220,9 +225,9 @@ class NamedMesh(Accessors):
             self._before_close.clear()
             self._forget_answers()
             self.groups.release()
-            current.closed(self)
+            current.unregister(self)
             if destroy_groups:
-                destroy_unused()
+                destroy_unused_groups()
 
     def before_close(self, finish: Callable[[], None]) -> None:
         """Let :meth:`close` call a function first, while the groups are there."""
@@ -230,14 +235,14 @@ class NamedMesh(Accessors):
 
     @contextmanager
     def agreed(self, call: str) -> Iterator[Callable[..., None]]:
-        """Do what every rank of the world does, as :func:`namedmesh.agreement.agreed` says."""
+        """Run a block on every rank of the world, as :func:`namedmesh.agreement.agree_on` does."""
         self._check_open()
         if self.layout.world_size != self.groups.world_size:
             raise MeshError(
                 f"{self.layout} is a part of the world of {self.groups.world_size} ranks, and torch makes groups with "
                 f"every rank; {call} needs a mesh over all of them, or groups that were made before the mesh was adopted"
             )
-        with agreement.agreed(call, self.groups.defaults.timeout) as compare:
+        with agreement.agree_on(call, self.groups.defaults.timeout) as compare:
             yield compare
 
     # Selecting a mesh for code that names none.
@@ -277,13 +282,13 @@ class NamedMesh(Accessors):
         self._version = ""
         # torch's meshes hold groups, which destroy_process_group() has to end.
         views = self._views
-        for answers in (self._places, self._meshes, self._slices, views.roots, views.flat):
+        for answers in (self._places, self._meshes, self._slices, views.roots, views.flattened_meshes):
             answers.clear()
 
     def _named(self, names: tuple[str, ...]) -> str | None:
         """Return the axis or the flattened product that some names are together, if there is one."""
         axes = set(self._views.expand(names))
-        for name in (*self._axes, *self._views.products):
+        for name in (*self._axes, *self._views.flattened_axes):
             if axes == set(self._views.expand((name,))):
                 return name
         return None
@@ -295,14 +300,14 @@ def current_mesh() -> NamedMesh:
     Raises:
         MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
     """
-    mesh: NamedMesh | None = current.selection()
+    mesh: NamedMesh | None = current.selected_mesh()
     if mesh is not None:
         if mesh.closed:
             raise MeshError(
                 f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
             )
         return mesh
-    meshes: list[NamedMesh] = current.alive()
+    meshes: list[NamedMesh] = current.open_meshes()
     if not meshes:
         raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
     if len(meshes) == 1:
@@ -317,5 +322,5 @@ def current_mesh() -> NamedMesh:
 @atexit.register
 def close_all() -> None:
     """Close every mesh that is open in this process, the newest first."""
-    for mesh in reversed(current.every()):
+    for mesh in reversed(current.all_meshes()):
         mesh.close()

@@ -1,8 +1,8 @@
-"""The factorings of one mesh: which view has which axes, which products have a name, and torch's meshes over them."""
+"""The views of one mesh, its flattened axes, and the torch meshes over both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,25 +10,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from namedmesh._torch import concatenate_meshes, flattened, without_modes
+from namedmesh._torch import concatenate_meshes, disable_dispatch_modes, flatten_mesh
 from namedmesh.axes import DATA_PARTS
-from namedmesh.errors import AxisError, LayoutError, listing
-from namedmesh.groups import GroupOptions, Groups
+from namedmesh.errors import AxisError, LayoutError, format_items
+from namedmesh.groups import Groups
 from namedmesh.layout import Layout
-from namedmesh.sizes import nearest_axis
+from namedmesh.options import GroupOptions
+from namedmesh.sizes import suggest_axis
 
 ROOT_VIEW = "mesh"
-"""The name of the view that the mesh was made with."""
+"""The name of the view with which the mesh was made."""
 
 
 class Views:
-    """The layouts of a mesh by name, in the order they were added, its flattened products, and torch's meshes of them.
+    """The views of a mesh by name, its flattened axes, and their torch meshes.
+
+    A view is a layout of the ranks of the mesh: one factorization of their number. Views that have
+    an axis of the same name have the same groups on it.
+
+    Args:
+        layout: the layout of the mesh, which is the first view.
+        groups: the process groups of the mesh.
+        device_type: the device type of the torch meshes.
+        options_of: a function that returns the options of the group over some axes.
 
     Attributes:
-        layouts: those of the views, the mesh's own first.
-        products: the axes of each flattened product, by its name.
-        roots: torch's mesh of each view, by the view's name.
-        flat: the meshes of products, which torch's own meshes know by name.
+        layouts: the layout of each view, in the order in which they were added.
+        flattened_axes: the axes of each flattened axis, by its name.
+        roots: the torch mesh of each view.
+        flattened_meshes: the torch mesh of each flattened axis.
     """
 
     def __init__(
@@ -38,218 +48,227 @@ class Views:
         device_type: str,
         options_of: Callable[[tuple[str, ...]], GroupOptions],
     ) -> None:
-        self.groups, self.device_type, self.options_of = groups, device_type, options_of
+        self.groups = groups
+        self.device_type = device_type
+        self.options_of = options_of
         self.layouts = {ROOT_VIEW: layout}
-        self.products: dict[str, tuple[str, ...]] = {}
+        self.flattened_axes: dict[str, tuple[str, ...]] = {}
         self.roots: dict[str, DeviceMesh] = {}
-        self.flat: dict[str, DeviceMesh] = {}
+        self.flattened_meshes: dict[str, DeviceMesh] = {}
 
     # Names.
 
-    def axes(self) -> dict[str, str]:
-        """Return every axis, and the first view that has it."""
-        homes: dict[str, str] = {}
-        for name, layout in self.layouts.items():
+    def map_axes_to_views(self) -> dict[str, str]:
+        """Return every axis, with the first view that has it."""
+        views: dict[str, str] = {}
+        for view, layout in self.layouts.items():
             for axis in layout:
-                homes.setdefault(axis, name)
-        return homes
+                views.setdefault(axis, view)
+        return views
 
     def expand(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return axes as they are, and the axes of flattened products in place of the products' names."""
-        return tuple(axis for name in names for axis in self.products.get(name, (name,)))
+        """Return axes as they are, and in place of each flattened axis the axes it consists of."""
+        axes: list[str] = []
+        for name in names:
+            axes += self.flattened_axes.get(name, (name,))
+        return tuple(axes)
 
-    def find(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-        """Return the first view that has axes and products together, and all their axes in its order."""
-        wanted, homes = self.expand(names), self.axes()
-        if not wanted:
-            raise AxisError(f"no axis is named; name one or more of {tuple(homes)}")
+    def find_view(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+        """Return the first view that has all the axes, and the axes in the order of that view.
+
+        Args:
+            names: axes and flattened axes.
+
+        Raises:
+            AxisError: no axis is named, an axis does not exist, or no view has all of them.
+        """
+        axes = self.expand(names)
+        views_by_axis = self.map_axes_to_views()
+        if not axes:
+            raise AxisError(f"no axis is named; name one or more of {tuple(views_by_axis)}")
+        # The mesh's own layout comes first, so that views cannot change the meaning of its axes.
         for view, layout in self.layouts.items():
-            if all(axis in layout for axis in wanted):
-                return view, tuple(axis for axis in layout if axis in wanted)
-        unknown = [axis for axis in wanted if axis not in homes]
+            if set(axes) <= set(layout):
+                return view, tuple(axis for axis in layout if axis in axes)
+        unknown = [axis for axis in axes if axis not in views_by_axis]
         if unknown:
-            allowed = tuple(homes)
-            problems = []
-            for axis in unknown:
-                problem = f"axis {axis!r} is not one of {allowed}{nearest_axis(axis, homes)}"
-                if axis == "dp" and set(DATA_PARTS) <= set(homes):
-                    problem += f', or call mesh.flatten({quoted(DATA_PARTS)}, name="dp") once, on every rank'
-                problems.append(problem)
-            raise AxisError(*problems)
-        places = []
-        for axis in wanted:
-            home = "the mesh" if homes[axis] == ROOT_VIEW else f"view {homes[axis]!r}"
-            places.append(f"{axis!r} in {home}")
+            raise AxisError(*(_format_unknown_axis(axis, tuple(views_by_axis)) for axis in unknown))
+        locations = []
+        for axis in axes:
+            view = views_by_axis[axis]
+            location = "the mesh" if view == ROOT_VIEW else f"view {view!r}"
+            locations.append(f"{axis!r} in {location}")
         raise AxisError(
-            f"axes {join_names(wanted)} are not together in one view ({' and '.join(places)}); combine axes of one view only"
+            f"axes {format_axes(axes)} are not together in one view ({' and '.join(locations)}); "
+            "combine axes of one view only"
         )
 
-    def check(self, name: str, layout: Layout, rank: int) -> None:
-        """Refuse a new view whose name is taken, or that contradicts the others."""
+    def check_view(self, name: str, layout: Layout, rank: int) -> None:
+        """Check that a new view does not contradict the others.
+
+        Args:
+            name: the name of the new view.
+            layout: its layout.
+            rank: the global rank of this process.
+
+        Raises:
+            LayoutError: the name is taken, or an axis has other ranks than in the other views; all
+                problems.
+        """
         problems = []
-        for axis, home in self.axes().items():
-            other = self.layouts[home]
-            if axis in layout and layout.partition(axis) != other.partition(axis):
+        # An axis in two views has one group, so both views must put the same ranks on it.
+        for axis, view in self.map_axes_to_views().items():
+            existing = self.layouts[view]
+            if axis in layout and layout.partition(axis) != existing.partition(axis):
                 problems.append(
-                    f"axis {axis!r} groups rank {rank} with {listing(layout.group(rank, axis))} in view {name!r}, but with "
-                    f"{listing(other.group(rank, axis))} in {other}; an axis that views share must be the same ranks in both: "
-                    "change sizes or order, or give it a name of its own"
+                    f"axis {axis!r} has the ranks {format_items(layout.group(rank, axis))} in view "
+                    f"{name!r} (on rank {rank}), but {format_items(existing.group(rank, axis))} in "
+                    f"{existing}; views that share an axis must have the same ranks on it: change "
+                    "sizes or their order, or give the axis another name"
                 )
         if name in self.layouts:
-            problems.append(f"the name {name!r} is taken by another view; choose another")
+            problems.append(f"the name {name!r} is taken by another view; choose another name")
         problems += [
-            f"axis {axis!r} has the name of a flattened product; choose another name"
+            f"axis {axis!r} has the name of a flattened axis; choose another name"
             for axis in layout
-            if axis in self.products
+            if axis in self.flattened_axes
         ]
         if problems:
             raise LayoutError(*problems)
 
-    def check_product(self, name: str, axes: tuple[str, ...]) -> None:
-        """Refuse a name for a product that means something else already."""
-        if name in self.axes():
-            raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
-        if self.products.get(name, axes) != axes:
+    def check_flattened_name(self, name: str, axes: tuple[str, ...]) -> None:
+        """Raise a LayoutError if the name of a new flattened axis is taken.
+
+        Args:
+            name: the name.
+            axes: the axes of the flattened axis.
+        """
+        if name in self.map_axes_to_views():
+            raise LayoutError(f"the name {name!r} is taken by an axis; choose another with name=")
+        existing = self.flattened_axes.get(name, axes)
+        if existing != axes:
             raise LayoutError(
-                f"the name {name!r} is taken by the product of {join_names(self.products[name])}; give this one another "
-                "with name="
+                f"the name {name!r} is taken by the flattened axes {format_axes(existing)}; choose "
+                "another with name="
             )
 
-    # torch's meshes.
+    # Groups and torch meshes.
 
-    def make_group(self, layout: Layout, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """Return this rank's group over some axes, on which all ranks agree; and make the gloo group beside it."""
+    def create_group(self, layout: Layout, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """Return this rank's group over some axes; create it if it does not exist.
+
+        The additional gloo group is created, too, if the options ask for it.
+
+        Collective: every rank of the world must call it.
+        """
         options = self.options_of(axes)
+        # The gloo group comes first on every rank: ranks must create groups in the same order.
         if options.gloo_twin:
-            self.groups.over(layout, axes, self.groups.gloo_options(options))
-        return self.groups.over(layout, axes, options)
+            self.groups.get_or_create(layout, axes, self.groups.make_gloo_options(options))
+        return self.groups.get_or_create(layout, axes, options)
 
-    @without_modes
-    def make(self, layout: Layout) -> DeviceMesh:
-        """Return the torch mesh over the axes of a layout, on groups that exist or are made now.
+    @disable_dispatch_modes
+    def create_mesh(self, layout: Layout) -> DeviceMesh:
+        """Return the torch mesh over the axes of a layout; create the groups that do not exist.
 
-        ``init_device_mesh`` makes those of several axes at once where all of them are new; it would make one more for each
-        axis of size 1, and for sets of ranks that have a group.
+        ``init_device_mesh`` creates the groups of several axes in one call, so it is used if all of
+        them are new. It would create another group for each axis of size 1, and for ranks that have
+        a group already. Those come from the cache instead.
+
+        Collective: every rank of the world must call it.
         """
         root: DeviceMesh | None = None
-        large = {axis: size for axis, size in layout.items() if size > 1}
-        keys = {axis: self.groups.key(layout, (axis,), self.options_of((axis,))) for axis in large}
-        overrides = self.groups.overrides(keys)
-        if len(large) > 1 and overrides is not None:
+        large_axes = {axis: size for axis, size in layout.items() if size > 1}
+        # torch creates one group for each axis it is given, also for an axis of size 1.
+        keys = {}
+        for axis in large_axes:
+            keys[axis] = self.groups.make_key(layout, (axis,), self.options_of((axis,)))
+        overrides = self.groups.find_backend_overrides(keys)
+        if len(large_axes) > 1 and overrides is not None:
             root = init_device_mesh(
                 self.device_type,
-                tuple(large.values()),
-                mesh_dim_names=tuple(large),
+                tuple(large_axes.values()),
+                mesh_dim_names=tuple(large_axes),
                 backend_override=overrides or None,
             )
+            # The groups exist now. They enter the cache, from which the loop below finds them.
             for axis, key in keys.items():
-                self.groups.take(key, axis, partial(root.get_group, axis))
+                self.groups.acquire(key, axis, partial(root.get_group, axis))
         for axis in layout:
-            self.make_group(layout, (axis,))
-        if root is not None and len(large) == len(layout):
+            self.create_group(layout, (axis,))
+        if root is not None and len(large_axes) == len(layout):
             return root
-        return self.over(layout)
+        # Axes of size 1 are missing in torch's mesh, or there is none.
+        return self.build_mesh(layout)
 
-    @without_modes
-    def over(self, layout: Layout) -> DeviceMesh:
-        """Return the torch mesh over the axes of a layout, on groups that exist."""
-        groups: Any = [self.groups.find(layout, (axis,), self.options_of((axis,))) for axis in layout]
+    @disable_dispatch_modes
+    def build_mesh(self, layout: Layout) -> DeviceMesh:
+        """Return the torch mesh over the axes of a layout, on groups that exist.
+
+        Does not communicate.
+        """
+        groups: Any = []
+        for axis in layout:
+            groups.append(self.groups.get_existing(layout, (axis,), self.options_of((axis,))))
         ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
         return DeviceMesh.from_group(
             groups, self.device_type, mesh=ranks.reshape(layout.sizes), mesh_dim_names=layout.axes
         )
 
-    @without_modes
+    @disable_dispatch_modes
     def flatten(self, view: str, axes: tuple[str, ...], name: str) -> dist.ProcessGroup:
-        """Make the group over some axes, which torch's mesh then has under a name: other libraries ask that one."""
-        group = self.make_group(self.layouts[view], axes)
-        self.flat[name] = flattened(self.roots[view], axes, name, group)
+        """Create the group over some axes, and register it in torch's mesh under a name.
+
+        Other libraries ask torch's mesh for flattened axes by name.
+        Collective: every rank of the world must call it.
+        """
+        group = self.create_group(self.layouts[view], axes)
+        self.flattened_meshes[name] = flatten_mesh(self.roots[view], axes, name, group)
         return group
 
-    @without_modes
+    @disable_dispatch_modes
     def slice(self, names: tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh over some axes and flattened products."""
-        view, axes = self.find(names)
+        """Return the sub-mesh over axes and flattened axes. Does not communicate.
+
+        Raises:
+            AxisError: an axis does not exist or is named twice, or no view has all axes.
+            LayoutError: the axes are not in the order of the view.
+        """
+        view, axes = self.find_view(names)
         root = self.roots[view]
         order = root.mesh_dim_names or ()
         if len(axes) != len(self.expand(names)):
             raise AxisError(f"axes {names} are not a selection of {order}; name each axis once")
+        # A flattened axis has the position of its first axis in the root.
         ordered = tuple(sorted(names, key=lambda name: order.index(self.expand((name,))[0])))
         if ordered != names:
             raise LayoutError(
-                f"mesh[{quoted(names)}] is out of order; torch slices in the order of the mesh: mesh[{quoted(ordered)}]"
+                f"mesh[{quote_axes(names)}] is out of order; torch slices in the order of the "
+                f"mesh: mesh[{quote_axes(ordered)}]"
             )
-        if not any(name in self.products for name in names):
+        if self.flattened_axes.keys().isdisjoint(names):
             return root[names]
-        parts = [self.flat[name] if name in self.products else root[name] for name in names]
-        return parts[0] if len(parts) == 1 else concatenate_meshes(parts)
+        # A slice of torch's mesh by the names of flattened axes warns; torch concatenates their
+        # meshes.
+        meshes = [
+            self.flattened_meshes[name] if name in self.flattened_axes else root[name] for name in names
+        ]
+        return meshes[0] if len(meshes) == 1 else concatenate_meshes(meshes)
 
 
-def product_axes(name: str, axes: Sequence[str]) -> tuple[str, ...]:
-    """Return those of some axes that a name joins by ``_`` in their order; none if it does not.
-
-    Example:
-        >>> product_axes("dp_tp", ("dp", "cp", "tp")), product_axes("dp_shard_cp", ("dp", "dp_shard", "cp"))
-        (('dp', 'tp'), ('dp_shard', 'cp'))
-    """
-    for first, axis in enumerate(axes):
-        if name == axis:
-            return (axis,)
-        if name.startswith(f"{axis}_"):
-            rest = product_axes(name.removeprefix(f"{axis}_"), axes[first + 1 :])
-            if rest:
-                return (axis, *rest)
-    return ()
+def _format_unknown_axis(axis: str, allowed: tuple[str, ...]) -> str:
+    # With hybrid sharding, "dp" can be made as a flattened axis, which the user may have forgotten.
+    problem = f"axis {axis!r} is not one of {allowed}{suggest_axis(axis, allowed)}"
+    if axis == "dp" and set(DATA_PARTS) <= set(allowed):
+        problem += f', or call mesh.flatten({quote_axes(DATA_PARTS)}, name="dp") once, on every rank'
+    return problem
 
 
-def options_by_axes(
-    options: Mapping[str, GroupOptions], axes: Sequence[str]
-) -> dict[tuple[str, ...], GroupOptions]:
-    """Return options by the axes that their names join.
-
-    Args:
-        options: by the name of an axis, or of several joined by ``_``.
-        axes: those that are made now.
-
-    Raises:
-        AxisError: options for axes that are not there; all problems.
-        LayoutError: options that are no ``GroupOptions``; all problems.
-    """
-    given: object = options
-    if not isinstance(given, Mapping):
-        raise LayoutError(
-            f"options must be a mapping of axis names to GroupOptions, got {given!r}; name the axes, such as "
-            'options={"tp": GroupOptions(...)}'
-        )
-    found: dict[tuple[str, ...], GroupOptions] = {}
-    problems = []
-    unknown = []
-    for name, of_axis in options.items():
-        joined = product_axes(str(name), axes)
-        found[joined or (name,)] = of_axis
-        problems += options_problems(of_axis, f"options of axis {name!r}")
-        if not joined:
-            near = nearest_axis(name, axes)
-            unknown.append(f"options are given for axis {name!r}, which is not one of {tuple(axes)}{near}")
-    if problems:
-        raise LayoutError(*problems, *unknown)
-    if unknown:
-        raise AxisError(*unknown)
-    return found
-
-
-def options_problems(options: object, what: str) -> list[str]:
-    """Return a sentence if something that was given as options is not :class:`GroupOptions`."""
-    if isinstance(options, GroupOptions):
-        return []
-    return [f"{what} must be GroupOptions, got {options!r}; write GroupOptions(timeout=...)"]
-
-
-def join_names(axes: Sequence[str]) -> str:
-    """Return axes in a sentence."""
+def format_axes(axes: Sequence[str]) -> str:
+    """Format axes for a sentence, such as ``'dp' and 'tp'``."""
     return " and ".join(repr(axis) for axis in axes)
 
 
-def quoted(axes: Sequence[str]) -> str:
-    """Return axes as they stand in code."""
+def quote_axes(axes: Sequence[str]) -> str:
+    """Format axes as arguments in code, such as ``"dp", "tp"``."""
     return ", ".join(f'"{axis}"' for axis in axes)

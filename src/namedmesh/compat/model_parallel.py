@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from namedmesh.agreement import agreed
+from namedmesh.agreement import agree_on
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import scatter
 from namedmesh.compat.state import Bound, State, agreed_groups, check_axes, check_default_group, group_over
 from namedmesh.errors import LayoutError
-from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.legacy import LEGACY_APIS, JobLayout, compute_layouts
 from namedmesh.mesh import NamedMesh
+from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import (
     Group,
     copy_to_tp_region,
@@ -125,7 +125,7 @@ class ModelParallel:
         for axis, backend in backends.items():
             if backend is not None:
                 options[axis] = GroupOptions(backend=backend)
-        with agreed(f"{self.name}.{self.initializer}") as compare:
+        with agree_on(f"{self.name}.{self.initializer}") as compare:
             # Upstream checks its arguments before it finds out that it is initialized already.
             job = self._compute_layouts(sizes)
             self._check_uninitialized()

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from namedmesh import current
-from namedmesh._torch import when_default_group_ends
+from namedmesh._torch import add_default_group_finalizer
 from namedmesh.axes import DENSE_AXES, LEGACY_AXES
 from namedmesh.compat import ContractError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
-from namedmesh.groups import kept_groups
+from namedmesh.groups import describe_group_cache
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
 
@@ -113,7 +113,7 @@ class State:
         if owned:
             self.owned = mesh
         # The variables hold groups, which destroy_process_group() has to end with their threads.
-        when_default_group_ends(partial(self.follow, mesh))
+        add_default_group_finalizer(partial(self.follow, mesh))
         return self.bind(mesh)
 
     def bind(self, mesh: NamedMesh) -> Bound:
@@ -176,7 +176,7 @@ class State:
                 self.bound = None
             if self.owned is closed:
                 self.owned = None
-        self.shown = current.selection() or self.bound
+        self.shown = current.selected_mesh() or self.bound
         self._write(self.values.get(self.shown, {}))
 
 
@@ -256,8 +256,8 @@ def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, li
     """
     own = mesh_axes(mesh.layout, axes)
     if not own:
-        return mesh.groups.alone(), [mesh.global_rank]
-    group = mesh.groups.over(mesh.layout, own, mesh.options_of(own))
+        return mesh.groups.get_self_group(), [mesh.global_rank]
+    group = mesh.groups.get_or_create(mesh.layout, own, mesh.options_of(own))
     return group, list(mesh.layout.group(mesh.global_rank, *own))
 
 
@@ -270,7 +270,7 @@ def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] | No
     check_open(mesh, call)
     with mesh.agreed(call) as compare:
         layouts = {"layout": repr(mesh.layout), "views": repr(mesh.views)}
-        compare({**layouts, **(request or {}), "groups that exist": kept_groups()})
+        compare({**layouts, **(request or {}), "groups that exist": describe_group_cache()})
         yield
 
 

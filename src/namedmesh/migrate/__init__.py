@@ -1,7 +1,7 @@
-"""``namedmesh migrate``: from Megatron's and fairscale's calls to those of a mesh (the extra ``migrate``).
+"""``namedmesh migrate``: replace calls of Megatron and fairscale by calls of a mesh.
 
-``table`` holds the calls, ``uses`` finds them in one file, ``program`` decides what is certain in all of
-the files together and rewrites them, ``command`` is the command line.
+``table`` holds the calls, and ``uses`` finds them in one file. ``program`` decides for all files
+together which replacements are certain, and rewrites them. ``command`` is the command line.
 """
 
 from namedmesh.migrate.table import FAIRSCALE, MEGATRON, Row, initialize

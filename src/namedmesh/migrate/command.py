@@ -1,4 +1,4 @@
-"""The command ``namedmesh migrate``: report, show or write."""
+"""``namedmesh migrate``: report uses of legacy APIs, and show or write a rewrite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from os import cpu_count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import LayoutError, UsageError, count_of
+from namedmesh.errors import LayoutError, UsageError, format_count
 
 if TYPE_CHECKING:
     from namedmesh.migrate.program import Program
@@ -27,18 +27,19 @@ _FEW_FILES = 40
 def _configure(parser: ArgumentParser) -> None:
     text = "a module, or a folder of them; together all of a program"
     parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help=text)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--diff", action="store_true", help="show what --write changes, and report the rest")
+    action = parser.add_mutually_exclusive_group()
+    text = "show what --write changes, and report the rest"
+    action.add_argument("--diff", action="store_true", help=text)
     text = (
         "install the compatibility layer where the groups are made, replace what is certain, and report "
         "the rest; git is the backup"
     )
-    how.add_argument("--write", action="store_true", help=text)
+    action.add_argument("--write", action="store_true", help=text)
     parser.add_argument("--force", action="store_true", help="write although git is no backup there")
 
 
-def _migrate(arguments: Namespace) -> int:
-    """Scan, report, and perhaps write; return 1 if a file could not be read."""
+def _run(arguments: Namespace) -> int:
+    """Read, rewrite and report the files; return 1 if a file could not be read."""
     try:
         import libcst  # noqa: F401  the extra
     except ImportError:
@@ -47,34 +48,38 @@ def _migrate(arguments: Namespace) -> int:
 
     if arguments.write and not arguments.force:
         _check_clean(arguments.paths)
+    # A file that is given twice, by itself and by its folder, is read once.
     paths: dict[Path, None] = {}
     for path in arguments.paths:
         paths.update(dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path]))
     files = []
     problems = []
-    for found in _read_all(list(paths)):
-        if isinstance(found, str):
-            problems.append(found)
-        elif found is not None:
-            files.append(found)
+    for result in _read_files(list(paths)):
+        if isinstance(result, str):
+            problems.append(result)
+        elif result is not None:
+            files.append(result)
     program = Program(files, [str(path.resolve()) for path in paths])
     rewrites = arguments.diff or arguments.write
     if rewrites:
         for file in files:
-            _write_or_show(program, file, write=arguments.write)
-    sys.stdout.write(report(program, len(paths), shows_certain=not rewrites))
+            _rewrite_file(program, file, write=arguments.write)
+    # A rewritten use needs no line in the report: the diff shows it.
+    sys.stdout.write(format_report(program, len(paths), shows_certain=not rewrites))
     notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
     if notebooks:
-        sys.stdout.write(f"\n{count_of(notebooks, 'notebook')}: not read\n")
+        sys.stdout.write(f"\n{format_count(notebooks, 'notebook')}: not read\n")
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
-def _write_or_show(program: Program, file: FileUses, *, write: bool) -> None:
+def _rewrite_file(program: Program, file: FileUses, *, write: bool) -> None:
+    """Write the new source of a file, or show the difference."""
     after = program.rewrite(file)
     if after == file.source:
         return
     if write:
+        # Bytes, as line ends and encodings of the rest of the file stay as they are.
         file.path.write_bytes(after)
         sys.stdout.write(f"{file.path}: rewritten\n")
         return
@@ -84,79 +89,97 @@ def _write_or_show(program: Program, file: FileUses, *, write: bool) -> None:
 
 
 def _check_clean(paths: Sequence[Path]) -> None:
-    """Raise unless git has everything that could be overwritten."""
+    """Raise a UsageError unless git has everything that could be overwritten."""
     for path in paths:
         folder = path if path.is_dir() else path.parent
-        words = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
-        done = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603  our own words
+        command = ["git", "-C", str(folder), "status", "--porcelain", "--", str(path.resolve())]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603  our own words
         if done.returncode or done.stdout:
-            words_of_git = done.stderr or f"uncommitted changes:\n{done.stdout}"
-            raise UsageError(f"git says of {path}: {words_of_git}Commit, or give --force to write anyway")
+            # git reports on stderr if this is no repository, and lists uncommitted changes on
+            # stdout.
+            reason = done.stderr or f"uncommitted changes:\n{done.stdout}"
+            raise UsageError(f"git says of {path}: {reason}Commit, or give --force to write anyway")
 
 
-def _read_all(paths: Sequence[Path]) -> Iterator[FileUses | str | None]:
-    """Yield what each file holds; many files are read in parallel, and a terminal shows how many are done."""
+def _read_files(paths: Sequence[Path]) -> Iterator[FileUses | str | None]:
+    """Yield the result of :func:`read_file` for each file; many files are read in parallel."""
     from namedmesh.migrate.uses import read_file
 
     workers = cpu_count() or 1
     if len(paths) < _FEW_FILES or workers == 1:
-        results = map(read_file, paths)
-        yield from _with_progress(results, len(paths))
+        yield from _show_progress(map(read_file, paths), len(paths))
         return
     # New interpreters: a fork of a process with threads may hang.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from _with_progress(pool.map(read_file, paths, chunksize=8), len(paths))
+        yield from _show_progress(pool.map(read_file, paths, chunksize=8), len(paths))
 
 
-def _with_progress(results: Iterator[FileUses | str | None], total: int) -> Iterator[FileUses | str | None]:
+def _show_progress(results: Iterator[FileUses | str | None], total: int) -> Iterator[FileUses | str | None]:
+    """Yield the results, and show on a terminal how many there are already."""
+    is_terminal = sys.stderr.isatty()
     for number, result in enumerate(results, 1):
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{number} of {total} files" + ("\n" if number == total else ""))
+        if is_terminal:
+            sys.stderr.write(f"\r{number} of {total} files")
         yield result
+    if is_terminal and total:
+        sys.stderr.write("\n")
 
 
-def report(program: Program, file_count: int, *, shows_certain: bool) -> str:
-    """Return the text on every use: its replacement, or why it stays; and how many there are."""
-    lines = []
-    for name, reason in program.obstacles.items():
-        lines.append(f"{name}: nothing is certain: {reason}.")
-    if program.obstacles:
+def format_report(program: Program, file_count: int, *, shows_certain: bool) -> str:
+    """Format every use with its replacement or the reason why it stays.
+
+    Args:
+        program: the uses.
+        file_count: the number of files that were read.
+        shows_certain: whether to list the uses that a rewrite replaces, too.
+    """
+    lines = [f"{name}: nothing is certain: {reason}." for name, reason in program.obstacles.items()]
+    if lines:
         lines += ["`namedmesh run` runs the program as it is, on a mesh.", ""]
+    # A dict keeps the statements in order, each of them once.
     once: dict[str, None] = {}
     certain = 0
     total = 0
     for file in program.files:
-        installs = ", ".join(f"{api.layer}.install()" for api in program.installs(file))
         for use in file.uses:
             total += 1
             advice = program.advise(use)
             once.update(dict.fromkeys(advice.once))
-            where = f"{file.path}:{use.line}"
-            if use.makes_groups:
-                text = _describe_initialization(use.source, advice, installs)
-                lines.append(f"{where}: {text}")
-                continue
             is_replaced = program.is_replaced(use)
             certain += is_replaced
-            if shows_certain or not is_replaced:
+            if use.makes_groups:
+                text = _describe_initialization(program, file, use.source, advice)
+            elif shows_certain or not is_replaced:
                 doubt = f" (not certain: {advice.doubt})" if advice.doubt else ""
-                lines.append(f"{where}: {use.source}{doubt} -> {advice.new or 'stays'}")
+                text = f"{use.source}{doubt} -> {advice.new or 'stays'}"
+            else:
+                continue
+            lines.append(f"{file.path}:{use.line}: {text}")
     if not total:
-        return f"No use of megatron.core.parallel_state in {count_of(file_count, 'file')}.\n"
+        return f"No use of megatron.core.parallel_state in {format_count(file_count, 'file')}.\n"
+    # Such statements communicate, so they cannot be written where one rank may ask.
     if once:
         lines += ["", "Every rank runs once, after the mesh is made:"]
         lines += [f"    {statement}" for statement in once]
-    lines += ["", f"{count_of(total, 'use')} in {count_of(file_count, 'file')}, {certain} of them certain."]
+    lines += [
+        "",
+        f"{format_count(total, 'use')} in {format_count(file_count, 'file')}, {certain} of them certain.",
+    ]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _describe_initialization(source: str, advice: Advice, installs: str) -> str:
-    """Return the text on the call that makes the groups: it stays, and what a person can write instead."""
-    behind = f" behind {installs}" if installs else ""
-    doubt = f" ({advice.doubt})" if advice.doubt else ""
-    return f"{source} stays{behind}; by hand{doubt} -> {advice.new}"
+def _describe_initialization(program: Program, file: FileUses, source: str, advice: Advice) -> str:
+    """Describe the call that makes the groups: it stays; the advice is for a rewrite by hand."""
+    text = f"{source} stays"
+    layers = program.installs(file)
+    if layers:
+        text += f" behind {', '.join(f'{api.layer}.install()' for api in layers)}"
+    text += "; by hand"
+    if advice.doubt:
+        text += f" ({advice.doubt})"
+    return f"{text} -> {advice.new}"
 
 
 _SUMMARY = "list every use of Megatron's and fairscale's groups in some code, and the mesh call for each"
-COMMANDS = {"migrate": (_SUMMARY, _configure, _migrate)}
-"""The summary of the command, the function that declares its arguments, and the one that runs it."""
+COMMANDS = {"migrate": (_SUMMARY, _configure, _run)}
+"""The summary of the command, and the functions that declare its arguments and run it."""

@@ -1,9 +1,10 @@
-"""Decide what is certain in the files of one program together, and rewrite them.
+"""Decide which replacements are certain in a whole program, and make them.
 
-Whether ``mesh.rank("dp")`` answers what ``get_data_parallel_rank()`` did is a property of the program: there
-has to be a mesh, and nothing else may change the old answers. So the call that makes the groups stays, with
-all of its arguments, and the compatibility layer is installed before it: the program's own call then makes a
-mesh, which `namedmesh.current_mesh()` returns, and everything that still asks upstream gets the same groups.
+``mesh.rank("dp")`` equals ``get_data_parallel_rank()`` only if the program has a mesh, and if
+nothing else changes the results of the legacy API. Therefore the call that makes the groups stays,
+with all of its arguments, and the compatibility layer is installed before it. The program's own
+call then makes a mesh, which `namedmesh.current_mesh()` returns, and all calls that are not
+replaced return the same groups.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import TypeAlias
 
 from packaging.version import Version
@@ -30,8 +32,8 @@ class Program:
     """All files of a program that name a legacy API.
 
     Attributes:
-        files: what was found in them.
-        obstacles: for each legacy API of which nothing is certain in this program, the reason.
+        files: the uses of legacy APIs in each file.
+        obstacles: by legacy API, the reason why none of its uses can be replaced in this program.
         has_virtual: whether the program has virtual pipeline stages, or may have.
     """
 
@@ -39,25 +41,30 @@ class Program:
         self.files = files
         self.has_virtual = any(file.has_virtual for file in files)
         self.obstacles: dict[str, str] = {}
+        self._uses = list(chain.from_iterable(file.uses for file in files))
+        names = {use.api for use in self._uses}
         for api in APIS:
-            if any(use.api == api.name for file in files for use in file.uses):
-                obstacle = self._obstacle(api, paths)
-                if obstacle:
-                    self.obstacles[api.name] = obstacle
+            obstacle = self._find_obstacle(api, paths) if api.name in names else ""
+            if obstacle:
+                self.obstacles[api.name] = obstacle
 
-    def _obstacle(self, api: LegacyApi, paths: Sequence[str]) -> str:
-        """Return why nothing of a legacy API is certain in this program; empty if something can be."""
+    def _find_obstacle(self, api: LegacyApi, paths: Sequence[str]) -> str:
+        """Return why no use of a legacy API can be replaced in this program; empty if some can."""
+        # A vendored copy keeps its own variables, which no compatibility layer fills.
         for path in paths:
             if path.replace("\\", "/").endswith(api.source):
                 return f"{path} is a copy of {api.name} that the program has instead of a release"
         if api.name == "Megatron":
-            problem = _installed_release_problem()
+            problem = _find_release_problem()
             if problem:
                 return problem
         for file in self.files:
             if api.name in file.obstacles:
                 return file.obstacles[api.name]
-        with_groups = {name for file in self.files for name in (*file.initialized, *file.installed)}
+        # The groups of a legacy API are made by its own call, or by a compatibility layer.
+        with_groups: set[str] = set()
+        for file in self.files:
+            with_groups.update(file.initialized, file.installed)
         if api.name not in with_groups:
             return (
                 f"none of the files makes {api.name}'s groups; give all files of the program, "
@@ -68,7 +75,7 @@ class Program:
         return ""
 
     def advise(self, use: Use) -> Advice:
-        """Return the advice on a use, with the doubt that the whole program raises."""
+        """Return the advice on a use, with a doubt if the rest of the program makes it uncertain."""
         advice = use.advice
         if use.makes_groups or advice.doubt:
             return advice
@@ -84,21 +91,22 @@ class Program:
 
     def installs(self, file: FileUses) -> list[LegacyApi]:
         """Return the legacy APIs whose compatibility layer has to be installed in a file."""
-        has_replaced = any(self.is_replaced(use) for each in self.files for use in each.uses)
-        if not has_replaced:
+        # A program without any replacement needs no mesh.
+        if not any(self.is_replaced(use) for use in self._uses):
             return []
-        needed = []
-        for api in APIS:
-            makes_groups = api.name in file.initialized and api.name not in file.installed
-            if makes_groups and api.name not in self.obstacles:
-                needed.append(api)
-        return needed
+        names = file.initialized.keys() - file.installed - self.obstacles.keys()
+        return [api for api in APIS if api.name in names]
 
     def rewrite(self, file: FileUses) -> bytes:
-        """Return the source of a file with what is certain replaced."""
+        """Return the source of a file with all certain replacements.
+
+        Args:
+            file: a file of this program, as :func:`read_file` returns it.
+        """
         newline = b"\r\n" if b"\r\n" in file.source else b"\n"
         edits: list[Edit] = []
         imports: list[str] = []
+        # The mesh of the call that made the groups is the current one, in whichever file that is.
         for use in file.uses:
             if self.is_replaced(use):
                 new = re.sub(r"(?<![\w.])mesh\.", "namedmesh.current_mesh().", use.advice.new)
@@ -114,8 +122,8 @@ class Program:
         if imports:
             edits.append(_import_lines(file, imports, newline))
         written = file.source
-        # From the end, so that earlier offsets stay valid. At one offset the last edit comes first in the
-        # file: an import before a statement.
+        # From the end, so that earlier offsets stay valid. At one offset the last edit comes first
+        # in the file: an import before a statement.
         for start, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
             written = written[:start] + text + written[end:]
         return written
@@ -129,14 +137,14 @@ def _import_lines(file: FileUses, names: Sequence[str], newline: bytes) -> Edit:
     """Return the edit that adds imports after the first imports of a file."""
     lines = b""
     if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):
-        lines = newline
+        lines = newline  # the file ends with its imports, without a line end
     for name in names:
         lines += f"import {name}".encode() + newline
     return file.imports_end, file.imports_end, lines
 
 
-def _installed_release_problem() -> str:
-    """Return why the megatron-core of this environment has no compatibility layer; empty if it has one."""
+def _find_release_problem() -> str:
+    """Return why the installed megatron-core has no compatibility layer; empty if it has one."""
     try:
         installed = version("megatron-core")
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The calls of Megatron's and fairscale's parallel state, and the calls of a mesh that answer the same.
+"""Calls of Megatron's and fairscale's parallel state, and equivalent calls of a mesh.
 
-The rows are data, and a test runs each of them beside upstream. In a replacement, ``mesh`` stands for the
-mesh and ``{axes}`` for the axes that the flags of a call choose.
+The rows are data; a test compares each of them with upstream. In a replacement, ``mesh`` is the
+mesh, and ``{axes}`` are the axes that the flags of a call choose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from namedmesh.axes import EXPERT_AXES
 from namedmesh.legacy import LEGACY_APIS, GroupSpec
 
 Arguments: TypeAlias = Sequence[tuple[str, str]]
-"""The arguments of a call: the keyword (may be empty; ``*`` and ``**`` for unpacked ones) and the source."""
+"""The arguments of a call: the keyword, ``*``, ``**`` or nothing, and the source of the value."""
 
 _EXPERT_VIEW = (
     'mesh.add_view("expert", pp=mesh.size("pp"), edp=-1, '
@@ -45,8 +45,8 @@ class Row(NamedTuple):
         axes: the axes of the group, by the flags of the call that choose them.
         parameters: the parameters that may be given by position, in their order.
         depends_on_virtual: whether the answer takes virtual pipeline stages into account unless
-            ``ignore_virtual=True`` is given. It does so by default up to megatron-core 0.12 and in many
-            vendored copies; from 0.13 on the default is True.
+            ``ignore_virtual=True`` is given. It does so by default up to megatron-core 0.12 and in
+            many vendored copies; from 0.13 on the default is True.
     """
 
     new: str
@@ -61,16 +61,18 @@ class Row(NamedTuple):
             >>> MEGATRON["get_data_parallel_rank"].advise([("", "True")]).new
             'mesh.rank("dp", "cp")'
         """
-        given = unusual_arguments(arguments, self.parameters)
+        given = list_unusual_arguments(arguments, self.parameters)
         axes = self.axes.get(tuple(given))
         doubt = ""
         if axes is None or {*given.values()} - {"True"}:
+            # Flags that are variables: the group without flags is the best advice for a person.
             axes = self.axes[()]
             doubt = f"the value of {' and '.join(given)} decides it"
         once = []
         if {*EXPERT_AXES} & {*axes}:
             once.append(_EXPERT_VIEW)
         quoted = ", ".join(f'"{axis}"' for axis in axes)
+        # Accessors never communicate, so the group of several axes has to exist before.
         if "group(" in self.new and len(axes) > 1:
             once.append(f"mesh.flatten({quoted})")
         if once and not doubt:
@@ -80,12 +82,19 @@ class Row(NamedTuple):
         return Advice(self.new.format(axes=quoted), tuple(once), doubt, needs_no_virtual)
 
 
-def unusual_arguments(arguments: Arguments, parameters: Sequence[str]) -> dict[str, str]:
-    """Return the arguments that differ from their defaults, by parameter (``*`` and ``**`` by that name)."""
+def list_unusual_arguments(arguments: Arguments, parameters: Sequence[str]) -> dict[str, str]:
+    """Return the source of the arguments that differ from their defaults, by parameter.
+
+    Args:
+        arguments: the arguments of a call; unpacked ones have the names ``*`` and ``**``.
+        parameters: the parameters that may be given by position, in their order.
+    """
     found = {}
     for position, (keyword, source) in enumerate(arguments):
         name = keyword
         if not name:
+            # More arguments than parameters: the call is of another release, and is reported as it
+            # is.
             known = position < len(parameters)
             name = parameters[position] if known else f"argument {position + 1}"
         default = str(name in _TRUE_BY_DEFAULT)
@@ -109,9 +118,10 @@ _ACCESSORS = {
 
 
 def _rows_of(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
-    """Return the rows of a legacy API's groups: their accessors, by flags, and their private variables."""
+    """Return the rows of groups: their accessors with every flag, and their private variables."""
     rows: dict[str, Row] = {}
     for group in groups:
+        # Groups of the first or the last stage follow from no axes.
         if group.members != "all":
             continue
         name, *flags = (group.name + suffix).split()
@@ -139,7 +149,7 @@ FAIRSCALE = _rows_of(LEGACY_APIS["fairscale"].groups, "_parallel")
 
 
 class LegacyApi(NamedTuple):
-    """One legacy API: the modules that have its names, and the compatibility layer that answers for it."""
+    """One legacy API: the modules that have its names, and its compatibility layer."""
 
     name: str
     modules: tuple[str, ...]
@@ -181,22 +191,27 @@ _BOUND = (VIRTUAL, "create_gloo_process_groups", "get_embedding_ranks", "get_pos
 
 
 def initialize(module: str, arguments: Arguments) -> Advice:
-    """Return the mesh that can replace ``initialize_model_parallel``, bound to the compatibility layer.
+    """Return the mesh that can replace ``initialize_model_parallel``, bound to its layer.
 
     This is advice for a person: ``--write`` leaves the call as it is, behind ``install()``.
 
+    Args:
+        module: the module in which the legacy function is.
+        arguments: the arguments of the call.
+
     Example:
-        >>> initialize("megatron.core.parallel_state", [("", "2"), ("", "4"), ("", "2")]).new
-        'namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2), virtual_pipeline_model_parallel_size=2)'
+        >>> initialize("megatron.core.parallel_state", [("", "2"), ("", "4")]).new
+        'namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2))'
     """
     api = API_OF_MODULE[module]
     sizes = _FAIRSCALE_SIZES if api.name == "fairscale" else _SIZES
-    given = unusual_arguments(arguments, (sizes["tp"], sizes["pp"], VIRTUAL))
+    given = list_unusual_arguments(arguments, (sizes["tp"], sizes["pp"], VIRTUAL))
     once = []
     doubts = []
     written = {}
     for axis, name in sizes.items():
         written[axis] = given.pop(name, "1") if name else "-1"
+    # Experts are a second layout over the same ranks: a view of the mesh, not axes of it.
     if _EP in given or _ETP in given:
         ep = given.pop(_EP, "1")
         etp = given.pop(_ETP, written["tp"])
@@ -211,13 +226,20 @@ def initialize(module: str, arguments: Arguments) -> Advice:
 
 
 def advise(module: str, name: str, arguments: Arguments) -> Advice | None:
-    """Return the replacement of a use of ``module.name``; None if the name belongs to no legacy API."""
+    """Return the replacement of a use of a name; None if it belongs to no legacy API.
+
+    Args:
+        module: the module from which the name is imported.
+        name: the name.
+        arguments: the arguments, if it is called.
+    """
     api = API_OF_MODULE.get(module)
     if api is None:  # perhaps re-exported by a module of the program itself, which is not followed
         if "parallel" not in name.lower():
             return None
         row = MEGATRON.get(name) or FAIRSCALE.get(name)
         return None if row is None else row.advise(arguments)
+    # A legacy name without a row is reported, too: it has to be replaced by hand, or stays.
     if name in api.rows:
         return api.rows[name].advise(arguments)
     if f"{module}.{name}" in API_OF_MODULE:

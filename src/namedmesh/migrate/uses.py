@@ -1,7 +1,7 @@
-"""Find the uses of legacy names in one file: LibCST, with its scopes and qualified names.
+"""Find the uses of legacy names in one file, by LibCST's scopes and qualified names.
 
-A file is parsed once. What it says is kept as plain data, with positions in bytes, so that files can be read
-in parallel processes, and rewritten later without parsing them again.
+A file is parsed once. Its uses are kept as plain data, with positions in bytes, so that files can
+be read in parallel processes, and rewritten later without parsing them again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from namedmesh.migrate.table import (
 _TABLE_NAMES = {*MEGATRON, *FAIRSCALE}
 # A file that holds none of these names uses none of the legacy APIs, and is not parsed.
 _MARKS = re.compile(rf"\b(?:parallel_state|mpu|fairscale|{'|'.join(sorted(_TABLE_NAMES))})\b".encode())
-# What an import begins or ends with whose names are looked up.
+# The modules from which an import is looked up, by their beginning or end.
 _LEGACY_IMPORT = re.compile(r"^(?:megatron|fairscale|namedmesh)\b|\b(?:parallel_state|mpu)$")
 _NAMEDMESH = metadata.QualifiedName("namedmesh", metadata.QualifiedNameSource.IMPORT)
 _INITIALIZE = "initialize_model_parallel"
+# The functions that make a compatibility layer answer, and its legacy API.
+_API_OF_INSTALLER = {f"{api.layer}.install": api.name for api in APIS}
+_API_OF_INSTALLER |= {f"{api.layer}.bind": api.name for api in APIS}
 _HANDED_ON = "the module itself is passed on or asked by a computed name"
 
 
@@ -62,17 +65,17 @@ class Use(NamedTuple):
 
 @dataclass
 class FileUses:
-    """The uses of legacy names in one file, and what the file tells about the program around it.
+    """The uses of legacy names in one file, and its effects on the rest of the program.
 
     Attributes:
         path: the file.
         source: its content.
         uses: in the order of the file.
-        initialized: for each legacy API whose groups the file makes, the offsets in bytes before which
-            the compatibility layer has to be installed.
+        initialized: for each legacy API whose groups the file makes, the offsets in bytes before
+            which the compatibility layer has to be installed.
         installed: the legacy APIs for which the file installs or binds a compatibility layer.
-        obstacles: for each legacy API, the first thing in the file because of which no mesh answers as the
-            program does: an answer that is changed by hand, or groups over a part of the world.
+        obstacles: for each legacy API, the first place where a mesh would return something else
+            than the program: a result that is changed by hand, or groups over a part of the world.
         has_virtual: whether the file asks for virtual pipeline stages, or may do so.
         has_namedmesh: whether the name ``namedmesh`` is imported at the top of the file.
         imports_end: the offset in bytes of the line after the first imports of the file.
@@ -90,7 +93,11 @@ class FileUses:
 
 
 def read_file(path: Path) -> FileUses | str | None:
-    """Return the uses in a file, None if it names no legacy API, or a message if it cannot be read."""
+    """Find the uses of legacy names in a file.
+
+    Returns:
+        The uses; None if the file names no legacy API; a message if the file cannot be read.
+    """
     try:
         source = path.read_bytes()
         if not _MARKS.search(source):
@@ -106,9 +113,10 @@ def read_file(path: Path) -> FileUses | str | None:
 
 
 def _legacy_imports(tree: ast.Module) -> set[str]:
-    """Return the local names that a file imports from the legacy APIs, from namedmesh, or by their names.
+    """Return the local names of imports that may be legacy names or namedmesh.
 
-    LibCST's scopes say what such a name means at each place; that takes long, so only these are looked up.
+    LibCST's scopes resolve such a name at each place. That is slow, so only these names are looked
+    up.
     """
     names = set()
     for node in ast.walk(tree):
@@ -124,11 +132,16 @@ def _legacy_imports(tree: ast.Module) -> set[str]:
     return names
 
 
+def _name_node(node: Any) -> Any:
+    """Return the function of a call; a name or an attribute itself."""
+    return node.func if isinstance(node, cst.Call) else node
+
+
 class _Finder(cst.CSTVisitor):
     """Fill a :class:`FileUses`."""
 
-    # LibCST's providers for qualified names, expression contexts and lines compute them for every node, which
-    # takes several times as long as all the rest.
+    # LibCST's providers for qualified names, expression contexts and lines compute them for every
+    # node, which takes several times as long as all the rest.
     METADATA_DEPENDENCIES = (metadata.ByteSpanPositionProvider, metadata.ScopeProvider)
 
     def __init__(self, path: Path, source: bytes, module: cst.Module, imports: set[str]) -> None:
@@ -150,15 +163,14 @@ class _Finder(cst.CSTVisitor):
         """Note where the first imports of the file end; new ones are added there."""
         last: cst.CSTNode | None = None
         for position, statement in enumerate(self.module.body):
+            # LibCST has one line of `import a; import b` as one statement with small ones.
             small = statement.body if isinstance(statement, cst.SimpleStatementLine) else []
-            is_import = bool(small) and all(isinstance(one, (cst.Import, cst.ImportFrom)) for one in small)
+            is_import = bool(small) and all(isinstance(part, (cst.Import, cst.ImportFrom)) for part in small)
             is_docstring = position == 0 and self.module.get_docstring() is not None
             if not (is_import or is_docstring):
                 break
             last = statement
         self._last_import = last
-
-    # Visits.
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Look at one node; its children come next unless it is an import."""
@@ -178,10 +190,10 @@ class _Finder(cst.CSTVisitor):
         return True
 
     def _may_be_legacy(self, node: Any) -> bool:
-        """Return whether a name, or the name before all dots, is one to look up, and no part of a use."""
+        """Return whether a name has to be looked up: it may be a legacy name."""
         if node in self._inner:
             return False
-        part = node.func if isinstance(node, cst.Call) else node
+        part = _name_node(node)
         if isinstance(part, cst.Attribute) and part.attr.value in _TABLE_NAMES:
             return True
         while isinstance(part, cst.Attribute):
@@ -189,7 +201,7 @@ class _Finder(cst.CSTVisitor):
         return isinstance(part, cst.Name) and part.value in self._imports
 
     def on_leave(self, node: cst.CSTNode) -> None:
-        """Forget what was around the children of a node."""
+        """Leave the function, the f-string or the statement that a node is."""
         if node is self._statement:
             self._statement = None
         if isinstance(node, cst.FunctionDef):
@@ -197,16 +209,16 @@ class _Finder(cst.CSTVisitor):
         elif isinstance(node, cst.FormattedString):
             self._f_strings -= 1
         elif node is self._last_import:
-            span = self.get_metadata(metadata.ByteSpanPositionProvider, node)
-            end_of_line = self.found.source.find(b"\n", span.start + span.length)
-            self.found.imports_end = len(self.found.source) if end_of_line < 0 else end_of_line + 1
+            # Without a line end after them, the imports end with the file.
+            line_end = self.found.source.find(b"\n", self._span(node)[1])
+            self.found.imports_end = line_end + 1 or len(self.found.source)
 
     def _note_import(self, node: cst.Import | cst.ImportFrom) -> None:
         """Note whether ``namedmesh`` is imported at the top of the file."""
         if isinstance(node, cst.Import) and not self._functions:
             for alias in node.names:
-                is_namedmesh = alias.evaluated_name.split(".")[0] == "namedmesh"
-                if is_namedmesh and alias.asname is None:
+                package = alias.evaluated_name.partition(".")[0]
+                if package == "namedmesh" and alias.asname is None:
                     self.found.has_namedmesh = True
 
     def _look_at(self, node: Any) -> None:
@@ -222,26 +234,24 @@ class _Finder(cst.CSTVisitor):
             if self._note(node, name.name, is_certain_name=len(names) == 1):
                 self._mark_inner(node)
                 return
+        # No use: the function of the call may be one by itself, such as a module that is called.
         if is_call:
             self._inner.discard(node.func)
 
     def _mark_inner(self, node: Any) -> None:
         """Leave out the names before the dots of a use."""
-        part = node.func if isinstance(node, cst.Call) else node
-        while isinstance(part, (cst.Attribute, cst.Name)):
-            self._inner.add(part)
-            if isinstance(part, cst.Name):
-                break
-            self._inner.add(part.attr)
+        part = _name_node(node)
+        while isinstance(part, cst.Attribute):
+            self._inner.update((part, part.attr))
             part = part.value
+        self._inner.add(part)
 
     def _note(self, node: Any, name: str, *, is_certain_name: bool) -> bool:
-        """Note a use of the qualified ``name``; return whether it is one of a legacy API or of a layer."""
+        """Note a use of a qualified name; return whether it is a legacy name or a layer's."""
         module, _, leaf = name.rpartition(".")
-        for known in APIS:
-            if name in {f"{known.layer}.install", f"{known.layer}.bind"}:
-                self.found.installed.add(known.name)
-                return True
+        if name in _API_OF_INSTALLER:
+            self.found.installed.add(_API_OF_INSTALLER[name])
+            return True
         if name in API_OF_MODULE:
             # `megatron.core.mpu` alone, not with one of its names behind it.
             self._add(node, API_OF_MODULE[name], leaf, Advice("", doubt=_HANDED_ON))
@@ -255,8 +265,8 @@ class _Finder(cst.CSTVisitor):
                 self._note_initialization(node, api, arguments)
             self._add(node, api, leaf, initialize(module, arguments), makes_groups=True)
             return True
-        advice = advise(module, leaf, arguments) if module else None
-        if advice is None:
+        advice = advise(module, leaf, arguments)
+        if not module or advice is None:
             return False
         if api is not None:
             self._note_assignment(node, api, leaf)
@@ -269,29 +279,30 @@ class _Finder(cst.CSTVisitor):
     ) -> None:
         code = " ".join(self.module.code_for_node(node).split())
         source = leaf + code[code.index("(") :] if isinstance(node, cst.Call) else leaf
+        name = api.name if api else ""
+        start, end = self._span(node)
+        self.found.uses.append(Use(self._line(node), start, end, source, name, advice, makes_groups))
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        """Return the offsets in bytes at which a node begins and ends."""
         span = self.get_metadata(metadata.ByteSpanPositionProvider, node)
-        name = "" if api is None else api.name
-        end = span.start + span.length
-        use = Use(self._line(node), span.start, end, source, name, advice, makes_groups)
-        self.found.uses.append(use)
+        return span.start, span.start + span.length
 
     def _line(self, node: Any) -> int:
-        start = self.get_metadata(metadata.ByteSpanPositionProvider, node).start
-        return self.found.source.count(b"\n", 0, start) + 1
+        return self.found.source.count(b"\n", 0, self._span(node)[0]) + 1
 
     def _arguments(self, node: Any) -> Arguments:
         arguments = []
-        for argument in node.args if isinstance(node, cst.Call) else ():
-            keyword = argument.keyword.value if argument.keyword else argument.star
-            arguments.append((keyword, self.module.code_for_node(argument.value)))
+        if isinstance(node, cst.Call):
+            for argument in node.args:
+                keyword = argument.keyword.value if argument.keyword else argument.star
+                arguments.append((keyword, self.module.code_for_node(argument.value)))
         return arguments
-
-    # What decides.
 
     def _doubt(  # noqa: PLR0911  one for each reason
         self, node: Any, module: str, leaf: str, *, is_certain_name: bool
     ) -> str:
-        """Return why this use cannot be replaced, whatever the rest of the program is; empty if it can."""
+        """Return why this use cannot be replaced in any program; empty if it can."""
         is_variable = leaf.startswith("_")
         if node in self._stored:
             return "an assignment changes the answers of the legacy API, and not the mesh"
@@ -313,7 +324,7 @@ class _Finder(cst.CSTVisitor):
         return ""
 
     def _note_assignment(self, node: Any, api: LegacyApi, leaf: str) -> None:
-        """Note that the program changes answers by hand: by an assignment, or by one of Megatron's setters."""
+        """Note results that are changed by an assignment, or by one of Megatron's setters."""
         is_setter = leaf.startswith("set_")
         if not is_setter and node not in self._stored:
             return
@@ -324,9 +335,10 @@ class _Finder(cst.CSTVisitor):
         self.found.obstacles.setdefault(api.name, text)
 
     def _note_initialization(self, node: Any, api: LegacyApi, arguments: Arguments) -> None:
-        """Note where groups are made: the layer is installed at the beginning of the function that does it.
+        """Note where the layer has to be installed: at the start of the function around.
 
-        The names may be imported in that function, too, and such a local name is not replaced by ``install()``.
+        The names may be imported in that function, too, and such a local name is not replaced by
+        ``install()``.
         """
         for position, (keyword, source) in enumerate(arguments):
             is_virtual = keyword == VIRTUAL or (not keyword and position == 2)  # noqa: PLR2004  its position
@@ -339,12 +351,12 @@ class _Finder(cst.CSTVisitor):
                 self.found.obstacles.setdefault(api.name, text)
         if not isinstance(node, cst.Call):  # passed on: its arguments are given elsewhere
             self.found.has_virtual = True
+        # Without a function around it, the call is preceded by its own statement.
         before: Any = self._statement
         if self._functions and isinstance(self._functions[0].body, cst.IndentedBlock):
             statements = self._functions[0].body.body
-            skips_docstring = self._functions[0].get_docstring() is not None and len(statements) > 1
-            before = statements[1 if skips_docstring else 0]
-        decorators = getattr(before, "decorators", ())
-        first = decorators[0] if decorators else before
-        start = self.get_metadata(metadata.ByteSpanPositionProvider, first).start
-        self.found.initialized.setdefault(api.name, []).append(start)
+            has_docstring = self._functions[0].get_docstring() is not None and len(statements) > 1
+            before = statements[int(has_docstring)]
+        # LibCST does not count decorators as a part of the function's or class's own span.
+        first = [*getattr(before, "decorators", ()), before][0]
+        self.found.initialized.setdefault(api.name, []).append(self._span(first)[0])

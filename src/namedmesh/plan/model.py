@@ -1,60 +1,76 @@
-"""What is trained, how, on what, and over which ranks: a model, hardware, a job, and the sizes of axes.
+"""The input of the estimates: a model, a job that trains it, and the sizes of the axes.
 
-The cards of ``cards.json`` have a source for each number; a model is also read from Hugging Face's ``config.json``.
+A model is given by its sizes, or read from the ``config.json`` of a Hugging Face model.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
-from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from namedmesh.errors import UsageError, did_you_mean
+from namedmesh.errors import UsageError
+from namedmesh.plan.hardware import Hardware, load_hardware, read_json
 
-_NEEDED = ("layers", "hidden", "heads", "vocab")
-# Types of models whose head is the embedding unless they say otherwise, and whose feed-forward network is not gated.
-_TIED = {"bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "opt", "starcoder2"}
-_UNGATED = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi"}
-_UNGATED |= {"starcoder2"}
-# What a configuration says that the sizes of a model cannot, unless it says 1.
-_UNREAD = ("vision_config", "decoder_sparse_step", "moe_layer_freq", "layer_types")
+_REQUIRED_SIZES = ("layers", "hidden", "heads", "vocab")
+# Model types of Hugging Face whose head is the embedding by default: their config.json need not say
+# so.
+_TIED_TYPES = {
+    "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "opt", "starcoder2",
+}  # fmt: skip
+# Model types whose feed-forward network is not gated; their config.json does not say so.
+_UNGATED_TYPES = {
+    "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2",
+}  # fmt: skip
+# Keys of config.json that make layers differ in ways that the sizes of a model cannot express,
+# unless they are 1.
+_UNSUPPORTED_KEYS = ("vision_config", "decoder_sparse_step", "moe_layer_freq", "layer_types")
 
 
-def knob(words: str, default: Any = 0, allowed: tuple[Any, ...] = (), keys: str = "") -> Any:
-    """Return a field of a dataclass: what the help of its flag says, the values that it may have, its keys in config.json."""
-    return field(default=default, metadata={"words": words, "allowed": allowed, "keys": keys.split()})
+def option(text: str, default: Any = 0, choices: tuple[Any, ...] = (), keys: str = "") -> Any:
+    """Declare a dataclass field that is a flag of ``namedmesh partitions``, too.
+
+    Args:
+        text: the help of the flag.
+        default: the default value.
+        choices: the allowed values; by default all.
+        keys: the keys in ``config.json`` that have the value, the first one that exists is taken.
+    """
+    return field(default=default, metadata={"text": text, "choices": choices, "keys": keys.split()})
 
 
-def knobs(kind: type[Model | Job]) -> list[Field[Any]]:
-    """Return the fields that are made by :func:`knob`."""
-    return [one for one in fields(kind) if one.metadata]
+def list_options(kind: type[Model | Job]) -> list[Field[Any]]:
+    """Return the fields that :func:`option` declares."""
+    return [entry for entry in fields(kind) if entry.metadata]
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a transformer; 0 is unknown, or none."""
+    """The sizes of a transformer; 0 means unknown, or none."""
 
-    layers: int = knob("how many layers", keys="num_hidden_layers n_layer num_layers")
-    hidden: int = knob("width of the residual stream", keys="hidden_size n_embd d_model")
-    heads: int = knob("attention heads", keys="num_attention_heads n_head")
-    kv_heads: int = knob("heads of keys and values, if fewer", keys="num_key_value_heads num_kv_heads")
-    head_dim: int = knob("features of a head, if not hidden / heads", keys="qk_nope_head_dim head_dim")
-    ffn: int = knob("inner width, gated; else 4 x hidden, ungated", keys="intermediate_size n_inner ffn_dim")
-    vocab: int = knob("entries of the vocabulary", keys="vocab_size")
-    tied: bool = knob("whether the head is the embedding, as in GPT-2", default=False)
-    experts: int = knob("routed experts of a layer", keys="n_routed_experts num_local_experts num_experts")
-    top_k: int = knob("routed experts that a token goes to", 1, keys="num_experts_per_tok top_k_experts")
-    expert_ffn: int = knob("inner width of an expert, gated, if not ffn", keys="moe_intermediate_size")
-    shared_experts: int = knob("experts that every token goes to", keys="n_shared_experts")
-    dense_layers: int = knob("the first layers that have no experts", keys="first_k_dense_replace")
-    expert_groups: int = knob("groups of experts that a token goes to at most", keys="topk_group")
-    q_rank: int = knob("with latent attention (MLA), the rank of the queries, if any", keys="q_lora_rank")
-    kv_rank: int = knob("the rank of keys and values: latent attention", keys="kv_lora_rank")
-    rope_dim: int = knob("then features of a head for positions, beside head_dim", keys="qk_rope_head_dim")
-    value_dim: int = knob("then features of a value head", keys="v_head_dim")
+    layers: int = option("how many layers", keys="num_hidden_layers n_layer num_layers")
+    hidden: int = option("width of the residual stream", keys="hidden_size n_embd d_model")
+    heads: int = option("attention heads", keys="num_attention_heads n_head")
+    kv_heads: int = option("heads of keys and values, if fewer", keys="num_key_value_heads num_kv_heads")
+    head_dim: int = option("features of a head, if not hidden / heads", keys="qk_nope_head_dim head_dim")
+    ffn: int = option(
+        "inner width, gated; else 4 x hidden, ungated", keys="intermediate_size n_inner ffn_dim"
+    )
+    vocab: int = option("entries of the vocabulary", keys="vocab_size")
+    tied: bool = option("whether the head is the embedding, as in GPT-2", default=False)
+    experts: int = option("routed experts of a layer", keys="n_routed_experts num_local_experts num_experts")
+    top_k: int = option("routed experts that a token goes to", 1, keys="num_experts_per_tok top_k_experts")
+    expert_ffn: int = option("inner width of an expert, gated, if not ffn", keys="moe_intermediate_size")
+    shared_experts: int = option("experts that every token goes to", keys="n_shared_experts")
+    dense_layers: int = option("the first layers that have no experts", keys="first_k_dense_replace")
+    expert_groups: int = option("groups of experts that a token goes to at most", keys="topk_group")
+    q_rank: int = option("with latent attention (MLA), the rank of the queries, if any", keys="q_lora_rank")
+    kv_rank: int = option("the rank of keys and values: latent attention", keys="kv_lora_rank")
+    rope_dim: int = option(
+        "then features of a head for positions, in addition to head_dim", keys="qk_rope_head_dim"
+    )
+    value_dim: int = option("then features of a value head", keys="v_head_dim")
 
     @cached_property
     def inner(self) -> int:
@@ -63,167 +79,139 @@ class Model:
 
     @cached_property
     def kv(self) -> int:
-        """The heads of keys and values."""
+        """The number of key and value heads."""
         return self.kv_heads or self.heads
 
     @cached_property
     def features(self) -> tuple[int, int]:
-        """The features of a head of queries and keys, and of a head of values and of the output."""
-        own = self.head_dim or self.hidden // self.heads
-        return own + self.rope_dim, self.value_dim or own
+        """The features of a query or key head, and of a value head."""
+        head_dim = self.head_dim or self.hidden // self.heads
+        return head_dim + self.rope_dim, self.value_dim or head_dim
 
     @cached_property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers with experts."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @cached_property
     def embedding(self) -> int:
-        """The parameters of the embedding, and of the head where it is another matrix."""
+        """The parameters of the embedding; also of the head, if it is a separate matrix."""
         return self.hidden * self.vocab
 
     @cached_property
     def layer(self) -> tuple[int, int, int]:
-        """The parameters of a dense layer, of one with experts without the routed ones, and of its routed experts."""
-        hidden, heads, (query, value) = self.hidden, self.heads, self.features
-        attention = hidden * (heads + self.kv) * (query + value)
+        """The parameters of a dense layer, an expert layer without routed experts, and these."""
+        hidden = self.hidden
+        heads = self.heads
+        query, value = self.features
+        # Biases are not counted: they are too few to matter.
         if self.kv_rank:
-            queries = self.q_rank * (hidden + heads * query) if self.q_rank else hidden * heads * query
+            # Latent attention: queries, keys and values are products of two factors, through the
+            # latent vectors.
+            queries = hidden * heads * query
+            if self.q_rank:
+                queries = self.q_rank * (hidden + heads * query)
             keys_and_values = self.kv_rank * (hidden + heads * (query - self.rope_dim + value))
             attention = queries + keys_and_values + hidden * self.rope_dim + heads * value * hidden
-        around, one = attention + 2 * hidden, 3 * hidden * (self.expert_ffn or self.inner)
-        dense = around + (3 if self.ffn else 2) * hidden * self.inner
-        return dense, around + one * self.shared_experts + hidden * self.experts, one * self.experts
+        else:
+            attention = hidden * (heads + self.kv) * (query + value)
+        attention_and_norms = attention + 2 * hidden
+        matrices = 3 if self.ffn else 2  # a gated network has a third matrix, for the gate
+        dense = attention_and_norms + matrices * hidden * self.inner
+        expert = 3 * hidden * (self.expert_ffn or self.inner)
+        # The router and the shared experts are not sharded over ep, so they count with the rest of
+        # the layer.
+        router = hidden * self.experts
+        return dense, attention_and_norms + expert * self.shared_experts + router, expert * self.experts
 
     @cached_property
     def total(self) -> int:
-        """The parameters in all."""
+        """The parameters of the model."""
         dense, expert, routed = self.layer
-        ends = self.embedding * (1 if self.tied else 2) + self.hidden
-        return dense * (self.layers - self.expert_layers) + (expert + routed) * self.expert_layers + ends
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object from a file; a UsageError if it cannot be read."""
-    try:
-        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
+        ends = self.embedding if self.tied else 2 * self.embedding
+        layers = dense * (self.layers - self.expert_layers) + (expert + routed) * self.expert_layers
+        return layers + ends + self.hidden  # the norm before the head
 
 
 def read_config(path: str) -> tuple[Model, list[str]]:
-    """Read a model's sizes from the ``config.json`` that Hugging Face's models have, or its directory; say what they cannot express."""
-    whole = read_json(path if path.endswith(".json") else Path(path, "config.json"))
-    data, notes = {**whole, **(whole.get("text_config") or {})}, []
-    for key in _UNREAD:
-        value = data.get(key)
-        kinds = len(set(value)) if isinstance(value, list) else value
-        if kinds is not None and kinds != 1:
-            notes.append(f"{key} is not read: only text is counted, in layers that are alike")
-    sizes, problems = dict[str, int](), []
-    for one in knobs(Model):
-        keys = one.metadata["keys"]
-        key = next((key for key in keys if data.get(key) is not None), "")
-        if key and type(data[key]) is int:
-            sizes[one.name] = data[key]
-        elif key:
-            problems.append(f"{path}: {key} is {data[key]!r}; it is an int")
-        elif one.name in _NEEDED:
-            problems.append(f"{path}: there is no {' or '.join(keys)}; add it")
+    """Read the sizes of a model from the ``config.json`` of a Hugging Face model.
+
+    Args:
+        path: the file, or the directory that holds it.
+
+    Returns:
+        The model, and notes about settings that the sizes cannot express.
+
+    Raises:
+        UsageError: if the file cannot be read, or a size is missing or not an int.
+    """
+    config = read_json(path if path.endswith(".json") else Path(path, "config.json"))
+    # A model of text and images has the sizes of its language model in a configuration of its own.
+    config = {**config, **(config.get("text_config") or {})}
+    sizes = _read_sizes(config, path)
+    unread = [key for key in _UNSUPPORTED_KEYS if not _is_uniform(config.get(key))]
+    notes = [f"{key} is not read: only text is counted, in layers that are alike" for key in unread]
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        # Falcon 7B and StarCoder have one kv head. Falcon's newer models keep the flag, and have
+        # num_kv_heads.
+        sizes["kv_heads"] = 1
+    model_type = config.get("model_type", "")
+    if model_type in _UNGATED_TYPES:
+        inner = sizes.pop("ffn", 0)
+        if inner not in {0, 4 * sizes["hidden"]}:
+            notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
+    tied = bool(config.get("tie_word_embeddings", model_type in _TIED_TYPES))
+    return Model(**sizes, tied=tied), notes
+
+
+def _is_uniform(value: Any) -> bool:
+    """Return whether a setting is missing, is 1, or is a list of equal entries."""
+    if isinstance(value, list):
+        return len(set(value)) == 1
+    return value is None or value == 1
+
+
+def _read_sizes(config: dict[str, Any], path: str) -> dict[str, int]:
+    """Return the sizes in a configuration by their names here, or raise a UsageError."""
+    sizes: dict[str, int] = {}
+    problems = []
+    for entry in list_options(Model):
+        keys = entry.metadata["keys"]
+        found = [key for key in keys if config.get(key) is not None]
+        if not found:
+            if entry.name in _REQUIRED_SIZES:
+                problems.append(f"{path}: there is no {' or '.join(keys)}; add it")
+            continue
+        value = config[found[0]]
+        if type(value) is int:  # a bool is an int, too, but no size
+            sizes[entry.name] = value
+        else:
+            problems.append(f"{path}: {found[0]} is {value!r}; it is an int")
     if problems:
         raise UsageError(*problems)
-    kind = data.get("model_type", "")
-    if data.get("multi_query") and not data.get("new_decoder_architecture"):  # Falcon 7B, StarCoder
-        sizes["kv_heads"] = 1
-    inner = sizes.pop("ffn", 0) if kind in _UNGATED else 0
-    if inner not in {0, 4 * sizes["hidden"]}:
-        notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
-    return Model(**sizes, tied=bool(data.get("tie_word_embeddings", kind in _TIED))), notes
-
-
-@dataclass(frozen=True, eq=False)  # by identity: it holds dicts
-class Hardware:
-    """One GPU, its node and its links. Bandwidths are bytes a second in one direction, fractions those that kernels reach.
-
-    ``matmul`` is 0.85 of what the best shape reaches, as ordinary shapes reach 80 to 90 % of it (github.com/stas00/ml-engineering,
-    compute/accelerator); ``memory_fraction`` and ``nic_fraction`` are those of Calculon (Isaev et al., SC 2023, systems/*.json).
-    """
-
-    name: str
-    peak: dict[str, float]  # operations a second by precision, dense
-    matmul: dict[str, float]  # the fraction of it that large matrix products reach
-    attention: float  # the fraction of the bf16 peak that causal attention reaches, forward and backward
-    memory: float  # bytes of a GPU, by its data sheet
-    memory_bandwidth: float
-    memory_fraction: float  # that elementwise kernels reach
-    gpus_per_node: int  # which share its NICs
-    domain: int  # consecutive ranks that fast links (NVLink, Infinity Fabric) join
-    domain_bandwidth: float  # what one GPU sends by them
-    domain_fraction: float  # that collectives reach
-    nics_per_node: float
-    nic_bandwidth: float  # of one of them
-    nic_fraction: float
-    sources: dict[str, str] = field(default_factory=dict)  # by the names of fields
-
-    @property
-    def memory_rate(self) -> float:
-        """The bytes that elementwise kernels read or write in a second."""
-        return self.memory_bandwidth * self.memory_fraction
-
-    @property
-    def domain_rate(self) -> float:
-        """The bytes that collectives move over fast links in a second."""
-        return self.domain_bandwidth * self.domain_fraction
-
-    @property
-    def nic_rate(self) -> float:
-        """The bytes that a GPU's share of its node's NICs moves in a second."""
-        return self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
-
-    def filled(self, world_size: int) -> Hardware:
-        """Return the hardware as a job fills it: as many whole nodes of each domain as divide the world."""
-        used = range(self.domain, 0, -self.gpus_per_node) if world_size > self.domain else (world_size,)
-        domain = next((ranks for ranks in used if world_size % ranks == 0), self.domain)
-        return self if domain == self.domain else replace(self, domain=domain)
-
-    def members(self, size: int, stride: int) -> int:
-        """Return how many ranks of a group, ``stride`` apart, lie in one domain; the fewest, where groups lie differently."""
-        return gcd(size, max(1, self.domain // stride))
-
-    def bandwidth(self, size: int, stride: int) -> float:
-        """Return the bytes a second that a collective moves over each link of a group (nccl-tests' bus bandwidth).
-
-        A group that leaves its domain goes in and out through the NICs of all its members there: eight members have
-        eight NICs, one member has its own.
-        """
-        members = self.members(size, stride)
-        return self.domain_rate if members == size else min(self.domain_rate, members * self.nic_rate)
-
-
-CARDS = {name: Hardware(**card) for name, card in read_json(Path(__file__).with_name("cards.json")).items()}
-
-
-def load_hardware(name: str) -> Hardware:
-    """Return a card by its name, or read one from a JSON file with the fields of :class:`Hardware`."""
-    if name.endswith(".json"):
-        try:
-            return Hardware(**read_json(name))
-        except TypeError as error:  # which names the field that is missing or unknown
-            raise UsageError(f"{name}: {error}") from None
-    if name not in CARDS:
-        near = did_you_mean(name, CARDS)
-        raise UsageError(f"hardware {name!r} is not one of {', '.join(CARDS)}, nor a file.json{near}")
-    return CARDS[name]
+    return sizes
 
 
 class Axes(NamedTuple):
-    """The size of each axis, in Megatron's order of ranks: tp-cp-dp-pp, and etp-ep-edp-pp for experts."""
+    """The size of each axis.
+
+    Ranks are in Megatron's order: tp-cp-dp-pp, and etp-ep-edp-pp for experts.
+
+    Attributes:
+        tp: tensor parallelism.
+        cp: context parallelism.
+        pp: pipeline parallelism.
+        dp: data parallelism, including ``dp_replicate``.
+        dp_replicate: the number of replicas of the sharded model (HSDP).
+        ep: expert parallelism.
+        etp: tensor parallelism of the experts.
+    """
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
-    dp_replicate: int = 1  # a part of dp
+    dp_replicate: int = 1
     ep: int = 1
     etp: int = 1
 
@@ -234,63 +222,63 @@ class Axes(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Over how many ranks ZeRO divides what is not of experts."""
+        """The number of ranks over which ZeRO shards everything except the routed experts."""
         return self.dp * self.cp // self.dp_replicate
 
     @property
     def edp(self) -> int:
-        """How many ranks have the same experts."""
+        """The number of replicas of each expert."""
         return max(1, self.tp * self.dp * self.cp // (self.ep * self.etp))
 
     @property
     def expert_shards(self) -> int:
-        """Over how many ranks ZeRO divides experts."""
+        """The number of ranks over which ZeRO shards the routed experts."""
         return max(1, self.edp // self.dp_replicate)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, on what and how it is trained; ``list_partitions`` searches what is None, an estimate takes 1, stage 0, and "none"."""
+    """A model, the hardware, and how the model is trained.
+
+    ``list_partitions`` searches the policies that are None. An estimate takes a micro-batch of 1,
+    stage 0 and no checkpointing for them.
+    """
 
     model: Model = field(default_factory=Model)
     hardware: Hardware = field(default_factory=lambda: load_hardware("h100"))
-    seq: int = knob("tokens of a sequence")
-    global_batch: int = knob("sequences of a step, over all ranks")
-    micro_batch: int | None = knob("sequences that a data-parallel rank works on at a time", None)
-    stage: int | None = knob("of ZeRO: 1 shards states, 2 gradients, 3 (FSDP) weights", None, (0, 1, 2, 3))
-    precision: str = knob("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
-    trainer: str = knob(
+    seq: int = option("tokens of a sequence")
+    global_batch: int = option("sequences of a step, over all ranks")
+    micro_batch: int | None = option("sequences that a data-parallel rank works on at a time", None)
+    stage: int | None = option("of ZeRO: 1 shards states, 2 gradients, 3 (FSDP) weights", None, (0, 1, 2, 3))
+    precision: str = option("of the matrix products; activations are in bf16", "bf16", ("bf16", "fp8"))
+    trainer: str = option(
         "whose layers and gradients; bridge: Megatron's, in NVIDIA's recipes",
         "torch",
         ("torch", "megatron", "bridge"),
     )
-    checkpointing: str | None = knob("what is computed again backward", None, ("none", "selective", "full"))
-    sequence_parallel: bool = knob("whether tp shares the norms and the residual stream too", default=True)
-    fused_loss: bool = knob("whether the loss is one compiled kernel, not eager operations", default=False)
-    stages_per_rank: int = knob("of a pipeline; 2 or more is the interleaved schedule", 1)
+    checkpointing: str | None = option(
+        "activations that the backward pass recomputes", None, ("none", "selective", "full")
+    )
+    sequence_parallel: bool = option("whether tp shards the norms and the residual stream too", default=True)
+    fused_loss: bool = option("whether the loss is one compiled kernel, not eager operations", default=False)
+    stages_per_rank: int = option("of a pipeline; 2 or more is the interleaved schedule", 1)
 
     @cached_property
     def missing(self) -> list[str]:
-        """The names of the sizes that the estimates follow from, and that are not known."""
+        """The names of the sizes that the estimates need and that are not known."""
+        # Without a vocabulary, the embedding and the loss are not counted; the rest is right.
         sizes = vars(self.model) | vars(self)
         return [name for name in ("layers", "hidden", "heads", "seq", "global_batch") if not sizes[name]]
 
     @property
     def is_torch(self) -> bool:
-        """Whether torch's layers are counted, with FSDP2."""
+        """Whether the job uses torch's layers, with FSDP2."""
         return self.trainer == "torch"
 
     def problems(self) -> list[str]:
-        """Return a sentence for each thing that does not go with another."""
-        problems, model = [], self.model
-        for owner in (model, self):
-            for one in knobs(type(owner)):
-                value, allowed = getattr(owner, one.name), one.metadata["allowed"]
-                least = 0 if one.default == 0 else 1
-                if allowed and value not in {*allowed, one.default}:
-                    problems.append(f"{one.name} is {value!r}; it is one of {allowed}")
-                elif not allowed and type(value) is int and value < least:
-                    problems.append(f"{one.name} is {value}; it is an int of at least {least}")
+        """Return a message for each wrong value, and for values that contradict each other."""
+        problems = _find_wrong_values(self.model) + _find_wrong_values(self)
+        model = self.model
         if model.experts and model.top_k > model.experts:
             problems.append(f"a token goes to {model.top_k} of {model.experts} experts; give fewer as top_k")
         if model.layers and model.dense_layers > model.layers:
@@ -308,6 +296,26 @@ class Job:
         return problems
 
     def micro_batches(self, dp: int) -> int:
-        """Return how many micro-batches a data-parallel rank has in a step; 0 where they do not divide it."""
-        each = dp * (self.micro_batch or 1)
-        return 0 if self.global_batch % each else self.global_batch // each
+        """Return the number of micro-batches of a rank in a step; 0 if the batch does not divide.
+
+        Args:
+            dp: the number of data-parallel ranks.
+        """
+        sequences = dp * (self.micro_batch or 1)
+        return 0 if self.global_batch % sequences else self.global_batch // sequences
+
+
+def _find_wrong_values(owner: Model | Job) -> list[str]:
+    """Return a message for each option whose value is out of its choices or its range."""
+    problems = []
+    for entry in list_options(type(owner)):
+        value = getattr(owner, entry.name)
+        choices = entry.metadata["choices"]
+        # 0 is allowed only as a default that means unknown, or none.
+        least = 0 if entry.default == 0 else 1
+        if choices:
+            if value not in {*choices, entry.default}:
+                problems.append(f"{entry.name} is {value!r}; it is one of {choices}")
+        elif type(value) is int and value < least:
+            problems.append(f"{entry.name} is {value}; it is an int of at least {least}")
+    return problems

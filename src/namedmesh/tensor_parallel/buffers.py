@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from namedmesh._torch import is_persistent, was_written
-from namedmesh.errors import listing
+from namedmesh.errors import format_items
 
 # The names of non-persistent buffers that were on the meta device, by module, until somebody computes them again.
 _uncomputed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -55,7 +55,7 @@ def _name_uncomputed(model: nn.Module, _args: Any) -> None:
                 names.append(qualified)
     if names:
         warnings.warn(
-            f"{listing(names)}: non-persistent buffers of a model that was on the meta device. No checkpoint has them, and after "
+            f"{format_items(names)}: non-persistent buffers of a model that was on the meta device. No checkpoint has them, and after "
             "to_empty() they hold uninitialized memory. Compute them again after to_empty(), before the first forward.",
             stacklevel=2,
         )

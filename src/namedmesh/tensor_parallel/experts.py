@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import concatenate_meshes, from_all, group_named
+from namedmesh._torch import all_gather_object, concatenate_meshes, get_group_by_name
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
-from namedmesh.errors import GradientError, ShapeError, ranks_in_words
+from namedmesh.errors import GradientError, ShapeError, format_ranks
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
 from namedmesh.tensor_parallel.gradients import fingerprint
@@ -275,7 +275,7 @@ def _tokens_differ(tokens: Tensor, group: Group) -> bool:
     # Several weighted sums, because normalized tokens all have the same norm. A rank without a
     # signal still takes part in the all-gather.
     local = fingerprint(tokens, (1.0, 0.7, 0.3)) if has_signal else []
-    fingerprints = from_all(group_named(group.name), local)
+    fingerprints = all_gather_object(get_group_by_name(group.name), local)
     for first in filter(None, fingerprints):
         tolerance = _SAME_TOKENS_RTOL * first[0]
         same = []
@@ -284,7 +284,7 @@ def _tokens_differ(tokens: Tensor, group: Group) -> bool:
                 same.append(rank)
         if len(same) > 1:
             raise GradientError(
-                f"{ranks_in_words(same)} of the {group.size} ranks that share experts send the same "
+                f"{format_ranks(same)} of the {group.size} ranks that share experts send the same "
                 f"tokens, whose gradients would count {len(same)} times; shard the sequence "
                 f"(SequenceParallel), or shard the experts over etp (ShardedExperts)"
             )

@@ -24,16 +24,16 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from namedmesh._torch import (
-    at_end_of_backward,
-    from_all,
-    gradient_like,
-    group_named,
+    all_gather_object,
+    get_group_by_name,
     is_capturing,
+    make_gradient,
+    queue_backward_callback,
     sharding_under_ddp,
-    synchronous,
+    wait_if_async,
 )
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import GradientError, listing
+from namedmesh.errors import GradientError, format_items
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
@@ -103,7 +103,7 @@ def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tupl
         if param.grad is None:
             local_grads.append(torch.zeros_like(param.to_local().detach()))
         else:
-            local_grads.append(synchronous(param.grad.to_local().detach()))
+            local_grads.append(wait_if_async(param.grad.to_local().detach()))
     ranks_with_grad = local_grads[0].new_ones(len(local_grads))
     for index, param in enumerate(params):
         if param.grad is None:
@@ -120,7 +120,7 @@ def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tupl
     for index, (param, local_grad, total) in enumerate(zip(params, local_grads, sums, strict=True)):
         # Reading the count waits for the device, so only ranks without a gradient read it.
         if param.grad is not None or ranks_with_grad[index] > 0:
-            param.grad = gradient_like(param, total.view_as(local_grad), param.placements)
+            param.grad = make_gradient(param, total.view_as(local_grad), param.placements)
 
 
 # All watches of this process, by number. Every rank creates them in the same order, and therefore
@@ -194,6 +194,12 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
             watch.compare(stepped)
 
 
+def watched_models() -> list[nn.Module]:
+    """Return the models of this process whose gradients are compared."""
+    models = [watch.model() for watch in list(_watches.values())]
+    return [model for model in models if model is not None]
+
+
 class _Watch:
     """Compares the gradients of a model across the ranks of an axis: a forward pre-hook of the model.
 
@@ -232,8 +238,12 @@ class _Watch:
         self.inputs.expect(model)
         if self.begun:
             return
-        self.begun = True
         parameters = dict(model.named_parameters())
+        if not all(param.is_leaf for param in parameters.values()):
+            # torch.func.functional_call with computed weights, which have no gradients to compare.
+            # A later forward, with the parameters themselves, is watched.
+            return
+        self.begun = True
         replicated = {name: param for name, param in parameters.items() if self.is_replicated(param)}
         for param in replicated.values():
             if isinstance(param, DTensor) and set(param.placements) != {Replicate()}:
@@ -247,7 +257,7 @@ class _Watch:
             handles.clear()
             # DDP finishes its gradients in such a callback. One that is queued by a callback runs
             # after all others.
-            at_end_of_backward(partial(at_end_of_backward, partial(self.compare, replicated)))
+            queue_backward_callback(partial(queue_backward_callback, partial(self.compare, replicated)))
 
         # torch.autograd.grad returns gradients without accumulating them, and is not compared.
         trained = [param for param in parameters.values() if param.requires_grad and not param.is_meta]
@@ -293,7 +303,7 @@ class _Watch:
                 grad: Any = param.grad
                 is_compared = grad is not None and self.is_replicated(grad)
                 fingerprints[name] = fingerprint(grad) if is_compared else [0.0, 0.0]
-        reports = from_all(group_named(self.group.name), (fingerprints, self.inputs.noted))
+        reports = all_gather_object(get_group_by_name(self.group.name), (fingerprints, self.inputs.noted))
         wrong = _different([found for found, _ in reports])
         problems = self.inputs.problems([noted for _, noted in reports])
         # The result is passed on along every other axis of the parameters' meshes.
@@ -303,12 +313,12 @@ class _Watch:
                 other_groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
         other_groups.pop(self.ranks, None)
         for group in other_groups.values():
-            for found, noted in from_all(group, (wrong, problems)):
+            for found, noted in all_gather_object(group, (wrong, problems)):
                 wrong.update(found)
                 problems = problems or noted
         if wrong and not problems:  # Different inputs explain different gradients.
             problems.append(
-                f"{listing(wrong)}: replicated on the {self.group.size} ranks of {self.axis}, but the "
+                f"{format_items(wrong)}: replicated on the {self.group.size} ranks of {self.axis}, but the "
                 f"gradients differ, by up to {max(wrong.values()):.2g} of their norm. Each rank has a "
                 f"partial gradient, and the replicas would diverge. Give a module that works on a "
                 f"local shard of features or tokens LocalParameters(), which all-reduces its "
@@ -360,13 +370,13 @@ class _InputCheck:
             if set(x.placements) != {Replicate()}:
                 return
             x = x.to_local()
-        x = synchronous(x)
+        x = wait_if_async(x)
         if type(x) is not Tensor or x.is_meta:  # Subclasses, such as fake tensors, may have no values.
             return
         if self.forwards == 1:
-            shapes = dict.fromkeys(from_all(group_named(self.group.name), tuple(x.shape)))
+            shapes = dict.fromkeys(all_gather_object(get_group_by_name(self.group.name), tuple(x.shape)))
             if len(shapes) > 1:
-                raise GradientError(self._problem(name, f" (shapes {listing(shapes)})"))
+                raise GradientError(self._problem(name, f" (shapes {format_items(shapes)})"))
         # Layers before this one may round differently on each rank. Token ids must be equal.
         tolerance = RELATIVE_TOLERANCE if x.is_floating_point() else 0.0
         self.noted = name, tolerance, fingerprint(x, (1.0, 0.7, 0.3))
@@ -432,7 +442,7 @@ def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
         tensor: a local tensor, or a DTensor, whose local tensor is used.
         rates: the weight of the value at position i is ``cos(rate * i)``.
     """
-    flat = synchronous(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    flat = wait_if_async(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
     flat = flat.detach()
     if flat.is_sparse:
         flat = flat.coalesce().values()

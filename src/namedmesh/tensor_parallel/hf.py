@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.errors import PlanError, did_you_mean, format_items
 from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region
 from namedmesh.tensor_parallel.experts import ShardedExperts
@@ -148,7 +148,7 @@ def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, Paral
             problems.append(f"{key!r}: {kind!r} {error.args[0]}; change or remove it in model._tp_plan")
     if not plan and not problems:
         problems.append(
-            f"{type(model).__name__} has no module that its _tp_plan names ({listing(stated, 3)})"
+            f"{type(model).__name__} has no module that its _tp_plan names ({format_items(stated, 3)})"
         )
     if problems:
         raise PlanError(*dict.fromkeys(problems))

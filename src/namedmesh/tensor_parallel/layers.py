@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from namedmesh._torch import local_parameters
+from namedmesh._torch import to_local_parameters
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import (
     Group,
@@ -218,7 +218,7 @@ def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = Tru
         is_partial = partial_grads and dtensor.placements == REPLICATED
         grad_placements.append(PARTIAL if is_partial else dtensor.placements)
     # One call for all DTensors: a to_local() for each costs a quarter of the step of a small layer.
-    local_tensors = iter(local_parameters(dtensors, grad_placements) if dtensors else ())
+    local_tensors = iter(to_local_parameters(dtensors, grad_placements) if dtensors else ())
     result = []
     for (name, shape), param in zip(shards.items(), params, strict=True):
         local = next(local_tensors) if isinstance(param, DTensor) else param

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import replaced_parameters
+from namedmesh._torch import replace_parameters
 from namedmesh.tensor_parallel.collectives import Group, reduce_from_tp_region
 from namedmesh.tensor_parallel.layers import local_params, shard_shapes
 from namedmesh.tensor_parallel.styles import shard_parameters
@@ -109,7 +109,7 @@ class LocalForward:
         params = {}
         for name, shard in zip(self.names, shards, strict=True):
             params[name] = self.local_param(name, shard)
-        with replaced_parameters(self.module, params):
+        with replace_parameters(self.module, params):
             return self.original(*args, **kwargs)
 
     def local_param(self, name: str, shard: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from namedmesh._torch import accept_mixed_lists, has_hooks
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.errors import PlanError, did_you_mean, format_items
 from namedmesh.tensor_parallel.buffers import watch_buffers
 from namedmesh.tensor_parallel.collectives import check_divides
 from namedmesh.tensor_parallel.gradients import compare_gradients, install_optimizer_step_hook
@@ -148,7 +148,7 @@ def resolve(
     for name, value in (must_divide or {}).items():
         if value % tp_size:
             places[f"{value} is not divisible by the tp size {tp_size} (from must_divide)"].append(name)
-    problems += [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
+    problems += [f"{format_items(fqns, 3)}: {reason}" for reason, fqns in places.items()]
     ties = _ties_of(model)
     problems += _broken_ties(model, entries, ties, tp_size)
     if problems:
@@ -180,7 +180,9 @@ def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> li
             if owner.key != key:
                 clashes[owner.key, key].append(fqn)
     for (first, second), fqns in clashes.items():
-        problems.append(f"{first!r} and {second!r} both match {listing(fqns, 3)}; one module takes one style")
+        problems.append(
+            f"{first!r} and {second!r} both match {format_items(fqns, 3)}; one module takes one style"
+        )
     return [*owners.values()]
 
 
@@ -301,7 +303,7 @@ def _unmatched_features(model: nn.Module, entries: Sequence[Entry]) -> Iterator[
             fits = any(size % features == 0 for size in taken)
             if not fits and not _states_heads(column) and order[column.module] < last:
                 fused = True
-                got = f"makes {features} features, but the row layers of its block take {listing(sorted(taken), 4)}"
+                got = f"makes {features} features, but the row layers of its block take {format_items(sorted(taken), 4)}"
                 why = "it is several layers in one (q|k|v, gate|up)"
                 remedy = "split it with split_linear, or use ColwiseParallel(heads=...) if it is interleaved per head"
                 yield column.fqn, f"{got}: {why}; {remedy}"
@@ -374,7 +376,7 @@ def _broken_ties(
         if len({layouts.get(place) for place in places}) > 1:
             how = [f"{modules[place[0]]}{place[1]}: {_words(layouts.get(place))}" for place in places]
             yield (
-                f"one parameter (tied) is laid out differently ({listing(how, 4)}); give all the same layout, such as "
+                f"one parameter (tied) is laid out differently ({format_items(how, 4)}); give all the same layout, such as "
                 f"RowwiseParallel for an embedding and ColwiseParallel for the output head, or untie them first"
             )
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import from_all, tree_leaves, tree_map
+from namedmesh._torch import all_gather_object, tree_leaves, tree_map
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import PlanError, count_of
+from namedmesh.errors import PlanError, format_count
 from namedmesh.tensor_parallel.plan import Plan, parallelize, resolve
 
 
@@ -36,7 +36,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [f"{name}: {text}" for name, text in self.different.items()]
-        total = f"{len(lines)} of {count_of(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one process"
+        total = f"{len(lines)} of {format_count(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one process"
         return "\n".join([*lines, total])
 
 
@@ -82,7 +82,7 @@ def verify(
     for name, each in (wanted | got).items():
         nothing = torch.zeros_like(each)  # in place of what one of the two does not make
         own[name] = _difference(got.get(name, nothing), wanted.get(name, nothing), tolerance, rounding)
-    of_all = from_all(mesh.get_group(), own)
+    of_all = all_gather_object(mesh.get_group(), own)
     different = {}
     for name in own:
         texts = [found[name] for found in of_all if found.get(name)]

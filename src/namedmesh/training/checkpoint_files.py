@@ -26,8 +26,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from namedmesh._torch import dcp_ranks
-from namedmesh.errors import CheckpointError, NamedMeshError, listing, ranks_in_words
+from namedmesh._torch import make_dcp_wrapper
+from namedmesh.errors import CheckpointError, NamedMeshError, format_items, format_ranks
 from namedmesh.mesh import NamedMesh
 
 _SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
@@ -86,7 +86,7 @@ class Writer(dcp.FileSystemWriter):
         written = {result.storage_data.relative_path for some in results for result in some}
         if unseen := [name for name in sorted(written) if not appears(data / name)]:
             raise CheckpointError(
-                f"{data} has no {listing(unseen, 4)} on rank 0, but on the rank that wrote it; {_SHARE}"
+                f"{data} has no {format_items(unseen, 4)} on rank 0, but on the rank that wrote it; {_SHARE}"
             )
         manifest = {key: self.about.pop(key) for key in ("data", "layout", "run")}
         values = io.BytesIO()
@@ -352,7 +352,7 @@ def latest(directory: Path) -> Path | None:
                 continue
             if not incomplete:
                 return path
-            problem = f"{path}, of which {listing(incomplete, 4)} is missing or has another size"
+            problem = f"{path}, of which {format_items(incomplete, 4)} is missing or has another size"
         warnings.warn(f"left out: {problem}", stacklevel=2)
     return None
 
@@ -396,7 +396,7 @@ class Ranks:
         """Return the ranks of a mesh. Collective: every rank of the mesh must call it."""
         if mesh is None:
             return cls(None)
-        group = mesh.groups.for_checkpoints(mesh.layout)
+        group = mesh.groups.get_checkpoint_group(mesh.layout)
         return cls._of.setdefault(group, cls(group))
 
     @property
@@ -422,12 +422,12 @@ class Ranks:
     def from_first(self, what: str, function: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, or raise what it raises, on the first."""
         with self.told(what):
-            return dcp_ranks(**self.arguments).broadcast("checkpoint", partial(_sendable, function))
+            return make_dcp_wrapper(**self.arguments).broadcast("checkpoint", partial(_sendable, function))
 
     def from_all(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on every rank, and return all results; all raise what it raises on any."""
         with self.told(what):
-            return dcp_ranks(**self.arguments).all_gather("checkpoint", partial(_sendable, function))
+            return make_dcp_wrapper(**self.arguments).all_gather("checkpoint", partial(_sendable, function))
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
@@ -462,7 +462,7 @@ def by_ranks(problems: Mapping[int, Iterable[str]]) -> list[str]:
     for rank, some in problems.items():
         for each in some:
             ranks_of.setdefault(each, []).append(rank)
-    return [each if 0 in ranks else f"{ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items()]
+    return [each if 0 in ranks else f"{format_ranks(ranks)}: {each}" for each, ranks in ranks_of.items()]
 
 
 def _error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
@@ -481,7 +481,7 @@ def _error_of_dcp(error: BaseException, what: str, rank: int) -> BaseException:
     problems = by_ranks(ours)
     for how, ranks in others.items():
         problems.append(
-            f"{what} by {ranks_in_words(ranks)} ({how}); see to room and permission there, and start the job again"
+            f"{what} by {format_ranks(ranks)} ({how}); see to room and permission there, and start the job again"
         )
     damaged = all(isinstance(cause, DamagedError) for cause in causes.values())
     return (DamagedError if damaged else CheckpointError)(*problems)

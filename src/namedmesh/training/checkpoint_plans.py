@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from namedmesh.errors import CheckpointError, listing, ranks_in_words
+from namedmesh.errors import CheckpointError, format_items, format_ranks
 from namedmesh.tensor_parallel.gradients import fingerprint
 from namedmesh.training.checkpoint_files import Writer
 from namedmesh.training.checkpoint_state import Names, State, of_owner, shown
@@ -58,7 +58,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         problems = []
         if others := [rank for rank, each in enumerate(told) if each["extra"] != told[0]["extra"]]:
             problems.append(
-                f"the extra values ({listing(extra)}) are not on {ranks_in_words(others)} what they are on rank 0; give "
+                f"the extra values ({format_items(extra)}) are not on {format_ranks(others)} what they are on rank 0; give "
                 "every rank the same, such as a list of what each of them has"
             )
         copies, contradictions = _compared(all_plans, aliases)
@@ -186,4 +186,4 @@ def shared_name(name: str) -> str:
 
 def in_words(wrong: Mapping[str, Iterable[str]]) -> list[str]:
     """Return a message for each thing that is wrong, with the names that it is wrong of."""
-    return [f"{listing(names)}: {how}" for how, names in wrong.items()]
+    return [f"{format_items(names)}: {how}" for how, names in wrong.items()]

@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from namedmesh._torch import with_local
-from namedmesh.errors import CheckpointError, listing
+from namedmesh._torch import replace_local_tensor
+from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.training import seeds
 from namedmesh.training.tying import tie_of
@@ -72,7 +72,7 @@ class State:
                 self._add_to_model(name_of(raw), value)
         if on_meta:
             remedy = "call model.to_empty(device=...) first"
-            raise CheckpointError(f"{listing(on_meta, 4)}: on the meta device; {remedy}")
+            raise CheckpointError(f"{format_items(on_meta, 4)}: on the meta device; {remedy}")
         for number, optimizer in enumerate(self.optimizers):
             self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
@@ -130,7 +130,7 @@ class State:
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
         named = self._named(optimizer)
         if unknown := [tuple(each.shape) for name, each in named if not name]:
-            what = f"the optimizer has parameters of shape {listing(unknown)} that the model has not"
+            what = f"the optimizer has parameters of shape {format_items(unknown)} that the model has not"
             raise CheckpointError(f"{what}; make it from the parameters that the model has now")
         packed = optimizer.state_dict()
         own = {key: value for key, value in packed.items() if key not in {"state", "param_groups"}}
@@ -210,7 +210,7 @@ class State:
                 pinned[name] = memory
             memory.copy_(local, non_blocking=True)
             devices.add(local.device)
-            self.values[name] = with_local(value, memory) if isinstance(value, DTensor) else memory
+            self.values[name] = replace_local_tensor(value, memory) if isinstance(value, DTensor) else memory
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 

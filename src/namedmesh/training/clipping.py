@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._torch import functional_collective, norms_of, scale_
+from namedmesh._torch import compute_norms, functional_collective, scale_
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
@@ -74,7 +74,8 @@ def clip_grad_norm_(
     Raises:
         TrainingError: on every rank, and nothing is scaled: the norm is not finite and
             ``error_if_nonfinite`` is set, ``norm_type`` is not greater than 0, or FSDP2 holds
-            parameters unsharded, so that their gradients cannot be seen.
+            parameters unsharded, or DDP over tensor parallelism has taken them out of the model,
+            so that their gradients cannot be seen.
         GradientError: on every rank, and nothing is scaled: weights or gradients differ between
             ranks that must have the same.
     """
@@ -175,7 +176,7 @@ def _local_power(
     powers: list[Tensor] = []
     # An empty shard has no largest value.
     for some in _by_device_and_type([shard for shard in shards if shard.numel()]).values():
-        norms = torch.stack(norms_of(some, norm_type, foreach))
+        norms = torch.stack(compute_norms(some, norm_type, foreach))
         norm = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64).to(device)
         powers.append(norm if math.isinf(norm_type) else norm.pow(norm_type))
     return _join(powers, norm_type, device)

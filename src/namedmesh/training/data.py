@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import DATA_AXES, SAME_SAMPLE_AXES
-from namedmesh.errors import AgreementError, AxisError, listing
+from namedmesh.errors import AgreementError, AxisError, format_items
 from namedmesh.mesh import NamedMesh
 
 
@@ -84,7 +84,7 @@ def _conflicts(one: Mapping[int, object], several: Mapping[int, object], what: s
     found: dict[object, dict[object, list[int]]] = {}
     for rank, each in one.items():
         found.setdefault(each, {}).setdefault(several[rank], []).append(rank)
-    groups = [[f"ranks {listing(ranks)}" for ranks in each.values()] for each in found.values()]
+    groups = [[f"ranks {format_items(ranks)}" for ranks in each.values()] for each in found.values()]
     return [f"{' and '.join(each)} loaded {what}" for each in groups if len(each) > 1]
 
 
@@ -104,9 +104,11 @@ def _add(found: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
     """Add a value to a hash; ``enclosing`` has the ids of the objects that contain it."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-        plain = value.ndim == 0 or value.dtype.hasobject
-        value = value.tolist() if plain else torch.from_numpy(value)
-    if isinstance(value, Tensor):
+        value = _from_numpy(value)
+    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
+        # Sparse and nested tensors are made of several plain ones.
+        _add(found, _state_of(value), (*enclosing, id(value)))
+    elif isinstance(value, Tensor):
         local = value.to_local() if isinstance(value, DTensor) else value
         flat = local.detach().resolve_conj().resolve_neg().cpu().contiguous()
         found.update(repr((flat.dtype, tuple(flat.shape))).encode())
@@ -126,6 +128,15 @@ def _add(found: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
         found.update(b"^%d" % enclosing.index(id(value)))
     else:
         _add(found, _state_of(value), (*enclosing, id(value)))
+
+
+def _from_numpy(value: Any) -> object:
+    """Return an array of numbers as a tensor, and everything else as Python's objects."""
+    if value.ndim == 0 or value.dtype.kind not in "biufc":  # such as strings, dates and records
+        converted: object = value.tolist()
+        return converted
+    # torch takes neither negative strides, as of flipped images, nor another order of bytes.
+    return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
 
 
 def _state_of(value: Any) -> object:

@@ -16,10 +16,11 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from namedmesh._torch import (
-    frees_after_forward,
-    from_all,
-    loss_of_schedule,
+    all_gather_object,
+    has_run_forward,
     remove_backwards,
+    reshards_after_forward,
+    set_schedule_loss,
     tree_leaves,
     tree_map,
 )
@@ -111,7 +112,7 @@ class Pipeline:
     def _keep_weights(self) -> None:
         """Let FSDP2 keep weights between micro-batches, unless the user told it otherwise."""
         for module in self._sharded:
-            frees = frees_after_forward(module)
+            frees = reshards_after_forward(module)
             if frees and self._kind.__name__ in SPLIT_BACKWARD:
                 wrong = f"{self._name} needs weights that reshard_after_forward=True frees"
                 raise TrainingError(f"{wrong}; pass False")
@@ -213,7 +214,7 @@ class Pipeline:
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
             found = int(greatest)
         if found == _REJECTED:
-            raise ShapeError(*dict.fromkeys(chain.from_iterable(from_all(group, problems))))
+            raise ShapeError(*dict.fromkeys(chain.from_iterable(all_gather_object(group, problems))))
         return bool(found)
 
     def _lacks_rows(self, batch: Batch, built: Built) -> bool:
@@ -222,7 +223,7 @@ class Pipeline:
 
     def _agree_on_output(self, batch: Batch, built: Built) -> None:
         """Raise the problems that the last stage found in a first run, on every rank of ``pp``."""
-        for problems, rowless in from_all(self._mesh.group("pp"), (batch.problems, built.rowless)):
+        for problems, rowless in all_gather_object(self._mesh.group("pp"), (batch.problems, built.rowless)):
             built.rowless |= rowless
             if self._lacks_rows(batch, built):
                 raise ShapeError(ROWLESS)
@@ -238,7 +239,7 @@ class Pipeline:
             stages.append(PipelineStage(module, index, total, self._mesh.device, group=group))
             if any(param.requires_grad for param in module.parameters()):
                 trained.append(index)
-        first_trained = min(chain.from_iterable(from_all(group, trained)), default=0)
+        first_trained = min(chain.from_iterable(all_gather_object(group, trained)), default=0)
         given_tensors = tensors_of((batch.args, batch.by_row, batch.whole))
         input_trains = any(tensor.requires_grad for tensor in given_tensors)
         splits = batch.backward and self._kind.__name__ in SPLIT_BACKWARD
@@ -270,7 +271,7 @@ class Pipeline:
         with (
             stage_hooks(self._modules, batch, built),
             _gradients_kept(self._modules if batch.checks_output else []),
-            loss_of_schedule(built.schedule, partial(self._loss_of_rows, batch, built)),
+            set_schedule_loss(built.schedule, partial(self._loss_of_rows, batch, built)),
         ):
             # torch cuts the numbers of the rows in place of the target, which may be of any form.
             wants_output = batch.target is None
@@ -301,9 +302,8 @@ class Pipeline:
         if not batch.problems and not self._lacks_rows(batch, built):
             loss = self._loss(output, target)
             if isinstance(loss, Tensor) and loss.numel() == 1:
-                # Not while torch finds out the shapes: the input is uninitialized memory then. The
-                # stage keeps nothing for a backward.
-                if batch.checks_reduction and built.stages[-1].fwd_cache:
+                # Not while torch finds out the shapes: the input is uninitialized memory then.
+                if batch.checks_reduction and has_run_forward(built.stages[-1]):
                     batch.checks_reduction = False
                     self._check_reduction(batch, output, target)
                 return loss
@@ -324,12 +324,15 @@ class Pipeline:
                 of_both = sum_of([self._loss(*tree_map(twice, once))], self._mesh)
             except Exception:  # noqa: BLE001  a loss for whole micro-batches only may be right
                 return
-        factor, other = (2, "sum") if self._reduction == "mean" else (1, "mean")
+        factor, other, remedy = 2, "sum", 'pass reduction="sum"'
+        if self._reduction == "sum":
+            factor, other = 1, "mean"
+            remedy = 'return the mean of the rows, undivided, and pass reduction="mean"'
         # Half precision is this exact. Other losses, such as contrastive ones, have any factor.
         if abs(float(of_both / of_one) - factor) < 0.02:  # noqa: PLR2004
             batch.problems.append(
                 f"the loss of a row that is given twice is {factor} times its loss, as of a "
-                f'{other}, but reduction is "{self._reduction}"; pass reduction="{other}"'
+                f'{other}, but reduction is "{self._reduction}"; {remedy}'
             )
 
 

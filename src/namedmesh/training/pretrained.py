@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from namedmesh.errors import CheckpointError, listing
+from namedmesh.errors import CheckpointError, format_items
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_files import Ranks
 
@@ -74,7 +74,7 @@ def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
     weights = [*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")]
     if others := sorted(file.name for file in weights if file.name not in _WRITTEN):
         problems.append(
-            f"{target} has other weights ({listing(others, 4)}), which from_pretrained() would read too, or "
+            f"{target} has other weights ({format_items(others, 4)}), which from_pretrained() would read too, or "
             "instead. Give a new directory, or remove them."
         )
     if problems:
@@ -124,7 +124,7 @@ def read_pretrained(path: Path) -> dict[str, Any] | None:
             twice.append(repr(name))
     if twice:
         raise CheckpointError(
-            f"{path} has {listing(twice, 4)} in more than one file. Remove the files of another model, or "
+            f"{path} has {format_items(twice, 4)} in more than one file. Remove the files of another model, or "
             f"name the files to read in {_INDEX}, as save_pretrained() does."
         )
     nothing: dict[str, Any] = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}}
@@ -137,5 +137,5 @@ def _weight_files(path: Path) -> list[Path]:
         return sorted(path.glob("*.safetensors"))
     named = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     if missing := sorted(name for name in named if not (path / name).exists()):
-        raise CheckpointError(f"{path / _INDEX} names files that do not exist: {listing(missing, 4)}.")
+        raise CheckpointError(f"{path / _INDEX} names files that do not exist: {format_items(missing, 4)}.")
     return [path / name for name in sorted(named)]

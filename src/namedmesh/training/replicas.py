@@ -14,15 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import from_all, held_unsharded, is_capturing, sharding_under_ddp
+from namedmesh._torch import (
+    all_gather_object,
+    hidden_by_ddp,
+    is_capturing,
+    iter_unsharded_parameters,
+    sharding_under_ddp,
+)
 from namedmesh.axes import EXPERT_AXES, TOKEN_AXES
-from namedmesh.errors import GradientError, TrainingError, listing
+from namedmesh.errors import GradientError, TrainingError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.gradients import (
     LAST_STEP,
     RELATIVE_TOLERANCE,
     ZERO_GRAD_THRESHOLD,
     fingerprint,
+    watched_models,
 )
 
 _CAUSES = (
@@ -70,7 +77,7 @@ def check_sharded(without_grad: dict[int, Tensor]) -> None:
     is_trained = any(param.requires_grad for param in without_grad.values())
     if torch.compiler.is_compiling() or not is_trained:
         return
-    held = {id(param) for param in held_unsharded()}
+    held = {id(param) for param in iter_unsharded_parameters()}
     hidden = {at: param for at, param in without_grad.items() if id(param) in held}
     if hidden:
         raise TrainingError(
@@ -81,6 +88,22 @@ def check_sharded(without_grad: dict[int, Tensor]) -> None:
         )
 
 
+def _check_not_hidden(params: Sequence[Tensor]) -> None:
+    """Raise TrainingError if DDP over tensor parallelism has taken parameters out of the model."""
+    given = {id(param) for param in params}
+    if any(sharding_under_ddp(param) for param in params):
+        return  # the local shards from before the first forward
+    for model in watched_models():
+        hidden = list(hidden_by_ddp(model))
+        if hidden and (not given or given.intersection(id(param) for param in model.parameters())):
+            raise TrainingError(
+                f"{len(hidden)} sharded parameters are missing: the first forward of "
+                "DistributedDataParallel over tensor parallelism took them out of the model. Keep "
+                "params = list(model.parameters()) from before the first forward, for the "
+                "optimizer and for clipping, or use fully_shard"
+            )
+
+
 def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
     """Compare weights and gradients over each axis along which they must be equal, on some calls.
 
@@ -88,6 +111,7 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
 
     Raises:
         GradientError: on every rank of the mesh, with all differences.
+        TrainingError: DDP over tensor parallelism has taken parameters out of the model.
     """
     # Compiled code and a CUDA graph cannot read values.
     if torch.compiler.is_compiling() or is_capturing():
@@ -95,11 +119,12 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
     call = _calls[mesh] = _calls.get(mesh, 0) + 1
     if call > LAST_STEP or call & (call - 1) or mesh.size() == 1 or dist.get_backend() == "fake":
         return
+    _check_not_hidden(params)
     problems = set(_find_differences(params, mesh))
     # Every rank raises, whichever stage or shard the ranks that differ have.
     for axis in mesh.layout:
         if mesh.size(axis) > 1:
-            problems.update(*from_all(mesh.group(axis), problems))
+            problems.update(*all_gather_object(mesh.group(axis), problems))
     if problems:
         raise GradientError(*sorted(problems))
 
@@ -197,4 +222,4 @@ def _differences(highest: list[list[float]], lowest: list[list[float]]) -> list[
 
 def _describe(params: Iterable[tuple[int, Tensor]]) -> str:
     """Return parameters by their position among those that were given, and their shape."""
-    return listing(f"{position} {tuple(param.shape)}" for position, param in params)
+    return format_items(f"{position} {tuple(param.shape)}" for position, param in params)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from namedmesh._torch import found_infs
+from namedmesh._torch import get_found_infs
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
@@ -50,7 +50,7 @@ def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) ->
     mesh = named_mesh(mesh, "sync_found_inf")
     if not scaler.is_enabled():
         return
-    by_device = found_infs(scaler, optimizer)
+    by_device = get_found_infs(scaler, optimizer)
     if by_device is None:
         raise TrainingError(
             "the gradients are still scaled; call scaler.unscale_(optimizer) before sync_found_inf"

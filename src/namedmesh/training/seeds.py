@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.data import get_worker_info
 
-from namedmesh._torch import make_rng_tracker
+from namedmesh._torch import is_capturing, make_rng_tracker
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
-from namedmesh.errors import TrainingError, listing
+from namedmesh.errors import TrainingError, format_items
 from namedmesh.mesh import NamedMesh, current_mesh
 
 _places: dict[str, str] = {}  # of each stream, the coordinates that its numbers depend on
@@ -97,8 +97,7 @@ def streams(name: str) -> Iterator[None]:
         raise TrainingError(f"there is no stream {name!r}; seed_all() makes tensor, expert and data")
     source = _data if name == "data" else torch.default_generator
     devices = [] if name == "data" else _devices
-    on_cuda = any(device.type == "cuda" for device in devices)
-    if on_cuda and torch.cuda.is_current_stream_capturing():
+    if devices and is_capturing():
         raise TrainingError(
             f"streams({name!r}) was entered while a CUDA graph is captured, which cannot seed "
             "generators and would replay the same numbers; capture only code without streams, or "
@@ -195,12 +194,17 @@ def init_parameters(
             returns the mean and the standard deviation of a normal distribution.
 
     Raises:
-        TrainingError: some parameters are on the meta device.
+        TrainingError: some parameters are on the meta device, or the seed is no integer.
     """
+    if not isinstance(seed, SupportsIndex):  # such as the mesh, whose description has the layout
+        raise TrainingError(
+            f"seed of init_parameters must be an int, got {type(seed).__name__}; "
+            "call init_parameters(model, seed=0)"
+        )
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise TrainingError(
-            f"{listing(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
+            f"{format_items(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
         )
     for wrapped, parameter in model.named_parameters():
         name = plain_name(wrapped)

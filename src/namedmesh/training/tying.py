@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import from_all
+from namedmesh._torch import all_gather_object
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import ShapeError
 from namedmesh.mesh import NamedMesh
@@ -80,7 +80,7 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
     for end, param in here.items():
         trained = "trained" if param.requires_grad else "frozen"
         descriptions[end] = (tuple(_local(param).shape), str(param.dtype), trained)
-    by_rank = from_all(mesh.group("pp"), (descriptions, next(_numbers)))
+    by_rank = all_gather_object(mesh.group("pp"), (descriptions, next(_numbers)))
     peer = _check_ends([found for found, _ in by_rank], here)
     number = str(by_rank[0][1])
     if not here or first is last:  # with pp=1 both may be one parameter

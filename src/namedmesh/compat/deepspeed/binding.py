@@ -89,7 +89,7 @@ def _collect_values(mesh: NamedMesh) -> dict[str, Any]:
     if "ep" not in mesh:
         return values
     with agreed_groups(mesh, "deepspeed.bind"):
-        replica_group = mesh.group("edp") if "edp" in mesh else mesh.groups.alone()
+        replica_group = mesh.group("edp") if "edp" in mesh else mesh.groups.get_self_group()
     expert_groups = {
         "_EXPERT_PARALLEL_GROUP": mesh.group("ep"),
         "_EXPERT_DATA_PARALLEL_GROUP": replica_group,

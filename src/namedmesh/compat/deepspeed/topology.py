@@ -14,16 +14,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agreed
+from namedmesh.agreement import agree_on
 from namedmesh.compat.deepspeed.accessors import GroupAccessors
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import agreed_groups, check_default_group
 from namedmesh.errors import LayoutError
-from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
-from namedmesh.sizes import product
+from namedmesh.options import GroupOptions
+from namedmesh.sizes import format_sizes
 
 __all__ = [
     "PipeDataParallelTopology",
@@ -87,14 +87,14 @@ class ProcessTopology:
         """
         if len(coord_kwargs) != len(self._layout_axes):
             raise LayoutError(
-                f"get_rank() needs a coordinate for each axis of {product(self.axes, self.dims)}, got "
+                f"get_rank() needs a coordinate for each axis of {format_sizes(self.axes, self.dims)}, got "
                 f"{len(coord_kwargs)}; call filter_match() for the ranks at some coordinates"
             )
         coord = self.ProcessCoord(**coord_kwargs)
         ranks = self.filter_match(**coord_kwargs)
         if not ranks:
             raise ContractError(
-                f"{coord} is outside of {product(self.axes, self.dims)}; coordinates count from 0"
+                f"{coord} is outside of {format_sizes(self.axes, self.dims)}; coordinates count from 0"
             )
         return ranks[0]
 
@@ -264,7 +264,7 @@ class PipelineParallelGrid(GroupAccessors):
         factors = _prime_factors(dist.get_world_size())
         topology = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
         axes = topology.get_axis_names()
-        with agreed("deepspeed.PipelineParallelGrid") as compare:
+        with agree_on("deepspeed.PipelineParallelGrid") as compare:
             # The topology may be upstream's, which has no layout.
             layout = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes]).layout
             if layout.world_size != dist.get_world_size():

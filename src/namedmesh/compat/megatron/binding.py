@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh import current
-from namedmesh.agreement import agreed
+from namedmesh.agreement import agree_on
 from namedmesh.axes import DENSE_AXES
 from namedmesh.compat import ContractError, ContractRuntimeError, ContractTypeError
 from namedmesh.compat.megatron import parallel_state
@@ -38,10 +38,10 @@ from namedmesh.compat.state import (
     check_default_group,
     check_open,
 )
-from namedmesh.groups import GroupOptions
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
+from namedmesh.options import GroupOptions
 
 _SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -143,7 +143,7 @@ class ParallelStateBinding:
             return
         factory = GroupFactory(self.module)
         try:
-            with agreed("megatron.initialize_model_parallel") as compare:
+            with agree_on("megatron.initialize_model_parallel") as compare:
                 values = self._run_and_make_mesh(factory, compare, initialize, arguments)
         except BaseException:
             # The mesh is known to this call alone: close it, with the groups that exist so far.
@@ -236,11 +236,11 @@ def _ranks_of_mesh(mesh: NamedMesh, axes_by_ranks: AxesByRanks) -> tuple[MeshRan
 def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
     """Return the options of those axes of a layout that an open mesh has over the same ranks."""
     options = {}
-    for mesh in current.alive():
+    for mesh in current.open_meshes():
         for view in (mesh.layout, *mesh.views.values()):
             for axis in {*view} & {*layout}:
                 if view.partition(axis) == layout.partition(axis):
-                    options[axis] = mesh.groups.completed(mesh.options_of((axis,)))
+                    options[axis] = mesh.groups.normalize(mesh.options_of((axis,)))
     return options
 
 

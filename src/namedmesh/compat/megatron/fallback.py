@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from namedmesh._torch import from_all, set_group_timeout
+from namedmesh._torch import all_gather_object, set_group_timeout
 from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.compat.megatron.ranks import (
     MEGATRON_NAMES,
@@ -207,7 +207,7 @@ class ParallelStateFallback:
         for variable in variables:
             # A rank has its own group only, but must create those of all ranks.
             local_ranks = tuple(dist.get_process_group_ranks(self.module[variable]))
-            rank_sets = list(dict.fromkeys(from_all(world, local_ranks)))
+            rank_sets = list(dict.fromkeys(all_gather_object(world, local_ranks)))
             duplicates.append(
                 self._create_groups(rank_sets, timeout=timeout, group_desc=f"{variable[1:]}_AG")
             )

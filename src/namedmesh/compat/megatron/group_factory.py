@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from namedmesh._torch import is_registered
 from namedmesh.compat.megatron.ranks import AxesByRanks
-from namedmesh.groups import GroupOptions
 from namedmesh.mesh import NamedMesh
+from namedmesh.options import GroupOptions
 
 
 class GroupFactory:
@@ -90,7 +90,7 @@ class GroupFactory:
         """Make the groups over the axes, and return this rank's; without axes, one group."""
         groups = self.mesh.groups
         if len(members) == 1:
-            return groups.alone()
+            return groups.get_self_group()
         if layout_and_axes is None:
             timeout = groups.defaults.timeout
             return self._create_upstream_group(members, timeout, backend, None, False, group_desc)
@@ -98,8 +98,8 @@ class GroupFactory:
         has_default_options = self._default_options and len(axes) > 1
         options = GroupOptions() if has_default_options else self.mesh.options_of(axes)
         if backend == "gloo":
-            options = groups.gloo_options(options)
-        return groups.over(layout, axes, options)
+            options = groups.make_gloo_options(options)
+        return groups.get_or_create(layout, axes, options)
 
     def _create_upstream_group(self, ranks: Any, *arguments: Any) -> Any:
         """Create a group with upstream's function. It is destroyed when the mesh is closed."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from namedmesh._torch import group_named
+from namedmesh._torch import get_group_by_name
 from namedmesh.compat import ContractError, ContractRuntimeError
 from namedmesh.compat.layers import SELF_GROUP, Initializer, ParallelLayer, VocabEmbedding, scatter
 from namedmesh.compat.megatron import mappings as _mappings  # `mappings` is another name below
@@ -81,7 +81,7 @@ class _Layer(ParallelLayer):
     def tp_group(self) -> ProcessGroup | None:
         """The group of the layer; None if ``torch.distributed`` was not initialized."""
         # The layer keeps the name only: a process group cannot be copied or pickled with the layer.
-        return group_named(self.group.name) if self.group.name else None
+        return get_group_by_name(self.group.name) if self.group.name else None
 
 
 class _Linear(_Layer):

@@ -1,0 +1,138 @@
+"""Parse layouts as users write them, declare their command-line flags, and format tables.
+
+The commands ``plan``, ``partitions``, ``diff``, ``doctor`` and ``verify`` share this module.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from namedmesh.axes import USUAL_AXES
+from namedmesh.errors import UsageError, did_you_mean
+from namedmesh.layout import Layout
+from namedmesh.legacy import LEGACY_APIS, NAMEDMESH_API, JobLayout, compute_layouts
+
+EXIT_MISMATCH = 3
+"""Exit status if layouts or results differ, or nothing fits; 1 is a wrong layout, 2 a flag."""
+
+
+def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
+    """Parse a layout specification into the name of a legacy API and the axis sizes.
+
+    Args:
+        text: axes with their sizes, slowest first, where -1 is inferred; or the name of a legacy
+            API and sizes.
+
+    Returns:
+        The name of the legacy API, None without one, and the sizes by axis.
+
+    Raises:
+        UsageError: for every item that is neither a size nor a known name, and every repeated axis.
+
+    Example:
+        >>> parse_spec("pp=2,dp=-1,tp=2"), parse_spec("megatron tp=2, pp=4")
+        ((None, {'pp': 2, 'dp': -1, 'tp': 2}), ('megatron', {'tp': 2, 'pp': 4}))
+    """
+    api_name: str | None = None
+    sizes: dict[str, int] = {}
+    problems: list[str] = []
+    for position, item in enumerate(text.replace(",", " ").split()):
+        # All mistakes are collected, so that one correction is enough.
+        axis, _, size = item.partition("=")
+        if position == 0 and item in LEGACY_APIS:
+            api_name = item
+        elif not size.removeprefix("-").isdecimal():
+            names = f"none of {', '.join(LEGACY_APIS)}"
+            if position == 0:  # The name of a legacy API can only come first.
+                names += did_you_mean(item, LEGACY_APIS)
+            problems.append(f"{item!r} is no size, such as tp=2 or dp=-1, and {names}")
+        elif axis in sizes:
+            problems.append(f"axis {axis!r} has a size already; give each axis one")
+        else:
+            sizes[axis] = int(size)
+    if problems:
+        raise UsageError(*(f"layout {text!r}: {problem}" for problem in problems))
+    return api_name, sizes
+
+
+def make_layouts(
+    spec: str | Layout = "", /, *, world_size: int | None = None, order: str | None = None, **sizes: int
+) -> JobLayout:
+    """Make the dense and the expert layout of a specification, a layout or sizes.
+
+    Args:
+        spec: as for :func:`namedmesh.plan.make_plan`.
+        world_size: the number of ranks; needed to infer a size of -1.
+        order: the axes, fastest first.
+        **sizes: the axis sizes, if ``spec`` has none.
+
+    Raises:
+        UsageError: if sizes are given twice, or ``order`` in addition to a specification that has
+            an order.
+        LayoutError: if the sizes do not fit together.
+    """
+    if isinstance(spec, Layout):
+        api_name = None
+        spec_sizes = dict(spec.items())
+    else:
+        api_name, spec_sizes = parse_spec(spec)
+    if spec_sizes and sizes:
+        raise UsageError(f"both {spec!r} and sizes for {', '.join(sizes)} were given; give one of them")
+    if spec_sizes and api_name is None:
+        # Sizes without a legacy API are written in the order of the mesh, so no table decides it.
+        if order is not None:
+            raise UsageError(f"{spec!r} has its order already; leave the order out, or give sizes by name")
+        layout = Layout.from_shape(spec_sizes, spec_sizes.values(), world_size=world_size)
+        return JobLayout(NAMEDMESH_API, layout)
+    api = LEGACY_APIS.get(api_name or "", NAMEDMESH_API)
+    return compute_layouts(api, spec_sizes or sizes, world_size=world_size, order=order)
+
+
+def positive_int(text: str) -> int:
+    """Convert a command-line argument to an int of at least 1, or raise a ValueError."""
+    number = int(text)
+    if number < 1:
+        raise ValueError  # argparse words the message: "invalid positive_int value"
+    return number
+
+
+def add_layout_arguments(parser: ArgumentParser) -> None:
+    """Declare a specification, a flag for each usual axis, and the order."""
+    text = f"axes and sizes, slowest first: pp=2,dp=-1,tp=2; or one of {', '.join(LEGACY_APIS)} and sizes"
+    parser.add_argument("spec", nargs="*", metavar="SPEC", help=text)
+    for axis in USUAL_AXES:
+        parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=f"the size of {axis}")
+    parser.add_argument("--order", help="the order of the axes, fastest first (default: tp-cp-ep-dp-pp)")
+
+
+def read_layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
+    """Return the specification and the keyword arguments for :func:`make_layouts`."""
+    keywords: dict[str, Any] = {}
+    # Flags that are not given are left out: their defaults depend on the specification.
+    for name in (*USUAL_AXES, "order"):
+        value = getattr(arguments, name)
+        if value is not None:
+            keywords[name] = value
+    return " ".join(arguments.spec), keywords
+
+
+def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Format rows under named columns; columns of numbers are aligned to the right.
+
+    Args:
+        columns: the heading of each column.
+        rows: the cells of each row; an empty text is a missing number.
+    """
+    padded_columns = []
+    for heading, *cells in zip(columns, *rows, strict=True):
+        texts = [heading, *map(str, cells)]
+        width = max(map(len, texts))
+        # A number that is not known is an empty text, and does not make a column one of texts.
+        is_numeric = not any(isinstance(cell, str) and cell for cell in cells)
+        if is_numeric:
+            padded_columns.append([text.rjust(width) for text in texts])
+        else:
+            padded_columns.append([text.ljust(width) for text in texts])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded_columns, strict=True))

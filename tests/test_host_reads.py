@@ -1,0 +1,93 @@
+"""How often each call of a training step reads a value of the device, for which it waits: as often as the book says."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from as_cuda import NoReads
+from ranks import run_ranks
+from tensors import numbers
+from test_training_experts import Experts
+from torch import Tensor
+from tp_models import Llama, llama_plan
+
+import namedmesh
+from namedmesh import training
+from namedmesh.tensor_parallel import ExpertParallel, cross_entropy, parallelize, reduce_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BOOK = Path(__file__).parent.parent / "examples" / "README.md"
+LAST = 5  # the ranks compare on calls 1, 2 and 4
+
+
+def reads_of_a_step() -> dict[str, int]:
+    """The reads of each call in the last of several steps."""
+    reads: dict[str, int] = {}
+
+    def count(name: str, call: Callable[[], Any]) -> Any:
+        with NoReads(limit=1000) as seen:
+            result = call()
+        reads[name] = seen.reads
+        return result
+
+    mesh = namedmesh.init_mesh(tp=2)
+    model = parallelize(Llama(layers=1), mesh["tp"], llama_plan(sequence_parallel=True))
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    clip = partial(training.clip_grad_norm_, params, 1.0, mesh)
+    ids = torch.randint(0, 32, (2, 8))
+    targets, logits = torch.randint(0, 32, (16,)), torch.randn(16, 16)
+    for _ in range(LAST):
+        with mock.patch.object(Tensor, "is_cpu", new=False):  # ids on an accelerator
+            tokens = count("count_tokens", partial(training.count_tokens, targets != 3, mesh))
+            output = count("a forward", partial(model, ids))
+            count("cross_entropy", partial(cross_entropy, logits, targets, mesh["tp"]))
+        loss = count("token_mean", partial(training.token_mean, output.square().sum(), tokens, mesh))
+        count("a backward", scaler.scale(loss).backward)
+        scaler.unscale_(optimizer)
+        count("sync_found_inf", partial(training.sync_found_inf, scaler, optimizer, mesh))
+        count("reduce_gradients", partial(reduce_gradients, params))
+        count("clip_grad_norm_", clip)
+        count("the step of an optimizer", optimizer.step)
+        count("mean_loss", partial(training.mean_loss, loss, mesh))
+        scaler.update()
+    count("clip_grad_norm_(error_if_nonfinite=True)", partial(clip, error_if_nonfinite=True))
+    mesh.close()
+
+    mesh = namedmesh.init_mesh(cp=2)
+    qkv = numbers(3, 1, 2, 8, 4, seed=0)
+    part, _ = count("shard_sequence", partial(training.shard_sequence, qkv, mesh=mesh["cp"], dim=3))
+    query, key, value = part
+    count("context_attention", partial(training.context_attention, query, key, value, mesh["cp"]))
+    mesh.close()
+
+    mesh = namedmesh.init_mesh(dp=2)
+    mesh.add_view("expert", edp=1, ep=2)
+    experts = parallelize(Experts(), mesh["ep"], ExpertParallel(mesh))
+    counts = torch.full((4,), 2)
+    for step in range(LAST):
+        tokens = numbers(8, 3, seed=2 * step + mesh.rank("dp")).requires_grad_()
+        output = count("a forward with ExpertParallel", partial(experts, tokens, counts))
+        count("its backward", output.sum().backward)
+    mesh.close()
+    return reads
+
+
+def test_each_call_reads_as_many_values_as_the_book_says() -> None:
+    page = (
+        BOOK.read_text(encoding="utf-8")
+        .partition("\n## Calls that wait for a GPU\n")[2]
+        .partition("\n## ")[0]
+    )
+    shown: dict[str, int] = {}
+    for names, reads in re.findall(r"^\| (.+?) \| (\d) ", page, flags=re.MULTILINE):
+        shown |= dict.fromkeys(names.replace("`", "").split("; "), int(reads))
+    assert run_ranks(2, reads_of_a_step) == [shown] * 2
