@@ -191,7 +191,7 @@ def _all_reduce_sum(x: Tensor, group: Group, _argument: None) -> Tensor:
 
 def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     check_divides(x.shape, dim, group.size)
-    first = x.movedim(dim, 0)
+    first = x.movedim(dim, 0)  # NCCL and gloo split dim 0 only.
     shard = functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name)
     return _move_first_dim(shard, dim)
 
@@ -236,6 +236,7 @@ def local_shard(x: Tensor, group: Group, dim: int) -> Tensor:
     check_divides(x.shape, dim, group.size)
     width = x.shape[dim] // group.size
     shard = x.narrow(dim, group.rank * width, width)
+    # A view would keep the memory of the full tensor in use.
     return shard.clone(memory_format=torch.contiguous_format)
 
 
@@ -274,6 +275,7 @@ def check_ids_in_vocab(ids: Tensor, vocabulary: int, name: str) -> None:
         message = f"{name}: an id is outside the vocabulary, from 0 to {vocabulary - 1}"
         assert_on_device(all_in_vocab, message)
         return
+    # One pass over the ids finds both bounds.
     low, high = map(int, torch.aminmax(ids))
     if low < 0 or high >= vocabulary:
         got = f"the ids run from {low} to {high}"
@@ -281,7 +283,9 @@ def check_ids_in_vocab(ids: Tensor, vocabulary: int, name: str) -> None:
 
 
 def _move_first_dim(x: Tensor, dim: int) -> Tensor:
-    """Move dim 0 to ``dim``, and copy: users cannot write into a view that is an autograd output."""
+    """Move dim 0 to ``dim``, and copy."""
     if dim == 0:
         return x
+    # Users may write into an activation in place. autograd forbids that for a view which an
+    # autograd function has returned.
     return x.movedim(0, dim).clone(memory_format=torch.contiguous_format)

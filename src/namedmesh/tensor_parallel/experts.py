@@ -1,4 +1,4 @@
-"""Styles for stacked experts: expert tensor parallelism (``etp``) and expert parallelism (``ep``)."""
+"""Styles for stacked experts: expert tensor parallelism and expert parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-reduce partial gradients, and check that gradients of replicated parameters match across ranks.
+"""All-reduce partial gradients, and compare gradients of replicated parameters.
 
 Nothing shows from outside whether a forward uses a replicated parameter on a local shard of the
 features. The gradients show it: they are then partial, and differ between ranks. One pre-hook of
@@ -42,8 +42,8 @@ LAST_STEP = 1024
 # but kernels with another order of summation differ by some 1e-3 in half precision. Partial
 # gradients differ by much of their norm.
 RELATIVE_TOLERANCE = 1e-2
-# A norm below this fraction of the largest gradient norm counts as zero: such a gradient may consist
-# of the rounding errors of terms that cancel out.
+# A norm below this fraction of the largest gradient norm counts as zero: such a gradient may
+# consist of the rounding errors of terms that cancel out.
 ZERO_GRAD_THRESHOLD = 1e-6
 
 
@@ -97,7 +97,7 @@ def _partial_placements(param: Any) -> tuple[Placement, ...]:
 
 
 def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-    """All-reduce the gradients of several parameters at once; a gradient on no rank stays None."""
+    """All-reduce the gradients of several parameters; a gradient on no rank stays None."""
     local_grads = []
     for param in params:
         if param.grad is None:
@@ -109,7 +109,7 @@ def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tupl
         if param.grad is None:
             ranks_with_grad[index] = 0
     bucket = torch.cat([*(grad.flatten() for grad in local_grads), ranks_with_grad])
-    # A sum in half precision is rounded after every rank: over eight ranks it may be off by a percent.
+    # In half precision the sum is rounded after every rank: a percent of error over eight ranks.
     bucket = bucket.to(torch.promote_types(bucket.dtype, torch.float32))
     for dim, placement in enumerate(placements):
         if isinstance(placement, Partial):
@@ -131,7 +131,7 @@ _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyD
 
 
 def compare_gradients(model: nn.Module, mesh: AxisMesh) -> None:
-    """Register a check that gradients of replicated parameters are identical on all ranks of an axis.
+    """Register a check that gradients of replicated parameters match on all ranks.
 
     For a model that was sharded along the axis by other means; ``parallelize`` calls this itself.
     It covers parameters that are not sharded along the axis: plain tensors, and DTensors that are
@@ -201,7 +201,7 @@ def watched_models() -> list[nn.Module]:
 
 
 class _Watch:
-    """Compares the gradients of a model across the ranks of an axis: a forward pre-hook of the model.
+    """Compares the gradients of a model across an axis: a forward pre-hook of the model.
 
     It is copied and pickled with the model. The copy starts over, like the watch of a new model.
     """
@@ -216,7 +216,7 @@ class _Watch:
         self.model = weakref.ref(model)  # The global table must not keep models alive.
         self.begun = False
         self.inputs = _InputCheck(self.group, self.axis)
-        # Results of _has_no_other_shards by mesh and placements: thousands of parameters share a few.
+        # Cached by mesh and placements: thousands of parameters share a few of them.
         self.replicated: dict[Any, bool] = {}
         _watches[next(_numbers)] = self
 
@@ -278,9 +278,9 @@ class _Watch:
         return self.replicated[sharding]
 
     def _has_no_other_shards(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-        # The mesh of the tensor may be another view of the ranks, such as that of experts. The tensor
-        # is replicated if no other rank of the axis holds another shard: one that differs from this
-        # rank in coordinates along dims that are not replicated.
+        # The mesh of the tensor may be another view of the ranks, such as the view of experts. The
+        # tensor is replicated unless another rank of the axis holds another shard: a rank with
+        # other coordinates along dims that are not replicated.
         index: list[Any] = [*(mesh.get_coordinate() or ())]
         for dim, placement in enumerate(placements):
             if not isinstance(placement, Replicate):
@@ -371,7 +371,7 @@ class _InputCheck:
                 return
             x = x.to_local()
         x = wait_if_async(x)
-        if type(x) is not Tensor or x.is_meta:  # Subclasses, such as fake tensors, may have no values.
+        if type(x) is not Tensor or x.is_meta:  # Fake tensors have no values.
             return
         if self.forwards == 1:
             shapes = dict.fromkeys(all_gather_object(get_group_by_name(self.group.name), tuple(x.shape)))
@@ -436,7 +436,7 @@ def _different(reports: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, fl
 def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
     """Return the norm of a tensor, and a weighted sum of its values for each rate.
 
-    It is computed in double precision, so that fingerprints of equal tensors are equal on all ranks.
+    It is computed in double precision: equal tensors have equal fingerprints on all ranks.
 
     Args:
         tensor: a local tensor, or a DTensor, whose local tensor is used.

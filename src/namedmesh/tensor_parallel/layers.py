@@ -30,7 +30,7 @@ REPLICATED = (Replicate(),)
 PARTIAL = (Partial(),)
 
 
-# The shape of the local shard of each parameter of a module, by name; None if the parameter is None.
+# The shape of the local shard of each parameter, by name; None if the parameter is None.
 Shards: TypeAlias = "Mapping[str, torch.Size | None]"
 
 
@@ -60,7 +60,7 @@ class ColumnLinear(nn.Linear):
     Attributes:
         layouts: the input and output layouts.
         shards: the shapes of the local shards of the parameters.
-        rows: the output features to compute, if the weight is replicated (:class:`KeyValueParallel`).
+        rows: the output features to compute of a replicated weight (:class:`KeyValueParallel`).
     """
 
     layouts: LayerLayouts
@@ -80,8 +80,8 @@ class ColumnLinear(nn.Linear):
         if isinstance(input, DTensor):
             if input.placements != REPLICATED:
                 input = input.redistribute(placements=REPLICATED)  # noqa: A001
-            # The producer of this DTensor (such as SharedInput) all-reduces the partial gradients of
-            # all its consumers at once.
+            # The producer of this DTensor (such as SharedInput) all-reduces the partial gradients
+            # of all its consumers at once.
             x = input.to_local(grad_placements=PARTIAL)
         else:
             x = enter_tp_region(to_autocast_dtype(input), group, self.layouts.input_dim)
@@ -189,7 +189,7 @@ class ConcatLinear(nn.ModuleList):
     """Linears with the same input, whose outputs are concatenated. Made by :func:`split_linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the concatenated outputs: those of the fused linear, or the local shard of each."""
+        """Return the output of the fused linear, or the local shard of each of its parts."""
         return torch.cat([linear(x) for linear in self], -1)
 
 

@@ -91,8 +91,8 @@ class LocalForward:
         self.shards = shard_shapes(module, self.names)
         inner = self.original
         while isinstance(inner, LocalForward):
-            # Several styles may be applied to one module: experts are sharded over etp, and then over
-            # ep. The inner forward gets parameters that are sharded over both.
+            # Several styles may be applied to one module: experts are sharded over etp, and then
+            # over ep. The inner forward gets parameters that are sharded over both.
             shapes = {}
             for name, shape in inner.shards.items():
                 shapes[name] = self.shards.get(name, shape)

@@ -65,7 +65,7 @@ def replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
     """
     old = module.get_parameter(name)
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
-    # Optimizer setups read attributes of parameters, such as one that excludes it from weight decay.
+    # Optimizer setups read such attributes, for example to exclude a parameter from weight decay.
     vars(new).update({**vars(old), **vars(new)})
     module.register_parameter(name, new)
 
@@ -99,8 +99,8 @@ class _FastPathMixin:
         return layer_placements(self, module)
 
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        # torch calls this for every submodule. In a subclass of nn.Linear with linears inside, torch's
-        # own function would shard those too; only the module itself has the name "".
+        # torch calls this for every submodule. In a subclass of nn.Linear with linears inside, its
+        # own function would shard those too. Only the module itself has the name "".
         if not name:
             placements = self.layout(module, device_mesh.size())
             shard_parameters(module, device_mesh, placements, self.src_data_rank)
@@ -108,8 +108,8 @@ class _FastPathMixin:
     _partition_embedding_fn = _partition_linear_fn
 
     def fast_path_class(self: Any, module: nn.Module) -> type | None:
-        """Return the class whose forward computes on local tensors; None for torch's DTensor path."""
-        # A forward on the instance, or hooks on parameters, expect what torch's path passes to them.
+        """Return the class whose forward uses local tensors; None for torch's DTensor path."""
+        # A forward on the instance hides that of the class. Hooks may expect torch's DTensors.
         if "forward" in vars(module) or has_hooks(module):
             return None
         layer_class: type | None = self.supported_class(module)
@@ -192,8 +192,9 @@ class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
     Args:
         input_layouts: ``Shard(-1)`` (the default, also for the ids of an embedding: pass
             ``Replicate()`` there), or ``Replicate()`` to use the local shard of the features.
-        output_layouts: ``Replicate()`` (the default) to all-reduce; ``Shard(dim)`` to reduce-scatter
-            (sequence parallelism) into equal shards, or the forward raises a ShapeError.
+        output_layouts: ``Replicate()`` (the default) to all-reduce; ``Shard(dim)`` to
+            reduce-scatter into equal shards (sequence parallelism). The forward raises a
+            ShapeError if the shards would be unequal.
         use_local_output: as for :class:`ColwiseParallel`.
     """
 
