@@ -168,7 +168,7 @@ def compare_fairscale() -> dict[str, Any]:
 def compare_mappings() -> dict[str, Any]:
     found: dict[str, Any] = {}
     theirs = original("fairscale.nn.model_parallel.mappings")
-    for name in [name for name in dir(fairscale.mappings) if name.endswith("_region")]:
+    for name in [name for name in dir(fairscale.mappings) if name.endswith("_model_parallel_region")]:
         value = numbers(3, 2, 8, seed=1 if name.startswith(("copy", "scatter")) else dist.get_rank())
         ezpz_function = getattr(ezpz.mappings, name.replace("model_parallel", "tensor_parallel"))
         for ours in (getattr(fairscale.mappings, name), ezpz_function):

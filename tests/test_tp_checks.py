@@ -54,52 +54,69 @@ def alone(x: Any, group: Any, dim: int | None = None) -> Any:
 
 
 def cut(x: Any, group: Any, dim: int | None = None) -> Any:
-    return x if dim is None else collectives.my_shard(x, group, dim)
+    return x if dim is None else collectives.local_shard(x, group, dim)
 
 
-WAYS: dict[str, Callable[..., Any]] = {
-    "_joined": alone,
-    "_summed": cut,
+LOCAL_OPS: dict[str, Callable[..., Any]] = {
+    "_copy": alone,
+    "_all_reduce_sum": cut,
+    "_reduce_scatter": cut,
     "all_gather": alone,
-    "my_shard": cut,
-    "_sent": lambda x, *_: x.clone(),
-    "_returned": lambda x, *_: x.clone(),
+    "local_shard": cut,
+    "_all_to_all": lambda x, *_: x.clone(),
+    "_all_to_all_backward": lambda x, *_: x.clone(),
 }
 REMOVED: dict[str, Callable[..., Any]] = {
-    "enter": alone,
-    "leave": cut,
+    "enter_tp_region": alone,
+    "copy_to_tp_region": alone,
+    "all_gather_to_tp_region": alone,
+    "exit_tp_region": cut,
+    "reduce_from_tp_region": cut,
+    "reduce_scatter_from_tp_region": cut,
     "gather": alone,
     "split": cut,
-    "exchange": lambda x, *_: x.clone(),
-    "_region": lambda x, there, _back, *how: WAYS[there.__name__](x, *how),
+    "all_to_all_single": lambda x, *_: x.clone(),
+    "_apply_collective": lambda x, op, _backward_op, *rest: LOCAL_OPS[op.__name__](x, *rest),
     "all_reduce": lambda x, *_: x.clone(),
     "all_gather": alone,
 }
 
 
-def twice(x: Any, group: Any, *rest: Any) -> Any:
-    """The same sum once more, on its own result."""
-    again = collectives.all_reduce(x, group) if not rest or rest[0] is not None else 2 * x
-    return collectives.leave(again, group, *rest)
+def sum_twice(x: Any, group: Any, dim: int | None = None) -> Any:
+    """Sum over the ranks as if a second all-reduce followed: multiplied by the number of ranks."""
+    return collectives.exit_tp_region(WORLD * x, group, dim)
+
+
+def apply_twice(x: Any, *rest: Any) -> Any:
+    # The function itself, because the name in the module is the switch that calls this mutant.
+    return collectives._Collective.apply(WORLD * x, *rest)  # type: ignore[no-untyped-call]
 
 
 DOUBLED: dict[str, Callable[..., Any]] = {
-    "leave": twice,
-    "_region _summed": lambda x, _there, _back, *how: twice(x, *how),
+    "exit_tp_region": sum_twice,
+    "reduce_from_tp_region": sum_twice,
+    "reduce_scatter_from_tp_region": sum_twice,
+    "_apply_collective _all_reduce_sum": apply_twice,
+    "_apply_collective _reduce_scatter": apply_twice,
 }
 
 
-def unsummed(x: Any, group: Any, dim: int | None = None) -> Any:
-    """What ``enter`` would be if each rank kept its part of the gradient."""
+def without_backward_sum(x: Any, group: Any, dim: int | None = None) -> Any:
+    """Enter a tensor-parallel region, but leave the gradient partial."""
     return x if dim is None else collectives.gather(x, group, dim)
 
 
-MUTANTS = (("removed", REMOVED), ("doubled", DOUBLED), ("unsummed", {"enter": unsummed}))
+UNSUMMED: dict[str, Callable[..., Any]] = {
+    "enter_tp_region": without_backward_sum,
+    "copy_to_tp_region": without_backward_sum,
+    "all_gather_to_tp_region": without_backward_sum,
+}
+MUTANTS = (("removed", REMOVED), ("doubled", DOUBLED), ("unsummed", UNSUMMED))
 
 
 def label(name: str, way: str) -> str:
     """The name of a collective; of the one for all, with the way it goes."""
-    return f"{name} {way}" if name == "_region" else name
+    return f"{name} {way}" if name == "_apply_collective" else name
 
 
 def modules() -> list[ModuleType]:
@@ -164,7 +181,9 @@ def survivors() -> tuple[set[Site], list[str], int]:
         for site in sites:
             reached.setdefault(site, []).append(check)
     every = {site for module in modules() for site in sites_of(module)}
-    every -= {site for site in every if site.collective == "_region "}  # the way back, one site for all
+    every -= {
+        site for site in every if site.collective == "_apply_collective "
+    }  # the way back, one site for all
     alive, count = [], 0
     for site in sorted(each for each in reached if each in every or each.module == collectives.__name__):
         for kind, mutants in MUTANTS:
@@ -181,8 +200,12 @@ def survivors() -> tuple[set[Site], list[str], int]:
 def test_a_check_sees_every_collective_that_is_removed_or_doubled() -> None:
     ((missed, alive, count),) = run_ranks(1, survivors, init=False, timeout=280)
     assert missed == set()
-    # Of a gather's backward only the second derivative would be another one: test_tp_modes has it.
-    assert [name.rpartition(": ")[2] for name in alive] == ["_region my_shard removed"]
+    # The backward of an all-reduce does not communicate. Without that of a gather, only the second
+    # derivative would differ: test_tp_modes compares it.
+    assert [name.rpartition(": ")[2] for name in alive] == [
+        "_apply_collective _copy removed",
+        "_apply_collective local_shard removed",
+    ]
     assert count > 35
 
 

@@ -87,7 +87,7 @@ def test_gate_and_up_in_one_weight_train_and_are_saved(
 
 
 def test_what_would_count_on_every_rank_is_refused() -> None:
-    text = "'down' of Net is whole on every rank and would count once for each"
+    text = "'down' of Net is replicated and would count once per rank"
     assert text in problem_of(packed(), ShardedExperts({"gate_up": Shard(1)}, fused={"up": 2}))
     assert "'up' names blocks" in problem_of(packed(), ShardedExperts({"gate_up": Shard(1)}, fused={"up": 2}))
 

@@ -432,10 +432,10 @@ def test_the_steps_at_which_the_ranks_compare() -> None:
 
 
 def test_the_sentence() -> None:
-    got = r"GradientError: gain\.weight: whole on each of the 2 ranks of tp, but their gradients differ, by up to [\d.]+ of the size"
+    got = r"GradientError: gain\.weight: replicated on the 2 ranks of tp, but the gradients differ, by up to [\d.]+ of their norm"
     for text in run_ranks(2, lambda: error_of(lambda: step(wrong_model()))):
         assert re.match(got, text)
-        assert "LocalParameters(), which sums the parts" in text
+        assert "LocalParameters(), which all-reduces its gradients" in text
 
 
 # --- sums -----------------------------------------------------------------------------------------------------

@@ -44,7 +44,11 @@ from namedmesh.tensor_parallel import (
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
-from namedmesh.tensor_parallel.collectives import Group, enter, exchange
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    all_gather_to_tp_region,
+    all_to_all_single,
+)
 from namedmesh.tensor_parallel.hf import RowwiseEmbedding, TailGradient
 
 Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
@@ -204,7 +208,9 @@ class Undivided(ExpertParallel):
 
     def __init__(self) -> None:
         ParallelStyle.__init__(self)
-        self.gradient_scale, self.copies, self.skipped = 1.0, [], 0
+        self.gradient_scale = 1.0
+        self.replica_groups = []
+        self.forwards_to_skip = 0
 
 
 # --- other functions ----------------------------------------------------------------------------------------
@@ -237,14 +243,14 @@ def regions() -> Pairs:
     # Every rank makes another part of the gradient.
     even = noise(2 * size, 4)
     start = shard(even, 0).clone().requires_grad_()
-    joined = enter(start, peers, 0)
+    joined = all_gather_to_tp_region(start, peers, 0)
     (joined * even * (peers.rank + 1)).sum().backward()
     yield joined, even
     yield gradient_of(start), shard(even * sum(range(1, size + 1)), 0)
 
     sent = [noise(size, 4) * (rank + 1) for rank in range(size)]
     start = sent[peers.rank].clone().requires_grad_()
-    received = exchange(start, peers)
+    received = all_to_all_single(start, peers)
     (received * noise(size, 4)).sum().backward()
     yield received, torch.stack([rows[peers.rank] for rows in sent])
     yield gradient_of(start), noise(size, 4)[peers.rank].expand(size, 4)

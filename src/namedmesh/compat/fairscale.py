@@ -37,7 +37,12 @@ from namedmesh.compat.layers import *
 from namedmesh.compat.layers import Initializer, ParallelLayer, VocabEmbedding, scatter
 from namedmesh.compat.model_parallel import ModelParallel, get_first_rank, return_value
 from namedmesh.compat.patching import Patch
-from namedmesh.tensor_parallel.collectives import all_gather, enter, gather, leave
+from namedmesh.tensor_parallel.collectives import (
+    all_gather,
+    copy_to_tp_region,
+    gather,
+    reduce_from_tp_region,
+)
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += ["bind", "current_mesh", "install", "unbind", "uninstall"]
@@ -236,7 +241,7 @@ class ColumnParallelLinear(_Layer):
             The replicated output ``(..., out_features)`` or, without ``gather_output``, the local
             shard ``(..., out_features / t)``.
         """
-        output = F.linear(enter(input_, self.group), self.weight, self.bias)
+        output = F.linear(copy_to_tp_region(input_, self.group), self.weight, self.bias)
         if self.gather_output:
             return gather(output, self.group, -1)
         return output
@@ -296,7 +301,7 @@ class RowParallelLinear(_Layer):
         """
         if not self.input_is_parallel:
             input_ = scatter(input_, self.group, -1)
-        output = leave(F.linear(input_, self.weight), self.group)
+        output = reduce_from_tp_region(F.linear(input_, self.weight), self.group)
         # The bias is replicated, so it is added after the all-reduce.
         if self.bias is not None:
             output = output + self.bias
@@ -371,7 +376,7 @@ class VocabParallelEmbedding(_Embedding, VocabEmbedding):
 
         Ids that are outside of the vocabulary get zeros.
         """
-        return leave(self.look_up(input_), self.group)
+        return reduce_from_tp_region(self.look_up(input_), self.group)
 
 
 class ParallelEmbedding(_Embedding):

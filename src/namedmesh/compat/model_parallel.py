@@ -23,7 +23,12 @@ from namedmesh.init import make_mesh
 from namedmesh.legacy import LEGACY_APIS, JobLayout, compute_layouts
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
-from namedmesh.tensor_parallel.collectives import Group, enter, gather, leave
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    copy_to_tp_region,
+    gather,
+    reduce_from_tp_region,
+)
 
 T = TypeVar("T")
 
@@ -178,7 +183,7 @@ class ModelParallel:
         Args:
             input_: a replicated tensor.
         """
-        return enter(input_, self.get_tensor_group())
+        return copy_to_tp_region(input_, self.get_tensor_group())
 
     def reduce_from_region(self, input_: Tensor) -> Tensor:
         """Forward: all-reduce. Backward: identity.
@@ -186,7 +191,7 @@ class ModelParallel:
         Args:
             input_: a partial tensor.
         """
-        return leave(input_, self.get_tensor_group())
+        return reduce_from_tp_region(input_, self.get_tensor_group())
 
     def scatter_to_region(self, input_: Tensor) -> Tensor:
         """Forward: keep the local shard of the last dim. Backward: all-gather.

@@ -1,17 +1,12 @@
-"""Tensor parallelism: strict plans over torch's parallel styles, and column and row styles on plain tensors."""
+"""Tensor parallelism: strict plans over torch's parallel styles, and column and row styles on local tensors."""
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
+from namedmesh.tensor_parallel.experts import ExpertParallel, ShardedExperts
 from namedmesh.tensor_parallel.gradients import compare_gradients, reduce_gradients
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.loss import cross_entropy, entropy, logsumexp, token_log_probs
-from namedmesh.tensor_parallel.modules import (
-    ExpertParallel,
-    KeepWhole,
-    LocalParameters,
-    ShardedExperts,
-    SumOutput,
-)
+from namedmesh.tensor_parallel.modules import KeepWhole, LocalParameters, SumOutput
 from namedmesh.tensor_parallel.plan import parallelize, plan_report
 from namedmesh.tensor_parallel.styles import (
     ColwiseParallel,

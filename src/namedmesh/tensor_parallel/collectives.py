@@ -1,6 +1,7 @@
-"""The collectives of tensor parallelism, each differentiable any number of times.
+"""Differentiable collectives for tensor parallelism.
 
-All of them return new tensors and write into none: selective checkpointing may have kept the old ones.
+The region functions can be differentiated any number of times. All functions return new tensors and
+never write into their input: selective activation checkpointing may have saved it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from namedmesh.errors import ShapeError
 
 
 class Group(NamedTuple):
-    """The ranks that share a module: their process group's name, which can be copied and compiled, how many, and this rank's place."""
+    """The process group over which a module is sharded, as plain data.
+
+    A ``ProcessGroup`` can be neither copied nor pickled, and torch.compile does not trace it. Its
+    registered name can be.
+
+    Attributes:
+        name: the name under which torch's functional collectives find the process group.
+        size: the number of ranks.
+        rank: the index of this rank in the group.
+    """
 
     name: str
     size: int
@@ -26,134 +36,252 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, ranks: DeviceMesh | dist.ProcessGroup) -> Group:
-        """Return the ranks of a one-dimensional mesh, or of a process group."""
+        """Return the group of a one-dimensional mesh, or of a process group."""
         group = ranks if isinstance(ranks, dist.ProcessGroup) else ranks.get_group()
         return cls(group.group_name, group.size(), group.rank())
 
 
-# --- with gradients -----------------------------------------------------------------------------------------
+# --- differentiable -----------------------------------------------------------------------------
 
 
-def enter(x: Tensor, group: Group, dim: int | None = None) -> Tensor:
-    """Return what every rank works on with its own part of a layer: ``x`` itself, or the shards of ``dim`` joined.
+def copy_to_tp_region(x: Tensor, group: Group) -> Tensor:
+    """Forward: identity. Backward: all-reduce.
 
-    The gradient, of which each rank makes a part, is summed over the ranks; of ``dim`` each gets back its shard.
+    For a replicated input of column-parallel layers: each rank computes a partial gradient of it.
     """
-    return x if group.size == 1 else _region(x, _joined, _summed, group, dim)
+    if group.size == 1:
+        return x
+    return _apply_collective(x, _copy, _all_reduce_sum, group, None)
 
 
-def leave(x: Tensor, group: Group, dim: int | None = None) -> Tensor:
-    """Return the sum of the ranks' parts, whole or this rank's shard of ``dim``; the gradient comes back whole."""
-    return x if group.size == 1 else _region(x, _summed, _joined, group, dim)
+def reduce_from_tp_region(x: Tensor, group: Group) -> Tensor:
+    """Forward: all-reduce. Backward: identity. For the partial output of row-parallel layers."""
+    if group.size == 1:
+        return x
+    return _apply_collective(x, _all_reduce_sum, _copy, group, None)
+
+
+def all_gather_to_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Forward: all-gather along ``dim``. Backward: reduce-scatter along ``dim``.
+
+    For an input of column-parallel layers that is sharded along ``dim`` (sequence parallelism).
+    """
+    if group.size == 1:
+        return x
+    return _apply_collective(x, all_gather, _reduce_scatter, group, dim)
+
+
+def reduce_scatter_from_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Forward: reduce-scatter along ``dim``. Backward: all-gather along ``dim``.
+
+    For the partial output of row-parallel layers under sequence parallelism.
+
+    Raises:
+        ShapeError: ``dim`` cannot be split into equal shards.
+    """
+    if group.size == 1:
+        return x
+    return _apply_collective(x, _reduce_scatter, all_gather, group, dim)
+
+
+def enter_tp_region(x: Tensor, group: Group, dim: int | None) -> Tensor:
+    """Make the input of a tensor-parallel layer replicated; its gradient is partial.
+
+    Forward: identity, or all-gather along ``dim``. Backward: all-reduce, or reduce-scatter.
+
+    Args:
+        x: the local tensor.
+        group: the ranks.
+        dim: the dim along which ``x`` is sharded; None if it is replicated.
+    """
+    if dim is None:
+        return copy_to_tp_region(x, group)
+    return all_gather_to_tp_region(x, group, dim)
+
+
+def exit_tp_region(x: Tensor, group: Group, dim: int | None) -> Tensor:
+    """Sum the partial output of a tensor-parallel layer.
+
+    Forward: all-reduce, or reduce-scatter along ``dim``. Backward: identity, or all-gather.
+
+    Args:
+        x: the local tensor.
+        group: the ranks.
+        dim: the dim along which the result is sharded; None if it is replicated.
+    """
+    if dim is None:
+        return reduce_from_tp_region(x, group)
+    return reduce_scatter_from_tp_region(x, group, dim)
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Join the shards of ``dim`` for what every rank computes alike; each gets back the gradient of its own."""
-    return x if group.size == 1 else _region(x, all_gather, my_shard, group, dim)
+    """Forward: all-gather along ``dim``. Backward: keep the local shard.
+
+    For consumers that are replicated: their gradient is the same on every rank, and is not summed.
+    """
+    if group.size == 1:
+        return x
+    return _apply_collective(x, all_gather, local_shard, group, dim)
 
 
 def split(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Keep this rank's shard of ``dim`` of what every rank has; the gradient is gathered."""
-    return x if group.size == 1 else _region(x, my_shard, all_gather, group, dim)
+    """Forward: keep the local shard of ``dim``. Backward: all-gather.
 
+    For a tensor that is replicated. Communicates in the backward only.
 
-def exchange(x: Tensor, group: Group, lengths: Sequence[Sequence[int] | None] = (None, None)) -> Tensor:
-    """Send one shard of dim 0 to each rank, and join what comes from each, in rank order; the gradients travel back.
-
-    ``lengths``: how many rows are sent to each rank, and how many come; by default equally many.
+    Raises:
+        ShapeError: ``dim`` cannot be split into equal shards.
     """
-    return x if group.size == 1 else _region(x, _sent, _returned, group, lengths)
+    if group.size == 1:
+        return x
+    return _apply_collective(x, local_shard, all_gather, group, dim)
 
 
-class _Region(torch.autograd.Function):
-    """One function there, another one back, whose own way back is the first."""
+def all_to_all_single(
+    x: Tensor, group: Group, split_sizes: Sequence[Sequence[int] | None] = (None, None)
+) -> Tensor:
+    """Forward: all-to-all of dim 0. Backward: all-to-all in the opposite direction.
+
+    Args:
+        x: the local tensor, with the rows for each rank in rank order.
+        group: the ranks.
+        split_sizes: the numbers of rows sent to each rank, and received from each rank; None for
+            equal numbers.
+    """
+    if group.size == 1:
+        return x
+    return _apply_collective(x, _all_to_all, _all_to_all_backward, group, split_sizes)
+
+
+class _Collective(torch.autograd.Function):
+    """Applies ``forward_op`` in the forward and ``backward_op`` in the backward.
+
+    The two operations are adjoint. The backward therefore applies this function with both of them
+    exchanged, which makes it differentiable any number of times.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Any, back: Any, group: Group, how: Any) -> Tensor:  # noqa: PLR0917  autograd's
-        ctx.there, ctx.back, ctx.group, ctx.how = there, back, group, how
-        result: Tensor = there(x, group, how)
+    def forward(  # noqa: PLR0917  autograd passes arguments by position
+        ctx: Any, x: Tensor, forward_op: Any, backward_op: Any, group: Group, argument: Any
+    ) -> Tensor:
+        ctx.forward_op = forward_op
+        ctx.backward_op = backward_op
+        ctx.group = group
+        ctx.argument = argument
+        result: Tensor = forward_op(x, group, argument)
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _region(gradient, ctx.back, ctx.there, ctx.group, ctx.how), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad = _apply_collective(grad, ctx.backward_op, ctx.forward_op, ctx.group, ctx.argument)
+        return x_grad, None, None, None, None
 
 
-_region: Callable[..., Tensor] = _Region.apply  # torch leaves it without types
+_apply_collective: Callable[..., Tensor] = _Collective.apply  # torch's method has no type
 
 
-def _joined(x: Tensor, group: Group, dim: int | None) -> Tensor:
-    return x.view_as(x) if dim is None else all_gather(x, group, dim)
+def _copy(x: Tensor, _group: Group, _argument: None) -> Tensor:
+    # An autograd function must not return its input, but may return a view of it.
+    return x.view_as(x)
 
 
-def _summed(x: Tensor, group: Group, dim: int | None) -> Tensor:
-    if dim is None:
-        return all_reduce(x, group)
+def _all_reduce_sum(x: Tensor, group: Group, _argument: None) -> Tensor:
+    return all_reduce(x, group)
+
+
+def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     check_divides(x.shape, dim, group.size)
     first = x.movedim(dim, 0)
-    return _moved(functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name), dim)
+    shard = functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name)
+    return _move_first_dim(shard, dim)
 
 
-def _sent(x: Tensor, group: Group, lengths: Sequence[Sequence[int] | None]) -> Tensor:
-    equal = [x.shape[0] // group.size] * group.size
-    send, receive = lengths[0] or equal, lengths[1] or equal
+def _all_to_all(x: Tensor, group: Group, split_sizes: Sequence[Sequence[int] | None]) -> Tensor:
+    send_sizes, receive_sizes = split_sizes
+    equal_sizes = [x.shape[0] // group.size] * group.size
+    send = send_sizes or equal_sizes
+    receive = receive_sizes or equal_sizes
     return functional_collective("all_to_all_single", x, [*receive], [*send], group.name)
 
 
-def _returned(x: Tensor, group: Group, lengths: Sequence[Sequence[int] | None]) -> Tensor:
-    return _sent(x, group, lengths[::-1])
+def _all_to_all_backward(x: Tensor, group: Group, split_sizes: Sequence[Sequence[int] | None]) -> Tensor:
+    return _all_to_all(x, group, split_sizes[::-1])
 
 
-# --- without gradients --------------------------------------------------------------------------------------
+# --- not differentiable -------------------------------------------------------------------------
 
 
 def all_reduce(x: Tensor, group: Group, operation: str = "sum") -> Tensor:
-    """Return the sum of a tensor over the ranks, or its ``"max"``."""
-    return x if group.size == 1 else functional_collective("all_reduce", x, operation, group.name)
+    """Return the all-reduce of a tensor: the ``"sum"`` over the ranks, or the ``"max"``."""
+    if group.size == 1:
+        return x
+    return functional_collective("all_reduce", x, operation, group.name)
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return every rank's tensor, one after the other along ``dim``."""
+    """Return the tensors of all ranks, concatenated along ``dim`` in rank order."""
     if group.size == 1:
         return x
-    first = x.movedim(dim, 0)  # collectives know dim 0 only
-    return _moved(functional_collective("all_gather_into_tensor", first, group.size, group.name), dim)
+    first = x.movedim(dim, 0)  # NCCL and gloo concatenate along dim 0 only.
+    full = functional_collective("all_gather_into_tensor", first, group.size, group.name)
+    return _move_first_dim(full, dim)
 
 
-def my_shard(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's shard of ``dim`` of a tensor that every rank has; a copy."""
+def local_shard(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return a copy of this rank's shard of ``dim`` of a replicated tensor.
+
+    Raises:
+        ShapeError: ``dim`` cannot be split into equal shards.
+    """
     check_divides(x.shape, dim, group.size)
     width = x.shape[dim] // group.size
-    return x.narrow(dim, group.rank * width, width).clone(memory_format=torch.contiguous_format)
+    shard = x.narrow(dim, group.rank * width, width)
+    return shard.clone(memory_format=torch.contiguous_format)
 
 
 def check_divides(shape: Sequence[int], dim: int, size: int) -> None:
-    """Raise a ShapeError if a dim of an activation cannot be split into ``size`` equal shards: unequal ones end the process in gloo."""
+    """Raise a ShapeError if a dim of an activation cannot be split into ``size`` equal shards.
+
+    Unequal shards would end the process in gloo, without a Python error.
+    """
     if shape[dim] % size:
         raise ShapeError(
-            f"dim {dim} of an activation of shape {tuple(shape)} cannot be split into {size} equal shards (the tp size); "
-            f"pad it to {-(-shape[dim] // size) * size}, or to another multiple of {size}"
+            f"dim {dim} of an activation of shape {tuple(shape)} cannot be split into {size} equal "
+            f"shards (the tp size); pad it to {-(-shape[dim] // size) * size}, or to another "
+            f"multiple of {size}"
         )
 
 
-def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
-    """Reject an id outside the vocabulary: it belongs to no rank, and would silently count as zeros.
+def check_ids_in_vocab(ids: Tensor, vocabulary: int, name: str) -> None:
+    """Raise an error if an id is outside of the vocabulary.
 
-    On a CPU an IndexError is raised. On an accelerator the check is enqueued, as those of torch's own kernels are: no
-    synchronization with the host, and a device-side assertion.
+    Such an id is in the shard of no rank: its embedding would silently be zeros. On an accelerator
+    the check is a device-side assertion, as in torch's own kernels, because an exception would need
+    to synchronize with the host. Compiled code, subclasses and meta tensors are not checked.
+
+    Args:
+        ids: the ids, replicated.
+        vocabulary: the number of ids in the full vocabulary.
+        name: the start of the message.
+
+    Raises:
+        IndexError: on a CPU: an id is negative, or not less than ``vocabulary``.
     """
     if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta or not ids.numel():
         return
     if not ids.is_cpu:
-        inside = ((ids >= 0) & (ids < vocabulary)).all()
-        assert_on_device(inside, f"{what}: an id is outside the vocabulary, from 0 to {vocabulary - 1}")
+        all_in_vocab = ((ids >= 0) & (ids < vocabulary)).all()
+        message = f"{name}: an id is outside the vocabulary, from 0 to {vocabulary - 1}"
+        assert_on_device(all_in_vocab, message)
         return
     low, high = map(int, torch.aminmax(ids))
     if low < 0 or high >= vocabulary:
         got = f"the ids run from {low} to {high}"
-        raise IndexError(f"{what}: {got}, the vocabulary from 0 to {vocabulary - 1}")
+        raise IndexError(f"{name}: {got}, the vocabulary from 0 to {vocabulary - 1}")
 
 
-def _moved(x: Tensor, dim: int) -> Tensor:
-    """Put dim 0 to its place; a copy, because users may not write into the views that autograd functions return."""
-    return x if dim == 0 else x.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+def _move_first_dim(x: Tensor, dim: int) -> Tensor:
+    """Move dim 0 to ``dim``, and copy: users cannot write into a view that is an autograd output."""
+    if dim == 0:
+        return x
+    return x.movedim(0, dim).clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,9 @@
-"""Partial gradients are all-reduced; gradients of replicated parameters are compared between ranks.
+"""All-reduce partial gradients, and check that gradients of replicated parameters match across ranks.
 
-Whether a forward uses a replicated parameter on a rank's own features cannot be known from outside.
-That the gradients then differ can. One hook of torch's optimizers does both, also for compiled
-models, zero-bubble schedules and FSDP2.
+Nothing shows from outside whether a forward uses a replicated parameter on a local shard of the
+features. The gradients show it: they are then partial, and differ between ranks. One pre-hook of
+torch's optimizers reduces and compares gradients, also for compiled models, zero-bubble schedules
+and FSDP2.
 """
 
 from __future__ import annotations
@@ -37,135 +38,156 @@ from namedmesh.tensor_parallel.collectives import Group, all_reduce
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
 LAST_STEP = 1024
-# How far two gradients may be apart, as a part of their size. Of what every rank computes alike they are the same to the bit,
-# but where a kernel or a sum takes another order: 16 bits then round off some thousandths. Parts differ by much of their size.
-TOLERANCE = 1e-2
-# What part of the largest gradient is taken for zero: the rounding of terms that cancel out may be all of a gradient.
-NOTHING = 1e-6
+# Relative tolerance between ranks. Gradients of replicated parameters are usually equal bit by bit,
+# but kernels with another order of summation differ by some 1e-3 in half precision. Partial
+# gradients differ by much of their norm.
+RELATIVE_TOLERANCE = 1e-2
+# A norm below this fraction of the largest gradient norm counts as zero: such a gradient may consist
+# of the rounding errors of terms that cancel out.
+ZERO_GRAD_THRESHOLD = 1e-6
 
 
 def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
-    """Sum the gradients that are parts over their ranks: one collective for all that have the same ranks and type.
+    """All-reduce partial gradients, with one collective for each mesh, placement and dtype.
 
-    Every step of a ``torch.optim.Optimizer`` does this first, and so does :func:`namedmesh.training.clip_grad_norm_`. Call it
-    yourself, after the last micro-batch, before code that takes ``grad.to_local()`` for the gradient, or that writes into
-    gradients what is no multiple of them, as ``clip_grad_value_`` does. All ranks give the same parameters, in the same order.
+    Every step of a ``torch.optim.Optimizer`` does this first, and so does
+    :func:`namedmesh.training.clip_grad_norm_`. Call it after the last micro-batch and before code
+    that reads ``grad.to_local()``, or that changes gradients in a way that is not a multiplication,
+    such as ``clip_grad_value_``.
+
+    Collective: every rank must call it with the same parameters in the same order.
+
+    Args:
+        parameters: a model, or its parameters. Gradients that are not partial are left as they are.
     """
-    together: dict[Any, list[Any]] = {}
-    parameter: Any
-    for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
-        layout = _partial_layout(parameter)
-        if not layout:
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    buckets: dict[Any, list[Any]] = {}
+    param: Any
+    for param in parameters:
+        placements = _partial_placements(param)
+        if not placements:
             continue
-        summed = tuple(Replicate() if isinstance(each, Partial) else each for each in layout)
-        if summed == parameter.placements:
-            gradient = parameter if parameter.grad is None else parameter.grad
-            together.setdefault((gradient.device_mesh, layout, gradient.dtype), []).append(parameter)
+        reduced = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+        if reduced == param.placements:
+            grad = param if param.grad is None else param.grad
+            key = grad.device_mesh, placements, grad.dtype
+            buckets.setdefault(key, []).append(param)
         else:
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-    for (mesh, layout, _), some in together.items():
-        _all_reduce_together(some, mesh, layout)
+            # The gradient is also sharded in another way than the parameter.
+            param.grad = param.grad.redistribute(placements=param.placements)
+    for (mesh, placements, _), params in buckets.items():
+        _all_reduce_bucket(params, mesh, placements)
 
 
-def _partial_layout(parameter: Any) -> tuple[Placement, ...]:
-    """Return the placements of a partial gradient; nothing for any other gradient.
+def _partial_placements(param: Any) -> tuple[Placement, ...]:
+    """Return the placements of a partial gradient; an empty tuple if the gradient is not partial.
 
-    A rank without a gradient, such as one whose tokens did not go to an expert, must take part with
-    the others. This follows from the parameter: ``LocalParameters`` has set an attribute.
+    A rank without a gradient, such as one whose tokens did not go to an expert, must take part in
+    the all-reduce. This follows from the parameter: ``LocalParameters`` has set an attribute.
     """
-    gradient = parameter.grad
-    if gradient is None:
-        is_partial = parameter.requires_grad and getattr(parameter, "gradient_is_partial", False)
-        # A parameter that FSDP2 has sharded has another layout.
-        return (Partial(),) if is_partial and parameter.placements == (Replicate(),) else ()
-    layout = gradient.placements if isinstance(gradient, DTensor) else ()
-    return layout if any(isinstance(each, Partial) for each in layout) else ()
+    if param.grad is None:
+        is_partial = param.requires_grad and getattr(param, "gradient_is_partial", False)
+        # After FSDP2 has sharded the parameter, its placements are different.
+        return (Partial(),) if is_partial and param.placements == (Replicate(),) else ()
+    if not isinstance(param.grad, DTensor):
+        return ()
+    placements = param.grad.placements
+    return placements if any(isinstance(p, Partial) for p in placements) else ()
 
 
-def _all_reduce_together(parameters: Sequence[Any], mesh: DeviceMesh, layout: tuple[Placement, ...]) -> None:
-    """Sum the gradients of some parameters in one all-reduce; those that no rank has stay None."""
-    parts = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parts.append(torch.zeros_like(parameter.to_local().detach()))
+def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+    """All-reduce the gradients of several parameters at once; a gradient on no rank stays None."""
+    local_grads = []
+    for param in params:
+        if param.grad is None:
+            local_grads.append(torch.zeros_like(param.to_local().detach()))
         else:
-            parts.append(wait_if_async(parameter.grad.to_local().detach()))
-    ranks_with_gradient = parts[0].new_ones(len(parts))
-    for index, parameter in enumerate(parameters):
-        if parameter.grad is None:
-            ranks_with_gradient[index] = 0
-    total = torch.cat([*(part.flatten() for part in parts), ranks_with_gradient])
+            local_grads.append(wait_if_async(param.grad.to_local().detach()))
+    ranks_with_grad = local_grads[0].new_ones(len(local_grads))
+    for index, param in enumerate(params):
+        if param.grad is None:
+            ranks_with_grad[index] = 0
+    bucket = torch.cat([*(grad.flatten() for grad in local_grads), ranks_with_grad])
     # A sum in half precision is rounded after every rank: over eight ranks it may be off by a percent.
-    total = total.to(torch.promote_types(total.dtype, torch.float32))
-    for dim, placement in enumerate(layout):
+    bucket = bucket.to(torch.promote_types(bucket.dtype, torch.float32))
+    for dim, placement in enumerate(placements):
         if isinstance(placement, Partial):
-            total = all_reduce(total, Group.of(mesh.get_group(dim)))
-    total = total.to(parts[0].dtype)
-    *sums, ranks_with_gradient = total.split([*(part.numel() for part in parts), len(parts)])
-    for index, (parameter, part, whole) in enumerate(zip(parameters, parts, sums, strict=True)):
-        # The count is read on ranks without a gradient only.
-        if parameter.grad is not None or ranks_with_gradient[index] > 0:
-            parameter.grad = make_gradient(parameter, whole.view_as(part), parameter.placements)
+            bucket = all_reduce(bucket, Group.of(mesh.get_group(dim)))
+    bucket = bucket.to(local_grads[0].dtype)
+    sizes = [grad.numel() for grad in local_grads]
+    *sums, ranks_with_grad = bucket.split([*sizes, len(sizes)])
+    for index, (param, local_grad, total) in enumerate(zip(params, local_grads, sums, strict=True)):
+        # Reading the count waits for the device, so only ranks without a gradient read it.
+        if param.grad is not None or ranks_with_grad[index] > 0:
+            param.grad = make_gradient(param, total.view_as(local_grad), param.placements)
 
 
-# The watches of all models of this process, by number: every rank makes them in the same order.
+# All watches of this process, by number. Every rank creates them in the same order, and therefore
+# compares in the same order.
 _watches: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary()
 _numbers = count()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def compare_gradients(model: nn.Module, mesh: AxisMesh) -> None:
-    """Let the ranks of an axis compare gradients of replicated parameters, and their inputs.
+    """Register a check that gradients of replicated parameters are identical on all ranks of an axis.
 
     For a model that was sharded along the axis by other means; ``parallelize`` calls this itself.
-    Every parameter is compared that the axis does not shard: a plain tensor, or a DTensor that is
-    replicated along it. Gradients that are ``Partial`` are not compared, nor plain tensors that are
-    tagged as shards (``tensor_model_parallel``). A copy of the model is compared like a new one.
+    It covers parameters that are not sharded along the axis: plain tensors, and DTensors that are
+    replicated along it. ``Partial`` gradients are skipped, and so are plain tensors that are tagged
+    as shards (``tensor_model_parallel``). A copy of the model is compared like a new model.
 
     The ranks send two numbers for each gradient at the end of the first backward, and before the
-    steps 1, 2, 4 and so on up to 1024 of each of torch's optimizers. The steps find what was zero
-    or frozen at first, and what compiled code, zero-bubble schedules and FSDP2 compute. Nothing is
-    compared while a CUDA graph is captured.
+    steps 1, 2, 4 and so on up to 1024 of each of torch's optimizers. The later steps cover
+    parameters that were zero or frozen at first, and gradients of compiled code, zero-bubble
+    schedules and FSDP2. Nothing is compared while a CUDA graph is captured.
 
     With the first gradients they compare the input of the first layer that ``parallelize`` has
-    sharded, such as the ids of tokens: ranks of one axis have to work on the same samples. The
-    shape of the input is compared in the first forward. Layers that gather their input (sequence
+    sharded, such as token ids: ranks of one axis must work on the same samples. The shape of the
+    input is compared in the first forward. Layers that all-gather their input (sequence
     parallelism) and compiled layers are skipped.
 
     Args:
-        model: the model; all ranks of the axis call this, and run its forward and backward, on the
-            same data.
-        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis.
+        model: the model. Every rank of the axis must call this, and run the forward and backward of
+            the model on the same data.
+        mesh: the NamedMesh, whose ``tp`` axis is used, or a mesh with one axis.
 
     Raises:
         GradientError: in the first forward or backward, or before the optimizer's step, on every
             rank of the axis: gradients or inputs differ, by name.
     """
     mesh = one_axis(mesh, "tp", "compare_gradients")
-    sum_before_steps()
+    install_optimizer_step_hook()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
         model.register_forward_pre_hook(_Watch(model, mesh))
 
 
 @cache
-def sum_before_steps() -> None:
-    """Let every optimizer of this process sum parts, and compare, before its step."""
+def install_optimizer_step_hook() -> None:
+    """Let every optimizer of this process reduce and compare gradients before its step.
+
+    It installs one hook for the process; further calls have no effect.
+    """
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    reduce_gradients(parameters)
+    params: list[Tensor] = []
+    for param_group in optimizer.param_groups:
+        params.extend(param_group["params"])
+    reduce_gradients(params)
     # Neither compiled code nor a CUDA graph can contain a read of values by the host.
     if torch.compiler.is_compiling() or is_capturing():
         return
     step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
-    if step > LAST_STEP or step & (step - 1):
+    is_power_of_two = step & (step - 1) == 0
+    if step > LAST_STEP or not is_power_of_two:
         return
-    in_optimizer = {id(parameter) for parameter in parameters}
+    in_optimizer = {id(param) for param in params}
     for watch in list(_watches.values()):
         model = watch.model()
-        # The parameters as they are now: fully_shard has replaced those of before.
+        # Look the parameters up again: fully_shard may have replaced them since.
         named = {} if model is None else dict(model.named_parameters())
         stepped = {name: param for name, param in named.items() if id(param) in in_optimizer}
         if stepped:
@@ -179,9 +201,9 @@ def watched_models() -> list[nn.Module]:
 
 
 class _Watch:
-    """An axis over which the gradients of a model are compared: a forward pre-hook of the model.
+    """Compares the gradients of a model across the ranks of an axis: a forward pre-hook of the model.
 
-    It is copied and pickled with the model. The copy of a model starts anew, like a new model.
+    It is copied and pickled with the model. The copy starts over, like the watch of a new model.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -191,15 +213,15 @@ class _Watch:
         self._start(model)
 
     def _start(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)  # a model is freed as soon as nobody else holds it
+        self.model = weakref.ref(model)  # The global table must not keep models alive.
         self.begun = False
         self.inputs = _InputCheck(self.group, self.axis)
-        # By mesh and placements: thousands of parameters share a few of them.
+        # Results of _has_no_other_shards by mesh and placements: thousands of parameters share a few.
         self.replicated: dict[Any, bool] = {}
         _watches[next(_numbers)] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy keeps; its model is the copied one."""
+        """Return the state to copy or pickle. The model in it is replaced by its copy."""
         return {"group": self.group, "axis": self.axis, "ranks": self.ranks, "model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -207,7 +229,10 @@ class _Watch:
         self._start(state["model"])
 
     def __call__(self, model: nn.Module, _args: Any) -> None:
-        """Watch the backward of the first forward that trains: parameters may be frozen until then."""
+        """Compare at the end of the backward of the first forward that trains.
+
+        It is not decided when the watch is made, because parameters may be frozen until then.
+        """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_capturing():
             return
         self.inputs.expect(model)
@@ -219,10 +244,10 @@ class _Watch:
             # A later forward, with the parameters themselves, is watched.
             return
         self.begun = True
-        replicated = {name: param for name, param in parameters.items() if self.is_whole(param)}
+        replicated = {name: param for name, param in parameters.items() if self.is_replicated(param)}
         for param in replicated.values():
             if isinstance(param, DTensor) and set(param.placements) != {Replicate()}:
-                return  # FSDP2 sets its gradients after the backward
+                return  # FSDP2 sets gradients after the backward; the optimizer step compares.
 
         def compare_at_end(_parameter: Tensor) -> None:
             if not handles or is_capturing():
@@ -230,66 +255,75 @@ class _Watch:
             for handle in handles:
                 handle.remove()
             handles.clear()
-            # A callback in a callback runs last: after that of DDP, which finishes its gradients.
+            # DDP finishes its gradients in such a callback. One that is queued by a callback runs
+            # after all others.
             queue_backward_callback(partial(queue_backward_callback, partial(self.compare, replicated)))
 
-        # A gradient that is only returned, by torch.autograd.grad, is not accumulated, and does not count.
+        # torch.autograd.grad returns gradients without accumulating them, and is not compared.
         trained = [param for param in parameters.values() if param.requires_grad and not param.is_meta]
         handles = [param.register_post_accumulate_grad_hook(compare_at_end) for param in trained]
 
-    def is_whole(self, tensor: Tensor) -> bool:
-        """Return whether a parameter or a gradient is the same on every rank of the axis."""
+    def is_replicated(self, tensor: Tensor) -> bool:
+        """Return whether a parameter or a gradient is replicated along the axis."""
         if isinstance(tensor, DTensor):
             sharding: Any = tensor.device_mesh, tensor.placements
         else:
             sharding = sharding_under_ddp(tensor)
         if sharding is None:
-            marks = ("tensor_model_parallel", "model_parallel")
-            return not any(getattr(tensor, mark, False) for mark in marks)
+            # Megatron's and fairscale's attributes of a local shard.
+            attributes = ("tensor_model_parallel", "model_parallel")
+            return not any(getattr(tensor, attribute, False) for attribute in attributes)
         if sharding not in self.replicated:
-            self.replicated[sharding] = self._is_replicated(*sharding)
+            self.replicated[sharding] = self._has_no_other_shards(*sharding)
         return self.replicated[sharding]
 
-    def _is_replicated(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-        # The tensor's own mesh may split the ranks in another way, as the mesh of experts does.
-        peers: list[Any] = [*(mesh.get_coordinate() or ())]
+    def _has_no_other_shards(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+        # The mesh of the tensor may be another view of the ranks, such as that of experts. The tensor
+        # is replicated if no other rank of the axis holds another shard: one that differs from this
+        # rank in coordinates along dims that are not replicated.
+        index: list[Any] = [*(mesh.get_coordinate() or ())]
         for dim, placement in enumerate(placements):
             if not isinstance(placement, Replicate):
-                peers[dim] = slice(None)
-        return len(self.ranks.intersection(mesh.mesh[tuple(peers)].flatten().tolist())) <= 1
+                index[dim] = slice(None)
+        ranks_of_shards = mesh.mesh[tuple(index)].flatten().tolist()
+        return len(self.ranks.intersection(ranks_of_shards)) <= 1
 
     def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raise an error if gradients differ, on every rank.
+        """Raise a GradientError if gradients or inputs differ across the axis.
 
-        Under FSDP2 other ranks have other shards of the same parameters: they raise it, too.
+        Collective: every rank of the axis, and of the meshes of the parameters, must call it. Under
+        FSDP2 the ranks of another shard of a parameter raise the error too.
         """
         fingerprints = {}
         meshes: dict[DeviceMesh, None] = {}
         for name, param in parameters.items():
             if isinstance(param, DTensor):
                 meshes[param.device_mesh] = None
-            if self.is_whole(param):
+            if self.is_replicated(param):
                 grad: Any = param.grad
-                counts = grad is not None and self.is_whole(grad)
-                fingerprints[name] = fingerprint(grad) if counts else [0.0, 0.0]
+                is_compared = grad is not None and self.is_replicated(grad)
+                fingerprints[name] = fingerprint(grad) if is_compared else [0.0, 0.0]
         reports = all_gather_object(get_group_by_name(self.group.name), (fingerprints, self.inputs.noted))
         wrong = _different([found for found, _ in reports])
         problems = self.inputs.problems([noted for _, noted in reports])
-        across: dict[frozenset[int], dist.ProcessGroup] = {}
+        # The result is passed on along every other axis of the parameters' meshes.
+        other_groups: dict[frozenset[int], dist.ProcessGroup] = {}
         for mesh in meshes:
             for group in mesh.get_all_groups():
-                across.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
-        across.pop(self.ranks, None)
-        for group in across.values():
+                other_groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+        other_groups.pop(self.ranks, None)
+        for group in other_groups.values():
             for found, noted in all_gather_object(group, (wrong, problems)):
                 wrong.update(found)
                 problems = problems or noted
-        if wrong and not problems:  # other inputs make other gradients
+        if wrong and not problems:  # Different inputs explain different gradients.
             problems.append(
-                f"{format_items(wrong)}: whole on each of the {self.group.size} ranks of {self.axis}, but their gradients differ, by "
-                f"up to {max(wrong.values()):.2g} of the size: each has a part, and they would train apart; give a module that "
-                f"works on a rank's own features or tokens LocalParameters(), which sums the parts, and a linear whose "
-                f"features they use in part ColwiseParallel(), or KeyValueParallel(...) for keys and values"
+                f"{format_items(wrong)}: replicated on the {self.group.size} ranks of {self.axis}, but the "
+                f"gradients differ, by up to {max(wrong.values()):.2g} of their norm. Each rank has a "
+                f"partial gradient, and the replicas would diverge. Give a module that works on a "
+                f"local shard of features or tokens LocalParameters(), which all-reduces its "
+                f"gradients, and a linear whose features it uses shard by shard ColwiseParallel(), or "
+                f"KeyValueParallel(...) for keys and values"
             )
         if problems:
             raise GradientError(*problems)
@@ -313,13 +347,13 @@ class _InputCheck:
         self.hooks: list[Any] = []
 
     def expect(self, model: nn.Module) -> None:
-        """Prepare for a forward of the model that begins: the first two note an input."""
+        """Prepare for a forward of the model; an input is noted in the first two."""
         self.forwards += 1
         self.expected = self.forwards <= 2  # noqa: PLR2004  the first two
         if self.forwards == 1:
             for name, module in model.named_modules():
-                wiring = getattr(module, "wiring", None)
-                if wiring is not None and wiring.input_dim is None and wiring.group == self.group:
+                layouts = getattr(module, "layouts", None)
+                if layouts is not None and layouts.input_dim is None and layouts.group == self.group:
                     note = partial(self.note, name)
                     self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
         if not self.expected:
@@ -327,7 +361,7 @@ class _InputCheck:
                 self.hooks.pop().remove()
 
     def note(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the input of a layer: a forward pre-hook of every layer that may be the first."""
+        """Note the input of a layer: a forward pre-hook of every layer that may run first."""
         if torch.compiler.is_compiling() or not self.expected:
             return
         self.expected = False
@@ -337,22 +371,25 @@ class _InputCheck:
                 return
             x = x.to_local()
         x = wait_if_async(x)
-        if type(x) is not Tensor or x.is_meta:  # such as a fake tensor
+        if type(x) is not Tensor or x.is_meta:  # Subclasses, such as fake tensors, may have no values.
             return
         if self.forwards == 1:
             shapes = dict.fromkeys(all_gather_object(get_group_by_name(self.group.name), tuple(x.shape)))
             if len(shapes) > 1:
                 raise GradientError(self._problem(name, f" (shapes {format_items(shapes)})"))
-        # Rounding may differ in what layers before it computed, but not in the ids of tokens.
-        tolerance = TOLERANCE if x.is_floating_point() else 0.0
+        # Layers before this one may round differently on each rank. Token ids must be equal.
+        tolerance = RELATIVE_TOLERANCE if x.is_floating_point() else 0.0
         self.noted = name, tolerance, fingerprint(x, (1.0, 0.7, 0.3))
 
     def problems(self, noted: Sequence[tuple[str, float, list[float]] | None]) -> list[str]:
-        """Return a sentence if what the ranks noted differs."""
-        known = [each for each in noted if each is not None]
-        for numbers in zip(*(numbers for _, _, numbers in known), strict=True):
-            name, tolerance, (norm, *_) = known[0]
-            if max(numbers) - min(numbers) > tolerance * norm:
+        """Return a message if the inputs that the ranks noted differ (empty if not)."""
+        known = [note for note in noted if note is not None]
+        if not known:
+            return []
+        name, tolerance, (norm, *_) = known[0]
+        by_rank = [numbers for _, _, numbers in known]
+        for values in zip(*by_rank, strict=True):
+            if max(values) - min(values) > tolerance * norm:
                 return [self._problem(name, "")]
         return []
 
@@ -364,43 +401,60 @@ class _InputCheck:
         )
 
 
-def _different(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return the gradients that differ between ranks, of those that all ranks have.
+def _different(reports: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the gradients that differ between ranks, among those that all ranks have.
 
     Args:
-        found: the fingerprints of each rank, by the names of parameters; a bias may exist on one rank only.
+        reports: the fingerprints of each rank, by the names of parameters. A bias may exist on one
+            rank only.
 
     Returns:
-        How far each is apart, relative to its norm: infinitely if it is finite on some of the ranks only.
+        The difference of each, relative to its norm; infinity if it is finite on some ranks only.
     """
-    wrong, apart, norms = {}, {}, {}
-    for name in found[0]:
-        by_rank = [fingerprints[name] for fingerprints in found if name in fingerprints]
-        finite = [math.isfinite(numbers[0]) for numbers in by_rank]
-        if len(by_rank) < len(found) or not any(finite):
+    wrong = {}
+    differences = {}
+    norms = {}
+    for name in reports[0]:
+        by_rank = [report[name] for report in reports if name in report]
+        finite = [math.isfinite(norm) for norm, *_ in by_rank]
+        # If a gradient is finite on no rank, the ranks agree, and the loss scaler skips the step.
+        if len(by_rank) < len(reports) or not any(finite):
             continue
         if not all(finite):
             wrong[name] = math.inf
             continue
-        apart[name] = max(max(numbers) - min(numbers) for numbers in zip(*by_rank, strict=True))
-        norms[name] = max(numbers[0] for numbers in by_rank)
-    largest = max(norms.values(), default=0.0)
-    for name, far in apart.items():
-        if far > TOLERANCE * norms[name] and far > NOTHING * largest:
-            wrong[name] = far / norms[name]
+        spreads = [max(values) - min(values) for values in zip(*by_rank, strict=True)]
+        differences[name] = max(spreads)
+        norms[name] = max(norm for norm, *_ in by_rank)
+    zero = ZERO_GRAD_THRESHOLD * max(norms.values(), default=0.0)
+    for name, difference in differences.items():
+        if difference > RELATIVE_TOLERANCE * norms[name] and difference > zero:
+            wrong[name] = difference / norms[name]
     return wrong
 
 
 def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
-    """Return the size of a tensor, and sums of it with weights, in double precision, a chunk at a time."""
+    """Return the norm of a tensor, and a weighted sum of its values for each rate.
+
+    It is computed in double precision, so that fingerprints of equal tensors are equal on all ranks.
+
+    Args:
+        tensor: a local tensor, or a DTensor, whose local tensor is used.
+        rates: the weight of the value at position i is ``cos(rate * i)``.
+    """
     flat = wait_if_async(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
-    flat = flat.detach().coalesce().values() if flat.is_sparse else flat.detach()
-    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).flatten()
-    squares, sums = 0.0, [0.0] * len(rates)
-    for chunk in flat.split(1 << 20):
-        part = chunk.double()
-        place = torch.arange(len(part), dtype=torch.float64, device=part.device)
-        squares += float(part @ part)
+    flat = flat.detach()
+    if flat.is_sparse:
+        flat = flat.coalesce().values()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    squares = 0.0
+    sums = [0.0] * len(rates)
+    # Chunks bound the memory of the copies in double precision.
+    for chunk in flat.flatten().split(1 << 20):
+        values = chunk.double()
+        positions = torch.arange(len(values), dtype=torch.float64, device=values.device)
+        squares += float(values @ values)
         for index, rate in enumerate(rates):
-            sums[index] += float(part @ (rate * place).cos())
+            sums[index] += float(values @ (rate * positions).cos())
     return [math.sqrt(squares), *sums]

@@ -17,19 +17,21 @@ from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import PlanError, did_you_mean, format_items
 from namedmesh.sizes import shared_heads
-from namedmesh.tensor_parallel.collectives import Group, enter
-from namedmesh.tensor_parallel.modules import LocalParameters, ShardedExperts
+from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region
+from namedmesh.tensor_parallel.experts import ShardedExperts
+from namedmesh.tensor_parallel.layers import RowEmbedding
+from namedmesh.tensor_parallel.modules import LocalParameters
 from namedmesh.tensor_parallel.plan import matches
-from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowEmbedding, RowwiseParallel
+from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowwiseParallel
 
 
 class RowwiseEmbedding(RowwiseParallel):
     """Embeddings that have a forward of their own, as transformers', work on what that of ``nn.Embedding`` returns: all of it."""
 
-    def short_way(self, module: nn.Module) -> type | None:
-        """Return the module's class again, with the short way's where its ``super().forward`` goes."""
+    def fast_path_class(self, module: nn.Module) -> type | None:
+        """Return a subclass of the module's class, in which ``super().forward`` is the fast path."""
         own: Any = type(module)
-        known = super().short_way(module)
+        known = super().fast_path_class(module)
         return known or type(own.__name__, (own, RowEmbedding), {"__module__": own.__module__})
 
 
@@ -56,13 +58,15 @@ class TailGradient(ParallelStyle):
         self.width = width
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(partial(_enter_tail, Group.of(device_mesh), self.width))
+        module.register_forward_hook(partial(_copy_tail_to_tp_region, Group.of(device_mesh), self.width))
         return module
 
 
-def _enter_tail(group: Group, width: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+def _copy_tail_to_tp_region(
+    group: Group, width: int, _module: nn.Module, _args: Any, output: Tensor
+) -> Tensor:
     rest, tail = output.split([output.shape[-1] - width, width], dim=-1)
-    return torch.cat([rest, enter(tail, group)], dim=-1)
+    return torch.cat([rest, copy_to_tp_region(tail, group)], dim=-1)
 
 
 _SUMMED = "replicated_with_grad_allreduce"

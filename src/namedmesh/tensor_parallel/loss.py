@@ -13,7 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import Group, all_reduce, leave, refuse_strangers
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    all_reduce,
+    check_ids_in_vocab,
+    reduce_from_tp_region,
+)
 
 
 def cross_entropy(
@@ -56,7 +61,9 @@ def cross_entropy(
     if problems:
         raise ShapeError(*problems)
     counts = target != ignore_index
-    refuse_strangers(target.masked_fill(~counts, 0), logits.shape[-1] * group.size, "target is out of bounds")
+    check_ids_in_vocab(
+        target.masked_fill(~counts, 0), logits.shape[-1] * group.size, "target is out of bounds"
+    )
     dtype = torch.promote_types(logits.dtype, torch.float32)
     losses = rows_cross_entropy(logits, target, counts, group, dtype, label_smoothing, False)
     if reduction == "none":
@@ -106,7 +113,7 @@ def logsumexp(logits: Tensor, mesh: AxisMesh) -> Tensor:
     mesh = one_axis(mesh, "tp", "logsumexp")
     group = _group_of(logits, mesh)
     shifted, highest = _shift(logits, group)
-    total = leave(shifted.exp().sum(-1), group)
+    total = reduce_from_tp_region(shifted.exp().sum(-1), group)
     return total.log() + highest
 
 
@@ -132,7 +139,7 @@ def entropy(logits: Tensor, mesh: AxisMesh) -> Tensor:
     weights = shifted.exp()
     # exp(-inf) is 0, and 0 * -inf would be NaN.
     products = weights * shifted.masked_fill(shifted == -torch.inf, 0)
-    total, weighted = leave(torch.stack([weights.sum(-1), products.sum(-1)]), group).unbind()
+    total, weighted = reduce_from_tp_region(torch.stack([weights.sum(-1), products.sum(-1)]), group).unbind()
     return total.log() - weighted / total
 
 
@@ -174,9 +181,10 @@ def _shift(logits: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """``lse(x) - (1 - s) x[target] - s mean(x)`` for each row x, with the spread s, in ``dtype``.
+    """``lse(x) - (1 - s) x[target] - s mean(x)`` for each row x, with the label smoothing s, in ``dtype``.
 
-    The mean is over the whole vocabulary, or over this rank's part of it, which then has another loss than its group.
+    The mean is over the full vocabulary. With ``smooth_over_shard`` it is over the local shard of the
+    vocabulary; the loss then differs between ranks.
     """
 
     @staticmethod
@@ -187,34 +195,34 @@ class _CrossEntropy(torch.autograd.Function):
         counts: Tensor | None,
         group: Group,
         dtype: torch.dtype,
-        spread: float,
-        over_part: bool,
+        smoothing: float,
+        smooth_over_shard: bool,
     ) -> Tensor:
         part = logits.shape[-1]
-        mine = target - group.rank * part
-        elsewhere = (mine < 0) | (mine >= part)
-        mine = mine.masked_fill(elsewhere, 0)
+        local_target = target - group.rank * part
+        not_local = (local_target < 0) | (local_target >= part)
+        local_target = local_target.masked_fill(not_local, 0)
         highest = all_reduce(logits.amax(-1).to(dtype), group, "max")
         shifted = logits - highest.unsqueeze(-1)  # in the larger of the two types
-        of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        mean = shifted.mean(-1) if spread else torch.zeros_like(of_target)
+        of_target = shifted.gather(-1, local_target.unsqueeze(-1)).squeeze(-1).masked_fill(not_local, 0)
+        mean = shifted.mean(-1) if smoothing else torch.zeros_like(of_target)
         sums = torch.stack([shifted.exp().sum(-1), of_target, mean / group.size])
         total, of_target, of_all = all_reduce(sums, group).unbind()
-        loss = total.log() - (1 - spread) * of_target - spread * (mean if over_part else of_all)
-        ctx.save_for_backward(logits, total.log() + highest, elsewhere, mine, counts)
-        ctx.spread, ctx.entries = spread, part if over_part else part * group.size
+        loss = total.log() - (1 - smoothing) * of_target - smoothing * (mean if smooth_over_shard else of_all)
+        ctx.save_for_backward(logits, total.log() + highest, not_local, local_target, counts)
+        ctx.smoothing, ctx.entries = smoothing, part if smooth_over_shard else part * group.size
         return loss if counts is None else loss.masked_fill(~counts, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, lse, elsewhere, mine, counts = ctx.saved_tensors
+        logits, lse, not_local, local_target, counts = ctx.saved_tensors
         gradient = gradient if counts is None else gradient.masked_fill(~counts, 0)
         result = (logits - lse.unsqueeze(-1)).exp_().mul_(gradient.unsqueeze(-1))
-        on_target = gradient.masked_fill(elsewhere, 0) * (ctx.spread - 1)
-        result.scatter_add_(-1, mine.unsqueeze(-1), on_target.unsqueeze(-1))
-        if ctx.spread:
-            result.sub_(gradient.unsqueeze(-1) * (ctx.spread / ctx.entries))
+        on_target = gradient.masked_fill(not_local, 0) * (ctx.smoothing - 1)
+        result.scatter_add_(-1, local_target.unsqueeze(-1), on_target.unsqueeze(-1))
+        if ctx.smoothing:
+            result.sub_(gradient.unsqueeze(-1) * (ctx.smoothing / ctx.entries))
         return result.to(logits.dtype), *[None] * 6
 
 

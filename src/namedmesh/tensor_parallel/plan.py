@@ -22,7 +22,7 @@ from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import PlanError, did_you_mean, format_items
 from namedmesh.tensor_parallel.buffers import watch_buffers
 from namedmesh.tensor_parallel.collectives import check_divides
-from namedmesh.tensor_parallel.gradients import compare_gradients, sum_before_steps
+from namedmesh.tensor_parallel.gradients import compare_gradients, install_optimizer_step_hook
 from namedmesh.tensor_parallel.styles import layer_placements
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
@@ -80,8 +80,8 @@ def parallelize(
     mesh = one_axis(mesh, "tp", "parallelize")
     entries, ties = resolve(model, mesh.size(), plan, must_divide, missing)
     for entry in entries:
-        short_way = getattr(entry.style, "short_way", None)
-        if isinstance(entry.style, _FEATURES) and not (short_way and short_way(entry.module)):
+        fast_path_class = getattr(entry.style, "fast_path_class", None)
+        if isinstance(entry.style, _FEATURES) and not (fast_path_class and fast_path_class(entry.module)):
             hook = partial(_refuse_uneven, entry.style.output_layouts[0], mesh.size())
             entry.module.register_forward_hook(hook)
         # One style at a time: with a dict, torch drops src_data_rank at the name "".
@@ -100,7 +100,7 @@ def parallelize(
     # Ranks that have data of their own have other gradients of everything.
     if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
         compare_gradients(model, mesh)
-    sum_before_steps()
+    install_optimizer_step_hook()
     accept_mixed_lists()
     watch_buffers(model)
     return model

@@ -26,8 +26,8 @@ from namedmesh.errors import GradientError, TrainingError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.gradients import (
     LAST_STEP,
-    NOTHING,
-    TOLERANCE,
+    RELATIVE_TOLERANCE,
+    ZERO_GRAD_THRESHOLD,
     fingerprint,
     watched_models,
 )
@@ -215,7 +215,7 @@ def _differences(highest: list[list[float]], lowest: list[list[float]]) -> list[
     for position, (high, low) in enumerate(zip(highest, lowest, strict=True)):
         far = max(high[0] - low[0], high[1] - low[1])
         # If it is NaN or infinite on every rank, the norm says so.
-        if high[2] != low[2] or (far > TOLERANCE * high[0] and far > NOTHING * largest):
+        if high[2] != low[2] or (far > RELATIVE_TOLERANCE * high[0] and far > ZERO_GRAD_THRESHOLD * largest):
             different.append(position)
     return different
 

@@ -27,7 +27,15 @@ from namedmesh.compat.layers import (
     scatter,
     split_tensor_along_last_dim,
 )
-from namedmesh.tensor_parallel.collectives import Group, enter, exchange, gather, leave
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    all_gather_to_tp_region,
+    all_to_all_single,
+    copy_to_tp_region,
+    gather,
+    reduce_from_tp_region,
+    reduce_scatter_from_tp_region,
+)
 
 __all__ = [
     "VocabUtility",
@@ -83,12 +91,12 @@ def resolve_group(group: OptionalGroup, *, is_expert: bool = False) -> Group:
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
     """Forward: identity of a replicated tensor. Backward: all-reduce. Megatron's f operator."""
-    return enter(input_, resolve_group(group))
+    return copy_to_tp_region(input_, resolve_group(group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
     """Forward: all-reduce of a partial tensor. Backward: identity. Megatron's g operator."""
-    return leave(input_, resolve_group(group))
+    return reduce_from_tp_region(input_, resolve_group(group))
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
@@ -142,7 +150,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Optio
     Returns:
         The full tensor, ``(..., n)``.
     """
-    return enter(input_, resolve_group(group), -1)
+    return all_gather_to_tp_region(input_, resolve_group(group), -1)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
@@ -180,7 +188,7 @@ def gather_from_sequence_parallel_region(
     """
     ranks = resolve_group(group)
     if tensor_parallel_output_grad:
-        return enter(input_, ranks, 0)
+        return all_gather_to_tp_region(input_, ranks, 0)
     return gather(input_, ranks, 0)
 
 
@@ -225,7 +233,7 @@ def all_to_all(
     ranks = resolve_group(group)
     if input_split_sizes is None:
         check_even(input_, 0, ranks.size)
-    return exchange(input_, ranks, (input_split_sizes, output_split_sizes_))
+    return all_to_all_single(input_, ranks, (input_split_sizes, output_split_sizes_))
 
 
 def all_to_all_sp2hp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
@@ -242,7 +250,7 @@ def all_to_all_sp2hp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
     check_even(input_, -1, ranks.size)
     rows = input_.reshape(-1, input_.shape[-1])
     # The collective splits dim 0, so the features for each rank become a block of rows.
-    return exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
+    return all_to_all_single(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
 
 
 def all_to_all_hp2sp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
@@ -259,7 +267,7 @@ def all_to_all_hp2sp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
     rows = input_.reshape(-1, input_.shape[-1])
     check_even(rows, 0, ranks.size)
     # Each rank sent its features of the local tokens: one block of rows each.
-    return torch.cat(exchange(rows, ranks).chunk(ranks.size), dim=-1)
+    return torch.cat(all_to_all_single(rows, ranks).chunk(ranks.size), dim=-1)
 
 
 def reduce_scatter(partial: Tensor, group: Group, dim: int) -> Tensor:
@@ -269,7 +277,7 @@ def reduce_scatter(partial: Tensor, group: Group, dim: int) -> Tensor:
         ContractError: ``dim`` cannot be split into equal shards.
     """
     check_even(partial, dim, group.size)
-    return leave(partial, group, dim)
+    return reduce_scatter_from_tp_region(partial, group, dim)
 
 
 # --- loss -----------------------------------------------------------------------------------------

@@ -34,7 +34,12 @@ from namedmesh.compat.megatron.mappings import (
     set_tensor_model_parallel_attributes,
 )
 from namedmesh.launch import default_group_device
-from namedmesh.tensor_parallel.collectives import enter, gather, leave
+from namedmesh.tensor_parallel.collectives import (
+    all_gather_to_tp_region,
+    copy_to_tp_region,
+    gather,
+    reduce_from_tp_region,
+)
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += _mappings.__all__
@@ -225,9 +230,9 @@ class ColumnParallelLinear(_Linear):
                 f"ColumnParallelLinear got {got}; pass the local shard, of shape {expected}, to its forward"
             )
         if self.sequence_parallel and not self.explicit_expert_comm:
-            input_ = enter(input_, self.group, 0)
+            input_ = all_gather_to_tp_region(input_, self.group, 0)
         elif not (self.disable_grad_reduce or self.explicit_expert_comm):
-            input_ = enter(input_, self.group)
+            input_ = copy_to_tp_region(input_, self.group)
         bias = None if self.skip_bias_add else self.bias
         output = F.linear(input_, weight, bias)
         if runtime_gather_output is None:
@@ -321,7 +326,10 @@ class RowParallelLinear(_Linear):
         if not self.input_is_parallel:
             input_ = scatter(input_, self.group, -1)
         partial = F.linear(input_, self.weight)
-        output = reduce_scatter(partial, group, 0) if self.sequence_parallel else leave(partial, group)
+        if self.sequence_parallel:
+            output = reduce_scatter(partial, group, 0)
+        else:
+            output = reduce_from_tp_region(partial, group)
         if self.skip_bias_add:
             return output, self.bias
         # After the reduction, which would otherwise sum the bias over the ranks.
@@ -383,7 +391,7 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         else:
             vectors = self.look_up(input_, deterministic=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
-            return leave(vectors, self.group)
+            return reduce_from_tp_region(vectors, self.group)
         return reduce_scatter(vectors.transpose(0, 1), self.group, 0)
 
 

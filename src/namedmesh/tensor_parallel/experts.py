@@ -1,0 +1,291 @@
+"""Styles for stacked experts: expert tensor parallelism (``etp``) and expert parallelism (``ep``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from namedmesh._torch import all_gather_object, concatenate_meshes, get_group_by_name
+from namedmesh.arguments import named_mesh
+from namedmesh.axes import SAME_TOKEN_AXES
+from namedmesh.errors import GradientError, ShapeError, format_ranks
+from namedmesh.mesh import NamedMesh
+from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
+from namedmesh.tensor_parallel.gradients import fingerprint
+from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, reduce_output
+from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
+
+
+class ShardedExperts(LocalParameters):
+    """Run stacked experts on the local shard of every expert (expert tensor parallelism).
+
+    For a module that owns the weights of all its experts as parameters with three dims. The inputs
+    (hidden states, routing weights) are replicated.
+
+    Forward: all-reduce of the output, which is partial on each rank. Backward: all-reduce of the
+    partial gradients of all inputs.
+
+    Args:
+        placements: the placement of each parameter, by name. All parameters must be sharded: each
+            rank would add a replicated one to the sum.
+        fused: for a fused parameter, by name: the number of equal blocks of its sharded dim, such as
+            2 for gate and up. The parameter becomes ``(experts, 2, features, ...)``, so that each
+            rank gets a shard of both; ``full_tensor().flatten(1, 2)`` is the weight of the full
+            model, and the forward gets the local tensor flattened in the same way.
+    """
+
+    def __init__(
+        self, placements: Mapping[str, Placement], *, fused: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(placements)
+        self.fused = dict(fused or {})
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
+        """Return the reasons why this style cannot be applied to ``module`` (empty if it can)."""
+        placements = self.layout(module, tp_size)
+        messages = []
+        for name in self.fused:
+            if not isinstance(placements.get(name), Shard):
+                got = f"{name!r} names blocks of a parameter that no layout shards"
+                messages.append(f"{got}; name a layout with Shard(dim)")
+        for name, _ in module.named_parameters(recurse=False):
+            if isinstance(placements.get(name, Replicate()), Replicate):
+                got = f"{name!r} of {type(module).__name__} is replicated and would count once per rank"
+                messages.append(f"{got}; name a layout that shards it")
+        return messages
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        placements: dict[str, Any] = self.layout(module, device_mesh.size())
+        block_dims = {}
+        for name, blocks in self.fused.items():
+            dim = placements[name].dim
+            fused_param = module.get_parameter(name).detach()
+            replace_parameter(module, name, fused_param.unflatten(dim, (blocks, -1)))
+            # The features of each block are now in the next dim.
+            block_dims[name] = dim
+            placements[name] = Shard(dim + 1)
+        shard_parameters(module, device_mesh, placements, self.src_data_rank)
+        module.forward = LocalForward(module, placements, block_dims)
+        group = Group.of(device_mesh)
+        module.register_forward_pre_hook(partial(_copy_inputs, group), with_kwargs=True)
+        module.register_forward_hook(partial(reduce_output, group))
+        return module
+
+
+def _copy_inputs(group: Group, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Copy all inputs to the tensor-parallel region. Backward: all-reduce of their gradients."""
+
+    def copy_input(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return copy_to_tp_region(value, group)
+        return value
+
+    copied = {name: copy_input(value) for name, value in kwargs.items()}
+    return tuple(map(copy_input, args)), copied
+
+
+class ExpertParallel(ParallelStyle):
+    """Shard stacked experts over ``ep``, and send each token to the rank that has its expert.
+
+    For a module that owns the weights of all its experts as parameters ``(experts, ...)``, and is
+    called with tokens ``(tokens, features)``, sorted by expert, and the number of tokens for each
+    expert ``(experts,)``. Its forward then gets the local experts only: their weights as local
+    tensors, the tokens of all ranks for them, sorted by expert, and the number of tokens for each.
+    It returns one row for each token. No token is dropped or padded.
+
+    Forward: all-to-all of the numbers and the tokens (dispatch), and of the output rows (combine).
+    Backward: the same in the opposite direction.
+
+    Every rank along ``ep`` and ``edp`` must have **different tokens**, or their gradients count
+    several times. If tp is inside of ep, shard the sequence (``SequenceParallel``), or shard the
+    experts over ``etp`` first, with :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a
+    fingerprint of their tokens in the first forward that trains. With pipeline parallelism it is the
+    second: the first is torch's shape inference on uninitialized memory. Compiled code does not
+    compare.
+
+    Afterwards call ``fully_shard(experts, mesh=mesh["edp"])``. It divides the gradients of experts
+    by the number of ranks along edp, while all other gradients are divided by the number of ranks
+    along dp and cp. The style therefore multiplies the gradients of experts by ``edp / (dp * cp)``.
+    ``torch.compile`` traces the module as one graph if
+    ``torch.compiler.config.capture_scalar_outputs`` is set before the first step.
+
+    Args:
+        mesh: the named mesh, with a view that has ``edp`` and ``ep``.
+
+    Raises:
+        ShapeError: in the forward: there is not one number of tokens for each expert.
+        GradientError: in the forward, on every rank: several ranks send the same tokens.
+    """
+
+    takes_distributed = True  # Parameters may be DTensors that ShardedExperts has sharded over etp.
+    ranks_have_own_data = True
+
+    def __init__(self, mesh: NamedMesh) -> None:
+        mesh = named_mesh(mesh, "ExpertParallel")
+        super().__init__()
+        averaged = [axis for axis in mesh.layout if axis not in SAME_TOKEN_AXES]
+        averaged_size = mesh.layout.size(*averaged) if averaged else 1
+        self.gradient_scale = mesh.size("edp") / averaged_size
+        self.replica_groups = [Group.of(mesh.group("edp"))]
+        self.forwards_to_skip = int("pp" in mesh and mesh.size("pp") > 1)
+
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for the other styles
+        """Return the placement of each parameter of ``module``, by name."""
+        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        return dict.fromkeys(params, Shard(0))
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+        """Return the reasons why this style cannot be applied to ``module`` (empty if it can)."""
+        shapes = {}
+        for name, param in module.named_parameters(recurse=False):
+            shapes[name] = tuple(param.shape)
+        # The first dim of all parameters must be the same number of experts; scalars have none.
+        if len({shape[:1] for shape in shapes.values()} - {()}) == 1:
+            return []
+        got = f"{type(module).__name__} owns {shapes or 'none'}"
+        return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            replace_parameter(module, name, _shard_experts(param, device_mesh, self.src_data_rank))
+        module.forward = ExpertForward(module, Group.of(device_mesh), self)
+        return module
+
+
+def _shard_experts(param: Tensor, mesh: DeviceMesh, src_data_rank: int | None) -> DTensor:
+    """Shard dim 0 of a parameter over ``mesh``; it may be sharded over another axis already."""
+    if not isinstance(param, DTensor):
+        return distribute_tensor(param, mesh, [Shard(0)], src_data_rank=src_data_rank)
+    local = param.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    both_meshes = concatenate_meshes([mesh, param.device_mesh])
+    return DTensor.from_local(local, both_meshes, (Shard(0), *param.placements), run_check=False)
+
+
+class ExpertForward(LocalForward):
+    """Dispatches tokens to the ranks of their experts, runs the module, and combines the outputs.
+
+    Args:
+        module: the module, with its sharded parameters.
+        group: the expert-parallel ranks.
+        style: the style that is applied.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
+        super().__init__(module, style.layout(module, group.size))
+        self.group = group
+        self.experts = module.get_parameter(self.names[0]).shape[0]
+        self.gradient_scale = style.gradient_scale
+        self.forwards_to_skip = style.forwards_to_skip
+        self.unchecked_groups = [group, *style.replica_groups]
+
+    def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
+        """Return the module's output for the local tokens.
+
+        Collective: every rank of the group must call it.
+
+        Args:
+            tokens: the local tokens, ``(tokens, features)``, sorted by expert.
+            counts: the number of local tokens for each expert, ``(experts,)``.
+
+        Raises:
+            ShapeError: there is not one number for each expert.
+            GradientError: several ranks have the same tokens.
+        """
+        if counts.shape != (self.experts,):
+            got = f"the numbers of tokens have shape {tuple(counts.shape)}"
+            raise ShapeError(f"{got}; pass one number for each of the {self.experts} experts")
+        if torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad:
+            self._check_tokens(tokens)
+        ranks = self.group.size
+        if ranks == 1:
+            return super().__call__(tokens, counts)
+        # received_counts[rank, expert]: how many tokens ``rank`` sends to each local expert.
+        received_counts = all_to_all_single(counts, self.group).view(ranks, -1)
+        sent_to_rank = counts.view(ranks, -1).sum(1)
+        # One copy to the host for both lists, because each copy waits for the device.
+        send_sizes, receive_sizes = torch.stack([sent_to_rank, received_counts.sum(1)]).tolist()
+        received = all_to_all_single(tokens, self.group, (send_sizes, receive_sizes))
+        # Received tokens are sorted by rank and then by expert, but the module expects them sorted
+        # by expert only.
+        expert_ids = torch.arange(received_counts.shape[1], device=tokens.device).repeat(ranks)
+        expert_ids = expert_ids.repeat_interleave(received_counts.flatten(), output_size=received.shape[0])
+        order = expert_ids.argsort(stable=True)
+        output = super().__call__(received[order], received_counts.sum(0))
+        return all_to_all_single(output[order.argsort()], self.group, (receive_sizes, send_sizes))
+
+    def local_param(self, name: str, shard: Tensor) -> Tensor:
+        """Return the local experts of a weight, whose gradient is scaled."""
+        weight = super().local_param(name, shard)
+        if self.gradient_scale == 1:
+            return weight
+        return _scale_gradient(weight, self.gradient_scale)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if self.forwards_to_skip:
+            self.forwards_to_skip -= 1
+            return
+        if not self.unchecked_groups or torch.compiler.is_compiling():
+            return
+        # Tokens without a signal are compared again in the next forward.
+        self.unchecked_groups = [g for g in self.unchecked_groups if not _tokens_differ(tokens, g)]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Forward: identity. Backward: multiplication of the gradient by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+_scale_gradient: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply
+
+# Relative tolerance for the fingerprints of the same tokens on two ranks: half precision may round
+# them differently.
+_SAME_TOKENS_RTOL = 5e-3
+
+
+def _tokens_differ(tokens: Tensor, group: Group) -> bool:
+    """Return whether the ranks of a group have different tokens; False if it cannot be decided yet.
+
+    It cannot be decided from tokens that are all equal, or not finite. Collective: every rank of
+    ``group`` must call it.
+
+    Raises:
+        GradientError: several ranks have the same tokens.
+    """
+    if tokens.is_meta or dist.get_backend() == "fake":
+        return False
+    has_signal = bool(len(tokens) and (tokens != tokens[0]).any() and tokens.isfinite().all())
+    # Several weighted sums, because normalized tokens all have the same norm. A rank without a
+    # signal still takes part in the all-gather.
+    local = fingerprint(tokens, (1.0, 0.7, 0.3)) if has_signal else []
+    fingerprints = all_gather_object(get_group_by_name(group.name), local)
+    for first in filter(None, fingerprints):
+        tolerance = _SAME_TOKENS_RTOL * first[0]
+        same = []
+        for rank, numbers in enumerate(fingerprints):
+            if numbers and math.dist(first, numbers) <= tolerance:
+                same.append(rank)
+        if len(same) > 1:
+            raise GradientError(
+                f"{format_ranks(same)} of the {group.size} ranks that share experts send the same "
+                f"tokens, whose gradients would count {len(same)} times; shard the sequence "
+                f"(SequenceParallel), or shard the experts over etp (ShardedExperts)"
+            )
+    return all(fingerprints)

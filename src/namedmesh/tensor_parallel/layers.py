@@ -1,0 +1,268 @@
+"""Linear and embedding layers that compute on local shards, outside of DTensor.
+
+A style sets one of these classes as the class of a module, so that parameter names, hooks and the
+rest of the module stay as they are. Parameters are DTensors; the forward computes on their local
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from namedmesh._torch import to_local_parameters
+from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    check_ids_in_vocab,
+    enter_tp_region,
+    exit_tp_region,
+    gather,
+    split,
+)
+
+REPLICATED = (Replicate(),)
+PARTIAL = (Partial(),)
+
+
+# The shape of the local shard of each parameter of a module, by name; None if the parameter is None.
+Shards: TypeAlias = "Mapping[str, torch.Size | None]"
+
+
+class LayerLayouts(NamedTuple):
+    """The input and output layouts of a sharded layer.
+
+    Attributes:
+        group: the tensor-parallel ranks.
+        input_dim: the dim along which the input is sharded; None if it is replicated.
+        output_dim: the dim along which the output is sharded; None if it is replicated.
+        use_local_output: whether the output is the local tensor, or a DTensor.
+    """
+
+    group: Group
+    input_dim: int | None
+    output_dim: int | None
+    use_local_output: bool
+
+
+class ColumnLinear(nn.Linear):
+    """A column-parallel ``nn.Linear``: each rank holds a shard of the output features.
+
+    Forward: identity, or all-gather of a sharded input; for a replicated output also all-gather of
+    the features. Backward: all-reduce, or reduce-scatter, of the input's gradient. Made by
+    :class:`ColwiseParallel`.
+
+    Attributes:
+        layouts: the input and output layouts.
+        shards: the shapes of the local shards of the parameters.
+        rows: the output features to compute, if the weight is replicated (:class:`KeyValueParallel`).
+    """
+
+    layouts: LayerLayouts
+    shards: Shards
+    rows: Sequence[int] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """Return the local shard of the output features, or the replicated output.
+
+        Args:
+            input: ``(..., in_features)``: a local tensor in the input layout, or a DTensor.
+
+        Raises:
+            ShapeError: a parameter has another shape than the local shard.
+        """
+        group = self.layouts.group
+        if isinstance(input, DTensor):
+            if input.placements != REPLICATED:
+                input = input.redistribute(placements=REPLICATED)  # noqa: A001
+            # The producer of this DTensor (such as SharedInput) all-reduces the partial gradients of
+            # all its consumers at once.
+            x = input.to_local(grad_placements=PARTIAL)
+        else:
+            x = enter_tp_region(to_autocast_dtype(input), group, self.layouts.input_dim)
+        weight, bias = local_params(self, self.shards)
+        if self.rows is not None:
+            weight = weight[self.rows]
+            if bias is not None:
+                bias = bias[self.rows]
+        y = F.linear(x, weight, bias)
+        if self.layouts.output_dim is None:
+            y = gather(y, group, -1)
+        return to_output_layout(self, y)
+
+
+class RowLinear(nn.Linear):
+    """A row-parallel ``nn.Linear``: each rank holds a shard of the input features.
+
+    Forward: all-reduce, or reduce-scatter, of the partial output. Backward: identity, or all-gather
+    of the output's gradient. Made by :class:`RowwiseParallel`.
+
+    Attributes:
+        layouts: the input and output layouts.
+        shards: the shapes of the local shards of the parameters.
+    """
+
+    layouts: LayerLayouts
+    shards: Shards
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """Return the replicated output, or the local shard of another dim than the features.
+
+        Args:
+            input: ``(..., in_features)``: a local tensor in the input layout, or a DTensor. The
+                local shard of the features of a replicated one is used.
+
+        Raises:
+            ShapeError: a parameter has another shape than the local shard, or the output cannot be
+                split into equal shards.
+        """
+        group, input_dim, output_dim, _ = self.layouts
+        if isinstance(input, DTensor):
+            x = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
+        elif input_dim is None:
+            x = split(input, group, input.ndim - 1)
+        else:
+            x = input
+        # With a sequence-sharded output each rank adds the bias to some tokens only, so the bias
+        # gradient is partial.
+        weight, bias = local_params(self, self.shards, partial_grads=output_dim is not None)
+        y = exit_tp_region(F.linear(x, weight), group, output_dim)
+        if bias is not None:
+            # The bias is replicated. Adding it before the all-reduce would count it once per rank.
+            y = y + bias.to(y.dtype)
+        return to_output_layout(self, y)
+
+
+class RowEmbedding(nn.Embedding):
+    """A vocabulary-parallel ``nn.Embedding``: each rank holds the rows of a shard of the ids.
+
+    Forward: all-gather of sharded ids; all-reduce, or reduce-scatter, of the embeddings. Backward:
+    identity, or all-gather of the output's gradient. Made by :class:`RowwiseParallel`.
+
+    Attributes:
+        layouts: the input and output layouts.
+        shards: the shape of the local shard of the weight.
+    """
+
+    layouts: LayerLayouts
+    shards: Shards
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        """Return the replicated embeddings, or the local shard of a dim of them.
+
+        Args:
+            input: ids in the full vocabulary: a local tensor in the input layout, or a DTensor.
+
+        Raises:
+            IndexError: on a CPU: an id is outside of the vocabulary.
+            ShapeError: the weight has another shape than the local shard, or the output cannot be
+                split into equal shards.
+        """
+        group, input_dim, output_dim, _ = self.layouts
+        if isinstance(input, DTensor):
+            ids = input.full_tensor()
+        elif input_dim is not None:
+            ids = gather(input, group, input_dim)
+        else:
+            ids = input
+        check_ids_in_vocab(ids, self.num_embeddings, "index out of range in self")
+        (weight,) = local_params(self, self.shards)
+        rows = weight.shape[0]
+        first = group.rank * rows
+        local_ids = ids - first
+        not_local = (local_ids < 0) | (local_ids >= rows)
+        padding = None
+        if self.padding_idx is not None and first <= self.padding_idx < first + rows:
+            padding = self.padding_idx - first
+        # Exactly one rank has the row of an id. All others contribute zeros to the sum.
+        y = F.embedding(local_ids.masked_fill(not_local, 0), weight, padding)
+        y = y.masked_fill(not_local.unsqueeze(-1), 0)
+        return to_output_layout(self, exit_tp_region(y, group, output_dim))
+
+
+class ConcatLinear(nn.ModuleList):
+    """Linears with the same input, whose outputs are concatenated. Made by :func:`split_linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the concatenated outputs: those of the fused linear, or the local shard of each."""
+        return torch.cat([linear(x) for linear in self], -1)
+
+
+def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = True) -> list[Any]:
+    """Return the local tensors of a module's parameters.
+
+    A parameter may be a plain tensor that is the local shard, as under DistributedDataParallel. If
+    it is the full tensor, as after ``load_state_dict(..., assign=True)``, every rank would add the
+    full product to the sum; its shape shows this.
+
+    Args:
+        module: the module.
+        shards: the shape of the local shard of each parameter.
+        partial_grads: whether each rank computes a partial gradient of a replicated parameter.
+
+    Returns:
+        The tensors in the order of ``shards``; None if a parameter is None.
+
+    Raises:
+        ShapeError: a parameter has another shape than its local shard.
+    """
+    params = [getattr(module, name) for name in shards]
+    dtensors = [param for param in params if isinstance(param, DTensor)]
+    grad_placements = []
+    for dtensor in dtensors:
+        is_partial = partial_grads and dtensor.placements == REPLICATED
+        grad_placements.append(PARTIAL if is_partial else dtensor.placements)
+    # One call for all DTensors: a to_local() for each costs a quarter of the step of a small layer.
+    local_tensors = iter(to_local_parameters(dtensors, grad_placements) if dtensors else ())
+    result = []
+    for (name, shape), param in zip(shards.items(), params, strict=True):
+        local = next(local_tensors) if isinstance(param, DTensor) else param
+        if shape is not None and local.shape != shape:
+            raise ShapeError(
+                f"{name} has shape {tuple(local.shape)} on this rank, whose shard has shape "
+                f"{tuple(shape)}; load with set_model_state_dict or without assign=True, and call "
+                f"with DTensors or shards"
+            )
+        result.append(local)
+    return result
+
+
+def shard_shapes(module: nn.Module, names: Iterable[str]) -> Shards:
+    """Return the shapes of the local shards of a module's parameters.
+
+    Args:
+        module: the module; each of the parameters is a DTensor or None.
+        names: the names of the parameters.
+    """
+    shapes: dict[str, torch.Size | None] = {}
+    for name in names:
+        param = getattr(module, name)
+        shapes[name] = None if param is None else param.to_local().shape
+    return shapes
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Cast an activation as autocast would in the linear after it, so that less data is sent."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    if not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def to_output_layout(module: Any, y: Tensor) -> Tensor:
+    """Return a layer's local output, or a DTensor of it if the style has no local output."""
+    _, _, dim, use_local_output = module.layouts
+    if use_local_output:
+        return y
+    if dim is None:
+        placement: Any = Replicate()
+    else:
+        placement = Shard(y.ndim - 1 if dim == -1 else dim)
+    return DTensor.from_local(y, module.weight.device_mesh, (placement,), run_check=False)
