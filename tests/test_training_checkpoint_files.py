@@ -8,6 +8,8 @@ import gc
 import multiprocessing
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -59,6 +61,32 @@ def groups_that_outlive_the_default_group(root: Path, closed: bool) -> list[str]
     gc.collect()
     assert kept
     return [label for label, group in groups.items() if group() is not None]
+
+
+ENDS = """
+import gc, torch, torch.distributed as dist, namedmesh
+from weakref import ref
+from torch.distributed.tensor import DTensor, Replicate
+mesh = namedmesh.init_mesh(dp=1, tp=1, device="cpu")
+kept = DTensor.from_local(torch.ones(2), mesh["tp"], [Replicate()])
+world = ref(dist.group.WORLD)
+mesh.close()
+dist.destroy_process_group()
+gc.collect()
+print("freed" if world() is None else "held")
+"""
+MAKES_THE_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+@pytest.mark.parametrize("before", ["", MAKES_THE_GROUP])
+def test_a_tensor_that_is_kept_does_not_keep_the_default_group(before: str) -> None:
+    # In a new interpreter: torch keeps the group in modules that it imports after the group was made.
+    words = [sys.executable, "-c", before + ENDS]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "freed"
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn import functional as differentiable_collectives
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414
 from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414
@@ -32,6 +33,17 @@ if TYPE_CHECKING:  # importing DTensor takes more than a second, and a mesh does
 
 # The types of the module's attributes differ between releases.
 c10d: Any = distributed_c10d
+
+# These functions of torch have the default group of the moment of their import as the default of an
+# argument. torch imports them at the first DTensor. The default group would then never be freed, and
+# after destroy_process_group() its threads would still run: one that frees a tensor while the
+# interpreter is being finalized ends the process with SIGABRT. None is the default group, too.
+for _function in vars(differentiable_collectives).values():
+    _defaults = getattr(_function, "__defaults__", None) or ()
+    if any(isinstance(value, c10d.ProcessGroup) for value in _defaults):
+        _function.__defaults__ = tuple(
+            None if isinstance(value, c10d.ProcessGroup) else value for value in _defaults
+        )
 
 T = TypeVar("T")
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -57,6 +69,24 @@ def add_default_group_finalizer(call: Callable[[], None]) -> weakref.finalize[..
     # At the exit of the interpreter, nobody uses the state that the function would update.
     handle.atexit = False
     return handle
+
+
+def release_groups_with_default_group(mesh: DeviceMesh) -> None:
+    """Let ``destroy_process_group()`` end the groups that a torch mesh refers to, with their threads.
+
+    Every DTensor refers to its mesh, and the mesh to its groups. A model that lives until the end of
+    the program would keep the threads of gloo, and one that frees a tensor while the interpreter is
+    being finalized ends the process with SIGABRT.
+    """
+    reference = weakref.ref(mesh)
+
+    def release() -> None:
+        # torch 2.12 looks groups up by name and has no registry.
+        registry = getattr(reference(), "_pg_registry", None)
+        if registry is not None:
+            registry.clear()
+
+    add_default_group_finalizer(release)
 
 
 def backend_default_timeout() -> timedelta:
@@ -165,6 +195,10 @@ def clear_dtensor_op_cache() -> None:
         if type(mesh) is DeviceMesh and not existing.issuperset(getattr(mesh, "_dim_group_names", ())):
             mesh._thread_id = next(_unused_thread_ids)
             mesh._hash = None
+            # A mesh that a model still holds would keep the memory of the destroyed groups.
+            registry = getattr(mesh, "_pg_registry", {})
+            for name in set(registry) - existing:
+                del registry[name]
 
 
 # torch gives these numbers to no thread. Meshes with different thread ids are not equal.

@@ -67,7 +67,7 @@ class NamedMesh(Accessors):
             root = self._views.create_mesh(layout)
         else:
             self._borrow(layout, groups)
-        self._views.roots[ROOT_VIEW] = root or self._views.build_mesh(layout)
+        self._views.add_root(ROOT_VIEW, root or self._views.build_mesh(layout))
         self._prepare()
         try:
             current.register(self, {axis: self.group(axis) for axis in self})
@@ -274,7 +274,8 @@ class NamedMesh(Accessors):
         current.check_groups(self, new)
         if borrowed:
             self._borrow(layout, new)
-        self._views.layouts[name], self._views.roots[name] = layout, root
+        self._views.layouts[name] = layout
+        self._views.add_root(name, root)
         self._prepare()
 
     def _forget_answers(self) -> None:

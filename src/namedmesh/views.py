@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from namedmesh._torch import concatenate_meshes, disable_dispatch_modes, flatten_mesh
+from namedmesh._torch import (
+    concatenate_meshes,
+    disable_dispatch_modes,
+    flatten_mesh,
+    release_groups_with_default_group,
+)
 from namedmesh.axes import DATA_PARTS
 from namedmesh.errors import AxisError, LayoutError, format_items
 from namedmesh.groups import Groups
@@ -55,6 +60,11 @@ class Views:
         self.flattened_axes: dict[str, tuple[str, ...]] = {}
         self.roots: dict[str, DeviceMesh] = {}
         self.flattened_meshes: dict[str, DeviceMesh] = {}
+
+    def add_root(self, view: str, root: DeviceMesh) -> None:
+        """Add the torch mesh of a view, whose groups end with the default group."""
+        self.roots[view] = root
+        release_groups_with_default_group(root)
 
     # Names.
 
