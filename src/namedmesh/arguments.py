@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh.errors import CheckpointError, MeshError
 from namedmesh.mesh import NamedMesh
 
-AxisMesh: TypeAlias = "NamedMesh | DeviceMesh"
+AxisMesh: TypeAlias = NamedMesh | DeviceMesh
 """A named mesh, of which a function takes the axis of its own role, or a mesh of one axis, whatever its name is."""
 
 
