@@ -48,11 +48,13 @@ def seed_all(seed: int, mesh: NamedMesh) -> None:
     operations follow these seeds, too. It does not communicate.
     """
     mesh = named_mesh(mesh, "seed_all")
-    own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in mesh.layout if axis != "tp"})
+    equal = axes_with_equal_state("cpu")
+    own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in mesh.layout if axis not in equal})
     inside_experts = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords] or ["tp"]
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         _places[name] = f"{name} { {axis: mesh.rank(axis) for axis in more if axis in mesh.coords} }"
-    samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in SAME_SAMPLE_AXES}
+    equal = axes_with_equal_state("data")
+    samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in equal}
     _data.manual_seed(_derived(seed, "data", samples))
     _devices[:] = [mesh.device] if mesh.device.type not in {"cpu", "meta"} else []
     random.seed(own)
