@@ -262,7 +262,8 @@ def synchronizations() -> dict[str, Any]:
         if ON_GPU and is_last:
             torch.cuda.set_sync_debug_mode("warn")
         tokens = measure("count_tokens", partial(training.count_tokens, mask, mesh))
-        loss = measure("token_mean", lambda: training.token_mean(model(x).square().sum(), tokens, mesh))  # noqa: B023
+        loss_sum = model(x).square().sum()
+        loss = measure("normalize_loss", partial(training.normalize_loss, loss_sum, tokens, mesh))
         measure("backward", loss.backward)
         clip = partial(training.clip_grad_norm_, list(model.parameters()), 1.0, mesh)
         measure("clip_grad_norm_", clip)
@@ -452,20 +453,20 @@ def gradient_scaler() -> dict[str, Any]:
 
 
 def streams_in_a_capture() -> dict[str, Any]:
-    """``streams`` inside a CUDA graph capture is an error that says so, and the capture ends in order."""
+    """``rng_stream`` inside a CUDA graph capture is an error that says so, and the capture ends in order."""
     from namedmesh import TrainingError, training
 
     require_gpu()
     mesh = make_mesh(dp=-1)
     training.seed_all(0, mesh)
-    with training.streams("tensor"):
+    with training.rng_stream("tensor"):
         before = torch.rand(4, device=mesh.device)
     graph = torch.cuda.CUDAGraph()
     text = ""
     with torch.cuda.graph(graph):
         doubled = before * 2
         try:
-            with training.streams("tensor"):
+            with training.rng_stream("tensor"):
                 torch.rand(4, device=mesh.device)
         except TrainingError as error:
             text = str(error)

@@ -38,7 +38,7 @@ def batches(step: int) -> Iterator[Tensor]:
         step += len(loader) - done
 
 
-with training.Checkpoints(sys.argv[2], mesh, keep=2, async_=True) as checkpoints:
+with training.CheckpointManager(sys.argv[2], mesh, keep=2, async_=True) as checkpoints:
     start = checkpoints.resume_or_start(model, optimizer)["step"]  # 0 where there is no checkpoint yet
     for step, loaded in enumerate(islice(batches(start), STEPS), start):
         training.check_same_batch(loaded, mesh)  # the ranks of a tp group have one batch, those of dp others

@@ -43,7 +43,7 @@ for step in range(20):
     # Targets are shifted before the sequence is sharded; positions are those in the whole sequence.
     tokens, targets, positions = training.shard_sequence(text[:, :-1], text[:, 1:], mesh=mesh["cp"])
     count = training.count_tokens(targets.numel(), mesh)  # of all ranks
-    loss = training.token_mean(model(tokens, targets, positions), count, mesh)
+    loss = training.normalize_loss(model(tokens, targets, positions), count, mesh)
     loss.backward()
     training.clip_grad_norm_(model.parameters(), 1.0, mesh)
     optimizer.step()

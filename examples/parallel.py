@@ -1,6 +1,6 @@
 """What knows of ranks: the mesh, a stage of the model on each ``pp`` rank, its shards over the other axes, and a step.
 
-Each axis is used by name: ``pp`` by training.pipeline, ``cp`` by training.context_attention, ``tp`` by a plan, ``ep`` by
+Each axis is used by name: ``pp`` by training.Pipeline, ``cp`` by training.context_attention, ``tp`` by a plan, ``ep`` by
 ExpertParallel, ``dp`` and ``cp`` by FSDP2, which comes last, over what tensor parallelism left.
 """
 
@@ -21,11 +21,11 @@ from namedmesh import NamedMesh, TrainingError, training
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     ExpertParallel,
-    KeepWhole,
+    ExpertTensorParallel,
     KeyValueParallel,
     LocalParameters,
+    NoParallel,
     RowwiseParallel,
-    ShardedExperts,
     SharedInput,
     cross_entropy,
     parallelize,
@@ -76,7 +76,7 @@ def llama_plan(heads: int, etp: int | None) -> dict[str, ParallelStyle]:
         plan["layers.*.feed_forward.router"] = LocalParameters()
     else:
         # The ranks along etp work on the same tokens, each on a part of every expert's features.
-        plan["layers.*.feed_forward.router"] = KeepWhole()
+        plan["layers.*.feed_forward.router"] = NoParallel()
         plan["layers.*.feed_forward"] = PrepareModuleInputOutput(
             input_layouts=sequence,
             desired_input_layouts=Replicate(),
@@ -93,12 +93,12 @@ def shard_model(model: Any, settings: Any, mesh: NamedMesh) -> None:
     experts = [layer.feed_forward.experts for layer in layers if settings.moe]
     for each in experts:  # before the plan over tp, which leaves them alone
         if mesh.size("etp") > 1:
-            features = ShardedExperts({"gate": Shard(2), "up": Shard(2), "down": Shard(1)})
+            features = ExpertTensorParallel({"gate": Shard(2), "up": Shard(2), "down": Shard(1)})
             parallelize(each, mesh["etp"], features)
         parallelize(each, mesh["ep"], ExpertParallel(mesh))
     if mesh.size("tp") > 1:
         plan = llama_plan(settings.dim // HEAD, settings.etp if settings.moe else None)
-        parallelize(model, mesh["tp"], plan, missing="ignore")  # a stage has some of the modules
+        parallelize(model, mesh["tp"], plan, strict=False)  # a stage has some of the modules
     for layer in layers:
         if "cp" in mesh.layout:
             layer.attention.attend = partial(training.context_attention, mesh=mesh["cp"])
@@ -119,8 +119,13 @@ class Step:
 
     def __init__(self, model: nn.Module, mesh: NamedMesh, *, microbatches: int) -> None:
         self._mesh, self._tokens = mesh, torch.tensor(0)
-        self._pipe = training.pipeline(
-            model, mesh, microbatches=microbatches, loss=self._loss, reduction="sum", whole=("positions",)
+        self._pipe = training.Pipeline(
+            model,
+            mesh,
+            n_microbatches=microbatches,
+            loss_fn=self._loss,
+            reduction="sum",
+            replicate_kwargs=("positions",),
         )
 
     def __call__(self, inputs: Tensor, targets: Tensor, *, evaluate: bool = False) -> Tensor:
@@ -136,4 +141,4 @@ class Step:
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         total = cross_entropy(logits, targets, self._mesh["tp"], ignore_index=IGNORED, reduction="sum")
-        return training.token_mean(total, self._tokens, self._mesh)
+        return training.normalize_loss(total, self._tokens, self._mesh)

@@ -38,8 +38,12 @@ training.init_parameters(stage, seed=0)
 first, last = (each.weight if each else None for each in (stage.embed, stage.head))
 sum_tied = training.tie_stages(first, last, mesh)
 optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
-pipe = training.pipeline(
-    stage, mesh, "1F1B", microbatches=4, loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+pipe = training.Pipeline(
+    stage,
+    mesh,
+    "1F1B",
+    n_microbatches=4,
+    loss_fn=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
 )
 counting = (torch.arange(8)[:, None] + torch.arange(9) + 8 * mesh.rank("dp")) % WORDS  # each word is one more
 inputs, targets = (part.contiguous().to(mesh.device) for part in (counting[:, :-1], counting[:, 1:]))

@@ -287,7 +287,7 @@ def train(settings: Settings, text: Tensor, mesh: NamedMesh) -> list[float]:
     model = make_model(settings, mesh)
     optimizer = make_optimizer(model)
     run_step = Step(model, mesh, microbatches=settings.microbatches or settings.pp)
-    checkpoints = training.Checkpoints(settings.checkpoint, mesh)
+    checkpoints = training.CheckpointManager(settings.checkpoint, mesh)
     # The next batch is a function of the step, so the step is the position in the data.
     first = checkpoints.resume_or_start(model, optimizer)["step"] if settings.checkpoint else 0
     share = training.sampler_kwargs(mesh)

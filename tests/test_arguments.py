@@ -37,12 +37,12 @@ def _along_an_axis() -> list[bool]:
         model = Mlp(8, 16)
         model.load_state_dict(whole.state_dict())
         report = tensor_parallel.plan_report(model, tp, PLAN)
-        namedmesh.parallelize(model, tp, PLAN, check=False)
-        tensor_parallel.compare_gradients(model, tp)
+        namedmesh.parallelize(model, tp, PLAN, check_gradients=False)
+        tensor_parallel.register_gradient_check(model, tp)
         shard, positions = training.shard_sequence(x, mesh=cp)
         attended = training.context_attention(query, key, value, cp, is_causal=True)
         loss = tensor_parallel.cross_entropy(logits, target, tp)
-        verified = tensor_parallel.verify(whole, tp, PLAN, x).right
+        verified = tensor_parallel.verify(whole, tp, PLAN, x).passed
         outputs.append((report, model(x), shard, positions, attended, loss, verified))
     same = [
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*outputs, strict=True)
@@ -57,7 +57,7 @@ def test_the_named_mesh_gives_the_axis_of_the_role() -> None:
 ONE_AXIS: dict[str, Callable[[Any], object]] = {
     "parallelize": lambda mesh: namedmesh.parallelize(Mlp(), mesh, PLAN),
     "plan_report": lambda mesh: tensor_parallel.plan_report(Mlp(), mesh, PLAN),
-    "compare_gradients": lambda mesh: tensor_parallel.compare_gradients(Mlp(), mesh),
+    "register_gradient_check": lambda mesh: tensor_parallel.register_gradient_check(Mlp(), mesh),
     "verify": lambda mesh: tensor_parallel.verify(Mlp(), mesh, PLAN, torch.rand(1, 8)),
     "cross_entropy": lambda mesh: tensor_parallel.cross_entropy(
         torch.rand(2, 4), torch.zeros(2, dtype=torch.int64), mesh
@@ -75,13 +75,13 @@ NAMED: dict[str, Callable[[Any], object]] = {
     "check_same_batch": lambda mesh: training.check_same_batch(1, mesh),
     "fsdp_mesh": training.fsdp_mesh,
     "count_tokens": lambda mesh: training.count_tokens(1, mesh),
-    "token_mean": lambda mesh: training.token_mean(torch.tensor(1.0), torch.tensor(1), mesh),
+    "normalize_loss": lambda mesh: training.normalize_loss(torch.tensor(1.0), torch.tensor(1), mesh),
     "mean_loss": lambda mesh: training.mean_loss(torch.tensor(1.0), mesh),
     "seed_all": lambda mesh: training.seed_all(0, mesh),
     "clip_grad_norm_": lambda mesh: training.clip_grad_norm_([], 1.0, mesh),
     "stage_indices": training.stage_indices,
-    "pipeline": lambda mesh: training.pipeline(
-        nn.Linear(2, 2), mesh, microbatches=2, loss=nn.functional.mse_loss
+    "pipeline": lambda mesh: training.Pipeline(
+        nn.Linear(2, 2), mesh, n_microbatches=2, loss_fn=nn.functional.mse_loss
     ),
     "tie_stages": lambda mesh: training.tie_stages(None, None, mesh),
     "sync_found_inf": lambda mesh: training.sync_found_inf(torch.amp.GradScaler("cpu"), ANY_OPTIMIZER, mesh),
@@ -93,7 +93,7 @@ NAMED: dict[str, Callable[[Any], object]] = {
 WITHOUT: dict[str, Callable[[Any, Any], object]] = {
     "save": lambda path, mesh: training.save(path, mesh, Mlp()),
     "load": lambda path, mesh: training.load(path, mesh, Mlp()),
-    "Checkpoints": training.Checkpoints,
+    "CheckpointManager": training.CheckpointManager,
 }
 
 

@@ -50,7 +50,7 @@ def reads_of_a_step() -> dict[str, int]:
             tokens = count("count_tokens", partial(training.count_tokens, targets != 3, mesh))
             output = count("a forward", partial(model, ids))
             count("cross_entropy", partial(cross_entropy, logits, targets, mesh["tp"]))
-        loss = count("token_mean", partial(training.token_mean, output.square().sum(), tokens, mesh))
+        loss = count("normalize_loss", partial(training.normalize_loss, output.square().sum(), tokens, mesh))
         count("a backward", scaler.scale(loss).backward)
         scaler.unscale_(optimizer)
         count("sync_found_inf", partial(training.sync_found_inf, scaler, optimizer, mesh))

@@ -95,7 +95,7 @@ def _check_options_of_groups() -> list[bool]:
         cp=2,
         tp=1,
         timeout=timedelta(seconds=55),
-        options={"dp": GroupOptions(timeout=short), "cp": GroupOptions(gloo_twin=True)},
+        options={"dp": GroupOptions(timeout=short), "cp": GroupOptions(create_gloo_group=True)},
     )
     mesh.flatten("dp", "cp")
     device = torch.device("cpu")
@@ -136,7 +136,7 @@ def _create_gloo_groups() -> list[object]:
 
     results: list[object] = []
     for share in (True, False):
-        options = {"tp": GroupOptions(backend="fake", gloo_twin=True, share=share)}
+        options = {"tp": GroupOptions(backend="fake", create_gloo_group=True, share=share)}
         mesh = namedmesh.init_mesh(dp=2, tp=2, options=options)
         gloo = mesh.gloo_group("tp")
         results += [dist.get_backend(mesh.group("tp")), dist.get_backend(gloo), sum_of_ranks(gloo)]
@@ -162,7 +162,7 @@ def _find_missing_gloo_group() -> str:
 def test_a_gloo_group_that_was_not_requested_does_not_exist() -> None:
     text = (
         "MeshError: there is no gloo group over 'dp'; ask for one when the group is made, with "
-        "options=GroupOptions(gloo_twin=True)"
+        "options=GroupOptions(create_gloo_group=True)"
     )
     assert run_ranks(4, _find_missing_gloo_group) == [text] * 4
 
@@ -277,7 +277,7 @@ def test_several_meshes_can_be_open_at_once() -> None:
             namedmesh.current_mesh()
         assert str(caught.value) == (
             "2 meshes are alive in this process and none is selected: dp=2 x tp=4 (8 ranks), dp=8 (8 ranks); "
-            "select one with 'with mesh:', or make the last one with init_mesh(replace=True), which closes the others"
+            "select one with 'with mesh:', or make the last one with init_mesh(close_existing=True), which closes the others"
         )
         with first as entered:
             assert entered is first is namedmesh.current_mesh()

@@ -221,7 +221,7 @@ def _make_confusable_meshes() -> list[str]:
     adopted = NamedMesh.from_device_mesh(theirs)
     results.append(str(summed(adopted.group("tp"))))
     for _ in range(2):
-        mesh = namedmesh.init_mesh(dp=2, tp=-1, replace=True)
+        mesh = namedmesh.init_mesh(dp=2, tp=-1, close_existing=True)
         results += [str(namedmesh.current_mesh() is mesh), str(summed(mesh.group("tp")))]
     return results
 

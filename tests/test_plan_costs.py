@@ -308,7 +308,7 @@ def test_settings_of_the_policies() -> None:
     job = Job(LLAMA_8B, seq=1024, global_batch=64, micro_batch=2, stage=1, checkpointing="full")
     piped, flat = (Partition(axes, job).settings for axes in (Axes(pp=2, dp=4), Axes(dp=4)))
     assert (
-        piped[0] == 'micro-batch 2: training.pipeline(stage, mesh, "1F1B", microbatches=8, loss=...)'
+        piped[0] == 'micro-batch 2: training.Pipeline(stage, mesh, "1F1B", n_microbatches=8, loss_fn=...)'
     )  # 2 * 4 * 8 is 64
     assert flat[0].startswith("micro-batch 2: for rows in batch.split(2), 8 times forward and backward")
     assert "set_requires_gradient_sync(False)" in flat[1]

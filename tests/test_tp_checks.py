@@ -232,7 +232,9 @@ def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
 
 def stranger_on_an_accelerator() -> list[str]:
     style = RowwiseParallel(input_layouts=Replicate())
-    model = sharded(nn.Embedding(16, 8), style, check=False)  # the check of the first step reads values
+    model = sharded(
+        nn.Embedding(16, 8), style, check_gradients=False
+    )  # the check of the first step reads values
     logits, mesh = torch.zeros(2, 8), tp_mesh()
     with mock.patch.object(Tensor, "is_cpu", new=False), NoReads():
         model(torch.tensor([[3, 15]]))

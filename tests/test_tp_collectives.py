@@ -136,7 +136,7 @@ def both(mesh: DeviceMesh, case: Case) -> Steps:
     """A step of ours and one of torch's, of the same model; the second, when nothing is new any more."""
     torch.manual_seed(0)
     model = Llama(dim=64, hidden=96)
-    ours = sharded(model, case.ours, check=False)
+    ours = sharded(model, case.ours, check_gradients=False)
     torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs)
     ids = torch.randint(0, 32, IDS)
     steps = [[step(one, ids, case) for one in (ours, torchs)] for _ in range(2)]

@@ -22,7 +22,7 @@ from tp_models import Net, stacked_experts
 
 import namedmesh
 from namedmesh import NamedMesh
-from namedmesh.tensor_parallel import ExpertParallel, ShardedExperts, parallelize
+from namedmesh.tensor_parallel import ExpertParallel, ExpertTensorParallel, parallelize
 
 EXPERTS, WIDTH = 4, 4
 COUNTS = torch.full((EXPERTS,), 2)
@@ -45,7 +45,7 @@ def packed() -> Any:
     return Net(compute, gate_up=gate_up, down=down).double()
 
 
-PACKED = ShardedExperts({"gate_up": Shard(-2), "down": Shard(-1)}, fused={"gate_up": 2})
+PACKED = ExpertTensorParallel({"gate_up": Shard(-2), "down": Shard(-1)}, fused={"gate_up": 2})
 
 
 def sharded(dims: tuple[str, ...] = ("tp",)) -> Any:
@@ -88,8 +88,10 @@ def test_gate_and_up_in_one_weight_train_and_are_saved(
 
 def test_what_would_count_on_every_rank_is_refused() -> None:
     text = "'down' of Net is replicated and would count once per rank"
-    assert text in problem_of(packed(), ShardedExperts({"gate_up": Shard(1)}, fused={"up": 2}))
-    assert "'up' names blocks" in problem_of(packed(), ShardedExperts({"gate_up": Shard(1)}, fused={"up": 2}))
+    assert text in problem_of(packed(), ExpertTensorParallel({"gate_up": Shard(1)}, fused={"up": 2}))
+    assert "'up' names blocks" in problem_of(
+        packed(), ExpertTensorParallel({"gate_up": Shard(1)}, fused={"up": 2})
+    )
 
 
 # --- whole experts --------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from tp_compare import Recorded, assert_right, gradient_of, tp_mesh
 from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, llama_plan
 
 from namedmesh.errors import GradientError
-from namedmesh.tensor_parallel import ColwiseParallel, LocalParameters, compare_gradients, parallelize
+from namedmesh.tensor_parallel import ColwiseParallel, LocalParameters, parallelize, register_gradient_check
 
 X = numbers(2, 8, seed=1)
 
@@ -122,7 +122,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         model = gained()
         plan = {"up": torch_styles.ColwiseParallel(), "down": torch_styles.RowwiseParallel()}
         torch_styles.parallelize_module(model, tp_mesh(), plan)
-        compare_gradients(model, tp_mesh())
+        register_gradient_check(model, tp_mesh())
         step(model)
 
     def after_a_forward(copied: Callable[[Any], Any]) -> None:
@@ -210,7 +210,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "keys": stops(keys, "k.weight", "k.bias"),
         "not: what only some have": not stops(only_some_have_a_bias),
         "not: rounding": not stops(rounding),
-        "not: check=False": not stops(lambda: trained(wrong_model(check=False), 3)),
+        "not: check=False": not stops(lambda: trained(wrong_model(check_gradients=False), 3)),
         "not: LocalParameters": not stops(
             lambda: trained(parallelize(gained(), tp_mesh(), UP_DOWN | {"gain": LocalParameters()}), 3)
         ),
@@ -309,7 +309,7 @@ def other_samples() -> dict[str, bool]:  # noqa: C901  one function for each way
         "not: a stage's first run": not stops(as_a_stage),
         "not: a part of the sequence": not stops(own_sequence),
         "not: check=False": not stops(
-            lambda: step(parallelize(Mlp(), tp_mesh(), UP_DOWN, check=False), X.float() * rank)
+            lambda: step(parallelize(Mlp(), tp_mesh(), UP_DOWN, check_gradients=False), X.float() * rank)
         ),
     }
 
@@ -355,8 +355,8 @@ def while_captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A whole step in a capture, as a first one and later; what the ranks compare waits until it is over."""
     found: list[str] = []
     for steps_before in (0, 3):
-        model = wrong_model(check=False)
-        compare_gradients(model, tp_mesh())
+        model = wrong_model(check_gradients=False)
+        register_gradient_check(model, tp_mesh())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
         model.gain.requires_grad_(requires_grad=False)
         for _ in range(steps_before):
@@ -452,7 +452,7 @@ def sums(name: str) -> tuple[int, float]:
     options, plan = PARTIAL[name]
     torch.manual_seed(0)
     reference = Llama(**options).double()
-    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan, check=False)
+    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan, check_gradients=False)
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
     for each in (model, reference):
         for _ in range(3):

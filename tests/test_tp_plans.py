@@ -32,7 +32,7 @@ from namedmesh.tensor_parallel import (
 )
 
 NO_MODULE = "matches no module of the model"
-STAGE = " (missing='ignore' for a pipeline stage, which has some of them)"
+STAGE = " (strict=False for a pipeline stage, which has some of them)"
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_a_stage_without_some_modules_ignores_what_is_missing() -> None:
     stage: Any = Llama()
     stage.tok_embeddings, stage.output = None, None
     assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan())
-    report = plan_report(stage, 2, llama_plan(), missing="ignore")
+    report = plan_report(stage, 2, llama_plan(), strict=False)
     assert {line.partition(".")[0] for line in report.splitlines()[1:-2]} == {"layers"}
-    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan(), missing="skip")
+    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan(), strict=True)
 
 
 def test_heads_that_cannot_be_shared() -> None:
@@ -473,7 +473,10 @@ def test_buffers_that_nobody_computed_after_to_empty_are_named_once() -> None:
         with torch.device("meta"):
             model = Rotary()
         parallelize(
-            model, tp_mesh(), {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}, check=False
+            model,
+            tp_mesh(),
+            {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()},
+            check_gradients=False,
         )
         model.to_empty(device="cpu")
         model.assigned = torch.ones(4) / 2

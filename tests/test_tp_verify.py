@@ -121,18 +121,20 @@ def test_what_differs_is_named() -> None:
     assert first == second
     wrong = {"doubled", "summed twice", "softmax of a rank's features", "softmax behind zeros"}
     wrong |= {"of integers", "shards", "fewer outputs", "more outputs", "in evaluation"}
-    assert "output 0" not in first["more outputs"].different
-    assert "output 1" in first["more outputs"].different
-    assert {name for name, report in first.items() if not report.right} == wrong
+    assert "output 0" not in first["more outputs"].mismatches
+    assert "output 1" in first["more outputs"].mismatches
+    assert {name for name, report in first.items() if not report.passed} == wrong
     # Ranks that agree on a wrong sum: the forward is exact, and so is everything but what is summed twice.
     for name in ("summed twice", "doubled"):
-        assert [*first[name].different] == ["gradient of factor.weight"]
-    assert [*first["of integers"].different] == ["output 0", "output 0 under no_grad"]
-    assert [*first["in evaluation"].different] == ["output 0 under no_grad"]
-    assert {"output 2", "output 3"} <= first["fewer outputs"].different.keys()
-    different = first["softmax of a rank's features"].different
+        assert [*first[name].mismatches] == ["gradient of factor.weight"]
+    assert [*first["of integers"].mismatches] == ["output 0", "output 0 under no_grad"]
+    assert [*first["in evaluation"].mismatches] == ["output 0 under no_grad"]
+    assert {"output 2", "output 3"} <= first["fewer outputs"].mismatches.keys()
+    different = first["softmax of a rank's features"].mismatches
     assert {"output 0", "gradient of up.weight", "gradient of input 0"} <= different.keys()
-    assert "on rank 1, The values for attribute 'shape' do not match" in first["shards"].different["output 0"]
+    assert (
+        "on rank 1, The values for attribute 'shape' do not match" in first["shards"].mismatches["output 0"]
+    )
     assert re.fullmatch(
         r"gradient of factor\.weight: on rank 0, Tensor-likes are not close! .*; on rank 1, Tensor-likes are not close! .*\n"
         r"1 of 8 tensors on 2 ranks differ from one process",

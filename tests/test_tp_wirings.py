@@ -205,7 +205,9 @@ def outcome(wiring: Wiring) -> Outcome:
 
 def _trained(wiring: Wiring, *, check: bool, tolerance: float = 1e-9) -> Outcome:
     reference = copy.deepcopy(wiring)
-    model = parallelize(copy.deepcopy(wiring), tp_mesh(), wiring.plan, src_data_rank=None, check=check)
+    model = parallelize(
+        copy.deepcopy(wiring), tp_mesh(), wiring.plan, src_data_rank=None, check_gradients=check
+    )
     wrong = _train(model, reference, tolerance, check=check)
     return Outcome("wrong", " ".join(sorted(wrong))) if wrong else Outcome("right")
 

@@ -23,7 +23,7 @@ from tp_models import Block, Net
 
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
-from namedmesh.tensor_parallel import ColwiseParallel, KeepWhole, RowwiseParallel, SharedInput, parallelize
+from namedmesh.tensor_parallel import ColwiseParallel, NoParallel, RowwiseParallel, SharedInput, parallelize
 
 COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 
@@ -37,7 +37,7 @@ def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
     """A plan for one block, of our fast styles."""
     layout = Shard(1) if sequence else Replicate()
     # Each rank for itself is compared, without the sum of the norms' gradients.
-    plan: dict[str, Any] = dict.fromkeys(("attention_norm", "ffn_norm"), KeepWhole())
+    plan: dict[str, Any] = dict.fromkeys(("attention_norm", "ffn_norm"), NoParallel())
     for part, columns, row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
         column = ColwiseParallel(input_layouts=Replicate() if shared else layout)
         plan |= {f"{part}.{name}": column for name in columns}
@@ -84,7 +84,7 @@ def all_passes() -> dict[str, dict[str, Any]]:
         for shared in (False, True):
             torch.manual_seed(0)
             plan = block_plan(sequence, shared)
-            model = parallelize(Block(32, 8, 4, 48).double(), tp_mesh(), plan, check=False)
+            model = parallelize(Block(32, 8, 4, 48).double(), tp_mesh(), plan, check_gradients=False)
             found[f"{sequence=}, {shared=}"] = two_passes(
                 model, lambda: torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32)
             )

@@ -48,7 +48,7 @@ def groups_that_outlive_the_default_group(root: Path, closed: bool) -> list[str]
     model = nn.Linear(2, 2)
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
-    checkpoints = training.Checkpoints(root / "run", mesh, async_=True)
+    checkpoints = training.CheckpointManager(root / "run", mesh, async_=True)
     kept += [checkpoints, checkpoints.save(1, model)]
     checkpoints.close()
     training.save(root / "one", mesh, model)
@@ -244,8 +244,8 @@ def test_adapters_are_not_written_under_names_that_nobody_finds(tmp_path: Path) 
 
 
 def hold_a_directory(directory: Path, pipe: Any) -> None:
-    training.Checkpoints(directory, None).resume_or_start(nn.Linear(1, 1))
-    kept = training.Checkpoints(directory, None)
+    training.CheckpointManager(directory, None).resume_or_start(nn.Linear(1, 1))
+    kept = training.CheckpointManager(directory, None)
     kept.resume_or_start(nn.Linear(1, 1))
     pipe.send("held")
     pipe.recv()
@@ -258,7 +258,7 @@ def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
     other = context.Process(target=hold_a_directory, args=(tmp_path, theirs), daemon=True)
     other.start()
     assert ours.recv() == "held"
-    run = training.Checkpoints(tmp_path, None)
+    run = training.CheckpointManager(tmp_path, None)
     for call in (lambda: run.resume_or_start(model), lambda: run.save(1, model)):
         assert error_of(call) == (
             f"CheckpointError: {tmp_path} is in use by process {other.pid} on host {socket.gethostname()}, which saves its "
@@ -269,7 +269,7 @@ def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
     other.join()
     assert run.resume_or_start(model) == {"step": 0}
     run.save(1, model)
-    second = training.Checkpoints(tmp_path, None)  # of the same process
+    second = training.CheckpointManager(tmp_path, None)  # of the same process
     assert second.resume_or_start(model) == {"step": 1}
     run.close()
     with second:
@@ -287,7 +287,7 @@ def test_what_another_job_removes_or_replaces_is_not_in_the_way(
 ) -> None:
     """latest() in a job that evaluates, while the job that trains removes what it looks at."""
     model = nn.Linear(1, 1)
-    run = training.Checkpoints(tmp_path, None, keep=None)
+    run = training.CheckpointManager(tmp_path, None, keep=None)
     before, last = run.save(1, model).result(), run.save(2, model).result()
     look, left = getattr(Path, moment), ["once"]
 
@@ -300,7 +300,7 @@ def test_what_another_job_removes_or_replaces_is_not_in_the_way(
                 training.save(last, None, model, step=2)
         return result
 
-    evaluation = training.Checkpoints(tmp_path, None)
+    evaluation = training.CheckpointManager(tmp_path, None)
     with mock.patch.object(Path, moment, interfere):
         assert evaluation.latest() == (before if action == "remove" else last)
     assert not left
@@ -309,26 +309,26 @@ def test_what_another_job_removes_or_replaces_is_not_in_the_way(
 def test_earlier_checkpoints_are_read_and_the_run_goes_on(tmp_path: Path) -> None:
     """Earlier manifests were written by torch.save, with all that a checkpoint says of itself."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    run = training.Checkpoints(tmp_path, None)
+    run = training.CheckpointManager(tmp_path, None)
     path = run.save(3, model, note="kept").result()
     about = checkpoint_files.read_about(path)
     for name in ("namedmesh.pt", f"{about['data']}/values.pt"):
         (path / name).unlink()
     del about["values"], about["files"]["values.pt"]
     torch.save(about, path / "namedmesh.pt")
-    again = training.Checkpoints(tmp_path, None)
+    again = training.CheckpointManager(tmp_path, None)
     assert again.latest() == path
     assert again.resume_or_start(other) == {"step": 3, "note": "kept"}
     assert torch.equal(other.weight, model.weight)
     again.save(4, other)
-    assert training.Checkpoints(tmp_path, None).latest() == tmp_path / "step-000004"
+    assert training.CheckpointManager(tmp_path, None).latest() == tmp_path / "step-000004"
 
 
 def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> None:
     """Every save looks at all checkpoints: what it reads of one does not grow with the model."""
     model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(100)])
     optimizer = torch.optim.SGD(model.parameters())
-    run = training.Checkpoints(tmp_path, None, keep=None)
+    run = training.CheckpointManager(tmp_path, None, keep=None)
     for step in range(3):
         run.save(step, model, optimizer)
     manifests = sum(path.stat().st_size for path in tmp_path.glob("*/*") if path.is_file())
@@ -351,10 +351,10 @@ def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> Non
 def test_messages_name_what_is_there_and_what_helps(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     (tmp_path / "runs").mkdir()
-    first = training.Checkpoints(tmp_path / "first", None)
+    first = training.CheckpointManager(tmp_path / "first", None)
     copied = tmp_path / "runs" / "best"
     shutil.copytree(first.save(7, model).result(), copied)
-    run = training.Checkpoints(tmp_path / "runs", None)
+    run = training.CheckpointManager(tmp_path / "runs", None)
     remedy = f"resume_or_start(..., resume={str(copied)!r})"
     assert remedy in error_of(lambda: run.resume_or_start(model))
     assert run.resume_or_start(model, resume=str(copied)) == {"step": 7}
@@ -374,7 +374,7 @@ def test_messages_name_what_is_there_and_what_helps(tmp_path: Path) -> None:
 
 def test_an_archive_behind_a_link_keeps_its_checkpoints(tmp_path: Path) -> None:
     model, archive = nn.Linear(1, 1), tmp_path / "archive"
-    run = training.Checkpoints(tmp_path / "run", None, keep=1)
+    run = training.CheckpointManager(tmp_path / "run", None, keep=1)
     first = run.save(1, model).result()
     shutil.move(first, archive)
     first.symlink_to(archive)

@@ -54,14 +54,14 @@ def files_left(directory: Path) -> list[str]:
 
 def test_the_one_that_was_finished_last_is_gone_on_from(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    run = training.Checkpoints(tmp_path, None, keep=4)
+    run = training.CheckpointManager(tmp_path, None, keep=4)
     assert run.resume_or_start(model) == {"step": 0}
     for step in (600, 800, 1000):
         run.save(step, model, note=f"first {step}")
-    again = training.Checkpoints(tmp_path, None, keep=4)
+    again = training.CheckpointManager(tmp_path, None, keep=4)
     assert again.resume_or_start(model, resume=tmp_path / "step-000800")["step"] == 800
     again.save(850, model)
-    requeued = training.Checkpoints(tmp_path, None, keep=3)
+    requeued = training.CheckpointManager(tmp_path, None, keep=3)
     assert requeued.latest() == tmp_path / "step-000850"
     assert requeued.resume_or_start(model)["step"] == 850
     requeued.save(900, model)  # three are left: what was finished last
@@ -70,11 +70,11 @@ def test_the_one_that_was_finished_last_is_gone_on_from(tmp_path: Path) -> None:
 
 def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    first = training.Checkpoints(tmp_path, None, keep=1)
+    first = training.CheckpointManager(tmp_path, None, keep=1)
     assert first.latest() is None
-    assert training.Checkpoints(tmp_path / "none", None).latest() is None
+    assert training.CheckpointManager(tmp_path / "none", None).latest() is None
     first.save(3, model)
-    second = training.Checkpoints(tmp_path, None, keep=1)
+    second = training.CheckpointManager(tmp_path, None, keep=1)
     for call in (lambda: second.resume_or_start(model, resume=False), lambda: second.save(1, model)):
         assert error_of(call) == (
             f"CheckpointError: {tmp_path} holds another run, up to step-000003; go on with it by resume_or_start(), "
@@ -89,13 +89,13 @@ def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> Non
         f"CheckpointError: {tmp_path}/mine has no step to go on from; load it with training.load"
     )
     assert files_left(tmp_path) == ["mine", "step-000005"]
-    refused = error_of(lambda: training.Checkpoints(tmp_path, None, keep=0))
+    refused = error_of(lambda: training.CheckpointManager(tmp_path, None, keep=0))
     assert refused.startswith("CheckpointError: keep is 0; ")
 
 
 def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    run = training.Checkpoints(tmp_path, None, keep=2)
+    run = training.CheckpointManager(tmp_path, None, keep=2)
     with REFUSED, pytest.raises(CheckpointError, match="No space left"):
         run.save(1, model)
     assert files_left(tmp_path) == []
@@ -133,7 +133,7 @@ def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
     for each in mine:
         each.parent.mkdir(parents=True)
         each.touch()
-    run = training.Checkpoints(tmp_path, None, keep=1)
+    run = training.CheckpointManager(tmp_path, None, keep=1)
     run.save(3, model)
     shutil.copytree(tmp_path / "step-000003", tmp_path / "step-000003-copy")
     (tmp_path / "step-000003").rename(tmp_path / "best")
@@ -150,7 +150,7 @@ def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
 def test_a_checkpoint_that_cannot_be_looked_at_is_not_removed(tmp_path: Path) -> None:
     """An I/O error is not the absence of a file, which it is for is_file() of Python 3.14."""
     model = nn.Linear(1, 1)
-    run = training.Checkpoints(tmp_path, None)
+    run = training.CheckpointManager(tmp_path, None)
     run.save(1, model)
     stat = Path.stat
 
@@ -185,9 +185,9 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
 
 def test_a_damaged_one_is_refused_and_the_one_before_is_taken(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
-    run = training.Checkpoints(tmp_path, None, keep=None)
+    run = training.CheckpointManager(tmp_path, None, keep=None)
     good, last = (run.save(step, model).result() for step in (1, 2))
-    again = training.Checkpoints(tmp_path, None)
+    again = training.CheckpointManager(tmp_path, None)
     for file in [each for each in last.rglob("*") if each.is_file()]:
         contents, middle = file.read_bytes(), file.stat().st_size // 2
         flipped = contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
@@ -290,7 +290,7 @@ def save_and_be_killed(directory: Path, number: int, at: int) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            run = training.Checkpoints(directory, None, keep=1)
+            run = training.CheckpointManager(directory, None, keep=1)
             run.resume_or_start(*numbered(0))
             sys.addaudithook(before)
             run.save(number, *numbered(number))
@@ -302,11 +302,11 @@ def save_and_be_killed(directory: Path, number: int, at: int) -> bool:
 
 
 def test_killed_at_any_write_the_last_good_one_loads(tmp_path: Path) -> None:
-    training.Checkpoints(tmp_path, None, keep=1).save(1, *numbered(1))
+    training.CheckpointManager(tmp_path, None, keep=1).save(1, *numbered(1))
     at, number = 0, 2
     while save_and_be_killed(tmp_path, number, at):
         model, optimizer = numbered(-1)
-        found = training.Checkpoints(tmp_path, None).resume_or_start(model, optimizer)["step"]
+        found = training.CheckpointManager(tmp_path, None).resume_or_start(model, optimizer)["step"]
         assert found in {number - 1, number}
         assert values_of(model, optimizer) == {found}
         number, at = found + 1, at + 1
@@ -525,7 +525,7 @@ def what_fails_on_one_rank_is_told_on_every_rank(root: Path) -> None:
         with fails if second else nullcontext():
             said = error_of(partial(call, root / "one", mesh, model, data=Loader(0)))
         assert said == f"CheckpointError: rank 1: OddError: {method} failed"
-    run = training.Checkpoints(root / "run", mesh)
+    run = training.CheckpointManager(root / "run", mesh)
     assert run.resume_or_start(model, resume=second) == {"step": 0}  # what the first rank says
     with mock.patch.object(State, "copy", side_effect=MemoryError("full") if second else None):
         said = error_of(lambda: training.save(root / "two", mesh, model, async_=True))
@@ -604,7 +604,7 @@ def a_failure_in_the_background_is_told_on_every_rank(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     model: Any = fully_shard(nn.Linear(2, 2), mesh=mesh["dp"])
     training.save(root / "good", mesh, model)
-    more = training.Checkpoints(root / "more", mesh, async_=True)
+    more = training.CheckpointManager(root / "more", mesh, async_=True)
     for call in (
         lambda: training.save(root / "next", mesh, model),
         lambda: training.load(root / "good", mesh, model),
@@ -629,7 +629,7 @@ def the_end_of_the_block_waits_for_the_last_save(root: Path) -> None:
     model = nn.Linear(2, 2)
 
     def run(name: str, failing: type[Exception] | None = None) -> None:
-        with training.Checkpoints(root / name, mesh, async_=True) as checkpoints:
+        with training.CheckpointManager(root / name, mesh, async_=True) as checkpoints:
             checkpoints.resume_or_start(model)
             checkpoints.save(1, model)
             if failing is not None:
@@ -790,7 +790,9 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
         sum_gradients, optimizer = model.tie(mesh), adam(model.parameters())
         if source is not None:
             training.load(source, mesh, model, optimizer)
-        pipe = training.pipeline(model, mesh, microbatches=2, loss=lambda out, y: (out - y).square().mean())
+        pipe = training.Pipeline(
+            model, mesh, n_microbatches=2, loss_fn=lambda out, y: (out - y).square().mean()
+        )
         told = []
         for _ in range(count):
             loss = pipe.step(torch.arange(4), target=torch.eye(4, dtype=torch.float64))

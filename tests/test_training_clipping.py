@@ -254,7 +254,7 @@ def compiled_step() -> None:
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")
-        return training.token_mean(total, tokens, mesh)
+        return training.normalize_loss(total, tokens, mesh)
 
     tokens = training.count_tokens(targets != IGNORED, mesh)
     compiled = torch.compile(loss, backend=counter, fullgraph=True)

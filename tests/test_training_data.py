@@ -57,7 +57,7 @@ def test_an_axis_that_nobody_knows_is_refused() -> None:
         )
         calls: tuple[Any, ...] = (training.sampler_kwargs, training.fsdp_mesh)
         calls += tuple(partial(call, torch.ones(())) for call in (training.mean_loss, training.count_tokens))
-        calls += (partial(training.token_mean, torch.ones(()), torch.tensor(1)),)
+        calls += (partial(training.normalize_loss, torch.ones(()), torch.tensor(1)),)
         for call in calls:
             assert problems_of(partial(call, mesh)) == [
                 f"axis {axis!r} is none of {known}, {tail}" for axis in ("data", "model")
@@ -88,17 +88,17 @@ def test_tokens_are_counted_by_masks_and_numbers_and_their_mean_is_exact() -> No
         for counted in (mask, 3, torch.tensor(3), mask.float().sum()):
             assert training.count_tokens(counted, mesh).item() == 3
         assert problems_of(lambda: training.count_tokens(targets, mesh)) == [
-            "counted must be a mask of booleans, or a number, got torch.int64 of shape (2, 2); give a mask such as "
+            "mask_or_count must be a mask of booleans, or a number, got torch.int64 of shape (2, 2); give a mask such as "
             "targets != -100, or the sum of a mask of another type"
         ]
         with pytest.raises(ShapeError, match=r"a sum of losses in torch.bfloat16 is not exact"):
-            training.token_mean(torch.ones((), dtype=torch.bfloat16), torch.tensor(3), mesh)
+            training.normalize_loss(torch.ones((), dtype=torch.bfloat16), torch.tensor(3), mesh)
         halves = [torch.tensor(each, dtype=torch.bfloat16) for each in (256.0, 1.0)]
         assert training.mean_loss(halves, mesh) == 257
         logits = torch.randn(4, 10, requires_grad=True)
         nothing = torch.full((4,), -100)
         total = torch.nn.functional.cross_entropy(logits, nothing, reduction="sum")
-        loss = training.token_mean(total, training.count_tokens(nothing != -100, mesh), mesh)
+        loss = training.normalize_loss(total, training.count_tokens(nothing != -100, mesh), mesh)
         loss.backward()
         assert loss == 0
         assert logits.grad is not None
@@ -109,7 +109,7 @@ def test_tokens_are_counted_by_masks_and_numbers_and_their_mean_is_exact() -> No
 def test_the_mean_over_tokens_is_compiled_as_one_graph() -> None:
     with fake_world(4):
         mesh = namedmesh.init_mesh(dp=2, cp=2, device="cpu")
-        mean = torch.compile(training.token_mean, backend="eager", fullgraph=True)
+        mean = torch.compile(training.normalize_loss, backend="eager", fullgraph=True)
         assert mean(torch.tensor(3.0), torch.tensor(6), mesh) == 2
         mesh.close()
 
@@ -207,7 +207,7 @@ def test_arrays_and_tensors_of_every_kind_have_digests() -> None:
 
 def masked(rows: list[int]) -> tuple[list[int], list[float], float]:
     """A batch with numbers that are drawn for it, in the main process or in a worker."""
-    with training.streams("data"):
+    with training.rng_stream("data"):
         return rows, torch.rand(2).tolist(), random.random() if torch.utils.data.get_worker_info() else 0.0
 
 

@@ -70,7 +70,7 @@ def check_schedule(schedule: str, per_rank: int) -> None:
             fully_shard(layer, mesh=mesh["dp"])  # away after its forward, were it not for the pipeline
         fully_shard(stage, mesh=mesh["dp"])
         stages.append(stage)
-    pipe = training.pipeline(stages, mesh, schedule, microbatches=4, loss=mean)
+    pipe = training.Pipeline(stages, mesh, schedule, n_microbatches=4, loss_fn=mean)
     alone = Stage(training.stage_layers(linears(), None, stage=0, stages=1))
     for shape in ((8,), (5,), (12,), (2,), (8, 3)):
         x, y = (numbers(*shape, WIDTH, seed=seed) for seed in (shape[0], 0))
@@ -108,11 +108,11 @@ def every_schedule_trains_and_evaluates_as_one_process() -> None:
 def test_what_a_pipeline_refuses() -> None:
     with fake_world(1):
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
-        pipe = training.pipeline(nn.Linear(2, 2), mesh, microbatches=2, loss=mean)
+        pipe = training.Pipeline(nn.Linear(2, 2), mesh, n_microbatches=2, loss_fn=mean)
         calls = (
-            lambda: training.pipeline(nn.Linear(2, 2), mesh, "2F2B", microbatches=2, loss=mean),
-            lambda: training.pipeline([nn.Linear(2, 2)] * 2, mesh, microbatches=2, loss=mean),
-            lambda: training.pipeline(nn.Linear(2, 2), mesh, "ZBV", microbatches=2, loss=mean),
+            lambda: training.Pipeline(nn.Linear(2, 2), mesh, "2F2B", n_microbatches=2, loss_fn=mean),
+            lambda: training.Pipeline([nn.Linear(2, 2)] * 2, mesh, n_microbatches=2, loss_fn=mean),
+            lambda: training.Pipeline(nn.Linear(2, 2), mesh, "ZBV", n_microbatches=2, loss_fn=mean),
             lambda: training.stage_layers(3, mesh, stages=4),
             lambda: training.stage_layers(3, None),
             lambda: pipe.step(torch.zeros(2, 2), target=torch.zeros(3, 2)),
@@ -127,7 +127,7 @@ def test_what_a_pipeline_refuses() -> None:
         "LayoutError: 3 layers cannot fill 4 stages; give every stage one at least",
         "LayoutError: there is no mesh to say which stage this is; give the mesh, or stage and stages",
         "ShapeError: the batch has [2, 3] rows; give all as many, one at least; name keyword arguments without rows in "
-        "pipeline(..., whole=...)",
+        "Pipeline(..., replicate_kwargs=...)",
     ]
 
 
@@ -142,7 +142,7 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
         x = nn.functional.dropout(self.linear(x) * self.tied)
-        with training.streams("tensor"):
+        with training.rng_stream("tensor"):
             return nn.functional.dropout(x) + shift
 
 
@@ -168,7 +168,9 @@ def finding_out_the_shapes_changes_nothing() -> None:
         found = [each.grad.clone() for each in stage.parameters() if each.grad is not None]
         return [*found, loss, torch.tensor(digest(seeds.random_state()))]
 
-    make = partial(training.pipeline, stage, mesh, microbatches=3, loss=both, whole=("shift",))
+    make = partial(
+        training.Pipeline, stage, mesh, n_microbatches=3, loss_fn=both, replicate_kwargs=("shift",)
+    )
     first = make()
     expected, *others = [after(first), after(first), after(make())]
     dist.barrier()
@@ -200,7 +202,7 @@ def test_outputs_are_kept_for_one_micro_batch_unless_they_are_asked_for(schedule
     with fake_world(1):
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
         model: list[nn.Module] = [nn.Identity()] * (stages - 1) + [Wide()]
-        pipe = training.pipeline(model, mesh, schedule, microbatches=16, loss=mean)
+        pipe = training.Pipeline(model, mesh, schedule, n_microbatches=16, loss_fn=mean)
         x, y = torch.ones(16, 1), torch.zeros(16, 1000)
         told = []
         for run in (pipe.step, pipe.eval):
@@ -222,7 +224,7 @@ def weights_that_a_schedule_needs_are_not_put_away() -> None:
     stages: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
     for each in stages:
         fully_shard(each, mesh=mesh["dp"], reshard_after_forward=True)
-    make = partial(training.pipeline, mesh=mesh, microbatches=4, loss=mean)
+    make = partial(training.Pipeline, mesh=mesh, n_microbatches=4, loss_fn=mean)
     told = [
         error_of(partial(make, stages[:1], schedule="1F1B")),
         error_of(partial(make, stages, schedule="ZBV")),
@@ -293,15 +295,15 @@ def gradients_that_ddp_averages_over_dp_and_cp_are_those_of_one_process() -> Non
     count = training.count_tokens(int((targets != IGNORED).sum()), mesh)
     logits = net(tokens, positions).flatten(0, 1)
     total = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    training.token_mean(total, count, mesh).backward()
+    training.normalize_loss(total, count, mesh).backward()
     wanted = dict(expected.named_parameters())
     for name, each in model.named_parameters():
         assert apart(each.grad, wanted[name].grad) < 1e-9, name
-    said = error_of(lambda: training.token_mean(torch.ones(2, 3), count, mesh))
+    said = error_of(lambda: training.normalize_loss(torch.ones(2, 3), count, mesh))
     assert said == 'ShapeError: a loss of shape (2, 3) is no sum; give it reduction="sum"'
-    assert training.token_mean(torch.zeros(()), torch.tensor(0), mesh) == 0
+    assert training.normalize_loss(torch.zeros(()), torch.tensor(0), mesh) == 0
     parts = DTensor.from_local(torch.ones(()), mesh["dp"], [Partial()])  # as loss_parallel returns them
-    assert training.token_mean(parts, torch.tensor(8), mesh) == 1
+    assert training.normalize_loss(parts, torch.tensor(8), mesh) == 1
     dist.barrier()
     mesh.close()
 

@@ -38,7 +38,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def compare_gradients(found: nn.Module, expected: nn.Module) -> None:
+def register_gradient_check(found: nn.Module, expected: nn.Module) -> None:
     wanted = dict(expected.named_parameters())
     for name, param in found.named_parameters():
         assert apart(param.grad, wanted[name].grad) < 1e-12, name
@@ -66,7 +66,7 @@ def nested_arguments_and_several_outputs_are_cut_by_rows() -> None:
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     stage = Masked(training.stage_layers(linears(4), mesh), mesh.is_last("pp"))
     alone = Masked(training.stage_layers(linears(4), None, stage=0, stages=1), last=True)
-    pipe = training.pipeline(stage, mesh, microbatches=4, loss=two_outputs, whole=("scale",))
+    pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=two_outputs, replicate_kwargs=("scale",))
     for rows in (6, 8):
         x, full, other, y = (numbers(rows, WIDTH, seed=seed) for seed in range(4))
         masks = {"full": full, "other": (other,)}
@@ -77,7 +77,7 @@ def nested_arguments_and_several_outputs_are_cut_by_rows() -> None:
         expected = two_outputs(outputs, y)
         expected.backward()
         assert apart(training.mean_loss(pipe.step(x, target=y, **given), mesh), expected) < 1e-12
-        compare_gradients(stage, alone)
+        register_gradient_check(stage, alone)
         evaluated = pipe.eval(x, target=y, **given)
         assert evaluated is not None
         assert apart(training.mean_loss(evaluated, mesh), expected) < 1e-12
@@ -114,7 +114,7 @@ def what_cannot_be_cut_is_rejected_on_every_rank() -> None:
 
     def new(loss: Callable[..., Tensor], returns: Callable[[Tensor], Any] | None = None) -> Any:
         stage = Returning(returns if mesh.is_last("pp") else None)
-        return training.pipeline(stage, mesh, microbatches=4, loss=loss)
+        return training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=loss)
 
     def with_auxiliary(x: Tensor) -> Any:
         return x, x.mean()
@@ -126,7 +126,7 @@ def what_cannot_be_cut_is_rejected_on_every_rank() -> None:
         return (output - target).square().mean(1)
 
     def token_loss(output: Tensor, target: Tensor) -> Tensor:
-        return training.token_mean((output - target).square().sum(), torch.tensor(24), mesh)
+        return training.normalize_loss((output - target).square().sum(), torch.tensor(24), mesh)
 
     returns_dict = new(mean, lambda x: {"logits": x})
     auxiliary = new(first, with_auxiliary)
@@ -154,7 +154,7 @@ def what_cannot_be_cut_is_rejected_on_every_rank() -> None:
     )
     assert target.startswith("ShapeError: the batch has [5, 6] rows; ")
     returned = "TrainingError: the last stage must return a tensor, or a tuple of tensors, got "
-    loss = "TrainingError: loss must return a tensor of one number, got ("
+    loss = "TrainingError: loss_fn must return a tensor of one number, got ("
     rowless = "ShapeError: the last stage returns a tensor without the rows of its micro-batch, "
     reduction = "TrainingError: the loss of a row that is given twice is 2 times its loss, as of a "
     starts = [returned, returned, loss, loss, rowless, rowless, "", rowless, reduction]
@@ -180,7 +180,7 @@ def a_schedule_is_made_anew_when_what_it_depends_on_changes() -> None:
         assert apart(training.mean_loss(evaluated, mesh).float(), expected.float()) < 1e-6, enabled
 
     for order in ((False, True), (True, False)):
-        pipe = training.pipeline(stage, mesh, microbatches=4, loss=mean)
+        pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=mean)
         for enabled in order:
             compare(pipe, enabled)
     for frozen in (0, None, 0, 1):  # the stage, one after the other
@@ -211,7 +211,7 @@ def frozen_first_stages_are_right_or_rejected() -> None:
         stages = [layers[index] for index in indices]
         wanted = [copy.deepcopy(stage.weight.grad) for stage in stages]
         alone.zero_grad()
-        pipe = training.pipeline(stages, mesh, schedule, microbatches=4, loss=mean)
+        pipe = training.Pipeline(stages, mesh, schedule, n_microbatches=4, loss_fn=mean)
         told.append(error_of(partial(pipe.step, x, target=y)).partition(",")[0])
         if not told[-1]:
             for stage, expected in zip(stages, wanted, strict=True):
@@ -240,7 +240,9 @@ def test_a_pipeline_leaves_nothing_in_its_stages() -> None:
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
         stage = Scaled()
         expected = mean(stage(x, scale=scale), y)
-        new = partial(training.pipeline, stage, mesh, microbatches=2, loss=mean, whole=("scale",))
+        new = partial(
+            training.Pipeline, stage, mesh, n_microbatches=2, loss_fn=mean, replicate_kwargs=("scale",)
+        )
         for pipe in (new(), new()):
             assert apart(pipe.step(x, target=y, scale=scale), expected) < 1e-12
         pickled = pickle.loads(pickle.dumps(stage))  # noqa: S301  of this test
@@ -263,19 +265,19 @@ def test_a_loss_that_is_reduced_otherwise_than_said_is_rejected(rows: int) -> No
 
         def summed(output: Tensor, target: Tensor) -> Tensor:
             total = (output - target).square().sum()
-            return training.token_mean(total, torch.tensor(rows * WIDTH), mesh)
+            return training.normalize_loss(total, torch.tensor(rows * WIDTH), mesh)
 
-        new = partial(training.pipeline, linears(1)[0], mesh, microbatches=4)
+        new = partial(training.Pipeline, linears(1)[0], mesh, n_microbatches=4)
 
         def said(loss: Callable[..., Tensor], reduction: Any) -> str:
-            pipe = new(loss=loss, reduction=reduction)
+            pipe = new(loss_fn=loss, reduction=reduction)
             return error_of(lambda: pipe.step(x, target=y)).partition("; ")[2]
 
         assert said(mean, "mean") == said(summed, "sum") == ""
         assert said(summed, "mean") == 'pass reduction="sum"'
         how = 'return the mean of the rows, undivided, and pass reduction="mean"'
         assert said(mean, "sum") == how
-        text = error_of(lambda: new(loss=mean, reduction="average"))  # type: ignore[arg-type]
+        text = error_of(lambda: new(loss_fn=mean, reduction="average"))  # type: ignore[arg-type]
         assert text == 'TrainingError: reduction must be "mean" or "sum", got \'average\''
         mesh.close()
 

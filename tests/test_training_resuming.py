@@ -64,7 +64,7 @@ def sharded_model(mesh: namedmesh.NamedMesh) -> nn.Sequential:
         parameter.data = expected_values()[name]
     if "tp" in mesh.layout:
         plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-        parallelize(model, mesh["tp"], plan, missing="ignore")
+        parallelize(model, mesh["tp"], plan, strict=False)
     fully_shard(model, mesh=training.fsdp_mesh(mesh))
     return model
 

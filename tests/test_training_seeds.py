@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def draw(name: str | None = None) -> float:
-    with nullcontext() if name is None else training.streams(name):
+    with nullcontext() if name is None else training.rng_stream(name):
         return torch.rand(()).item()
 
 
@@ -76,13 +76,13 @@ def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> N
     with fake_world(1):
         mesh = namedmesh.init_mesh(tp=1, device="cpu")
         training.seed_all(3, mesh)
-        with training.streams("tensor"), training.streams("expert"):
+        with training.rng_stream("tensor"), training.rng_stream("expert"):
             torch.rand(100)
-        with training.streams("data"):
+        with training.rng_stream("data"):
             torch.rand(100)
         after = torch.rand(3)
         training.seed_all(3, mesh)
-        with training.streams("tensor"), suppress(ZeroDivisionError), training.streams("expert"):
+        with training.rng_stream("tensor"), suppress(ZeroDivisionError), training.rng_stream("expert"):
             raise ZeroDivisionError
         assert torch.equal(torch.rand(3), after)  # outside: one number was drawn for the outer block
         state = copy.deepcopy(seeds.random_state())
@@ -91,7 +91,7 @@ def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> N
         assert len(set(numbers)) == len(numbers)
         seeds.set_random_state(state)
         assert numbers_of_all() == numbers
-        said = error_of(training.streams("tenor").__enter__)
+        said = error_of(training.rng_stream("tenor").__enter__)
         mesh.close()
     assert said == "TrainingError: there is no stream 'tenor'; seed_all() makes tensor, expert and data"
 
@@ -100,18 +100,18 @@ def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> N
 def test_a_recomputation_draws_from_streams_as_the_forward_did(inside: bool) -> None:
     def layer(x: Tensor) -> Tensor:
         x = nn.functional.dropout(x.sin())
-        with training.streams("tensor"):
+        with training.rng_stream("tensor"):
             return nn.functional.dropout(x * x)
 
     def gradient(recompute: bool) -> Tensor:
         training.seed_all(0, mesh)
         x = torch.ones(64, requires_grad=True)
-        with training.streams("expert") if inside else nullcontext():
+        with training.rng_stream("expert") if inside else nullcontext():
             out = x
             for _ in range(2):
                 out = checkpoint(layer, out, use_reentrant=False) if recompute else layer(out)
         (grad,) = torch.autograd.grad(out.sum(), x)
-        with training.streams("tensor"):
+        with training.rng_stream("tensor"):
             return torch.cat([grad, torch.rand(1)])
 
     with fake_world(1):
@@ -128,10 +128,10 @@ def test_blocks_for_data_repeat_no_numbers_and_leave_the_order_of_samples_alone(
         training.seed_all(3, mesh)
         orders, numbers = [], []
         for _ in range(2):
-            with training.streams("data"):  # no number of the block's own is drawn
+            with training.rng_stream("data"):  # no number of the block's own is drawn
                 orders += [torch.randperm(50, generator=training.data_generator()) for _ in range(2)]
         for _ in range(2):
-            with training.streams("data"):
+            with training.rng_stream("data"):
                 numbers += [draw(), draw("data"), draw()]
         mesh.close()
     assert len({tuple(order.tolist()) for order in orders}) == 4
@@ -178,7 +178,7 @@ def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_d
 
     def draw_on_device_3() -> None:
         for name in ("tensor", "expert"):
-            with training.streams(name):
+            with training.rng_stream(name):
                 found.append(torch.rand((), generator=fake.generators[3]).item())
 
     with fake_world(2), monkeypatch.context() as patch:
@@ -198,13 +198,13 @@ def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_d
         assert all(torch.equal(generator.get_state(), fresh) for generator in fake.generators)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        said = error_of(training.streams("tensor").__enter__)
+        said = error_of(training.rng_stream("tensor").__enter__)
         mesh.device = torch.device("cpu")
         training.seed_all(3, mesh)
         mesh.close()
     assert said == (
-        "TrainingError: streams('tensor') was entered while a CUDA graph is captured, which cannot seed generators and would "
-        "replay the same numbers; capture only code without streams, or do not capture this step"
+        "TrainingError: rng_stream('tensor') was entered while a CUDA graph is captured, which cannot seed generators and would "
+        "replay the same numbers; capture only code without rng_stream, or do not capture this step"
     )
 
 
@@ -219,7 +219,7 @@ def test_nothing_follows_the_default_device_or_type() -> None:
         try:
             training.seed_all(0, mesh)
             training.init_parameters(layer, 4)
-            with training.streams("tensor"), training.streams("data"):
+            with training.rng_stream("tensor"), training.rng_stream("data"):
                 pass
             seeds.set_random_state(seeds.random_state())
             assert training.count_tokens(3, mesh).item() == 3

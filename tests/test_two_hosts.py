@@ -285,7 +285,7 @@ def _unshared(place: str) -> list[str]:
         mesh = namedmesh.init_mesh(dp=2, device="cpu")
         net = tiny.model()
         checkpoint_files.LATE = 0.2  # the seconds for which a folder may be seen late
-        run = training.Checkpoints(own, mesh, keep=1)
+        run = training.CheckpointManager(own, mesh, keep=1)
         told = [error_of(lambda: run.save(1, net))]
         run.close()
         told.append(str(sorted(each.name for each in own.rglob("*"))))

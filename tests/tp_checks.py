@@ -33,12 +33,12 @@ from tp_models import (
 )
 
 from namedmesh.tensor_parallel import (
+    AllReduceOutput,
     ColwiseParallel,
     ExpertParallel,
+    ExpertTensorParallel,
     LocalParameters,
     RowwiseParallel,
-    ShardedExperts,
-    SumOutput,
     entropy,
     logsumexp,
     reduce_gradients,
@@ -312,8 +312,12 @@ CASES |= {
         attention_plan(8, 1),
         noise(2, 5, 32),
     ),
-    "parts": (parts, {"": SumOutput(), "inner": ColwiseParallel()}, noise(2, 3, 4)),
-    "experts": (mixture, {"experts": ShardedExperts({"up": Shard(1), "down": Shard(2)})}, noise(2, 3, 4)),
+    "parts": (parts, {"": AllReduceOutput(), "inner": ColwiseParallel()}, noise(2, 3, 4)),
+    "experts": (
+        mixture,
+        {"experts": ExpertTensorParallel({"up": Shard(1), "down": Shard(2)})},
+        noise(2, 3, 4),
+    ),
     "exchanged tokens": (routed, {"experts": Undivided()}, noise(16, 4), 0, 0),
 }
 for _sequence in (False, True):

@@ -153,7 +153,7 @@ def train_one_step(
         if {"dp", "dp_shard"} & sizes.keys():
             shard_model(part, settings, mesh)
         else:  # without FSDP2
-            parallelize(part, mesh["tp"], llama_plan(settings.dim // HEAD, None), missing="ignore")
+            parallelize(part, mesh["tp"], llama_plan(settings.dim // HEAD, None), strict=False)
         for layer in part.layers.values():
             if "cp" in mesh.layout and microbatches > 1:
                 attention: Any = layer.attention
@@ -172,10 +172,10 @@ def train_one_step(
 
     def loss(logits: Tensor, some: Tensor) -> Tensor:
         total = cross_entropy(logits, some, mesh["tp"], ignore_index=IGNORED, reduction="sum")
-        return training.token_mean(total, counted, mesh)
+        return training.normalize_loss(total, counted, mesh)
 
     how: dict[str, Any] = {"microbatches": microbatches, "loss": loss, "reduction": "sum"}
-    pipe = training.pipeline(model, mesh, schedule, whole=("positions",), **how)
+    pipe = training.Pipeline(model, mesh, schedule, replicate_kwargs=("positions",), **how)
     parameters = [each for part in model for each in part.parameters()]
     before = training.mean_loss(pipe.step(tokens, target=targets, positions=positions), mesh)
     norms = [training.clip_grad_norm_(parameters, math.inf, mesh, order).item() for order in ORDERS]

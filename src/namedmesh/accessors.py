@@ -152,7 +152,7 @@ class Accessors:
         return self.ranks(axis)[self.rank(axis) - 1]
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the gloo group over the same ranks as :meth:`group`; MeshError where no option ``gloo_twin`` made one."""
+        """Return the gloo group over the same ranks as :meth:`group`; MeshError where no option ``create_gloo_group`` made one."""
         return self._find_group(axes, self._version, gloo=True)
 
     def options_of(self, axes: tuple[str, ...]) -> GroupOptions:
@@ -249,7 +249,9 @@ class Accessors:
         if group is None:
             axes = format_axes(ordered)
             if gloo:
-                remedy = "ask for one when the group is made, with options=GroupOptions(gloo_twin=True)"
+                remedy = (
+                    "ask for one when the group is made, with options=GroupOptions(create_gloo_group=True)"
+                )
                 raise MeshError(f"there is no gloo group over {axes}; {remedy}")
             remedy = f"call mesh.flatten({quote_axes(ordered)}) once, on every rank, before it is asked for"
             raise MeshError(f"there is no group over {axes} yet; {remedy}")

@@ -244,7 +244,7 @@ def _verify(arguments: Namespace) -> int:
     if mesh.rank("tp") == 0:
         sys.stdout.write(f"{report}\n")
     dist.destroy_process_group()
-    return 0 if report.right else EXIT_MISMATCH
+    return 0 if report.passed else EXIT_MISMATCH
 
 
 def _call(arguments: Namespace) -> tuple[Any, Any, Any]:

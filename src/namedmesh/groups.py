@@ -159,7 +159,9 @@ class Groups:
                 backend = None
             timeout = options.timeout or self.defaults.timeout or self._world_options.timeout
             # The additional gloo group has its own key.
-            self._normalized[options] = replace(options, backend=backend, timeout=timeout, gloo_twin=False)
+            self._normalized[options] = replace(
+                options, backend=backend, timeout=timeout, create_gloo_group=False
+            )
         return self._normalized[options]
 
     def find_backend_overrides(self, keys: Mapping[str, GroupKey]) -> dict[int | str, Any] | None:

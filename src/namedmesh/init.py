@@ -30,7 +30,7 @@ def init_mesh(
     backend: str | None = None,
     timeout: timedelta | None = None,
     options: Mapping[str, GroupOptions] | None = None,
-    replace: bool = False,
+    close_existing: bool = False,
     **sizes: int,
 ) -> NamedMesh:
     """Create a mesh over all ranks of the job.
@@ -50,7 +50,7 @@ def init_mesh(
         timeout: the timeout of every group that sets no other, and how long this call waits for the
             other ranks; by default that of the default group.
         options: :class:`GroupOptions` by the name of an axis, or of several joined by ``_``.
-        replace: close every open mesh of this process first, e.g. when the cell of a notebook runs
+        close_existing: close every open mesh of this process first, e.g. when the cell of a notebook runs
             again.
         **sizes: the size of each axis by keyword, slowest first. One may be -1, for the remaining
             ranks.
@@ -73,7 +73,7 @@ def init_mesh(
         <NamedMesh dp=1 x tp=1 (1 rank), rank 0 on cpu>
         >>> mesh.close(); dist.destroy_process_group()
     """
-    if replace:
+    if close_existing:
         close_all()
     launched = not dist.is_initialized()
     if launched:

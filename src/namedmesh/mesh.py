@@ -316,7 +316,7 @@ def current_mesh() -> NamedMesh:
     raise MeshError(
         f"{len(meshes)} meshes are alive in this process and none is selected: "
         f"{', '.join(sorted(str(mesh.layout) for mesh in meshes))}; select one with 'with mesh:', or make the last one "
-        "with init_mesh(replace=True), which closes the others"
+        "with init_mesh(close_existing=True), which closes the others"
     )
 
 

@@ -23,7 +23,7 @@ class GroupOptions:
         nccl: settings of the NCCL communicator by name, such as ``{"max_ctas": 32}``; with NCCL
             only.
         high_priority: run the kernels of NCCL on a high-priority stream.
-        gloo_twin: create an additional gloo group over the same ranks, for tensors on the CPU.
+        create_gloo_group: create an additional gloo group over the same ranks, for tensors on the CPU.
         share: whether a group over the same ranks with the same options is reused. Turn it off for
             code that runs two collectives over the same ranks at the same time.
 
@@ -35,7 +35,7 @@ class GroupOptions:
     timeout: timedelta | None = None
     nccl: Mapping[str, int | str] | tuple[tuple[str, int | str], ...] = ()
     high_priority: bool = False
-    gloo_twin: bool = False
+    create_gloo_group: bool = False
     share: bool = True
 
     def __post_init__(self) -> None:

@@ -173,7 +173,7 @@ class Views:
         """
         options = self.options_of(axes)
         # The gloo group comes first on every rank: ranks must create groups in the same order.
-        if options.gloo_twin:
+        if options.create_gloo_group:
             self.groups.get_or_create(layout, axes, self.groups.make_gloo_options(options))
         return self.groups.get_or_create(layout, axes, options)
 

@@ -67,7 +67,7 @@ def _torch_batch_setting(job: Job, axes: Axes, size: int) -> str:
     if axes.pp == 1:
         return f"for rows in batch.split({size}), {count} times forward and backward before a step of the optimizer"
     schedule = "Interleaved1F1B" if job.stages_per_rank > 1 else "1F1B"
-    return f'training.pipeline(stage, mesh, "{schedule}", microbatches={count}, loss=...)'
+    return f'training.Pipeline(stage, mesh, "{schedule}", n_microbatches={count}, loss_fn=...)'
 
 
 def _torch_sharding_setting(job: Job, axes: Axes, stage: int) -> str:

@@ -2,11 +2,11 @@
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from namedmesh.tensor_parallel.experts import ExpertParallel, ShardedExperts
-from namedmesh.tensor_parallel.gradients import compare_gradients, reduce_gradients
+from namedmesh.tensor_parallel.experts import ExpertParallel, ExpertTensorParallel
+from namedmesh.tensor_parallel.gradients import reduce_gradients, register_gradient_check
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.loss import cross_entropy, entropy, logsumexp, token_log_probs
-from namedmesh.tensor_parallel.modules import KeepWhole, LocalParameters, SumOutput
+from namedmesh.tensor_parallel.modules import AllReduceOutput, LocalParameters, NoParallel
 from namedmesh.tensor_parallel.plan import parallelize, plan_report
 from namedmesh.tensor_parallel.styles import (
     ColwiseParallel,
@@ -18,18 +18,17 @@ from namedmesh.tensor_parallel.styles import (
 from namedmesh.tensor_parallel.verification import VerifyReport, verify
 
 __all__ = [
+    "AllReduceOutput",
     "ColwiseParallel",
     "ExpertParallel",
-    "KeepWhole",
+    "ExpertTensorParallel",
     "KeyValueParallel",
     "LocalParameters",
+    "NoParallel",
     "RowwiseParallel",
     "SequenceParallel",
-    "ShardedExperts",
     "SharedInput",
-    "SumOutput",
     "VerifyReport",
-    "compare_gradients",
     "cross_entropy",
     "entropy",
     "logsumexp",
@@ -37,6 +36,7 @@ __all__ = [
     "plan_from_hf",
     "plan_report",
     "reduce_gradients",
+    "register_gradient_check",
     "split_linear",
     "token_log_probs",
     "verify",

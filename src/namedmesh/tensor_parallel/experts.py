@@ -26,7 +26,7 @@ from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, red
 from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 
 
-class ShardedExperts(LocalParameters):
+class ExpertTensorParallel(LocalParameters):
     """Run stacked experts on the local shard of every expert (expert tensor parallelism).
 
     For a module that owns the weights of all its experts as parameters with three dims. The inputs
@@ -108,7 +108,7 @@ class ExpertParallel(ParallelStyle):
 
     Every rank along ``ep`` and ``edp`` must have **different tokens**, or their gradients count
     several times. If tp is inside of ep, shard the sequence (``SequenceParallel``), or shard the
-    experts over ``etp`` first, with :class:`ShardedExperts` on ``mesh["etp"]``. The ranks compare a
+    experts over ``etp`` first, with :class:`ExpertTensorParallel` on ``mesh["etp"]``. The ranks compare a
     fingerprint of their tokens in the first forward that trains. With pipeline parallelism it is the
     second: the first is torch's shape inference on uninitialized memory. Compiled code does not
     compare.
@@ -127,7 +127,7 @@ class ExpertParallel(ParallelStyle):
         GradientError: in the forward, on every rank: several ranks send the same tokens.
     """
 
-    takes_distributed = True  # Parameters may be DTensors that ShardedExperts has sharded over etp.
+    takes_distributed = True  # Parameters may be DTensors that ExpertTensorParallel has sharded over etp.
     ranks_have_own_data = True
 
     def __init__(self, mesh: NamedMesh) -> None:
@@ -286,6 +286,6 @@ def _tokens_differ(tokens: Tensor, group: Group) -> bool:
             raise GradientError(
                 f"{format_ranks(same)} of the {group.size} ranks that share experts send the same "
                 f"tokens, whose gradients would count {len(same)} times; shard the sequence "
-                f"(SequenceParallel), or shard the experts over etp (ShardedExperts)"
+                f"(SequenceParallel), or shard the experts over etp (ExpertTensorParallel)"
             )
     return all(fingerprints)

@@ -130,7 +130,7 @@ _numbers = count()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def compare_gradients(model: nn.Module, mesh: AxisMesh) -> None:
+def register_gradient_check(model: nn.Module, mesh: AxisMesh) -> None:
     """Register a check that gradients of replicated parameters match on all ranks.
 
     For a model that was sharded along the axis by other means; ``parallelize`` calls this itself.
@@ -157,7 +157,7 @@ def compare_gradients(model: nn.Module, mesh: AxisMesh) -> None:
         GradientError: in the first forward or backward, or before the optimizer's step, on every
             rank of the axis: gradients or inputs differ, by name.
     """
-    mesh = one_axis(mesh, "tp", "compare_gradients")
+    mesh = one_axis(mesh, "tp", "register_gradient_check")
     install_optimizer_step_hook()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
         model.register_forward_pre_hook(_Watch(model, mesh))

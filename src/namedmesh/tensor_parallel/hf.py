@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh.errors import PlanError, did_you_mean, format_items
 from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region
-from namedmesh.tensor_parallel.experts import ShardedExperts
+from namedmesh.tensor_parallel.experts import ExpertTensorParallel
 from namedmesh.tensor_parallel.layers import RowEmbedding
 from namedmesh.tensor_parallel.modules import LocalParameters
 from namedmesh.tensor_parallel.plan import matches
@@ -245,7 +245,11 @@ def _owner(stated: Mapping[str, str], fqn: str, module: nn.Module, name: str) ->
             fused[parameter] = 2
     if not placements:
         return None
-    return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements, fused=fused)
+    return (
+        LocalParameters(placements)
+        if name == "local_params"
+        else ExpertTensorParallel(placements, fused=fused)
+    )
 
 
 def _tell_attention(modules: Mapping[str, nn.Module], plan: dict[str, ParallelStyle]) -> None:

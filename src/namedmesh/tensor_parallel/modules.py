@@ -118,7 +118,7 @@ class LocalForward:
         return shard if dim is None else shard.flatten(dim, dim + 1)
 
 
-class KeepWhole(ParallelStyle):
+class NoParallel(ParallelStyle):
     """Leave a module replicated and unchanged.
 
     Use it in a plan for a module that computes the same on every rank, such as the router of a
@@ -129,7 +129,7 @@ class KeepWhole(ParallelStyle):
         return module
 
 
-class SumOutput(ParallelStyle):
+class AllReduceOutput(ParallelStyle):
     """All-reduce the output of a module, which is partial on each rank.
 
     Forward: all-reduce of the output. Backward: identity.

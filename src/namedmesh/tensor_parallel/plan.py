@@ -22,7 +22,7 @@ from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import PlanError, did_you_mean, format_items
 from namedmesh.tensor_parallel.buffers import watch_buffers
 from namedmesh.tensor_parallel.collectives import check_divides
-from namedmesh.tensor_parallel.gradients import compare_gradients, install_optimizer_step_hook
+from namedmesh.tensor_parallel.gradients import install_optimizer_step_hook, register_gradient_check
 from namedmesh.tensor_parallel.styles import layer_placements
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
@@ -50,14 +50,14 @@ def parallelize(
     *,
     src_data_rank: int | None = 0,
     must_divide: Mapping[str, int] | None = None,
-    missing: str = "raise",
-    check: bool = True,
+    strict: bool = True,
+    check_gradients: bool = True,
 ) -> nn.Module:
     """Apply tensor parallelism to a model, strictly: a plan that does not fit changes nothing.
 
     All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``. Sharded parameters become
     DTensors; tied ones stay tied. What a forward does with the parameters that the plan leaves out, or with what the sharded
-    layers make, is not guessed: the ranks compare gradients (:func:`compare_gradients`), :func:`verify` compares with the whole model.
+    layers make, is not guessed: the ranks compare gradients (:func:`register_gradient_check`), :func:`verify` compares with the whole model.
 
     Parameters outside of the plan stay plain tensors. From the first call on, the operators over lists that torch's optimizers,
     clipping and gradient scaler use take plain tensors and DTensors together.
@@ -70,15 +70,16 @@ def parallelize(
         src_data_rank: the group rank whose values everybody gets a part of; None to let each rank take its
             own copy, without communication.
         must_divide: further sizes that the number of ranks has to divide, such as ``{"heads": 32}``.
-        missing: what a name means that matches nothing: ``"raise"`` a PlanError, or ``"ignore"`` it, for a stage of a pipeline.
-        check: compare gradients. False is for a model whose gradients the caller sums over the axis after the backward.
+        strict: whether a name in the plan that matches no module is a PlanError. Pass False for a
+            stage of a pipeline, which has some of the modules.
+        check_gradients: compare gradients. False is for a model whose gradients the caller sums over the axis after the backward.
 
     Raises:
         PlanError: with every problem there is.
         GradientError: in the first backward, or before a step, on every rank: something that is whole on every rank differs.
     """
     mesh = one_axis(mesh, "tp", "parallelize")
-    entries, ties = resolve(model, mesh.size(), plan, must_divide, missing)
+    entries, ties = resolve(model, mesh.size(), plan, must_divide, strict=strict)
     for entry in entries:
         fast_path_class = getattr(entry.style, "fast_path_class", None)
         if isinstance(entry.style, _FEATURES) and not (fast_path_class and fast_path_class(entry.module)):
@@ -98,8 +99,8 @@ def parallelize(
         if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
             _turn_off_fast_path(module)
     # Ranks that have data of their own have other gradients of everything.
-    if check and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
-        compare_gradients(model, mesh)
+    if check_gradients and not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries):
+        register_gradient_check(model, mesh)
     install_optimizer_step_hook()
     accept_mixed_lists()
     watch_buffers(model)
@@ -130,7 +131,7 @@ def resolve(
     tp_size: int,
     plan: Plan,
     must_divide: Mapping[str, int] | None = None,
-    missing: str = "raise",
+    strict: bool = True,
 ) -> tuple[list[Entry], list[list[Place]]]:
     """Return what to apply of a plan, in order, and which parameters to tie again afterwards.
 
@@ -138,7 +139,7 @@ def resolve(
         PlanError: with every problem that can be found without communication.
     """
     problems: list[str] = []
-    entries = _match(model, plan, missing, problems)
+    entries = _match(model, plan, strict, problems)
     places: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
         for reason in _misfits(entry, tp_size):
@@ -156,7 +157,7 @@ def resolve(
     return entries, ties
 
 
-def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> list[Entry]:
+def _match(model: nn.Module, plan: Any, strict: bool, problems: list[str]) -> list[Entry]:
     """Return the modules that the plan names; note what it names wrongly."""
     names = dict(model.named_modules(remove_duplicate=False))
     children: dict[str, dict[str, str]] = defaultdict(dict)
@@ -171,9 +172,9 @@ def _match(model: nn.Module, plan: Any, missing: str, problems: list[str]) -> li
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel()")
             continue
         matched = _find(children, key)
-        if not matched and missing != "ignore":
+        if not matched and strict:
             near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
-            remedy = "missing='ignore' for a pipeline stage, which has some of them"
+            remedy = "strict=False for a pipeline stage, which has some of them"
             problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)} ({remedy})")
         for fqn in matched:
             owner = owners.setdefault(names[fqn], Entry(fqn, names[fqn], style, key))
@@ -399,7 +400,7 @@ def plan_report(
     plan: Plan,
     *,
     must_divide: Mapping[str, int] | None = None,
-    missing: str = "raise",
+    strict: bool = True,
 ) -> str:
     """Return a table of what ``parallelize`` would do, without doing it: no communication, and a meta model will do.
 
@@ -411,7 +412,7 @@ def plan_report(
     tp_size = mesh_or_tp_size
     if not isinstance(tp_size, int):
         tp_size = one_axis(tp_size, "tp", "plan_report").size()
-    entries, _ = resolve(model, tp_size, plan, must_divide, missing)
+    entries, _ = resolve(model, tp_size, plan, must_divide, strict=strict)
     rows = [("module", "style", "parameter", "placement", "global", "local")]
     held: dict[nn.Parameter, int] = {}
     for entry in entries:

@@ -158,7 +158,7 @@ class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
 
     The code between a column and a row layer works on a shard of the features, and must be correct
     for a shard. ``nn.Dropout`` there draws the same mask on all ranks with the same seed, except
-    from :func:`namedmesh.training.streams`.
+    from :func:`namedmesh.training.rng_stream`.
 
     Args:
         input_layouts: ``Replicate()`` (the default), or ``Shard(dim)`` to all-gather a plain input

@@ -21,21 +21,21 @@ from namedmesh.tensor_parallel.plan import Plan, parallelize, resolve
 class VerifyReport:
     """What a comparison found: a line for each thing that differs when printed.
 
-    ``compared``: the names of all: ``"output 0"``, ``"output 0 under no_grad"``, ``"gradient of input 0"``, ``"gradient of layers.0.weight"``. ``different``: of
+    ``compared``: the names of all: ``"output 0"``, ``"output 0 under no_grad"``, ``"gradient of input 0"``, ``"gradient of layers.0.weight"``. ``mismatches``: of
     those that differ, what each rank says, the same on every rank.
     """
 
     tp_size: int
     compared: tuple[str, ...]
-    different: dict[str, str]
+    mismatches: dict[str, str]
 
     @property
-    def right(self) -> bool:
+    def passed(self) -> bool:
         """Whether nothing differs."""
-        return not self.different
+        return not self.mismatches
 
     def __str__(self) -> str:
-        lines = [f"{name}: {text}" for name, text in self.different.items()]
+        lines = [f"{name}: {text}" for name, text in self.mismatches.items()]
         total = f"{len(lines)} of {format_count(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one process"
         return "\n".join([*lines, total])
 
@@ -74,7 +74,7 @@ def verify(
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and not tensor.count_nonzero():
             nn.init.normal_(tensor, std=0.02, generator=torch.Generator(tensor.device).manual_seed(0))
         dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
-    sharded = parallelize(copy.deepcopy(whole), mesh, plan, check=False)
+    sharded = parallelize(copy.deepcopy(whole), mesh, plan, check_gradients=False)
     wanted, got = (_run(each, given) for each in (whole, sharded))
     # Terms that cancel out leave rounding, which may be all of a gradient.
     rounding = 1e-13 * max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)

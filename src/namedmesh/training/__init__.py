@@ -1,20 +1,21 @@
 """What every training job needs beside a mesh: few functions over torch, each usable alone."""
 
-from namedmesh.training.checkpoints import Checkpoints, load, save
+from namedmesh.training.checkpoints import CheckpointManager, load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, sampler_kwargs
 from namedmesh.training.fsdp import fsdp_mesh
-from namedmesh.training.loss import count_tokens, mean_loss, token_mean
-from namedmesh.training.pipelines import pipeline
+from namedmesh.training.loss import count_tokens, mean_loss, normalize_loss
+from namedmesh.training.pipelines import Pipeline
 from namedmesh.training.pretrained import to_pretrained
 from namedmesh.training.scaling import sync_found_inf
-from namedmesh.training.seeds import data_generator, init_parameters, seed_all, streams
+from namedmesh.training.seeds import data_generator, init_parameters, rng_stream, seed_all
 from namedmesh.training.stages import stage_indices, stage_layers
 from namedmesh.training.tying import tie_stages
 
 __all__ = [
-    "Checkpoints",
+    "CheckpointManager",
+    "Pipeline",
     "check_same_batch",
     "clip_grad_norm_",
     "context_attention",
@@ -24,16 +25,15 @@ __all__ = [
     "init_parameters",
     "load",
     "mean_loss",
-    "pipeline",
+    "normalize_loss",
+    "rng_stream",
     "sampler_kwargs",
     "save",
     "seed_all",
     "shard_sequence",
     "stage_indices",
     "stage_layers",
-    "streams",
     "sync_found_inf",
     "tie_stages",
     "to_pretrained",
-    "token_mean",
 ]

@@ -409,7 +409,7 @@ class Ranks:
             raise CheckpointError(
                 "The default group was destroyed, and the group of checkpoints with it. Before "
                 "destroy_process_group(), wait for a save in the background: get its result(), or leave the "
-                "'with' block of Checkpoints."
+                "'with' block of CheckpointManager."
             )
         return {"no_dist": False, "process_group": group}
 

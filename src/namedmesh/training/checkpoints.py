@@ -247,7 +247,7 @@ def _load(
     return loaded, about
 
 
-class Checkpoints:
+class CheckpointManager:
     """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
 
     A run begins with the first save after a fresh start, and goes on with every checkpoint that is
@@ -274,7 +274,7 @@ class Checkpoints:
         keep: int | None = 3,
         async_: bool = False,
     ) -> None:
-        directory, mesh = checkpoint_place(directory, mesh, "Checkpoints")
+        directory, mesh = checkpoint_place(directory, mesh, "CheckpointManager")
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
         self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
@@ -282,7 +282,7 @@ class Checkpoints:
         self._run = ""
         self._lock: Lock | None = None  # of the first rank
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

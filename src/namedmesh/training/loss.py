@@ -28,35 +28,35 @@ def _token_ranks(mesh: NamedMesh) -> int:
     return ranks
 
 
-def count_tokens(counted: Tensor | int, mesh: NamedMesh) -> Tensor:
+def count_tokens(mask_or_count: Tensor | int, mesh: NamedMesh) -> Tensor:
     """Count the supervised tokens of a step over the whole global batch.
 
     Call it once a step, before its micro-batches. Collective: every rank along the dp and cp axes
     of the mesh must call it.
 
     Args:
-        counted: a mask of this rank's targets that count, of all micro-batches of the step, such as
+        mask_or_count: a mask of this rank's targets that count, of all micro-batches of the step, such as
             ``targets != -100``; or their number. It may be a tensor without dims, such as the sum
             of a mask of floats.
         mesh: the mesh.
 
     Raises:
         AxisError: the mesh has an axis of unknown meaning.
-        ShapeError: ``counted`` is a tensor of something else than booleans, such as the targets
+        ShapeError: ``mask_or_count`` is a tensor of something else than booleans, such as the targets
             themselves.
     """
     mesh = named_mesh(mesh, "count_tokens")
-    counts = torch.as_tensor(counted, device=mesh.device)
+    counts = torch.as_tensor(mask_or_count, device=mesh.device)
     if counts.ndim and counts.dtype != torch.bool:
         raise ShapeError(
-            f"counted must be a mask of booleans, or a number, got {counts.dtype} of shape "
+            f"mask_or_count must be a mask of booleans, or a number, got {counts.dtype} of shape "
             f"{tuple(counts.shape)}; give a mask such as targets != -100, or the sum of a mask of "
             "another type"
         )
     return sum_over_axes(counts.sum(), mesh, _token_axes(mesh))
 
 
-def token_mean(total: Tensor, tokens: Tensor, mesh: NamedMesh) -> Tensor:
+def normalize_loss(loss_sum: Tensor, num_tokens: Tensor, mesh: NamedMesh) -> Tensor:
     """Compute what a sum of losses adds to the mean over all tokens of a step.
 
     Call ``backward()`` on it. The gradients, after FSDP2 or DDP averaged them over the ranks of
@@ -65,32 +65,32 @@ def token_mean(total: Tensor, tokens: Tensor, mesh: NamedMesh) -> Tensor:
     has loss 0 and gradients 0. It does not communicate.
 
     Args:
-        total: the sum of the losses of some of this rank's tokens, without dims, in float32 or
+        loss_sum: the sum of the losses of some of this rank's tokens, without dims, in float32 or
             float64; from ``loss_parallel`` the DTensor that it is.
-        tokens: what :func:`count_tokens` returned for the step.
+        num_tokens: the result of :func:`count_tokens` for the step.
         mesh: the mesh.
 
     Raises:
         AxisError: the mesh has an axis of unknown meaning.
-        ShapeError: ``total`` has dims, or is in half precision.
+        ShapeError: ``loss_sum`` has dims, or is in half precision.
     """
-    mesh = named_mesh(mesh, "token_mean")
+    mesh = named_mesh(mesh, "normalize_loss")
     problems = []
-    if total.ndim:
-        problems.append(f'a loss of shape {tuple(total.shape)} is no sum; give it reduction="sum"')
-    if total.dtype in (torch.bfloat16, torch.float16):
-        # The sum and its gradient, which is 1 / tokens, would be rounded to 8 bits. All gradients
+    if loss_sum.ndim:
+        problems.append(f'a loss of shape {tuple(loss_sum.shape)} is no sum; give it reduction="sum"')
+    if loss_sum.dtype in (torch.bfloat16, torch.float16):
+        # The sum and its gradient, which is 1 / num_tokens, would be rounded to 8 bits. All gradients
         # of the step would be off by the same 0.4 % at most, as no mean evens that out.
         remedy = "compute the loss of logits.float()"
-        problems.append(f"a sum of losses in {total.dtype} is not exact; {remedy}")
+        problems.append(f"a sum of losses in {loss_sum.dtype} is not exact; {remedy}")
     if problems:
         raise ShapeError(*problems)
-    if isinstance(total, DTensor):
-        total = total.full_tensor()
+    if isinstance(loss_sum, DTensor):
+        loss_sum = loss_sum.full_tensor()
     # Without a supervised token the sum is 0, and 0 / 1 is the mean: 0 / 0 would make every
     # gradient NaN, on every rank.
-    divisor = (tokens + (tokens == 0)).double()
-    return (total.double() * (_token_ranks(mesh) / divisor)).to(total.dtype)
+    divisor = (num_tokens + (num_tokens == 0)).double()
+    return (loss_sum.double() * (_token_ranks(mesh) / divisor)).to(loss_sum.dtype)
 
 
 def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
@@ -102,7 +102,7 @@ def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
     Args:
         losses: what this rank called ``backward()`` on in the step, one for each micro-batch, or
             their sum; or what ``pipe.step`` or ``pipe.eval`` returned. Parts of a mean, as of
-            :func:`token_mean`, or means divided by the number of micro-batches.
+            :func:`normalize_loss`, or means divided by the number of micro-batches.
         mesh: the mesh.
 
     Raises:

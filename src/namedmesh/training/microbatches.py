@@ -62,12 +62,12 @@ class Batch:
                     # the rows that fill up the last micro-batches.
                     self.problems.append(
                         f"the argument {name} is a {type(leaf).__name__}, which cannot be cut into "
-                        "micro-batches; give tensors, or name it in pipeline(..., whole=...)"
+                        "micro-batches; give tensors, or name it in Pipeline(..., replicate_kwargs=...)"
                     )
         if len(counts) != 1 or not self.args or 0 in counts:
             remedy = (
                 "give all as many, one at least; name keyword arguments without rows in "
-                "pipeline(..., whole=...)"
+                "Pipeline(..., replicate_kwargs=...)"
             )
             self.problems.append(f"the batch has {sorted(counts)} rows; {remedy}")
         self.count = max(counts, default=0)

@@ -59,13 +59,13 @@ class Pipeline:
         mesh: a mesh with an axis ``pp``, which may have size 1.
         schedule: a name that ``torch.distributed.pipelining.schedules.get_schedule_class`` knows,
             or ``"ZBV"``.
-        microbatches: into how many parts a batch is cut.
-        loss: makes the loss of some rows, a tensor of one number, from the output of the last stage
+        n_microbatches: the number of micro-batches that a batch is split into.
+        loss_fn: makes the loss of some rows, a tensor of one number, from the output of the last stage
             (a tensor, or a tuple of tensors) and the target (a tensor, or tuples, lists and dicts
             of them).
-        reduction: ``"mean"`` if ``loss`` is a mean over its rows, ``"sum"`` if it is a part of a
-            sum, as of :func:`token_mean`.
-        whole: the names of keyword arguments that every micro-batch gets as they are; all other
+        reduction: ``"mean"`` if ``loss_fn`` is a mean over its rows, ``"sum"`` if it is a part of a
+            sum, as of :func:`normalize_loss`.
+        replicate_kwargs: the names of keyword arguments that every micro-batch gets as they are; all other
             tensors, in tuples, lists and dicts too, have the rows of the batch.
 
     Raises:
@@ -78,12 +78,12 @@ class Pipeline:
         mesh: NamedMesh,
         schedule: str = "1F1B",
         *,
-        microbatches: int,
-        loss: Loss,
+        n_microbatches: int,
+        loss_fn: Loss,
         reduction: Literal["mean", "sum"] = "mean",
-        whole: Sequence[str] = (),
+        replicate_kwargs: Sequence[str] = (),
     ) -> None:
-        mesh = named_mesh(mesh, "pipeline")
+        mesh = named_mesh(mesh, "Pipeline")
         if reduction not in {"mean", "sum"}:
             raise TrainingError(f'reduction must be "mean" or "sum", got {reduction!r}')
         self._modules = [model] if isinstance(model, nn.Module) else list(model)
@@ -91,10 +91,10 @@ class Pipeline:
         self._name = schedule
         self._kind = schedule_class(schedule)
         self._indices = stage_indices(mesh, schedule, len(self._modules))
-        self._microbatches = microbatches
-        self._loss = loss
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
         self._reduction = reduction
-        self._whole = whole
+        self._replicate_kwargs = replicate_kwargs
         # The last schedule with and without backward, and with and without a target.
         self._built: dict[tuple[bool, bool], Built] = {}
         self._sharded: list[FSDPModule] = []
@@ -164,10 +164,10 @@ class Pipeline:
 
     def _run(self, args: Any, kwargs: dict[str, Any], target: Any, *, backward: bool) -> Any:
         by_row = dict(kwargs)
-        whole = {name: by_row.pop(name) for name in kwargs if name in self._whole}
+        whole = {name: by_row.pop(name) for name in kwargs if name in self._replicate_kwargs}
         batch = Batch(args, by_row, whole, target, backward)
         key = self._key(batch)
-        rows = -(-batch.count // self._microbatches)
+        rows = -(-batch.count // self._n_microbatches)
         use = (backward, target is not None)
         # It comes back after the batch: an exception leaves torch's schedule in the middle of one.
         built = self._built.pop(use, None)
@@ -218,7 +218,7 @@ class Pipeline:
         return bool(found)
 
     def _lacks_rows(self, batch: Batch, built: Built) -> bool:
-        padded = batch.count < built.rows * self._microbatches
+        padded = batch.count < built.rows * self._n_microbatches
         return built.rowless and (padded or batch.target is None)
 
     def _agree_on_output(self, batch: Batch, built: Built) -> None:
@@ -253,13 +253,13 @@ class Pipeline:
         kind: Any = ScheduleGPipe if self._is_single and not batch.backward else self._kind
         given: Any = stages[0] if self._is_single else stages
         # Every batch replaces the loss by one that knows its target.
-        schedule = kind(given, self._microbatches, loss_fn=self._loss, scale_grads=False)
+        schedule = kind(given, self._n_microbatches, loss_fn=self._loss_fn, scale_grads=False)
         if not batch.backward and not self._is_single:
             remove_backwards(schedule)
         return Built(key, rows, stages, schedule)
 
     def _run_schedule(self, batch: Batch, built: Built) -> tuple[Any, list[Tensor]]:
-        index = torch.arange(built.rows * self._microbatches, device="cpu")
+        index = torch.arange(built.rows * self._n_microbatches, device="cpu")
         args, by_row = batch.args, batch.by_row
         if batch.count < len(index):
             # Micro-batches of one size: the last row is repeated, and the loss leaves it out.
@@ -300,7 +300,7 @@ class Pipeline:
     def _checked_loss(self, batch: Batch, built: Built, output: Any, target: Any) -> Tensor:
         """Return the loss; after a problem 0, with which the other stages end their first run."""
         if not batch.problems and not self._lacks_rows(batch, built):
-            loss = self._loss(output, target)
+            loss = self._loss_fn(output, target)
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 # Not while torch finds out the shapes: the input is uninitialized memory then.
                 if batch.checks_reduction and has_run_forward(built.stages[-1]):
@@ -308,7 +308,7 @@ class Pipeline:
                     self._check_reduction(batch, output, target)
                 return loss
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            wrong = f"loss must return a tensor of one number, got {shown}"
+            wrong = f"loss_fn must return a tensor of one number, got {shown}"
             batch.problems.append(f"{wrong}; reduce it")
         return torch.stack([tensor.sum().double() * 0 for tensor in tensors_of(output)]).sum()
 
@@ -320,8 +320,8 @@ class Pipeline:
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type):
             try:
-                of_one = sum_of([self._loss(*once)], self._mesh)
-                of_both = sum_of([self._loss(*tree_map(twice, once))], self._mesh)
+                of_one = sum_of([self._loss_fn(*once)], self._mesh)
+                of_both = sum_of([self._loss_fn(*tree_map(twice, once))], self._mesh)
             except Exception:  # noqa: BLE001  a loss for whole micro-batches only may be right
                 return
         factor, other, remedy = 2, "sum", 'pass reduction="sum"'
@@ -334,9 +334,6 @@ class Pipeline:
                 f"the loss of a row that is given twice is {factor} times its loss, as of a "
                 f'{other}, but reduction is "{self._reduction}"; {remedy}'
             )
-
-
-pipeline = Pipeline  # called as a function, as its neighbors
 
 
 @contextmanager

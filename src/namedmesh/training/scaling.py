@@ -40,7 +40,7 @@ def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) ->
             def scaled_loss(output, target):
                 return scaler.scale(loss(output, target))
 
-            pipe = training.pipeline(stage, mesh, microbatches=4, loss=scaled_loss)
+            pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=scaled_loss)
             scaler.scale(pipe.step(inputs, target=targets))
             scaler.unscale_(optimizer)
             training.sync_found_inf(scaler, optimizer, mesh)

@@ -42,7 +42,7 @@ def _derived(seed: int, name: str, place: object = "") -> int:
 
 
 def seed_all(seed: int, mesh: NamedMesh) -> None:
-    """Seed Python, torch, and NumPy if it is imported, and prepare :func:`streams`.
+    """Seed Python, torch, and NumPy if it is imported, and prepare :func:`rng_stream`.
 
     Default numbers differ along all axes of the mesh except tp. On an accelerator, DTensor's random
     operations follow these seeds, too. It does not communicate.
@@ -66,12 +66,12 @@ def seed_all(seed: int, mesh: NamedMesh) -> None:
 
 
 def data_generator() -> torch.Generator:
-    """Return the generator of ``streams("data")``, equal over pp, cp and tp: ``DataLoader(..., generator=data_generator())``."""
+    """Return the generator of ``rng_stream("data")``, equal over pp, cp and tp: ``DataLoader(..., generator=data_generator())``."""
     return _data
 
 
 @contextmanager
-def streams(name: str) -> Iterator[None]:
+def rng_stream(name: str) -> Iterator[None]:
     """Draw numbers inside the block that differ along other axes than the default ones do.
 
     Call :func:`seed_all` before. Default numbers differ along all axes except tp. Numbers of the
@@ -101,8 +101,8 @@ def streams(name: str) -> Iterator[None]:
     devices = [] if name == "data" else _devices
     if devices and is_capturing():
         raise TrainingError(
-            f"streams({name!r}) was entered while a CUDA graph is captured, which cannot seed "
-            "generators and would replay the same numbers; capture only code without streams, or "
+            f"rng_stream({name!r}) was entered while a CUDA graph is captured, which cannot seed "
+            "generators and would replay the same numbers; capture only code without rng_stream, or "
             "do not capture this step"
         )
     # The source may move inside the block, so a draw seeds the block, and not a copy of its state.
