@@ -133,7 +133,7 @@ MEGATRON_GROUPS = (
 
 # The remaining groups are made on request only.
 _MEGATRON_MESH_GROUPS = tuple(row for row in MEGATRON_GROUPS if row.members in {"all", "ends", "first"})
-# DeepSpeed's names of groups are those of the attributes of its grid, such as ds_model_proc_group.
+# DeepSpeed's groups are named after the attributes of its grid, such as ds_model_proc_group.
 _DEEPSPEED_GROUPS = (
     _group("ds_model", "pp tp"),
     _group("data", "dp"),

@@ -29,7 +29,7 @@ SELF_GROUP = Group("", 1, 0)
 """A group of one rank. It has no process group, because nothing is communicated over it."""
 
 Initializer: TypeAlias = "Callable[[Tensor], Any]"
-"""A function that fills a tensor in place, such as those of ``torch.nn.init``."""
+"""A function that fills a tensor in place, such as ``torch.nn.init.zeros_``."""
 
 
 # --- arithmetic of shards ------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def cross_entropy(
     Forward: all-reduces of one value per token. Backward: no communication.
 
     With label smoothing the ranks return different losses: as in Megatron, the probability that is
-    taken from the target is spread over the entries of the local shard only.
+    taken from the target is distributed over the entries of the local shard only.
 
     Args:
         logits: the local shard ``(..., v / t)``.

@@ -2,8 +2,8 @@
 
 Megatron, fairscale, ezpz and DeepSpeed keep their groups in module-level variables, which legacy code reads and
 assigns. The module is our own or, after ``install()``, upstream's, whose accessors then answer from our groups.
-The functions at the end of this file map the axes of a legacy API to those of a mesh, which may lack some of
-them and may have ``dp`` in two parts.
+The functions at the end of this file map the axes of a legacy API to the axes of a mesh, which may lack some
+and may have ``dp_replicate`` and ``dp_shard`` instead of ``dp``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from namedmesh.mesh import NamedMesh
 
 
 class State:
-    """The variables of one legacy module, with separate values for each mesh. Make one for each module.
+    """The variables of one legacy module, with separate values for each mesh.
+
+    Make one for each module.
 
     The variables show the mesh that is selected with ``with mesh:``, in whatever thread, or else the mesh
     that was bound last. Code that assigns a variable while a mesh is shown gets its value back with that
@@ -79,11 +81,13 @@ class State:
         return {name: vars(self.module)[name] for name in self.names}
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        """Set the variables; those without a value get that of the import."""
+        """Set the variables; variables without a value get the one that they have at import."""
         vars(self.module).update({**_copy_containers(self.empty), **values})
 
     def run_initializer(self, initialize: Callable[[], object], **functions: Any) -> dict[str, Any]:
-        """Return the values that upstream's initialization gives the variables; the variables stay as they are.
+        """Run upstream's initialization and return the values that it gives the variables.
+
+        Afterwards the variables are as they were before.
 
         Args:
             initialize: upstream's function. It sees the variables as if there were no other mesh.
@@ -105,7 +109,14 @@ class State:
     def bind_with_values(
         self, mesh: NamedMesh, values: Mapping[str, Any], request: object = None, *, owned: bool = False
     ) -> Bound:
-        """Bind a mesh with the values that were made for it and for a request; ``destroy`` closes an owned mesh."""
+        """Bind a mesh with the values that were made for it.
+
+        Args:
+            mesh: the mesh.
+            values: the values of the variables, by name.
+            request: the options that the values were made for.
+            owned: whether :meth:`destroy` closes the mesh.
+        """
         self.values[mesh] = dict(values)
         self.requests[mesh] = request
         if self.shown is mesh:
@@ -154,7 +165,7 @@ class State:
             self.follow(self.bound)
 
     def destroy(self) -> None:
-        """Forget every mesh and assignment. A mesh that the legacy API made is closed, with its groups."""
+        """Forget every mesh and assignment, and close the mesh that the legacy API made."""
         owned = self.owned
         self.values = {}
         self.requests = {}
@@ -166,7 +177,11 @@ class State:
             owned.close(destroy_groups=True)
 
     def follow(self, closed: NamedMesh | None = None) -> None:
-        """Show the right mesh after one was bound, selected, deselected or, if it is given, closed."""
+        """Show the selected or bound mesh after one was selected, bound or closed.
+
+        Args:
+            closed: the mesh that was closed, if that is the reason of the call.
+        """
         if closed is None or closed is not self.shown:
             self.values[self.shown] = self._read()
         if closed is not None:
@@ -194,7 +209,10 @@ def _is_variable(name: str, value: object) -> bool:
 
 
 class Bound:
-    """The binding of a mesh to a legacy API: until the next one, or in a ``with`` block, which selects the mesh."""
+    """The binding of a mesh to a legacy API.
+
+    It lasts until the next one, or for a ``with`` block, which also selects the mesh.
+    """
 
     def __init__(self, state: State, mesh: NamedMesh, before: NamedMesh | None) -> None:
         self.mesh = mesh
@@ -237,9 +255,9 @@ def check_open(mesh: object, call: str) -> None:
 
 
 def mesh_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
-    """Return the axes of a layout that correspond to axes of a legacy API, in the layout's order.
+    """Return the axes of a layout that correspond to axes of a legacy API, in layout order.
 
-    An axis that the layout lacks has size 1 and is left out.
+    An axis that the layout lacks has size 1 and does not appear.
 
     Example:
         >>> from namedmesh import Layout
@@ -263,9 +281,10 @@ def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, li
 
 @contextmanager
 def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] | None = None) -> Iterator[None]:
-    """Context manager in which groups of an open mesh are made, once the ranks agree on the mesh and the request.
+    """Open a context in which groups of a mesh can be made.
 
-    Collective: every rank of the mesh must enter it.
+    On entry the ranks compare the mesh and the request. Collective: every rank of the mesh must
+    enter it.
     """
     check_open(mesh, call)
     with mesh.agreed(call) as compare:
@@ -289,7 +308,7 @@ def check_axes(
         api: the name of the legacy API, for messages.
         allowed: the axes that it has.
         experts: the axes of experts, which a mesh has in a view.
-        instead: what to do about those, for messages.
+        instead: the advice about these axes, for messages.
     """
     problems = []
     for axis in layout:

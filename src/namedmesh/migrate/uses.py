@@ -239,7 +239,7 @@ class _Finder(cst.CSTVisitor):
             self._inner.discard(node.func)
 
     def _mark_inner(self, node: Any) -> None:
-        """Leave out the names before the dots of a use."""
+        """Do not visit the names before the dots of a use."""
         part = _name_node(node)
         while isinstance(part, cst.Attribute):
             self._inner.update((part, part.attr))
@@ -349,7 +349,7 @@ class _Finder(cst.CSTVisitor):
                     f"{self.found.path}:{self._line(node)} makes groups over a part of the world ({keyword})"
                 )
                 self.found.obstacles.setdefault(api.name, text)
-        if not isinstance(node, cst.Call):  # passed on: its arguments are given elsewhere
+        if not isinstance(node, cst.Call):  # passed on: another line calls it
             self.found.has_virtual = True
         # Without a function around it, the call is preceded by its own statement.
         before: Any = self._statement

@@ -72,7 +72,7 @@ class LayoutPlan:
         kinds: the kinds of groups, in the order in which they are created.
         asked: the number of groups that a rank requests, without the default group.
         held: the number of communicators that a rank holds if groups over the same ranks are
-            shared, without that of the default group.
+            shared, without the default group.
         in_world: the number of groups of all ranks together.
         gpus_per_node: the number of consecutive ranks of a node, if known.
         across_nodes: by axis, the number of its groups that have ranks on several nodes.
@@ -128,7 +128,7 @@ class LayoutPlan:
 
 def _model_replicas(layout: Layout) -> Kind:
     """Return the groups of ranks that together hold one replica of the model."""
-    # ZeRO and FSDP shards along dp are left out: which of them a trainer uses is not part of a
+    # ZeRO and FSDP shards along dp do not count here: which of them a trainer uses is not part of a
     # layout.
     axes = tuple(axis for axis in layout if axis in SHARDING_AXES)
     size = layout.size(*axes) if axes else 1

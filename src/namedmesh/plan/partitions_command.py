@@ -23,7 +23,7 @@ from namedmesh.plan.partitions import (
 from namedmesh.plan.settings import describe_assumptions
 from namedmesh.plan.spec import EXIT_MISMATCH, format_table, parse_spec, positive_int
 
-# A table shows no more than a reader needs to go on: the nearest layouts, and the parts of a step
+# A table shows only the rows that a reader needs for a decision: the nearest layouts, and the parts of a step
 # that matter.
 _SHOWN_IF_NOTHING_FITS = 3
 _SHOWN_PARTS_OF_STEP = 4

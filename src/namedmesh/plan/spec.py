@@ -110,7 +110,7 @@ def add_layout_arguments(parser: ArgumentParser) -> None:
 def read_layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
     """Return the specification and the keyword arguments for :func:`make_layouts`."""
     keywords: dict[str, Any] = {}
-    # Flags that are not given are left out: their defaults depend on the specification.
+    # Flags that are not given do not appear: their defaults depend on the specification.
     for name in (*USUAL_AXES, "order"):
         value = getattr(arguments, name)
         if value is not None:

@@ -51,10 +51,10 @@ class StageShare(NamedTuple):
 
         Args:
             model: the sizes of the model.
-            axes: the sizes of the axes, of which tp, ep and etp shard parameters here.
+            axes: the sizes of the axes. Here tp, ep and etp shard parameters.
 
         Returns:
-            The parameters that are replicated over dp and cp, and those of the routed experts.
+            The parameters that are replicated over dp and cp, and the parameters of the routed experts.
         """
         dense, expert, routed = model.layer
         shared = dense * self.dense_layers + expert * self.expert_layers + model.embedding * self.ends
@@ -137,7 +137,7 @@ def count_layer_elements(job: Job, axes: Axes, *, has_experts: bool) -> LayerEle
     - Residual stream: the inputs of both halves, 2 h.
     - Norms: their outputs, 2 h. torch all-gathers the sequence for them and keeps the result;
       Megatron all-gathers it again.
-    - Attention: queries, keys, values, and the output, of which torch keeps a second copy in
+    - Attention: queries, keys, values, and the output. torch keeps a second copy of it in
       another memory format. With latent attention also the latent vectors.
     - Feed-forward network of width f: 2 f, gated 4 f (Megatron's fused gate: 3 f).
     - Experts: for each expert of a token its input, and in torch its output, which is weighted

@@ -86,7 +86,7 @@ def estimate_step(job: Job, axes: Axes) -> dict[str, float]:
     - Communication over each axis, at the bandwidth of its groups. The computation waits for tp and
       ep, and for pp unless it is interleaved. In Megatron's ring, cp overlaps with attention;
       all-gathered keys and values do not overlap. FSDP all-gathers overlap with the forward pass
-      and reduce-scatters with the backward pass, except those of one layer.
+      and reduce-scatters with the backward pass, except in one layer.
 
     Args:
         job: the model, and how it is trained; its sizes have to be known.
@@ -188,7 +188,7 @@ def _estimate_computation(job: Job, axes: Axes, share: StageShare, tokens: float
         head = 2 * tokens * model.embedding / axes.tp / rates["bf16"]
         loss_bytes = loss_bytes_per_token(job, axes)
 
-    # Two products of all pairs of tokens, of which the causal mask leaves half.
+    # Two products of all pairs of tokens. The causal mask leaves half of the pairs.
     scores = tokens * job.seq * model.heads * sum(model.features) / axes.tp * share.layers
     attention = scores / (hardware.peak["bf16"] * hardware.attention)
     # Megatron's selective checkpointing recomputes the attention scores, torch's everything except

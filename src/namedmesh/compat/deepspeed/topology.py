@@ -347,7 +347,7 @@ class PipelineParallelGrid(GroupAccessors):
 
         Args:
             stage_id: the stage.
-            **kwargs: coordinates that replace those of this rank.
+            **kwargs: coordinates to use instead of this rank's own.
         """
         coord = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
         rank: int = self._topo.get_rank(**coord._asdict())

@@ -46,7 +46,7 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
         if "sp" not in mesh and "cp" not in mesh:
             return ModelParallelUnit(mesh, kinds)
-        # The legacy axis cp stands for both: group_over finds sp under this name, too.
+        # The legacy axis cp covers both: group_over finds sp under this name, too.
         kinds["sequence"] = ["cp"]
         kinds["sequence_data"] = ["dp", "cp"]
         return SequenceParallelUnit(mesh, kinds)

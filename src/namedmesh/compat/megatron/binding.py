@@ -71,7 +71,7 @@ class ParallelStateBinding:
     Attributes:
         module: the module.
         state: the variables of the module, with separate values for each mesh.
-        replacements: the functions that replace those of the module, by name.
+        replacements: the functions that the module gets in place of its own, by name.
     """
 
     def __init__(self, module: ModuleType, at_import: ModuleType | None = None) -> None:
@@ -99,13 +99,13 @@ class ParallelStateBinding:
             return self.state.bind(mesh)
         factory = GroupFactory(self.module)
         dense, expert = _ranks_of_mesh(mesh, factory.axes_by_ranks)
-        # Upstream makes two generators, first that of the dense layers, then that of the experts.
+        # Upstream makes two generators, first for the dense layers, then for the experts.
         generators = iter((dense, expert))
         sizes = {}
         for argument, axis_name in _SIZES.items():
             ranks = expert if argument.startswith("expert") else dense
             size = ranks.size(axis_name)
-            # Older releases lack some of the arguments, which then are left out if they are 1.
+            # Older releases lack some of the arguments: those are passed only if they are not 1.
             if size != 1 or argument in self.signature.parameters:
                 sizes[argument] = size
         request = _options_to_compare(options, dense.get_ranks("pp"))
@@ -171,7 +171,7 @@ class ParallelStateBinding:
         upstream_generator = self.module.RankGenerator
 
         def make_generator(*args: Any, **kwargs: Any) -> MeshRanks:
-            # The first generator is that of the dense layers.
+            # The first generator is for the dense layers.
             ranks = MeshRanks.from_generator(
                 upstream_generator(*args, **kwargs), factory.axes_by_ranks, experts=bool(generators)
             )
@@ -282,7 +282,7 @@ _UPSTREAM_PACKAGE = "megatron.core"
 _fallback = ParallelStateBinding(parallel_state)
 vars(parallel_state).update(_fallback.replacements)
 _active = _fallback
-# One for each imported megatron-core, of which tests import several releases.
+# One for each imported megatron-core. Tests import several releases.
 _upstream_bindings: dict[ModuleType, ParallelStateBinding] = {}
 
 

@@ -113,7 +113,7 @@ class ParallelStateFallback:
             ranks: the ranks of the group.
             hierarchical_group_sizes: the size of the groups at each level, innermost first.
             create_gloo_process_groups: whether to create a gloo group in addition to each group.
-            pg_options: the options of all groups, or a list with those of each level.
+            pg_options: the options of all groups, or a list with the options of each level.
             timeout: the timeout of the groups.
             group_desc: the part of the groups' descriptions that names the hierarchy.
 
@@ -134,7 +134,7 @@ class ParallelStateFallback:
         groups = []
         gloo_groups = []
         for level, size in enumerate(sizes):
-            # Neighbors at a level are the product of the inner sizes apart.
+            # At each level, the distance between neighbors is the product of the inner sizes.
             rank_sets = split_ranks([ranks], size, prod(sizes[:level]))
             name = f"HIERARCHICAL_{group_desc}_L{level}"
             groups.append(
@@ -205,7 +205,7 @@ class ParallelStateFallback:
             variables.append("_EXPERT_DATA_PARALLEL_GROUP")
         duplicates: list[Any] = []
         for variable in variables:
-            # A rank has its own group only, but must create those of all ranks.
+            # A rank uses its own group only, but torch requires it to create every group.
             local_ranks = tuple(dist.get_process_group_ranks(self.module[variable]))
             rank_sets = list(dict.fromkeys(all_gather_object(world, local_ranks)))
             duplicates.append(
@@ -299,7 +299,7 @@ class ParallelStateFallback:
         dp = _remaining_size(world_size, tp, pp, cp)
         edp = _remaining_size(world_size, etp, ep, pp)
         dense = self.module["RankGenerator"](tp, 1, dp, pp, cp, order, rank_offset)
-        # The expert layout has ep, and no cp: ranks along cp are among those of edp, ep and etp.
+        # The expert layout has ep, and no cp: its axes edp, ep and etp cover the ranks along cp.
         expert = self.module["RankGenerator"](etp, ep, edp, pp, 1, order, rank_offset)
         # Upstream asserts equal sizes for an order that does not end with pp, and then equal ranks.
         differ_in_size = not order.endswith("pp") and pp > 1 and dp != edp
@@ -391,7 +391,7 @@ class ParallelStateFallback:
 
 
 def _rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: int) -> list[list[int]]:
-    """Return the ranks of every group of a row; for embeddings, those of every pipeline."""
+    """Return the ranks of every group of a row; for embeddings, of every pipeline."""
     token = "-".join([MEGATRON_NAMES.get(axis, axis) for axis in row.axes])
     generator = dense if row.view == DENSE else expert
     rank_sets = generator.get_ranks(token)
@@ -399,7 +399,7 @@ def _rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: i
     if row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
         # An instance holds full replicas of the model, which must not be split.
         return split_ranks(expert.get_ranks("tp-ep-pp"), instance_size)
-    # Consecutive ranks of a group form an instance, so counterparts are one instance apart.
+    # Consecutive ranks of a group form an instance, so the distance between counterparts is the size of an instance.
     if row.members == "instance":
         return split_ranks(rank_sets, instance_size)
     if row.members == "peers":

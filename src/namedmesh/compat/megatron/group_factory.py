@@ -49,7 +49,7 @@ class GroupFactory:
         """
         self.mesh = mesh
         self._default_options = default_options
-        # Upstream concatenates several sets to that of all ranks, which then has no axes of its own.
+        # Upstream concatenates several sets to one of all ranks, which then has no axes of its own.
         self.axes_by_ranks.setdefault(tuple(mesh.layout.ranks), (mesh.layout, mesh.layout.axes))
 
     def create_group(  # noqa: PLR0917  upstream's signature

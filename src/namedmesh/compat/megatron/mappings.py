@@ -289,7 +289,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     tp_group: OptionalGroup = None,
 ) -> Tensor:
-    """Return the cross entropy of each token in float32, from logits whose vocabulary is sharded.
+    """Return the cross entropy of each token in float32, from vocabulary-sharded logits.
 
     Smoothing is, as in Megatron, over the **local shard** of the vocabulary: the losses of the
     ranks differ. The loss of an id outside of the vocabulary is meaningless.
@@ -297,7 +297,7 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: the local shard of the logits, ``(s, b, v / t)``.
         target: the ids in the full vocabulary, ``(s, b)``, replicated.
-        label_smoothing: the share of the loss that is spread over the other ids, from 0 to 1.
+        label_smoothing: the share of the loss that is distributed over the other ids, from 0 to 1.
         tp_group: the group of the ranks.
 
     Returns:
@@ -317,7 +317,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         tensor: the local shard, or a replicated tensor.
         is_parallel: whether the tensor is a shard.
         dim: the sharded dim.
-        stride: the number of fused blocks along this dim, each of which is sharded.
+        stride: the number of fused blocks along this dim. Each block is sharded.
 
     Raises:
         ContractError: the tensor has the attributes already.

@@ -3,7 +3,7 @@
 Like upstream it is a module with variables: ``initialize_model_parallel`` fills them, and each
 accessor returns its own variable. An accessor whose variable is empty raises
 :class:`~namedmesh.compat.ContractError`, an ``AssertionError``. A size or a rank that was assigned
-with a ``set_`` function takes precedence over that of the group.
+with a ``set_`` function takes precedence over the value of the group.
 
 Flags whose position differs between releases are keyword-only. ``with_gtp_remat`` has no effect, as
 weights that are gathered for each use need megatron-core.
@@ -144,7 +144,7 @@ def _size_setter(variable: str) -> Callable[[int | None], None]:
     """Return the function that assigns a size to a variable."""
 
     def set_size(world_size: int | None) -> None:
-        """Override the size that the accessor returns; None returns to that of the group."""
+        """Override the size that the accessor returns; None restores the group's own."""
         globals()[variable] = world_size
 
     return set_size

@@ -18,7 +18,7 @@ from namedmesh.layout import Layout
 from namedmesh.legacy import parse_order
 
 MEGATRON_NAMES = {**DENSE_COUNTERPARTS, "egtp_remat": "gtp_remat"}
-"""Megatron's names for the experts' axes: its expert generator uses those of the dense axes."""
+"""Megatron's names for the experts' axes: its expert generator uses the names of the dense axes."""
 
 EXPERT_AXES_BY_NAME = {name: (axis,) for axis, name in MEGATRON_NAMES.items()}
 """The experts' axes by Megatron's names for them."""
@@ -34,7 +34,7 @@ class MeshRanks:
         layout: the layout, whose axes may have any order.
         axes_by_ranks: collects the axes of every group that is returned, for the code that makes
             the groups.
-        axes_by_name: the axes of the layout for those of Megatron's names that are not axes of the
+        axes_by_name: the axes of the layout for Megatron's names that are not axes of the
             layout.
     """
 
@@ -70,7 +70,7 @@ class MeshRanks:
         return cls(layout, axes_by_ranks, axes_by_name)
 
     def layout_axes(self, *names: str) -> tuple[str, ...]:
-        """Return the axes of the layout for some of Megatron's names, without those of size 1."""
+        """Return the axes of the layout for some of Megatron's names, without axes of size 1."""
         wanted: list[str] = []
         for name in names:
             wanted += self.axes_by_name.get(name, (name,))

@@ -85,7 +85,7 @@ class _Layer(ParallelLayer):
 
 
 class _Linear(_Layer):
-    """Base of the two linear layers: Megatron's parameter attributes, and an empty extra state."""
+    """Base of the two linear layers: Megatron's parameter attributes and extra state."""
 
     shape_attributes = ("output_size", "input_size")
 
@@ -109,7 +109,7 @@ class _Linear(_Layer):
 
         Args:
             initialize: fills the weight in place.
-            stride: the number of fused blocks along the sharded dim, each of which is sharded.
+            stride: the number of fused blocks along the sharded dim. Each block is sharded.
             bias: whether there is a bias.
             keep: whether to keep the full weight as ``master_weight``.
             allocate: whether to allocate the weight.
@@ -136,7 +136,7 @@ def _ignore_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, 
 class ColumnParallelLinear(_Linear):
     """A linear layer whose output features are sharded over the tensor parallel ranks.
 
-    The local shard of the weight is ``(output_size / t, input_size)``, that of the bias
+    The local shard of the weight is ``(output_size / t, input_size)``, the local bias
     ``(output_size / t,)``.
 
     Forward: identity, or with sequence parallelism all-gather of the sequence; with
@@ -151,7 +151,7 @@ class ColumnParallelLinear(_Linear):
         bias: whether there is a bias.
         gather_output: whether to all-gather the output features; by default only without a
             ``config``.
-        stride: the number of fused blocks of output features, each of which is sharded.
+        stride: the number of fused blocks of output features. Each block is sharded.
         keep_master_weight_for_test: whether to keep the full weight as ``master_weight``.
         skip_bias_add: whether to return the bias instead of adding it, for a fused kernel.
         skip_weight_param_allocation: whether to make no weight, because one is passed to each
@@ -264,7 +264,7 @@ class RowParallelLinear(_Linear):
         input_is_parallel: whether the input is the local shard; otherwise it is replicated, and the
             layer keeps the local shard of its features.
         skip_bias_add: whether to return the bias instead of adding it, for a fused kernel.
-        stride: the number of fused blocks of input features, each of which is sharded.
+        stride: the number of fused blocks of input features. Each block is sharded.
         keep_master_weight_for_test: whether to keep the full weight as ``master_weight``.
         is_expert: whether the layer is an expert's, as for :class:`ColumnParallelLinear`.
         tp_comm_buffer_name: no effect.
