@@ -80,7 +80,7 @@ NAMED: dict[str, Callable[[Any], object]] = {
     "seed_all": lambda mesh: training.seed_all(0, mesh),
     "clip_grad_norm_": lambda mesh: training.clip_grad_norm_([], 1.0, mesh),
     "stage_indices": training.stage_indices,
-    "pipeline": lambda mesh: training.Pipeline(
+    "Pipeline": lambda mesh: training.Pipeline(
         nn.Linear(2, 2), mesh, n_microbatches=2, loss_fn=nn.functional.mse_loss
     ),
     "tie_stages": lambda mesh: training.tie_stages(None, None, mesh),

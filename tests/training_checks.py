@@ -174,7 +174,7 @@ def train_one_step(
         total = cross_entropy(logits, some, mesh["tp"], ignore_index=IGNORED, reduction="sum")
         return training.normalize_loss(total, counted, mesh)
 
-    how: dict[str, Any] = {"microbatches": microbatches, "loss": loss, "reduction": "sum"}
+    how: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": loss, "reduction": "sum"}
     pipe = training.Pipeline(model, mesh, schedule, replicate_kwargs=("positions",), **how)
     parameters = [each for part in model for each in part.parameters()]
     before = training.mean_loss(pipe.step(tokens, target=targets, positions=positions), mesh)

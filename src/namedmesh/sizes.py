@@ -16,7 +16,16 @@ from namedmesh.errors import did_you_mean, format_items
 
 # The keyword arguments of `Layout` and `init_mesh`, in addition to the axes. No axis can have such
 # a name.
-RESERVED = ("backend", "device", "layout", "options", "rank_offset", "replace", "timeout", "world_size")
+RESERVED = (
+    "backend",
+    "device",
+    "layout",
+    "options",
+    "rank_offset",
+    "close_existing",
+    "timeout",
+    "world_size",
+)
 
 
 def check_axis_names(axes: Sequence[object]) -> list[str]:
