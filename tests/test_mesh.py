@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import namedmesh
 from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, OptionError
+from namedmesh._internal import get_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -267,6 +268,44 @@ def test_accessors_never_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mesh.group("dp", "cp") is mesh.group("dp")
         assert mesh.group("pp", "dp", "tp") is dist.group.WORLD
         assert "with 3 communicators" in mesh.explain()
+        mesh.close()
+
+
+PUBLIC_NAMES = [
+    "add_view",
+    "adopt_view",
+    "axes",
+    "close",
+    "closed",
+    "communicators",
+    "coords",
+    "device",
+    "device_mesh",
+    "explain",
+    "flatten",
+    "from_device_mesh",
+    "from_groups",
+    "global_rank",
+    "gloo_group",
+    "group",
+    "is_first",
+    "is_last",
+    "layout",
+    "next",
+    "prev",
+    "rank",
+    "ranks",
+    "shape",
+    "size",
+    "views",
+]
+
+
+def test_a_mesh_shows_its_public_interface_only() -> None:
+    """In the tab completion of a notebook, for example."""
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=4, tp=2)
+        assert [name for name in dir(mesh) if not name.startswith("_")] == PUBLIC_NAMES
         mesh.close()
 
 
@@ -580,5 +619,5 @@ def test_options_of_flattened_axes_with_a_common_prefix() -> None:
     with fake_world(8, 5):
         prior = GroupOptions(high_priority=True)
         mesh = namedmesh.init_mesh(dp=2, dp_shard=2, cp=2, options={"dp_shard_cp": prior}, device="cpu")
-        assert mesh.options_of(("dp_shard", "cp")) == prior
-        assert mesh.options_of(("dp", "cp")) == GroupOptions()
+        assert get_groups(mesh).get_options(("dp_shard", "cp")) == prior
+        assert get_groups(mesh).get_options(("dp", "cp")) == GroupOptions()

@@ -10,6 +10,7 @@ from ranks import fake_world
 
 import namedmesh
 from namedmesh import Layout
+from namedmesh._internal import get_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ MESH: dict[str, Callable[[NamedMesh], object]] = {
     "device": lambda mesh: mesh.device,
     "torch's mesh": lambda mesh: mesh.device_mesh,
     "views": lambda mesh: mesh.views,
-    "options": lambda mesh: mesh.options_of(("tp",)),
+    "options": lambda mesh: get_groups(mesh).get_options(("tp",)),
     "current mesh": lambda _: namedmesh.current_mesh().size("tp"),
 }
 

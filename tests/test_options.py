@@ -15,6 +15,7 @@ from ranks import fake_world, run_ranks, summed
 
 import namedmesh
 from namedmesh import GroupOptions, OptionError
+from namedmesh._internal import get_groups
 from namedmesh.options import make_group_arguments, make_nccl_options
 
 
@@ -26,10 +27,10 @@ def test_options_of_a_group_over_two_axes_are_merged() -> None:
             "cp_tp": GroupOptions(timeout=timedelta(seconds=9)),
         }
         mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2, options=options)
-        assert mesh.options_of(("dp", "cp")) == GroupOptions(
+        assert get_groups(mesh).get_options(("dp", "cp")) == GroupOptions(
             timeout=timedelta(seconds=3), nccl={"max_ctas": 4}, high_priority=True
         )
-        assert mesh.options_of(("cp", "tp")) == GroupOptions(timeout=timedelta(seconds=9))
+        assert get_groups(mesh).get_options(("cp", "tp")) == GroupOptions(timeout=timedelta(seconds=9))
         mesh.close()
 
 

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh._torch import constant_under_compile
 from namedmesh.errors import MeshError, did_you_mean, format_count, format_items
 from namedmesh.groups import Communicator, Groups
-from namedmesh.layout import Layout
-from namedmesh.options import GroupOptions, merge_options
-from namedmesh.views import ROOT_VIEW, Views, format_axes, quote_axes
+from namedmesh.layout import Layout, format_axes, quote_axes
+from namedmesh.views import ROOT_VIEW, Views
 
 
 class Place(NamedTuple):
@@ -31,11 +30,10 @@ class Accessors:
 
     layout: Layout
     device: torch.device
-    groups: Groups
+    _groups: Groups
     global_rank: int
     closed: bool
     _views: Views
-    _options: dict[tuple[str, ...], GroupOptions]
     _meshes: dict[tuple[str, ...], DeviceMesh]
     _slices: dict[str, DeviceMesh]
     _places: dict[tuple[str, ...], Place]
@@ -127,13 +125,7 @@ class Accessors:
     def communicators(self) -> tuple[Communicator, ...]:
         """The process groups that this rank holds through this mesh, in the order they came."""
         self._check_open()
-        return tuple(self.groups.acquired.values())
-
-    @constant_under_compile
-    def is_outlived(self) -> bool:
-        """Return whether the default group that the mesh was made in was destroyed."""
-        world = self.groups.world
-        return world is None or dist.group.WORLD is not world
+        return tuple(self._groups.acquired.values())
 
     def is_first(self, axis: str) -> bool:
         """Return whether this rank is the first on an axis, or on a flattened product."""
@@ -154,19 +146,6 @@ class Accessors:
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
         """Return the gloo group over the same ranks as :meth:`group`; MeshError where no option ``create_gloo_group`` made one."""
         return self._find_group(axes, self._version, gloo=True)
-
-    def options_of(self, axes: tuple[str, ...]) -> GroupOptions:
-        """Return the options of a group over axes of one view, in its order: what was set for all together, or for each."""
-        if axes in self._options:
-            return self._options[axes]
-        combined: GroupOptions | None = None
-        for axis in axes:
-            of_axis = self._options.get((axis,))
-            if combined is None:
-                combined = of_axis
-            elif of_axis is not None:
-                combined = merge_options(combined, of_axis, format_axes(axes))
-        return combined or _NO_OPTIONS
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
         """Describe a process group, the place of a rank, or, without either, the whole mesh."""
@@ -204,7 +183,7 @@ class Accessors:
     # Behind the accessors.
 
     def _check_open(self) -> None:
-        if self.closed or self.is_outlived():
+        if self.closed or self._groups.are_outlived():
             why = "was closed"
             if not self.closed:
                 why = "has no groups any more, since the default group was destroyed"
@@ -227,7 +206,7 @@ class Accessors:
         view, ordered = self._views.find_view(axes)
         layout = self._views.layouts[view]
         ranks = layout.group(self.global_rank, *ordered)
-        group = self.groups.get_existing(layout, ordered, self.options_of(ordered))
+        group = self._groups.get_existing(layout, ordered, self._groups.get_options(ordered))
         return Place(ranks, ranks.index(self.global_rank), group)
 
     # The compiler keeps what these answer, for the version that it was asked with.
@@ -242,10 +221,10 @@ class Accessors:
     def _find_group(self, names: tuple[str, ...], _version: str, *, gloo: bool = False) -> dist.ProcessGroup:
         self._check_open()
         view, ordered = self._views.find_view(names)
-        options = self.options_of(ordered)
+        options = self._groups.get_options(ordered)
         if gloo:
-            options = self.groups.make_gloo_options(options)
-        group = self.groups.get_existing(self._views.layouts[view], ordered, options)
+            options = self._groups.make_gloo_options(options)
+        group = self._groups.get_existing(self._views.layouts[view], ordered, options)
         if group is None:
             axes = format_axes(ordered)
             if gloo:
@@ -265,8 +244,6 @@ class Accessors:
             known = self._meshes[names] = self._views.slice(names)
         return known
 
-
-_NO_OPTIONS = GroupOptions()
 
 # What torch's DeviceMesh, and other libraries, call something that a mesh has under another name.
 _INSTEAD = {

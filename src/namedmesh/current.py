@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from namedmesh._internal import get_groups
 from namedmesh.errors import MeshError, format_items
 from namedmesh.groups import get_backends
 
@@ -28,7 +29,7 @@ def selected_mesh() -> NamedMesh | None:
 
 def open_meshes() -> list[NamedMesh]:
     """Return the meshes that are not closed and whose default group exists, the oldest first."""
-    return [mesh for mesh in _meshes if not mesh.is_outlived()]
+    return [mesh for mesh in _meshes if not get_groups(mesh).are_outlived()]
 
 
 def all_meshes() -> list[NamedMesh]:

@@ -17,20 +17,26 @@ from namedmesh._torch import (
     backend_default_timeout,
     bound_device,
     clear_dtensor_op_cache,
+    constant_under_compile,
     default_timeout,
     is_registered,
 )
 from namedmesh.errors import MeshError
-from namedmesh.layout import Layout
-from namedmesh.options import GroupOptions, make_backend_override, make_group_arguments
+from namedmesh.layout import Layout, format_axes, make_partition_key
+from namedmesh.options import (
+    GroupOptions,
+    make_backend_override,
+    make_group_arguments,
+    merge_options,
+)
 
 
 class GroupKey(NamedTuple):
     """The key of a process group in the cache: equal keys mean the same communicator.
 
     Attributes:
-        partition: the ranks of all groups over the same axes, as :meth:`Layout.partition` returns
-            them.
+        partition: the ranks of all groups over the same axes, as
+            :func:`namedmesh.layout.make_partition_key` returns them.
         options: the normalized options; None for the group of one rank, which has none.
         use: the purpose of a group that is not shared; empty for a shared group.
     """
@@ -81,6 +87,8 @@ class Communicator:
         return group is not None and is_registered(group)
 
 
+_NO_OPTIONS = GroupOptions()
+
 # The key of the group that has this rank only. All axes of size 1 share it.
 _SELF_KEY = GroupKey("self", None)
 
@@ -101,18 +109,24 @@ class Groups:
 
     Args:
         defaults: the options of every group for which an axis sets no other.
+        options_by_axes: the options that were set for the group over an axis, or over several axes
+            in the order of their layout.
 
     Attributes:
         rank: the global rank of this process.
         world_size: the number of ranks in the default group.
         defaults: the argument.
+        options_by_axes: a copy of the argument, to which views and flattened axes add theirs.
         acquired: the groups that the mesh uses.
     """
 
-    def __init__(self, defaults: GroupOptions) -> None:
+    def __init__(
+        self, defaults: GroupOptions, options_by_axes: Mapping[tuple[str, ...], GroupOptions]
+    ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.defaults = defaults
+        self.options_by_axes = dict(options_by_axes)
         self.acquired: dict[GroupKey, Communicator] = {}
         self._world: Any = ref(dist.group.WORLD)
         self._world_options = GroupOptions(timeout=default_timeout())
@@ -126,6 +140,35 @@ class Groups:
         """The default group in which the mesh was made; None after it was destroyed."""
         return self._world()
 
+    @constant_under_compile
+    def are_outlived(self) -> bool:
+        """Return whether the default group in which the mesh was made has been destroyed."""
+        world = self.world
+        return world is None or dist.group.WORLD is not world
+
+    def get_options(self, axes: tuple[str, ...]) -> GroupOptions:
+        """Return the options of the group over some axes.
+
+        They are the options that were set for the group over all the axes. If none were set, the
+        options of the single axes are merged.
+
+        Args:
+            axes: axes of one view, in the order of its layout.
+
+        Raises:
+            OptionError: the axes set an option to different values.
+        """
+        if axes in self.options_by_axes:
+            return self.options_by_axes[axes]
+        merged: GroupOptions | None = None
+        for axis in axes:
+            axis_options = self.options_by_axes.get((axis,))
+            if merged is None:
+                merged = axis_options
+            elif axis_options is not None:
+                merged = merge_options(merged, axis_options, format_axes(axes))
+        return merged or _NO_OPTIONS
+
     def make_key(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> GroupKey:
         """Return the cache key of the groups over some axes. It is the same on every rank.
 
@@ -136,7 +179,7 @@ class Groups:
         """
         if layout.size(*axes) == 1:
             return _SELF_KEY
-        key = GroupKey(layout.partition(*axes), self.normalize(options))
+        key = GroupKey(make_partition_key(layout, *axes), self.normalize(options))
         if options.share:
             return key
         # With share=False the key has a number: the first one that this mesh has, or that no open

@@ -250,19 +250,6 @@ class Layout:
         # Many small groups: one column per member, and zip builds the tuples without a Python step for each.
         return tuple(zip(*(_shifted(firsts, offset) for offset in inside), strict=True))
 
-    def partition(self, *axes: str) -> tuple[object, ...]:
-        """Return a small key that two layouts share exactly if their groups over the given axes are the same.
-
-        It lists (size, stride) of the axes, with those of size 1 left out and adjoining ones merged; its
-        length depends on the number of axes only.
-
-        Example:
-            >>> dense, expert = Layout(pp=2, dp=2, tp=2), Layout(pp=2, ep=4)
-            >>> dense.partition("dp", "tp") == expert.partition("ep")
-            True
-        """
-        return (self.rank_offset, self.world_size, tuple(self._runs(self._chosen(axes))))
-
     def _index(self, axis: str) -> int:
         try:
             return self.axes.index(axis)
@@ -327,6 +314,34 @@ class Layout:
             steps = range(0, size * stride, stride)
             offsets = steps if len(offsets) == 1 else [base + step for base in offsets for step in steps]
         return offsets
+
+
+def make_partition_key(layout: Layout, *axes: str) -> tuple[object, ...]:
+    """Return a key that two layouts share exactly if their groups over the axes are the same.
+
+    The key has the (size, stride) of each axis, without axes of size 1, and with adjacent axes
+    merged. Its length depends on the number of axes, and not on the number of ranks.
+
+    Args:
+        layout: the layout.
+        *axes: one or more of its axes.
+
+    Example:
+        >>> dense, expert = Layout(pp=2, dp=2, tp=2), Layout(pp=2, ep=4)
+        >>> make_partition_key(dense, "dp", "tp") == make_partition_key(expert, "ep")
+        True
+    """
+    return (layout.rank_offset, layout.world_size, tuple(layout._runs(layout._chosen(axes))))
+
+
+def format_axes(axes: Sequence[str]) -> str:
+    """Format axes for a sentence, such as ``'dp' and 'tp'``."""
+    return " and ".join(repr(axis) for axis in axes)
+
+
+def quote_axes(axes: Sequence[str]) -> str:
+    """Format axes as arguments in code, such as ``"dp", "tp"``."""
+    return ", ".join(f'"{axis}"' for axis in axes)
 
 
 def _shifted(ranks: Sequence[int], by: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from namedmesh.axes import DATA_AXES, DENSE_AXES, EXPERT_AXES, TOKEN_AXES
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, format_items
-from namedmesh.layout import Layout
+from namedmesh.layout import Layout, make_partition_key
 from namedmesh.sizes import suggest_axis
 
 DENSE = "dense"
@@ -266,7 +266,11 @@ def compute_layouts(
     expert = _compute_expert_layout(api, sizes, tokens, dense)
     # A stage holds dense layers and experts, so a pipeline must have the same ranks in both
     # layouts.
-    if expert is not None and "pp" in dense and dense.partition("pp") != expert.partition("pp"):
+    if (
+        expert is not None
+        and "pp" in dense
+        and make_partition_key(dense, "pp") != make_partition_key(expert, "pp")
+    ):
         raise LayoutError(
             f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put pp first or last "
             f"in the order {'-'.join(tokens)!r}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh import agreement, current
+from namedmesh import current
+from namedmesh._internal import agree_on_call
 from namedmesh._torch import add_default_group_finalizer
 from namedmesh.accessors import Accessors, Place
 from namedmesh.adopt import infer_layout_from_groups, infer_layout_from_mesh
@@ -55,14 +55,13 @@ class NamedMesh(Accessors):
     ) -> None:
         """Make the groups of a layout, which every rank does; with ``groups``, take those that exist."""
         self.layout, self.device, self.closed = layout, device, False
-        self.groups = Groups(defaults)
-        self.global_rank = self.groups.rank
-        self._options = dict(options)  # by the axes of a group, in the order of their layout
-        self._views = Views(layout, self.groups, device.type, self.options_of)
+        self._groups = Groups(defaults, options)
+        self.global_rank = self._groups.rank
+        self._views = Views(layout, self._groups, device.type)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}  # slices, by the names that they are asked with
         self._slices: dict[str, DeviceMesh] = {}  # those over one name
         self._places: dict[tuple[str, ...], Place] = {}
-        self._before_close: list[Callable[[], None]] = []
+        self._close_hooks: list[Callable[[], None]] = []
         if groups is None:
             root = self._views.create_mesh(layout)
         else:
@@ -72,15 +71,15 @@ class NamedMesh(Accessors):
         try:
             current.register(self, {axis: self.group(axis) for axis in self})
         except MeshError:
-            self.groups.release()
+            self._groups.release()
             raise
         # The answers are worked out already, so that accessors cost next to nothing. They end with the default group.
         self._ending = add_default_group_finalizer(self._forget_answers)
 
     def _borrow(self, layout: Layout, groups: Mapping[str, dist.ProcessGroup]) -> None:
         for axis, group in groups.items():
-            self.groups.register_external(
-                self.groups.make_key(layout, (axis,), self.options_of((axis,))), axis, group
+            self._groups.register_external(
+                self._groups.make_key(layout, (axis,), self._groups.get_options((axis,))), axis, group
             )
 
     # Adopting what exists.
@@ -146,22 +145,22 @@ class NamedMesh(Accessors):
         """
         known = self._named(axes)
         if known is not None:
-            of_known = self.options_of(self._views.expand((known,)))
+            of_known = self._groups.get_options(self._views.expand((known,)))
             if name not in (None, known) or options not in (None, of_known):
                 raise LayoutError(
                     f"{known!r} exists, with {of_known!r}; leave name and options out, or give them where it is made first"
                 )
             return self[known]
-        with self.agreed("mesh.flatten") as compare:
+        with agree_on_call(self, "mesh.flatten") as compare:
             view, ordered = self._views.find_view(axes)
             name = name or "_".join(ordered)
             self._views.check_flattened_name(name, ordered)
-            options = self.options_of(ordered) if options is None else options
+            options = self._groups.get_options(ordered) if options is None else options
             problems = check_options(options, "options")
             if problems:
                 raise OptionError(*problems)
             compare({"axes": "-".join(ordered), "name": name, "options": options})
-            self._options[ordered] = options
+            self._groups.options_by_axes[ordered] = options
             group = self._views.flatten(view, ordered, name)
             current.check_groups(self, {name: group})
             self._views.flattened_axes[name] = ordered
@@ -188,21 +187,11 @@ class NamedMesh(Accessors):
             OptionError: options that are not valid.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        with self.agreed(f"mesh.add_view({name!r})") as compare:
+        with agree_on_call(self, f"mesh.add_view({name!r})") as compare:
             layout = Layout(**sizes, world_size=self.layout.world_size)
             by_axes = find_options_by_axes(options or {}, [axis for axis in layout if axis not in self])
             compare({"layout": repr(layout), "options": options or {}})
-            return self.take_view(name, layout, by_axes)
-
-    def take_view(
-        self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
-    ) -> DeviceMesh:
-        """Add a view that the ranks agree on; for the dialects too. Every rank calls it."""
-        self._views.check_view(name, layout, self.global_rank)
-        self._options |= options
-        root = self._views.create_mesh(layout)
-        self._add_view(name, layout, root)
-        return root
+            return self._add_agreed_view(name, layout, by_axes)
 
     def close(self, *, destroy_groups: bool = False) -> None:
         """End this mesh; a second call does nothing. Every rank of the mesh should call it.
@@ -217,33 +206,17 @@ class NamedMesh(Accessors):
         if self.closed:
             return
         try:
-            for finish in self._before_close:
-                finish()
+            for hook in self._close_hooks:
+                hook()
         finally:
             self.closed = True
             self._ending.detach()
-            self._before_close.clear()
+            self._close_hooks.clear()
             self._forget_answers()
-            self.groups.release()
+            self._groups.release()
             current.unregister(self)
             if destroy_groups:
                 destroy_unused_groups()
-
-    def before_close(self, finish: Callable[[], None]) -> None:
-        """Let :meth:`close` call a function first, while the groups are there."""
-        self._before_close.append(finish)
-
-    @contextmanager
-    def agreed(self, call: str) -> Iterator[Callable[..., None]]:
-        """Run a block on every rank of the world, as :func:`namedmesh.agreement.agree_on` does."""
-        self._check_open()
-        if self.layout.world_size != self.groups.world_size:
-            raise MeshError(
-                f"{self.layout} is a part of the world of {self.groups.world_size} ranks, and torch makes groups with "
-                f"every rank; {call} needs a mesh over all of them, or groups that were made before the mesh was adopted"
-            )
-        with agreement.agree_on(call, self.groups.defaults.timeout) as compare:
-            yield compare
 
     # Selecting a mesh for code that names none.
 
@@ -268,6 +241,15 @@ class NamedMesh(Accessors):
         return f"<NamedMesh {self.layout}, {state}>"
 
     # Behind what communicates.
+
+    def _add_agreed_view(
+        self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
+    ) -> DeviceMesh:
+        self._views.check_view(name, layout, self.global_rank)
+        self._groups.options_by_axes |= options
+        root = self._views.create_mesh(layout)
+        self._add_view(name, layout, root)
+        return root
 
     def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, borrowed: bool = False) -> None:
         new = {axis: root.get_group(axis) for axis in layout if axis not in self}

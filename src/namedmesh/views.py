@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,7 @@ from namedmesh._torch import (
 from namedmesh.axes import DATA_PARTS
 from namedmesh.errors import AxisError, LayoutError, format_items
 from namedmesh.groups import Groups
-from namedmesh.layout import Layout
-from namedmesh.options import GroupOptions
+from namedmesh.layout import Layout, format_axes, make_partition_key, quote_axes
 from namedmesh.sizes import suggest_axis
 
 ROOT_VIEW = "mesh"
@@ -37,7 +36,6 @@ class Views:
         layout: the layout of the mesh, which is the first view.
         groups: the process groups of the mesh.
         device_type: the device type of the torch meshes.
-        options_of: a function that returns the options of the group over some axes.
 
     Attributes:
         layouts: the layout of each view, in the order in which they were added.
@@ -46,16 +44,9 @@ class Views:
         flattened_meshes: the torch mesh of each flattened axis.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        groups: Groups,
-        device_type: str,
-        options_of: Callable[[tuple[str, ...]], GroupOptions],
-    ) -> None:
+    def __init__(self, layout: Layout, groups: Groups, device_type: str) -> None:
         self.groups = groups
         self.device_type = device_type
-        self.options_of = options_of
         self.layouts = {ROOT_VIEW: layout}
         self.flattened_axes: dict[str, tuple[str, ...]] = {}
         self.roots: dict[str, DeviceMesh] = {}
@@ -129,7 +120,7 @@ class Views:
         # An axis in two views has one group, so both views must put the same ranks on it.
         for axis, view in self.map_axes_to_views().items():
             existing = self.layouts[view]
-            if axis in layout and layout.partition(axis) != existing.partition(axis):
+            if axis in layout and make_partition_key(layout, axis) != make_partition_key(existing, axis):
                 problems.append(
                     f"axis {axis!r} has the ranks {format_items(layout.group(rank, axis))} in view "
                     f"{name!r} (on rank {rank}), but {format_items(existing.group(rank, axis))} in "
@@ -171,7 +162,7 @@ class Views:
 
         Collective: every rank of the world must call it.
         """
-        options = self.options_of(axes)
+        options = self.groups.get_options(axes)
         # The gloo group comes first on every rank: ranks must create groups in the same order.
         if options.create_gloo_group:
             self.groups.get_or_create(layout, axes, self.groups.make_gloo_options(options))
@@ -192,7 +183,7 @@ class Views:
         # torch creates one group for each axis it is given, also for an axis of size 1.
         keys = {}
         for axis in large_axes:
-            keys[axis] = self.groups.make_key(layout, (axis,), self.options_of((axis,)))
+            keys[axis] = self.groups.make_key(layout, (axis,), self.groups.get_options((axis,)))
         overrides = self.groups.find_backend_overrides(keys)
         if len(large_axes) > 1 and overrides is not None:
             root = init_device_mesh(
@@ -219,7 +210,7 @@ class Views:
         """
         groups: Any = []
         for axis in layout:
-            groups.append(self.groups.get_existing(layout, (axis,), self.options_of((axis,))))
+            groups.append(self.groups.get_existing(layout, (axis,), self.groups.get_options((axis,))))
         ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
         return DeviceMesh.from_group(
             groups, self.device_type, mesh=ranks.reshape(layout.sizes), mesh_dim_names=layout.axes
@@ -272,13 +263,3 @@ def _format_unknown_axis(axis: str, allowed: tuple[str, ...]) -> str:
     if axis == "dp" and set(DATA_PARTS) <= set(allowed):
         problem += f', or call mesh.flatten({quote_axes(DATA_PARTS)}, name="dp") once, on every rank'
     return problem
-
-
-def format_axes(axes: Sequence[str]) -> str:
-    """Format axes for a sentence, such as ``'dp' and 'tp'``."""
-    return " and ".join(repr(axis) for axis in axes)
-
-
-def quote_axes(axes: Sequence[str]) -> str:
-    """Format axes as arguments in code, such as ``"dp", "tp"``."""
-    return ", ".join(f'"{axis}"' for axis in axes)

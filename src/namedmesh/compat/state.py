@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from namedmesh import current
+from namedmesh._internal import agree_on_call, get_groups
 from namedmesh._torch import add_default_group_finalizer
 from namedmesh.axes import DENSE_AXES, LEGACY_AXES
 from namedmesh.compat import ContractError
@@ -273,9 +274,10 @@ def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, li
     Collective: every rank of the mesh must call it, as the group may have to be made.
     """
     own = mesh_axes(mesh.layout, axes)
+    groups = get_groups(mesh)
     if not own:
-        return mesh.groups.get_self_group(), [mesh.global_rank]
-    group = mesh.groups.get_or_create(mesh.layout, own, mesh.options_of(own))
+        return groups.get_self_group(), [mesh.global_rank]
+    group = groups.get_or_create(mesh.layout, own, groups.get_options(own))
     return group, list(mesh.layout.group(mesh.global_rank, *own))
 
 
@@ -287,7 +289,7 @@ def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] | No
     enter it.
     """
     check_open(mesh, call)
-    with mesh.agreed(call) as compare:
+    with agree_on_call(mesh, call) as compare:
         layouts = {"layout": repr(mesh.layout), "views": repr(mesh.views)}
         compare({**layouts, **(request or {}), "groups that exist": describe_group_cache()})
         yield

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from namedmesh.axes import DATA_AXES, DATA_PARTS
 from namedmesh.errors import LayoutError
-from namedmesh.layout import Layout
+from namedmesh.layout import Layout, make_partition_key
 from namedmesh.legacy import JobLayout
 from namedmesh.plan.describe import Group, first_groups, format_groups
 from namedmesh.plan.spec import EXIT_MISMATCH, make_layouts, positive_int
@@ -119,7 +119,7 @@ def _group_ranks_key(layout: Layout, axes: list[str]) -> object:
     # compared instead.
     if not axes:
         return ()
-    return layout.partition(*axes)[2]
+    return make_partition_key(layout, *axes)[2]
 
 
 def _configure(parser: ArgumentParser) -> None:

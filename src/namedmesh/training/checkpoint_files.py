@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
+from namedmesh._internal import get_groups
 from namedmesh._torch import make_dcp_wrapper
 from namedmesh.errors import CheckpointError, NamedMeshError, format_items, format_ranks
 from namedmesh.mesh import NamedMesh
@@ -396,7 +397,7 @@ class Ranks:
         """Return the ranks of a mesh. Collective: every rank of the mesh must call it."""
         if mesh is None:
             return cls(None)
-        group = mesh.groups.get_checkpoint_group(mesh.layout)
+        group = get_groups(mesh).get_checkpoint_group(mesh.layout)
         return cls._of.setdefault(group, cls(group))
 
     @property

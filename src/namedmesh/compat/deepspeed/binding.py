@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from namedmesh._internal import get_groups
 from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.units import mpu
 from namedmesh.compat.patching import Patch, reload_fresh
@@ -89,7 +90,7 @@ def _collect_values(mesh: NamedMesh) -> dict[str, Any]:
     if "ep" not in mesh:
         return values
     with agreed_groups(mesh, "deepspeed.bind"):
-        replica_group = mesh.group("edp") if "edp" in mesh else mesh.groups.get_self_group()
+        replica_group = mesh.group("edp") if "edp" in mesh else get_groups(mesh).get_self_group()
     expert_groups = {
         "_EXPERT_PARALLEL_GROUP": mesh.group("ep"),
         "_EXPERT_DATA_PARALLEL_GROUP": replica_group,

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh import current
+from namedmesh._internal import add_agreed_view, get_groups
 from namedmesh.agreement import agree_on
 from namedmesh.axes import DENSE_AXES
 from namedmesh.compat import ContractError, ContractRuntimeError, ContractTypeError
@@ -39,7 +40,7 @@ from namedmesh.compat.state import (
     check_open,
 )
 from namedmesh.init import make_mesh
-from namedmesh.layout import Layout
+from namedmesh.layout import Layout, make_partition_key
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 
@@ -191,7 +192,7 @@ class ParallelStateBinding:
                 )
                 factory.use(mesh, default_options=True)
                 options = _options_of_open_meshes(expert.layout)
-                mesh.take_view("expert", expert.layout, {(axis,): options[axis] for axis in options})
+                add_agreed_view(mesh, "expert", expert.layout, {(axis,): options[axis] for axis in options})
             return factory.create_group(*args, **kwargs)
 
         return self.state.run_initializer(initialize, create_group=create_group, RankGenerator=make_generator)
@@ -237,10 +238,11 @@ def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
     """Return the options of those axes of a layout that an open mesh has over the same ranks."""
     options = {}
     for mesh in current.open_meshes():
+        groups = get_groups(mesh)
         for view in (mesh.layout, *mesh.views.values()):
             for axis in {*view} & {*layout}:
-                if view.partition(axis) == layout.partition(axis):
-                    options[axis] = mesh.groups.normalize(mesh.options_of((axis,)))
+                if make_partition_key(view, axis) == make_partition_key(layout, axis):
+                    options[axis] = groups.normalize(groups.get_options((axis,)))
     return options
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from namedmesh._internal import call_before_close, get_groups
 from namedmesh._torch import is_registered
 from namedmesh.compat.megatron.ranks import AxesByRanks
 from namedmesh.mesh import NamedMesh
@@ -88,7 +89,7 @@ class GroupFactory:
 
     def _make_group(self, members: Sequence[int], layout_and_axes: Any, backend: Any, group_desc: Any) -> Any:
         """Make the groups over the axes, and return this rank's; without axes, one group."""
-        groups = self.mesh.groups
+        groups = get_groups(self.mesh)
         if len(members) == 1:
             return groups.get_self_group()
         if layout_and_axes is None:
@@ -96,7 +97,7 @@ class GroupFactory:
             return self._create_upstream_group(members, timeout, backend, None, False, group_desc)
         layout, axes = layout_and_axes
         has_default_options = self._default_options and len(axes) > 1
-        options = GroupOptions() if has_default_options else self.mesh.options_of(axes)
+        options = GroupOptions() if has_default_options else groups.get_options(axes)
         if backend == "gloo":
             options = groups.make_gloo_options(options)
         return groups.get_or_create(layout, axes, options)
@@ -105,7 +106,7 @@ class GroupFactory:
         """Create a group with upstream's function. It is destroyed when the mesh is closed."""
         group = self.upstream_create_group(list(ranks), *arguments)
         if dist.get_rank() in ranks:
-            self.mesh.before_close(partial(_destroy_group, group))
+            call_before_close(self.mesh, partial(_destroy_group, group))
         return group
 
 

@@ -1,0 +1,89 @@
+"""The internal interface of a mesh: functions for the other modules of namedmesh, not for users.
+
+The compatibility layers and the checkpoints need more of a mesh than its public interface. They get
+it from these functions, so that a mesh shows its users nothing else.
+"""
+
+# ruff: noqa: SLF001  # the one module that uses private attributes of a mesh on behalf of others
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from namedmesh.agreement import agree_on
+from namedmesh.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from namedmesh.groups import Groups
+    from namedmesh.layout import Layout
+    from namedmesh.mesh import NamedMesh
+    from namedmesh.options import GroupOptions
+
+
+def get_groups(mesh: NamedMesh) -> Groups:
+    """Return the process groups of a mesh, with their options. Does not communicate."""
+    return mesh._groups
+
+
+@contextmanager
+def agree_on_call(mesh: NamedMesh, call: str) -> Iterator[Callable[..., None]]:
+    """Context manager in which the ranks agree on a call before groups of a mesh are created.
+
+    Collective: every rank of the world must enter it.
+
+    Args:
+        mesh: the mesh.
+        call: the call that the user made, for messages.
+
+    Yields:
+        The function that compares a request with the other ranks, as
+        :func:`namedmesh.agreement.agree_on` yields it.
+
+    Raises:
+        MeshError: the mesh is closed, or it is over some ranks of the world only.
+        AgreementError: the other ranks did not make the call, or not with the same request.
+    """
+    mesh._check_open()
+    groups = mesh._groups
+    if mesh.layout.world_size != groups.world_size:
+        # Every rank of the world must take part in the creation of a group, but some do not have
+        # this mesh.
+        raise MeshError(
+            f"{mesh.layout} is a part of the world of {groups.world_size} ranks, and torch makes "
+            f"groups with every rank; {call} needs a mesh over all of them, or groups that were made "
+            "before the mesh was adopted"
+        )
+    with agree_on(call, groups.defaults.timeout) as compare:
+        yield compare
+
+
+def add_agreed_view(
+    mesh: NamedMesh, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
+) -> DeviceMesh:
+    """Add a view to a mesh, after the ranks have agreed on it.
+
+    Collective: every rank of the world must call it.
+
+    Args:
+        mesh: the mesh.
+        name: the name of the view.
+        layout: the layout of the view.
+        options: the options of the new groups, by their axes.
+
+    Returns:
+        The torch mesh over the axes of the view.
+
+    Raises:
+        LayoutError: the view contradicts the other views of the mesh.
+    """
+    return mesh._add_agreed_view(name, layout, options)
+
+
+def call_before_close(mesh: NamedMesh, function: Callable[[], None]) -> None:
+    """Let ``mesh.close()`` call a function first, while the groups of the mesh exist."""
+    mesh._close_hooks.append(function)
