@@ -1,4 +1,4 @@
-"""From environments, real and made up, to devices and default groups."""
+"""``launch.init``: devices and default groups, from real and invented environments."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
-    """Let torch see some accelerators that are not here."""
+def simulate_devices(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    """Let torch find accelerators that this host does not have."""
     module = SimpleNamespace(device_count=lambda: count, is_available=lambda: count > 0)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
@@ -36,24 +36,26 @@ def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
     )
 
 
-def _plain_python() -> list[object]:
+def _init_in_plain_python() -> list[object]:
     for name in VARIABLES:
         os.environ.pop(name, None)
     mesh = namedmesh.init_mesh(pp=1, dp=-1, tp=1, device="cpu")
     total = torch.ones(3)
     dist.all_reduce(total, group=mesh.group("pp"))
-    told = [dist.get_world_size(), dist.get_backend(), str(mesh.device), total.tolist()]
-    same = mesh.group("dp") is mesh.group("tp") is mesh.flatten("dp", "tp").get_group() is dist.group.WORLD
+    facts = [dist.get_world_size(), dist.get_backend(), str(mesh.device), total.tolist()]
+    is_shared = (
+        mesh.group("dp") is mesh.group("tp") is mesh.flatten("dp", "tp").get_group() is dist.group.WORLD
+    )
     mesh.close()
-    return [*told, same, dist.is_initialized()]
+    return [*facts, is_shared, dist.is_initialized()]
 
 
-def test_plain_python_is_a_world_of_one() -> None:
-    assert run_ranks(1, _plain_python, init=False) == [[1, "gloo", "cpu", [1, 1, 1], True, True]]
+def test_plain_python_is_a_single_process_run() -> None:
+    assert run_ranks(1, _init_in_plain_python, init=False) == [[1, "gloo", "cpu", [1, 1, 1], True, True]]
 
 
 @pytest.mark.usefixtures("no_launcher")
-def test_a_world_size_of_one_alone_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_size_of_one_without_a_rank_is_a_single_process_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launch.init("cpu") == torch.device("cpu")
     assert dist.get_world_size() == 1
@@ -61,55 +63,54 @@ def test_a_world_size_of_one_alone_is_a_world_of_one(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("no_launcher")
-def test_an_accelerator_that_no_backend_serves_is_not_taken_by_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on a Mac: torch would communicate for it with gloo, which does not take its tensors."""
-    see(monkeypatch, "mps", 1)
-    for asked, chosen in ((None, "cpu"), ("mps", "mps:0")):
-        assert launch.init(asked) == torch.device(chosen)
+def test_an_accelerator_without_a_backend_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Mac: torch would use gloo, which does not accept its tensors."""
+    simulate_devices(monkeypatch, "mps", 1)
+    for device, expected in ((None, "cpu"), ("mps", "mps:0")):
+        assert launch.init(device) == torch.device(expected)
         dist.destroy_process_group()
 
 
-def _on_gpus(release: str, local: dict[str, str], gpus: tuple[str, ...]) -> str:
-    """What launch.init() tells torch on a host with some GPUs, by their UUIDs, or what it raises."""
+def _init_with_gpus(release: str, local_ranks: dict[str, str], uuids: tuple[str, ...]) -> str:
+    """Return the device that torch gets on a host with GPUs, or the error."""
     setattr(torch, "__version__", release)  # noqa: B010  mypy takes it for a constant
     del os.environ["LOCAL_RANK"]
-    if os.environ["RANK"] in local:
-        os.environ["LOCAL_RANK"] = local[os.environ["RANK"]]
+    if os.environ["RANK"] in local_ranks:
+        os.environ["LOCAL_RANK"] = local_ranks[os.environ["RANK"]]
 
     def stop(*_: object, device_id: object, **__: object) -> None:
         raise LaunchError(f"bound to {device_id}")
 
     with pytest.MonkeyPatch.context() as patch:
-        see(patch, "cuda", len(gpus))
+        simulate_devices(patch, "cuda", len(uuids))
         module: Any = torch.get_device_module("cuda")
-        module.get_device_properties = lambda device: SimpleNamespace(uuid=gpus[device.index])
+        module.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
         module.set_device = lambda _: None
         patch.setattr(dist, "init_process_group", stop)
         return error_of(launch.init)
 
 
-def test_torch_is_told_the_device_where_it_would_guess() -> None:
-    local = {"0": "2", "1": "3"}  # this job has two of four GPUs: the global ranks are no guide
-    for release, bound in (("2.14.1+cu130", ["None"] * 2), ("2.15.0.dev1", ["cuda:2", "cuda:3"])):
-        told = run_ranks(2, _on_gpus, release, local, ("a", "b", "c", "d"), init=False)
-        assert told == [f"LaunchError: bound to {device}" for device in bound]
+def test_the_group_is_bound_to_the_device_if_torch_would_guess_it() -> None:
+    # The job uses the last two of four GPUs. torch would guess the first two from the global ranks.
+    local_ranks = {"0": "2", "1": "3"}
+    for release, devices in (("2.14.1+cu130", ["None"] * 2), ("2.15.0.dev1", ["cuda:2", "cuda:3"])):
+        errors = run_ranks(2, _init_with_gpus, release, local_ranks, ("a", "b", "c", "d"), init=False)
+        assert errors == [f"LaunchError: bound to {device}" for device in devices]
 
 
 @pytest.mark.parametrize(
-    ("local", "gpus"),
+    ("local_ranks", "uuids"),
     [({}, ("a", "b")), ({"0": "0"}, ("a", "b")), ({"0": "0", "1": "1"}, ("a",))],
 )
-def test_ranks_that_share_a_gpu_are_named_before_there_is_a_group(
-    local: dict[str, str], gpus: tuple[str, ...]
+def test_ranks_that_share_a_gpu_are_reported_before_a_group_is_created(
+    local_ranks: dict[str, str], uuids: tuple[str, ...]
 ) -> None:
-    for text in run_ranks(2, _on_gpus, "2.13.0", local, gpus, init=False):
+    for text in run_ranks(2, _init_with_gpus, "2.13.0", local_ranks, uuids, init=False):
         assert text.startswith("AgreementError: ranks 0, 1 have the same GPU, a of host ")
         assert "LOCAL_RANK" in text
 
 
-def _under_a_launcher() -> tuple[str, int, timedelta]:
+def _init_under_torchrun() -> tuple[str, int, timedelta]:
     mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu", timeout=timedelta(seconds=44))
     group = mesh.group("tp")
     total = torch.ones(1)
@@ -117,12 +118,12 @@ def _under_a_launcher() -> tuple[str, int, timedelta]:
     return dist.get_backend(), int(total), group._get_backend(torch.device("cpu")).options._timeout
 
 
-def test_the_launchers_environment_is_understood() -> None:
-    assert run_ranks(4, _under_a_launcher, init=False) == [("gloo", 2, timedelta(seconds=44))] * 4
+def test_the_environment_of_torchrun_is_used() -> None:
+    assert run_ranks(4, _init_under_torchrun, init=False) == [("gloo", 2, timedelta(seconds=44))] * 4
 
 
-def test_each_local_rank_gets_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, "cuda", 8)
+def test_the_local_rank_selects_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_devices(monkeypatch, "cuda", 8)
     for local in range(8):
         environment = {"RANK": str(8 + local), "LOCAL_RANK": str(local)}
         assert launch.local_device(None, environment) == torch.device("cuda", local)
@@ -131,18 +132,19 @@ def test_each_local_rank_gets_its_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launch.local_device("cuda", {}) == torch.device("cuda", 0)
 
 
-def test_a_launcher_that_shows_each_rank_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, "cuda", 1)
+def test_the_only_visible_device_is_used_whatever_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_devices(monkeypatch, "cuda", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
     environment = {"LOCAL_RANK": "6", "CUDA_VISIBLE_DEVICES": "6"}
     assert launch.local_device(None, environment) == torch.device("cuda", 0)
 
 
 class Accelerators:
-    """Stands for torch.cuda on a machine with some devices; in use once something was selected or asked for."""
+    """A torch.cuda of a host with devices. It is initialized once a device is selected or requested."""
 
     def __init__(self, count: int, current: int | None = None) -> None:
-        self.count, self.current = count, current
+        self.count = count
+        self.current = current
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -162,38 +164,38 @@ class Accelerators:
 
 
 @pytest.mark.parametrize(
-    ("asked", "bound", "current", "expected"),
+    ("requested", "bound", "current", "expected"),
     [
-        (None, None, None, ("cuda:3", 3)),  # not in use: the local rank's, which is selected
+        (None, None, None, ("cuda:3", 3)),  # not initialized: the local rank's device is selected
         ("cuda", None, None, ("cuda:3", 3)),
-        (None, None, 1, ("cuda:1", 1)),  # in use: the current one
+        (None, None, 1, ("cuda:1", 1)),  # initialized: the current device
         ("cuda", None, 1, ("cuda:1", 1)),
-        (None, "cuda:2", 0, ("cuda:2", 0)),  # bound: that one, whatever is current
+        (None, "cuda:2", 0, ("cuda:2", 0)),  # bound: that device, whichever is current
         ("cuda", "cuda:2", 0, ("cuda:2", 0)),
-        ("cuda:1", "cuda:2", None, ("cuda:1", None)),  # what was asked for, without a look at the hardware
+        ("cuda:1", "cuda:2", None, ("cuda:1", None)),  # the requested device, and nothing is selected
         ("cpu", "cuda:2", None, ("cpu", None)),
         ("cpu", None, None, ("cpu", None)),
     ],
 )
-def test_the_device_of_a_group_that_exists(
+def test_the_device_of_a_group_that_exists_already(
     monkeypatch: pytest.MonkeyPatch,
-    asked: str | None,
+    requested: str | None,
     bound: str | None,
     current: int | None,
     expected: tuple[str, int | None],
 ) -> None:
     cuda = Accelerators(4, current)
-    see(monkeypatch, "cuda", 4)
+    simulate_devices(monkeypatch, "cuda", 4)
     monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(launch, "bound_device", lambda: bound and torch.device(bound))
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert (str(launch.default_group_device(asked)), cuda.current) == expected
+    assert (str(launch.default_group_device(requested)), cuda.current) == expected
 
 
-def test_the_device_of_a_group_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_a_gloo_group_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Accelerators(4)
-    see(monkeypatch, "cuda", 4)
+    simulate_devices(monkeypatch, "cuda", 4)
     monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(launch, "bound_device", lambda: None)
@@ -202,7 +204,7 @@ def test_the_device_of_a_group_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("no_launcher")
-def test_a_group_bound_to_a_device() -> None:
+def test_a_mesh_uses_the_device_of_its_bound_group() -> None:
     dist.init_process_group(
         "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0")
     )
@@ -217,24 +219,29 @@ MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
         2,
         {"LOCAL_RANK": "3"},
         None,
-        "device cuda:3 is not there: 2 cuda devices are visible to this process; start one process for each device, make "
+        "device cuda:3 does not exist: 2 cuda devices are visible to this process; start one process for each device, make "
         "more devices visible, or use device='cpu'",
     ),
     (
         0,
         {},
         "cuda:1",
-        "device cuda:1 is not there: 0 cuda devices are visible to this process; ...",
+        "device cuda:1 does not exist: 0 cuda devices are visible to this process; ...",
     ),
-    (1, {"LOCAL_RANK": "first"}, None, "LOCAL_RANK is 'first'; ..."),
+    (
+        1,
+        {"LOCAL_RANK": "first"},
+        None,
+        "LOCAL_RANK must be an int, as torchrun or another launcher sets it, got 'first'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("count", "environment", "device", "text"), MESSAGES)
-def test_wrong_devices_are_refused(
+def test_devices_that_do_not_exist_are_rejected(
     monkeypatch: pytest.MonkeyPatch, count: int, environment: dict[str, str], device: Any, text: str
 ) -> None:
-    see(monkeypatch, "cuda", count)
+    simulate_devices(monkeypatch, "cuda", count)
     with pytest.raises(LaunchError, match=says(text)):
         launch.local_device(device, environment)
 
@@ -243,26 +250,26 @@ ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
     (
         {"RANK": "0"},
         "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start the script with torchrun, or unset all of "
-        "them for a world of one",
+        "them for a single-process run",
     ),
     (
         {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-        "RANK is 4 and WORLD_SIZE is 4; a rank is at least 0 and below the world size",
+        "RANK must be at least 0 and less than WORLD_SIZE, got RANK=4 and WORLD_SIZE=4",
     ),
     (
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "66000"},
-        "MASTER_PORT is 66000; a port is at least 1 and below 65536",
+        "MASTER_PORT must be at least 1 and less than 65536, got 66000",
     ),
     (
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
-        "MASTER_PORT is 'http'; ...",
+        "MASTER_PORT must be an int, ... got 'http'",
     ),
 ]
 
 
 @pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize(("environment", "text"), ENVIRONMENTS)
-def test_incomplete_environments_are_refused(
+def test_incomplete_environments_are_rejected(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], text: str
 ) -> None:
     for name, value in environment.items():
@@ -272,7 +279,7 @@ def test_incomplete_environments_are_refused(
     assert not dist.is_initialized()
 
 
-def test_a_second_default_group_is_refused() -> None:
+def test_a_second_default_group_is_rejected() -> None:
     with fake_world(4):
         with pytest.raises(LaunchError) as caught:
             launch.init("cpu")
@@ -282,12 +289,12 @@ def test_a_second_default_group_is_refused() -> None:
         )
 
 
-def _as_host(rank_without: int, wrong: dict[str, Any]) -> str:
-    """The ranks of a plain launch: rank 0 hosts the store, at a port that the parent found."""
+def _init_on_own_store(missing: int, wrong: dict[str, Any]) -> str:
+    """Call init on all ranks but one, with wrong arguments on rank 1; rank 0 hosts the store."""
     rank = int(os.environ["RANK"])
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
     os.environ["MASTER_PORT"] = str(PORTS[0])
-    if rank == rank_without:
+    if rank == missing:
         return ""
     arguments: dict[str, Any] = {"device": "cpu", "timeout": timedelta(seconds=5)}
     try:
@@ -300,27 +307,27 @@ def _as_host(rank_without: int, wrong: dict[str, Any]) -> str:
 PORTS: list[int] = []
 
 
-def test_what_the_default_group_is_made_of_is_compared() -> None:
+def test_the_backends_of_the_ranks_are_compared() -> None:
     PORTS[:] = [free_port()]
     text = "AgreementError: backend differs between ranks: gloo on ranks 0, 2; fake on rank 1; give every rank the same"
-    assert run_ranks(3, _as_host, -1, {"backend": "fake"}, init=False) == [text] * 3
+    assert run_ranks(3, _init_on_own_store, -1, {"backend": "fake"}, init=False) == [text] * 3
 
 
-def test_a_rank_whose_device_is_not_there_is_named_to_the_others() -> None:
+def test_a_device_that_does_not_exist_on_one_rank_is_reported_on_all_ranks() -> None:
     PORTS[:] = [free_port()]
-    told = run_ranks(3, _as_host, -1, {"device": "cuda:99"}, init=False)
-    mistake = told[1].removeprefix("LaunchError: ")
-    assert mistake.startswith("device cuda:99 is not there")
-    assert told[0] == told[2] == f"AgreementError: rank 1 failed in launch.init: {mistake}"
+    reports = run_ranks(3, _init_on_own_store, -1, {"device": "cuda:99"}, init=False)
+    mistake = reports[1].removeprefix("LaunchError: ")
+    assert mistake.startswith("device cuda:99 does not exist")
+    assert reports[0] == reports[2] == f"AgreementError: rank 1 failed in launch.init: {mistake}"
 
 
-@pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_does_not_start_is_named(absent: int) -> None:
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_does_not_start_is_reported(missing: int) -> None:
     PORTS[:] = [free_port()]
-    told = run_ranks(3, _as_host, absent, {}, init=False)
-    assert told.pop(absent) == ""
-    for text in told:
-        if absent:
+    reports = run_ranks(3, _init_on_own_store, missing, {}, init=False)
+    assert reports.pop(missing) == ""
+    for text in reports:
+        if missing:
             assert text.startswith(
                 "AgreementError: rank 2 of 3 did not call launch.init within 5 s; make sure "
             )
@@ -330,7 +337,7 @@ def test_a_rank_that_does_not_start_is_named(absent: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("no_launcher")
-def test_a_world_of_one_on_a_gpu() -> None:
+def test_a_single_process_run_on_a_gpu() -> None:
     mesh = namedmesh.init_mesh(dp=-1, tp=1)
     assert (dist.get_backend(), str(mesh.device)) == ("nccl", "cuda:0")
     total = torch.ones(3, device=mesh.device)
@@ -340,7 +347,7 @@ def test_a_world_of_one_on_a_gpu() -> None:
     dist.destroy_process_group()
 
 
-def test_a_script_ends_without_noise() -> None:
+def test_a_script_ends_without_warnings() -> None:
     code = (
         "import namedmesh, torch.distributed as dist\n"
         "mesh = namedmesh.init_mesh(dp=-1, device='cpu')\n"

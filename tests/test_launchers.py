@@ -1,9 +1,8 @@
-"""Processes with the variables of SLURM, Open MPI, MPICH and PALS find each other, or say what is missing."""
+"""Processes with the variables of SLURM, Open MPI, MPICH and PALS connect, or report missing variables."""
 
 from __future__ import annotations
 
 import os
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,25 +12,25 @@ from messages import says
 from ranks import free_port, run_ranks
 
 from namedmesh import LaunchError, launch
-from namedmesh.launch import first_host, torchrun_variables
+from namedmesh.launchers import first_host, torchrun_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "PALS_", "MPI_", "PBS_")
+PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "PALS_", "MPI_", "PBS_")
 
 
-def _reduced(worlds: list[dict[str, str]]) -> tuple[int, int, float, dict[str, str | None]]:
-    """A sum over the world that these variables of a launcher make, one dict for each process."""
-    variables = worlds[int(os.environ["RANK"])]
-    for name in [name for name in os.environ if name.startswith((*OF_LAUNCHERS, "TORCHELASTIC_"))]:
+def _init_and_reduce(environments: list[dict[str, str]]) -> tuple[int, int, float, dict[str, str | None]]:
+    """Create the default group from a launcher's variables, by rank, and all-reduce over it."""
+    variables = environments[int(os.environ["RANK"])]
+    for name in [name for name in os.environ if name.startswith((*PREFIXES, "TORCHELASTIC_"))]:
         del os.environ[name]
     os.environ.update(variables)
     launch.init("cpu")
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-    found = (
+    result = (
         dist.get_rank(),
         dist.get_world_size(),
         total.item(),
@@ -39,7 +38,7 @@ def _reduced(worlds: list[dict[str, str]]) -> tuple[int, int, float, dict[str, s
     )
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def slurm(rank: int, size: int = 2) -> dict[str, str]:
@@ -87,29 +86,22 @@ def pals(rank: int, hosts: str) -> dict[str, str]:
     }
 
 
-def printed(capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """What went to stdout and to stderr, without what gloo says of its connections up to torch 2.10."""
-    out, err = capfd.readouterr()
-    if "[Gloo] Rank" in out:  # of several ranks at once, which write each part of the sentence by itself
-        parts = r"\[Gloo\] Rank|is connected to|Expected number of connected|peer ranks\.?|is :|\d|\s"
-        out = re.sub(parts, "", out)
-    return out, err
-
-
 @pytest.mark.parametrize("launcher", ["slurm", "open_mpi", "mpich", "pals"])
-def test_processes_of_a_launcher_are_one_world(
+def test_processes_of_a_launcher_form_one_world(
     launcher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost\nx3001c0s1b0n0\n", encoding="utf-8")
     port = str(free_port())
-    worlds = []
+    environments = []
     for rank in range(2):
-        ours = {"slurm": slurm, "open_mpi": open_mpi, "mpich": mpich}.get(launcher)
-        variables = ours(rank) if ours else pals(rank, str(hosts))
-        worlds.append(variables | {"MASTER_PORT": port})
-    spread = launcher in ("slurm", "pals")  # one process on each of two nodes
-    assert run_ranks(2, _reduced, worlds, init=False) == [
+        if launcher == "pals":
+            variables = pals(rank, str(hosts))
+        else:
+            variables = {"slurm": slurm, "open_mpi": open_mpi, "mpich": mpich}[launcher](rank)
+        environments.append(variables | {"MASTER_PORT": port})
+    has_two_hosts = launcher in ("slurm", "pals")
+    assert run_ranks(2, _init_and_reduce, environments, init=False) == [
         (
             rank,
             2,
@@ -117,20 +109,20 @@ def test_processes_of_a_launcher_are_one_world(
             {
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
-                "LOCAL_RANK": "0" if spread else str(rank),
-                "MASTER_ADDR": "localhost" if spread else "127.0.0.1",
+                "LOCAL_RANK": "0" if has_two_hosts else str(rank),
+                "MASTER_ADDR": "localhost" if has_two_hosts else "127.0.0.1",
             },
         )
         for rank in range(2)
     ]
-    assert printed(capfd) == ("", "")
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
     "variables",
     [
         slurm(0, 1),
-        # a shell of salloc, the script of sbatch, and a shell that salloc starts in a step of its own
+        # A shell of salloc, the script of sbatch, and a shell that salloc starts in a separate step.
         {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-4]"},
         {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
@@ -140,53 +132,57 @@ def test_processes_of_a_launcher_are_one_world(
         {},
     ],
 )
-def test_a_process_alone_is_a_world_of_one(variables: dict[str, str]) -> None:
+def test_a_single_process_gets_no_variables(variables: dict[str, str]) -> None:
     assert torchrun_variables(variables) == {}
 
 
-def test_a_shell_of_an_allocation_does_not_wait(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_of_an_allocation_does_not_wait_for_other_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     shell = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
-    ((rank, size, total, _),) = run_ranks(1, _reduced, [shell], init=False)
+    ((rank, size, total, _),) = run_ranks(1, _init_and_reduce, [shell], init=False)
     assert (rank, size, total) == (0, 1, 1.0)
-    assert printed(capfd) == ("", "")
+    assert capfd.readouterr() == ("", "")
 
 
-def test_torchrun_comes_first() -> None:
+def test_the_variables_of_torchrun_take_precedence() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert torchrun_variables(slurm(1) | torchrun) == {}
     assert torchrun_variables(slurm(0, 1) | torchrun) == {}
 
 
-def test_what_is_set_already_is_completed() -> None:
-    """Scripts that export an address, or rank and size alone, before srun."""
+def test_missing_variables_are_added_to_those_that_are_set() -> None:
+    """Some scripts export an address, or only rank and world size, before srun."""
     address = {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
-    found = torchrun_variables(slurm(1) | address | {"WORLD_SIZE": "2"})
-    assert found == {"RANK": "1", "LOCAL_RANK": "0"}
-    found = torchrun_variables(slurm(1) | {"RANK": "1", "WORLD_SIZE": "2"})
-    assert found == {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": found["MASTER_PORT"]}
+    variables = torchrun_variables(slurm(1) | address | {"WORLD_SIZE": "2"})
+    assert variables == {"RANK": "1", "LOCAL_RANK": "0"}
+    variables = torchrun_variables(slurm(1) | {"RANK": "1", "WORLD_SIZE": "2"})
+    assert variables == {
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": variables["MASTER_PORT"],
+    }
 
 
-def test_mpirun_inside_slurm() -> None:
-    """mpirun starts a daemon on each node with srun; its processes see what srun told the daemon."""
+def test_mpirun_takes_precedence_over_the_srun_that_started_its_daemons() -> None:
+    """mpirun starts a daemon on each node with srun; its processes inherit srun's variables for the daemon."""
     daemon = slurm(1, 2) | {"SLURM_JOB_NODELIST": "node[007-009]", "SLURM_STEP_NODELIST": "node[008-009]"}
-    found = torchrun_variables(daemon | mpich(5, 8) | {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
-    assert (found["RANK"], found["WORLD_SIZE"]) == ("5", "8")
-    assert (found["LOCAL_RANK"], found["MASTER_ADDR"]) == ("1", "node007")
+    variables = torchrun_variables(daemon | mpich(5, 8) | {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
+    assert (variables["RANK"], variables["WORLD_SIZE"]) == ("5", "8")
+    assert (variables["LOCAL_RANK"], variables["MASTER_ADDR"]) == ("1", "node007")
 
 
-def test_srun_with_pmi() -> None:
-    """srun --mpi=pmi2 sets both; what PMI does not tell, SLURM does."""
-    found = torchrun_variables(slurm(1) | {"PMI_RANK": "1", "PMI_SIZE": "2"})
-    assert (found["RANK"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == ("1", "0", "localhost")
+def test_variables_that_pmi_lacks_come_from_slurm() -> None:
+    """srun --mpi=pmi2 sets the variables of both."""
+    variables = torchrun_variables(slurm(1) | {"PMI_RANK": "1", "PMI_SIZE": "2"})
+    assert (variables["RANK"], variables["LOCAL_RANK"], variables["MASTER_ADDR"]) == ("1", "0", "localhost")
 
 
-def test_ports_tell_jobs_apart() -> None:
+def test_jobs_get_different_ports() -> None:
     def port(**other: str) -> int:
         return int(torchrun_variables(slurm(0) | other)["MASTER_PORT"])
 
     ports = {port(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step)) for job in range(40) for step in range(4)}
     assert len(ports) > 150
-    assert all(15000 <= port < 30000 for port in ports)  # below those that systems hand out
+    assert all(15000 <= port < 30000 for port in ports)  # below the ports that systems assign
     assert port() == int(torchrun_variables(slurm(1))["MASTER_PORT"])
 
 
@@ -201,15 +197,15 @@ def test_ports_tell_jobs_apart() -> None:
         ("a.cluster.org,b", "a.cluster.org"),
     ],
 )
-def test_first_hosts(hosts: str, first: str) -> None:
+def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-REFUSED: list[tuple[dict[str, str], str]] = [
+INVALID: list[tuple[dict[str, str], str]] = [
     (
         {"PMI_SIZE": "4"},
         "MPICH gives this process rank None of 4 (PMI_RANK, PMI_SIZE); start the script with mpiexec, or unset these "
-        "variables for a world of one",
+        "variables for a single-process run",
     ),
     ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, "SLURM gives this process rank None of 4 ..."),
     ({"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "0"}, "PALS gives this process rank 3 of None ..."),
@@ -219,13 +215,13 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ),
     (
         open_mpi(1, 4) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-        "Open MPI started 4 processes, but does not say on which host rank 0 is; set MASTER_ADDR to that host "
-        "(127.0.0.1 if all are on one)",
+        "Open MPI started 4 processes, but the host of rank 0 is not known; set MASTER_ADDR to that host "
+        "(127.0.0.1 if all processes are on one host)",
     ),
-    (slurm(1) | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but SLURM says 2; unset WORLD_SIZE"),
+    (slurm(1) | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but SLURM reports 2; unset WORLD_SIZE"),
     (
         slurm(1) | {"SLURM_LOCALID": "first"},
-        "SLURM_LOCALID is 'first'; it is an int that the launcher sets, such as torchrun",
+        "SLURM_LOCALID must be an int, as torchrun or another launcher sets it, got 'first'",
     ),
     (
         slurm(1) | {"SLURM_STEP_NODELIST": "node[1-"},
@@ -234,15 +230,15 @@ REFUSED: list[tuple[dict[str, str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("variables", "text"), REFUSED)
-def test_what_is_not_whole_is_refused(variables: dict[str, str], text: str) -> None:
+@pytest.mark.parametrize(("variables", "text"), INVALID)
+def test_invalid_variables_are_rejected(variables: dict[str, str], text: str) -> None:
     with pytest.raises(LaunchError, match=says(text)):
         torchrun_variables(variables)
 
 
-def test_the_remedies_work() -> None:
+def test_the_remedies_of_the_errors_work() -> None:
     assert torchrun_variables({}) == {}
-    alone = open_mpi(1, 4) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    assert torchrun_variables(alone)["RANK"] == "1"
-    sized = torchrun_variables({"PALS_RANKID": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head"})
-    assert sized["RANK"] == "3"
+    with_address = open_mpi(1, 4) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    assert torchrun_variables(with_address)["RANK"] == "1"
+    with_world_size = torchrun_variables({"PALS_RANKID": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head"})
+    assert with_world_size["RANK"] == "3"

@@ -58,7 +58,8 @@ __all__ = [
     "training",
 ]
 
-# The modules of what is loaded when it is first used; the other names that are missing are modules themselves.
+# The modules of names that are loaded when they are first used. The other names are modules
+# themselves.
 _HOMES = {
     "GroupOptions": "options",
     "NamedMesh": "mesh",

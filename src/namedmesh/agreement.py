@@ -219,9 +219,8 @@ def agree_on(
         coordinator: the coordinator of a job that has no default group yet.
 
     Yields:
-        A function that compares this rank's request with those of the other ranks, field by field.
-            Call
-        it once, before the operation.
+        A function that compares the requests of all ranks, field by field. Call it once, before the
+        operation.
 
     Raises:
         AgreementError: the requests differ, some ranks did not arrive in time, or one failed. A

@@ -13,6 +13,7 @@ from namedmesh._version import __version__
 from namedmesh.agreement import agree_on
 from namedmesh.errors import LayoutError
 from namedmesh.groups import describe_group_cache
+from namedmesh.launchers import was_launched
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh, close_all
 from namedmesh.options import GroupOptions, find_options_by_axes
@@ -50,8 +51,8 @@ def init_mesh(
         timeout: the timeout of every group that sets no other, and how long this call waits for the
             other ranks; by default that of the default group.
         options: :class:`GroupOptions` by the name of an axis, or of several joined by ``_``.
-        close_existing: close every open mesh of this process first, e.g. when the cell of a notebook runs
-            again.
+        close_existing: close every open mesh of this process first, e.g. when the cell of a
+            notebook runs again.
         **sizes: the size of each axis by keyword, slowest first. One may be -1, for the remaining
             ranks.
 
@@ -83,16 +84,16 @@ def init_mesh(
         with agree_on("init_mesh", timeout if isinstance(timeout, timedelta) else None) as compare:
             full_layout = _complete_layout(layout, sizes)
             defaults = GroupOptions(backend=backend, timeout=timeout)
-            return make_mesh(
-                compare, full_layout, {}, {} if options is None else options, defaults, device=device
-            )
+            # An empty list is a mistake, which is reported like any other wrong type.
+            group_options = {} if options is None else options
+            return make_mesh(compare, full_layout, {}, group_options, defaults, device=device)
     except BaseException as error:
         if not launched:
             raise
         # The default group was made for this mesh. Without it, the caller can correct the arguments
         # and call again, also in this process.
         dist.destroy_process_group()
-        if isinstance(error, LayoutError) and not launch.was_launched():
+        if isinstance(error, LayoutError) and not was_launched():
             raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
         raise
 

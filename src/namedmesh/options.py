@@ -23,7 +23,8 @@ class GroupOptions:
         nccl: settings of the NCCL communicator by name, such as ``{"max_ctas": 32}``; with NCCL
             only.
         high_priority: run the kernels of NCCL on a high-priority stream.
-        create_gloo_group: create an additional gloo group over the same ranks, for tensors on the CPU.
+        create_gloo_group: create an additional gloo group over the same ranks, for tensors on the
+            CPU.
         share: whether a group over the same ranks with the same options is reused. Turn it off for
             code that runs two collectives over the same ranks at the same time.
 
@@ -220,8 +221,7 @@ def find_options_by_axes(
     if not isinstance(argument, Mapping):
         raise OptionError(
             f"options must be a mapping of axis names to GroupOptions, got {argument!r}; name the "
-            "axes, such as "
-            'options={"tp": GroupOptions(...)}'
+            'axes, such as options={"tp": GroupOptions(...)}'
         )
     by_axes: dict[tuple[str, ...], GroupOptions] = {}
     problems = []
