@@ -26,8 +26,8 @@ def watch_buffers(model: nn.Module) -> None:
     """Warn in the first forward about non-persistent buffers with uninitialized memory.
 
     ``to_empty()`` allocates such a buffer, often the frequencies of rotary embeddings. It is in no
-    state dict, so neither a checkpoint nor ``init_parameters`` fills it. A buffer counts as computed
-    once it was assigned or written in place. The warning is given once for a model.
+    state dict, so neither a checkpoint nor ``init_parameters`` fills it. A buffer counts as
+    computed once it was assigned or written in place. The warning is given once for a model.
 
     Args:
         model: the model, which may have buffers on the meta device.

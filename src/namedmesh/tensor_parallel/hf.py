@@ -64,7 +64,7 @@ _MISSING_ENTRIES: dict[str, dict[str, str]] = {
 # Types of models whose plans shard the attention, although a part of it needs the features of all
 # heads.
 _UNSHARDABLE_ATTENTION = {
-    "doge": "dt_proj computes one value for each head, for all heads on every rank, but each rank has only its own heads",
+    "doge": "dt_proj computes a value for every head, but a rank has a shard of the heads",
     "esmc": "k_norm normalizes over the features of all heads, but k_proj leaves each rank a shard",
     "neomme": "value_embeddings adds the features of all heads, but v_proj leaves each rank a shard",
 }
@@ -136,8 +136,8 @@ def _load_tp_plan(model: nn.Module) -> dict[str, str]:
     tp_plan: dict[str, str] = {}
     prefixes: list[str] = []
     for fqn, module in model.named_modules():
-        # A wrapper forwards attributes of the model inside, whose plan has shorter names. The static
-        # lookup does not see them.
+        # A wrapper forwards attributes of the model inside, whose plan has shorter names. The
+        # static lookup does not see them.
         module_plan = inspect.getattr_static(module, "_tp_plan", None)
         # The plan of a model already contains the plans of the models inside it.
         if not module_plan or f"{fqn}.".startswith(tuple(prefixes)):

@@ -31,10 +31,15 @@ class RowwiseEmbedding(RowwiseParallel):
     """
 
     def fast_path_class(self, module: nn.Module) -> type | None:
-        """Return a subclass of the module's class whose ``super().forward`` is the fast path."""
+        """Return a subclass of the module's class whose ``super().forward`` is the fast path.
+
+        Args:
+            module: the embedding.
+        """
         layer_class = super().fast_path_class(module)
         if layer_class is not None:
             return layer_class
+        # The forward of the module's class finds the fast path next in the order of the bases.
         module_class: Any = type(module)
         bases = (module_class, RowEmbedding)
         return type(module_class.__name__, bases, {"__module__": module_class.__module__})
@@ -43,8 +48,8 @@ class RowwiseEmbedding(RowwiseParallel):
 class KeyValueGroups(LocalParameters):
     """Set the number of query heads for each kv head of an attention module to that on this rank.
 
-    The number changes if ranks share kv heads (:class:`KeyValueParallel`). The own parameters of the
-    module, such as attention sinks, are local, as for :class:`LocalParameters`.
+    The number changes if ranks share kv heads (:class:`KeyValueParallel`). The own parameters of
+    the module, such as attention sinks, are local, as for :class:`LocalParameters`.
 
     Args:
         placements: the placement of each parameter that the module itself owns, by name.

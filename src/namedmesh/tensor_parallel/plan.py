@@ -1,4 +1,8 @@
-"""Apply a tensor-parallel plan to a model: ``parallelize`` checks it, torch's own function applies it."""
+"""Apply a tensor-parallel plan to a model.
+
+``parallelize`` checks the complete plan first. torch's ``parallelize_module`` then applies the
+styles, one module at a time.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +35,29 @@ def parallelize(
     strict: bool = True,
     check_gradients: bool = True,
 ) -> nn.Module:
-    """Apply tensor parallelism to a model; a plan that does not fit raises and changes nothing.
+    """Apply tensor parallelism to a model; a plan that does not fit changes nothing.
 
     Call it once for a model, and before ``fully_shard``. Sharded parameters become DTensors, tied
     parameters stay tied, and parameters outside of the plan stay plain tensors. From the first call
     on, the list operators that torch's optimizers, gradient clipping and gradient scaler use accept
     plain tensors and DTensors together.
 
-    A plan cannot show how a forward uses the parameters that it leaves out, or the local shards that
-    column layers return. Therefore the ranks compare gradients (:func:`register_gradient_check`);
-    :func:`verify` compares with the full model.
+    A plan cannot show how a forward uses the parameters that it leaves out, or the local shards
+    that column layers return. Therefore the ranks compare gradients
+    (:func:`register_gradient_check`); :func:`verify` compares with the full model.
 
     Collective: every rank of ``mesh`` must call it with the same plan.
 
     Args:
         model: the model; it is changed in place. It may be on the meta device.
         mesh: the NamedMesh, whose ``tp`` axis is used, or one axis of it, such as ``mesh["ep"]``.
-        plan: a parallel style for the model itself, or a dict of module names to parallel styles. In
-            a name every token may be a pattern (``"layers.*.attention.wq"``); ``""`` is the model.
+        plan: a parallel style for the model itself, or a dict of module names to parallel styles.
+            In a name every token may be a pattern (``"layers.*.attention.wq"``); ``""`` is the
+            model.
         src_data_rank: the group rank whose parameter values are scattered to all ranks; None to let
             each rank keep the local shard of its own values, without communication.
-        must_divide: further sizes that the number of ranks has to divide, such as ``{"heads": 32}``.
+        must_divide: further sizes that the number of ranks has to divide, by name, such as
+            ``{"heads": 32}``.
         strict: whether a name in the plan that matches no module is a PlanError. Pass False for a
             stage of a pipeline, which has only some of the modules.
         check_gradients: whether the ranks compare gradients. Pass False for a model whose gradients
@@ -62,8 +68,8 @@ def parallelize(
 
     Raises:
         PlanError: the plan does not fit the model; with every problem.
-        GradientError: in the first backward or before an optimizer step, on every rank: gradients of
-            replicated parameters differ.
+        GradientError: in the first backward or before an optimizer step, on every rank: gradients
+            of replicated parameters differ.
     """
     mesh = one_axis(mesh, "tp", "parallelize")
     entries, ties = resolve_plan(model, mesh.size(), plan, must_divide, strict=strict)
@@ -110,8 +116,8 @@ def _check_output_divides(
 ) -> None:
     """Raise a ShapeError if torch's style would split an activation into unequal shards.
 
-    A forward hook that runs before the hook of torch's style, in which the output is still a DTensor.
-    The collective of unequal shards would end the process.
+    A forward hook that runs before the hook of torch's style, in which the output is still a
+    DTensor. The collective of unequal shards would end the process.
     """
     if not isinstance(layout, Shard):
         return

@@ -22,7 +22,7 @@ from namedmesh.tensor_parallel.plan_entries import (
     LAYER_STYLES,
     Plan,
     PlanEntry,
-    find_placements,
+    compute_placements,
     format_placement,
     iter_placements,
     match_plan,
@@ -100,7 +100,7 @@ def _check_entry(entry: PlanEntry, tp_size: int) -> list[str]:
 def _check_placements(entry: PlanEntry, tp_size: int) -> Iterator[str]:
     """Yield the reasons why placements of a style are not valid for parameters of its module."""
     params = dict(entry.module.named_parameters(remove_duplicate=False))
-    for name, placement in find_placements(entry, tp_size).items():
+    for name, placement in compute_placements(entry, tp_size).items():
         if name not in params:
             got = f"{type(entry.style).__name__} names {name!r}, but {type(entry.module).__name__} owns"
             remedy = "name what it owns, and remove a parametrization such as weight_norm first"
@@ -208,8 +208,16 @@ def _find_fused_columns(block: _Block, order: Mapping[nn.Module, int]) -> list[t
 
 def _find_blocks(entries: Sequence[PlanEntry]) -> list[_Block]:
     """Return the innermost modules that contain both column-parallel and row-parallel linears."""
-    columns = [entry for entry in entries if _is_column_layer(entry)]
-    rows = [entry for entry in entries if _is_row_layer(entry)]
+    columns = []
+    rows = []
+    for entry in entries:
+        style: Any = entry.style
+        is_column = isinstance(style, torch_styles.ColwiseParallel)
+        if is_column and _shards_features(entry.module, style.output_layouts[0]):
+            columns.append(entry)
+        is_row = isinstance(style, torch_styles.RowwiseParallel)
+        if is_row and _shards_features(entry.module, style.input_layouts[0]):
+            rows.append(entry)
     columns_inside = _group_by_parent(columns)
     rows_inside = _group_by_parent(rows)
     blocks: dict[str, _Block] = {}
@@ -250,26 +258,10 @@ def _iter_parents(fqn: str) -> Iterator[str]:
         yield fqn
 
 
-def _is_column_layer(entry: PlanEntry) -> bool:
-    """Return whether a style leaves each rank a shard of the output features of a linear."""
-    style = entry.style
-    if not isinstance(style, torch_styles.ColwiseParallel) or not isinstance(entry.module, nn.Linear):
-        return False
-    return _shards_features(style.output_layouts)
-
-
-def _is_row_layer(entry: PlanEntry) -> bool:
-    """Return whether a style expects a shard of the input features of a linear on each rank."""
-    style = entry.style
-    if not isinstance(style, torch_styles.RowwiseParallel) or not isinstance(entry.module, nn.Linear):
-        return False
-    return _shards_features(style.input_layouts)
-
-
-def _shards_features(layouts: Sequence[Placement]) -> bool:
-    (layout,) = layouts
+def _shards_features(module: nn.Module, layout: Placement) -> bool:
+    """Return whether an input or output layout leaves each rank a shard of a linear's features."""
     # Activations usually have the dims batch, sequence and features.
-    return isinstance(layout, Shard) and layout.dim in {-1, 2}
+    return isinstance(module, nn.Linear) and isinstance(layout, Shard) and layout.dim in {-1, 2}
 
 
 def _count_features(entry: PlanEntry, attribute: str) -> int:

@@ -63,6 +63,7 @@ def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanE
     entries: dict[nn.Module, PlanEntry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, style in plan.items():
+        # Strings, as in the plans of Hugging Face, are a usual mistake.
         if not isinstance(style, ParallelStyle):
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel()")
             continue
@@ -140,7 +141,7 @@ def key_matches(key: str, fqn: str) -> bool:
     return len(patterns) == len(tokens) and all(map(fnmatchcase, tokens, patterns))
 
 
-def find_placements(entry: PlanEntry, tp_size: int) -> dict[str, Placement]:
+def compute_placements(entry: PlanEntry, tp_size: int) -> dict[str, Placement]:
     """Return the placements that a style gives to the parameters of its module, by name.
 
     They may name parameters that do not exist. The result is empty for a style of torch's, or of a
@@ -151,6 +152,7 @@ def find_placements(entry: PlanEntry, tp_size: int) -> dict[str, Placement]:
         tp_size: the number of ranks.
     """
     style = entry.style
+    # The styles of namedmesh have this method. torch's base class does not.
     if hasattr(style, "layout"):
         placements: dict[str, Placement] = style.layout(entry.module, tp_size)
         return placements
@@ -168,14 +170,18 @@ def iter_placements(entry: PlanEntry, tp_size: int) -> Iterator[tuple[str, nn.Pa
         entry: the module and its style.
         tp_size: the number of ranks.
     """
-    placements = find_placements(entry, tp_size)
+    placements = compute_placements(entry, tp_size)
     for name, param in entry.module.named_parameters(remove_duplicate=False):
         if name in placements:
             yield name, param, placements[name]
 
 
 def format_placement(placement: Placement | None) -> str:
-    """Format the placement of a parameter; None is a parameter that no style places."""
+    """Format the placement of a parameter for a message or a table.
+
+    Args:
+        placement: ``Shard(dim)`` or ``Replicate()``; None if no style places the parameter.
+    """
     if placement is None:
         return "not in the plan"
     if isinstance(placement, Shard):

@@ -30,8 +30,8 @@ class VerifyReport:
         tp_size: the number of ranks.
         compared: the names of all tensors: ``"output 0"``, ``"output 0 under no_grad"``,
             ``"gradient of input 0"``, ``"gradient of layers.0.weight"``.
-        mismatches: the name of each tensor that differs, and the differences on all ranks. It is the
-            same on every rank.
+        mismatches: the name of each tensor that differs, and the differences on all ranks. It is
+            the same on every rank.
     """
 
     tp_size: int
@@ -58,12 +58,12 @@ def verify(
     """Run a model unsharded and sharded, forward and backward, and compare the results.
 
     It finds, for one input, every difference between the sharded and the unsharded model. The
-    comparison of gradients between ranks cannot: ranks may agree on wrong gradients. Every rank holds
-    two full copies of the model in double precision, so use a small configuration of it.
+    comparison of gradients between ranks cannot: ranks may agree on wrong gradients. Every rank
+    holds two full copies of the model in double precision, so use a small configuration of it.
 
-    The copies run in evaluation mode with the same random numbers, and with the parameters and inputs
-    of the first rank. Parameters that are all zero get random values, because zeros would hide
-    differences in the layers behind them.
+    The copies run in evaluation mode with the same random numbers, and with the parameters and
+    inputs of the first rank. Parameters that are all zero get random values, because zeros would
+    hide differences in the layers behind them.
 
     Collective: every rank of ``mesh`` must call it.
 
