@@ -32,7 +32,7 @@ from namedmesh.tensor_parallel import (
 )
 
 NO_MODULE = "matches no module of the model"
-STAGE = " (strict=False for a pipeline stage, which has some of them)"
+STAGE = " (pass strict=False for a pipeline stage, which has only some of the modules)"
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ STAGE = " (strict=False for a pipeline stage, which has some of them)"
         (
             {"up": LocalParameters({"weight": Shard(5), "bias": Partial()})},
             "2 problems:\n"
-            "  - up: Shard(5) is not a layout of weight, which has 2 dims; name one of them\n"
-            "  - up: Partial(sum) is not a layout of a parameter (bias); use Shard(dim) or Replicate()",
+            "  - up: Shard(5) is not a placement of weight, which has 2 dims; name one of them\n"
+            "  - up: Partial(sum) is not a placement of a parameter (bias); use Shard(dim) or Replicate()",
         ),
     ],
 )
@@ -95,13 +95,13 @@ def test_ties_that_the_plan_would_break() -> None:
     model = Llama(tied=True)
     columns = llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=Replicate())}
     remedy = (
-        "give all the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or untie "
-        "them first"
+        "give all the same, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, "
+        "or untie them first"
     )
-    tied = "one parameter (tied) is laid out differently (tok_embeddings.weight:"
+    tied = "one parameter (tied) has several placements (tok_embeddings.weight:"
     assert problem_of(model, columns) == f"{tied} Shard(1), output.weight: Shard(0)); {remedy}"
     no_head = {key: style for key, style in llama_plan().items() if key != "output"}
-    assert problem_of(model, no_head) == f"{tied} Shard(0), output.weight: not sharded); {remedy}"
+    assert problem_of(model, no_head) == f"{tied} Shard(0), output.weight: not in the plan); {remedy}"
 
 
 def test_three_mistakes_are_reported_at_once() -> None:
@@ -156,7 +156,7 @@ STYLES: dict[str, Any] = {"qkv": ColwiseParallel(), "o": RowwiseParallel(), **UP
 
 
 Q_KV: dict[str, Any] = {"to_q": ColwiseParallel(), "to_kv": ColwiseParallel(), "to_out": RowwiseParallel()}
-FUSED = "it is several layers in one (q|k|v, gate|up); split it with split_linear, or use ColwiseParallel(heads=...)"
+FUSED = "it is a fused linear (q|k|v, gate|up); split it with split_linear, or use ColwiseParallel(heads=...)"
 
 
 @pytest.mark.parametrize(
@@ -165,23 +165,23 @@ FUSED = "it is several layers in one (q|k|v, gate|up); split it with split_linea
         (
             flat(qkv=(16, 48), **BLOCK),
             STYLES,
-            "qkv: makes 48 features, but the row layers of its block take 16, 64",
+            "qkv: has 48 output features, but the row layers of its block take 16, 64",
         ),
         (
             nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16)), "o": nn.Linear(48, 8)}),
             {f"attn.{name}": STYLES[name] for name in ("qkv", "o")},
-            "attn.qkv: makes 48 features, but the row layers of its block take 16",
+            "attn.qkv: has 48 output features, but the row layers of its block take 16",
         ),
         # What another column makes says nothing of this one.
         (
             flat(to_q=(16, 16), to_kv=(16, 32), to_out=(16, 16)),
             Q_KV,
-            "to_kv: makes 32 features, but the row layers of its block take 16",
+            "to_kv: has 32 output features, but the row layers of its block take 16",
         ),
         (
             flat(to_q=(16, 16), to_kv=(16, 32), to_out=(16, 16)),
             Q_KV | {"to_q": ColwiseParallel(heads=4)},
-            "to_kv: makes 32 features, but the row layers of its block take 16",
+            "to_kv: has 32 output features, but the row layers of its block take 16",
         ),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_column_layer_that_is_several_in_one_is_named(model: nn.Module, plan: 
 def test_a_row_layer_whose_features_nothing_makes_is_named() -> None:
     model = flat(k=(16, 8), o=(16, 16))
     assert problem_of(model, {"k": ColwiseParallel(), "o": RowwiseParallel()}) == (
-        "o: takes 16 features, which no column layer of its block makes; name the layer that makes them"
+        "o: takes 16 features, which no column layer of its block computes; name the layer that computes them"
     )
 
 
@@ -424,7 +424,7 @@ def test_a_dry_run_on_the_meta_device() -> None:
         "mlp.down     RowwiseParallel     bias       Replicate()      64       64\n"
         "norm.weight  -                              not in the plan  64       64\n"
         "norm.bias    -                              not in the plan  64       64\n"
-        "24,448 of 97,216 parameters on each of 4 ranks, 192 of them whole"
+        "24,448 of 97,216 parameters on each of 4 ranks, 192 of them replicated"
     )
     assert type(model["mlp"].up) is nn.Linear
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -34,11 +34,11 @@ TOLERANCE = 1e-5
 
 # What is refused, and the reason as the error tells it.
 REFUSED = {
-    "CodeGenConfig": "features, which no column layer of its block makes",
-    "Glm5NextTextConfig": "features, which no column layer of its block makes",
+    "CodeGenConfig": "features, which no column layer of its block computes",
+    "Glm5NextTextConfig": "features, which no column layer of its block computes",
     "InklingTextConfig": "'all_reduce' is not supported",
     "LongcatFlashConfig": "'moe_identity_expert' is not supported",
-    "DogeConfig": "dt_proj makes a number for each head",
+    "DogeConfig": "dt_proj computes a value for every head",
     "EsmcConfig": "k_norm normalizes over the features of all heads",
     "NeoMMEConfig": "value_embeddings adds",
 }

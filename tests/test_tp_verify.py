@@ -156,7 +156,7 @@ def refusals() -> list[str]:
 def test_what_cannot_be_compared_is_refused() -> None:
     wanted = (
         "no tensor is in the output, a object; return some in plain containers",
-        "up.weight is on the meta device or sharded; verify a whole model that has values",
+        "up.weight is on the meta device or sharded; verify an unsharded model with values",
         "up.weight is on the meta device or sharded",
         "MeshError: verify works along one axis, ",
     )

@@ -49,7 +49,7 @@ from namedmesh.tensor_parallel.collectives import (
     all_gather_to_tp_region,
     all_to_all_single,
 )
-from namedmesh.tensor_parallel.hf import RowwiseEmbedding, TailGradient
+from namedmesh.tensor_parallel.hf_styles import AllReduceTailGradient, RowwiseEmbedding
 
 Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
@@ -167,7 +167,7 @@ HEADS = {
     "": LocalParameters({"scale": Shard(0)}),
     "up": ColwiseParallel(),
     "norm": LocalParameters(),
-    "latent": TailGradient(2),
+    "latent": AllReduceTailGradient(2),
     "expand": ColwiseParallel(),
     "down": RowwiseParallel(),
 }

@@ -1,4 +1,4 @@
-"""Tensor parallelism: strict plans over torch's parallel styles, and column and row styles on local tensors."""
+"""Tensor parallelism: strict plans of torch's parallel styles, with a fast path on local tensors."""
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
@@ -7,7 +7,8 @@ from namedmesh.tensor_parallel.gradients import reduce_gradients, register_gradi
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.loss import cross_entropy, entropy, logsumexp, token_log_probs
 from namedmesh.tensor_parallel.modules import AllReduceOutput, LocalParameters, NoParallel
-from namedmesh.tensor_parallel.plan import parallelize, plan_report
+from namedmesh.tensor_parallel.plan import parallelize
+from namedmesh.tensor_parallel.report import plan_report
 from namedmesh.tensor_parallel.styles import (
     ColwiseParallel,
     KeyValueParallel,

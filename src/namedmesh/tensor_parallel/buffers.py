@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint fills: a model that was made on the meta device has to compute them again."""
+"""Warn about buffers that no checkpoint fills, after a model was created on the meta device."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from namedmesh._torch import is_persistent, was_written
 from namedmesh.errors import format_items
 
-# The names of non-persistent buffers that were on the meta device, by module, until somebody computes them again.
+# By module: the names of non-persistent buffers that were on the meta device and have not been
+# assigned since.
 _uncomputed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-_watching: list[Any] = []
-_first_forward: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+# The handle of torch's hook for buffers. There is one hook for the process.
+_registration_hooks: list[Any] = []
+# The handles of the hooks that warn in the first forward, by model.
+_forward_hooks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def watch_buffers(model: nn.Module) -> None:
-    """Warn once, in the first forward, of non-persistent buffers that ``to_empty()`` left as uninitialized memory.
+    """Warn in the first forward about non-persistent buffers with uninitialized memory.
 
-    Such a buffer, as the frequencies of rotary embeddings often are, is in no state dict, so neither a checkpoint nor
-    ``init_parameters`` fills it. It counts as computed once it was assigned or written in place.
+    ``to_empty()`` allocates such a buffer, often the frequencies of rotary embeddings. It is in no
+    state dict, so neither a checkpoint nor ``init_parameters`` fills it. A buffer counts as
+    computed once it was assigned or written in place. The warning is given once for a model.
+
+    Args:
+        model: the model, which may have buffers on the meta device.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -31,31 +38,32 @@ def watch_buffers(model: nn.Module) -> None:
                 _uncomputed.setdefault(module, set()).add(name)
     if not _uncomputed:
         return
-    if not _watching:
-        _watching.append(register_module_buffer_registration_hook(_note_assignment))
-    _first_forward[model] = model.register_forward_pre_hook(_name_uncomputed)
+    if not _registration_hooks:
+        _registration_hooks.append(register_module_buffer_registration_hook(_mark_computed))
+    _forward_hooks[model] = model.register_forward_pre_hook(_warn_of_uncomputed)
 
 
-def _note_assignment(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-    """Take note of a buffer that was assigned; ``to_empty()`` goes past this hook of torch's."""
+def _mark_computed(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+    """Note that a buffer was assigned. torch does not call this hook in ``to_empty()``."""
     if module in _uncomputed and buffer is not None and not buffer.is_meta:
         _uncomputed[module].discard(name)
 
 
-def _name_uncomputed(model: nn.Module, _args: Any) -> None:
-    # A copy of the model has the hook, and no entry here.
-    if torch.compiler.is_compiling() or model not in _first_forward:
+def _warn_of_uncomputed(model: nn.Module, _args: Any) -> None:
+    # A copy of the model has the hook, but it is not in the table.
+    if torch.compiler.is_compiling() or model not in _forward_hooks:
         return
-    _first_forward.pop(model).remove()
+    _forward_hooks.pop(model).remove()
     names = []
     for prefix, module in model.named_modules():
         for name in sorted(_uncomputed.pop(module, ())):
-            qualified = f"{prefix}.{name}".removeprefix(".")
+            qualified_name = f"{prefix}.{name}".removeprefix(".")
             if not was_written(module.get_buffer(name)):
-                names.append(qualified)
+                names.append(qualified_name)
     if names:
         warnings.warn(
-            f"{format_items(names)}: non-persistent buffers of a model that was on the meta device. No checkpoint has them, and after "
-            "to_empty() they hold uninitialized memory. Compute them again after to_empty(), before the first forward.",
+            f"{format_items(names)}: non-persistent buffers of a model that was on the meta device. No "
+            f"checkpoint has them, and after to_empty() they hold uninitialized memory. Compute them "
+            f"again after to_empty(), before the first forward.",
             stacklevel=2,
         )

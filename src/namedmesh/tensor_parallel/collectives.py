@@ -36,7 +36,11 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, ranks: DeviceMesh | dist.ProcessGroup) -> Group:
-        """Return the group of a one-dimensional mesh, or of a process group."""
+        """Return the group of a one-dimensional mesh, or of a process group.
+
+        Args:
+            ranks: the mesh or the process group.
+        """
         group = ranks if isinstance(ranks, dist.ProcessGroup) else ranks.get_group()
         return cls(group.group_name, group.size(), group.rank())
 
@@ -47,7 +51,10 @@ class Group(NamedTuple):
 def copy_to_tp_region(x: Tensor, group: Group) -> Tensor:
     """Forward: identity. Backward: all-reduce.
 
-    For a replicated input of column-parallel layers: each rank computes a partial gradient of it.
+    Args:
+        x: a replicated input of column-parallel layers. Each rank computes a partial gradient of
+            it.
+        group: the ranks.
     """
     if group.size == 1:
         return x
@@ -55,7 +62,12 @@ def copy_to_tp_region(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, group: Group) -> Tensor:
-    """Forward: all-reduce. Backward: identity. For the partial output of row-parallel layers."""
+    """Forward: all-reduce. Backward: identity.
+
+    Args:
+        x: the output of a row-parallel layer, which is partial on each rank.
+        group: the ranks.
+    """
     if group.size == 1:
         return x
     return _apply_collective(x, _all_reduce_sum, _copy, group, None)
@@ -64,7 +76,10 @@ def reduce_from_tp_region(x: Tensor, group: Group) -> Tensor:
 def all_gather_to_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
     """Forward: all-gather along ``dim``. Backward: reduce-scatter along ``dim``.
 
-    For an input of column-parallel layers that is sharded along ``dim`` (sequence parallelism).
+    Args:
+        x: the local shard of an input of column-parallel layers (sequence parallelism).
+        group: the ranks.
+        dim: the dim along which ``x`` is sharded.
     """
     if group.size == 1:
         return x
@@ -74,7 +89,10 @@ def all_gather_to_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
 def reduce_scatter_from_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
     """Forward: reduce-scatter along ``dim``. Backward: all-gather along ``dim``.
 
-    For the partial output of row-parallel layers under sequence parallelism.
+    Args:
+        x: the output of a row-parallel layer, which is partial on each rank.
+        group: the ranks.
+        dim: the dim along which the result is sharded (sequence parallelism).
 
     Raises:
         ShapeError: ``dim`` cannot be split into equal shards.
@@ -117,7 +135,13 @@ def exit_tp_region(x: Tensor, group: Group, dim: int | None) -> Tensor:
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Forward: all-gather along ``dim``. Backward: keep the local shard.
 
-    For consumers that are replicated: their gradient is the same on every rank, and is not summed.
+    The consumers of the result must be replicated: its gradient is then the same on every rank,
+    and is not summed.
+
+    Args:
+        x: the local shard.
+        group: the ranks.
+        dim: the dim along which ``x`` is sharded.
     """
     if group.size == 1:
         return x
@@ -127,7 +151,10 @@ def gather(x: Tensor, group: Group, dim: int) -> Tensor:
 def split(x: Tensor, group: Group, dim: int) -> Tensor:
     """Forward: keep the local shard of ``dim``. Backward: all-gather.
 
-    For a tensor that is replicated. Communicates in the backward only.
+    Args:
+        x: a replicated tensor.
+        group: the ranks.
+        dim: the dim to shard.
 
     Raises:
         ShapeError: ``dim`` cannot be split into equal shards.
@@ -212,14 +239,26 @@ def _all_to_all_backward(x: Tensor, group: Group, split_sizes: Sequence[Sequence
 
 
 def all_reduce(x: Tensor, group: Group, operation: str = "sum") -> Tensor:
-    """Return the all-reduce of a tensor: the ``"sum"`` over the ranks, or the ``"max"``."""
+    """All-reduce a tensor, outside of autograd.
+
+    Args:
+        x: the local tensor.
+        group: the ranks.
+        operation: ``"sum"`` or ``"max"``.
+    """
     if group.size == 1:
         return x
     return functional_collective("all_reduce", x, operation, group.name)
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the tensors of all ranks, concatenated along ``dim`` in rank order."""
+    """All-gather a tensor, outside of autograd.
+
+    Args:
+        x: the local shard.
+        group: the ranks.
+        dim: the dim along which the shards are concatenated, in rank order.
+    """
     if group.size == 1:
         return x
     first = x.movedim(dim, 0)  # NCCL and gloo concatenate along dim 0 only.
@@ -228,7 +267,12 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def local_shard(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return a copy of this rank's shard of ``dim`` of a replicated tensor.
+    """Return a copy of the local shard of a replicated tensor, outside of autograd.
+
+    Args:
+        x: the replicated tensor.
+        group: the ranks.
+        dim: the dim to shard.
 
     Raises:
         ShapeError: ``dim`` cannot be split into equal shards.
@@ -241,9 +285,17 @@ def local_shard(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def check_divides(shape: Sequence[int], dim: int, size: int) -> None:
-    """Raise a ShapeError if a dim of an activation cannot be split into ``size`` equal shards.
+    """Check that a dim of an activation can be split into equal shards.
 
     Unequal shards would end the process in gloo, without a Python error.
+
+    Args:
+        shape: the shape of the activation.
+        dim: the dim to split.
+        size: the number of ranks.
+
+    Raises:
+        ShapeError: the number of ranks does not divide the dim.
     """
     if shape[dim] % size:
         raise ShapeError(
@@ -254,7 +306,7 @@ def check_divides(shape: Sequence[int], dim: int, size: int) -> None:
 
 
 def check_ids_in_vocab(ids: Tensor, vocabulary: int, name: str) -> None:
-    """Raise an error if an id is outside of the vocabulary.
+    """Check that all ids are in the vocabulary.
 
     Such an id is in the shard of no rank: its embedding would silently be zeros. On an accelerator
     the check is a device-side assertion, as in torch's own kernels, because an exception would need

@@ -38,10 +38,10 @@ class ExpertTensorParallel(LocalParameters):
     Args:
         placements: the placement of each parameter, by name. All parameters must be sharded: each
             rank would add a replicated one to the sum.
-        fused: for a fused parameter, by name: the number of equal blocks of its sharded dim, such as
-            2 for gate and up. The parameter becomes ``(experts, 2, features, ...)``, so that each
-            rank gets a shard of both; ``full_tensor().flatten(1, 2)`` is the weight of the full
-            model, and the forward gets the local tensor flattened in the same way.
+        fused: for a fused parameter, by name: the number of equal blocks of its sharded dim, such
+            as 2 for gate and up. The parameter becomes ``(experts, 2, features, ...)``, so that
+            each rank gets a shard of both; ``full_tensor().flatten(1, 2)`` is the weight of the
+            full model, and the forward gets the local tensor flattened in the same way.
     """
 
     def __init__(
@@ -51,7 +51,12 @@ class ExpertTensorParallel(LocalParameters):
         self.fused = dict(fused or {})
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
-        """Return the reasons why this style cannot be applied to ``module`` (empty if it can)."""
+        """Return the reasons why this style cannot be applied to a module (empty if it can).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks.
+        """
         placements = self.layout(module, tp_size)
         messages = []
         for name in self.fused:
@@ -108,10 +113,10 @@ class ExpertParallel(ParallelStyle):
 
     Every rank along ``ep`` and ``edp`` must have **different tokens**, or their gradients count
     several times. If tp is inside of ep, shard the sequence (``SequenceParallel``), or shard the
-    experts over ``etp`` first, with :class:`ExpertTensorParallel` on ``mesh["etp"]``. The ranks compare a
-    fingerprint of their tokens in the first forward that trains. With pipeline parallelism it is the
-    second: the first is torch's shape inference on uninitialized memory. Compiled code does not
-    compare.
+    experts over ``etp`` first, with :class:`ExpertTensorParallel` on ``mesh["etp"]``. The ranks
+    compare a fingerprint of their tokens in the first forward that trains. With pipeline
+    parallelism it is the second: the first is torch's shape inference on uninitialized memory.
+    Compiled code does not compare.
 
     Afterwards call ``fully_shard(experts, mesh=mesh["edp"])``. It divides the gradients of experts
     by the number of ranks along edp, while all other gradients are divided by the number of ranks
@@ -127,7 +132,9 @@ class ExpertParallel(ParallelStyle):
         GradientError: in the forward, on every rank: several ranks send the same tokens.
     """
 
-    takes_distributed = True  # Parameters may be DTensors that ExpertTensorParallel has sharded over etp.
+    # Parameters may be DTensors that ExpertTensorParallel has sharded over etp.
+    takes_distributed = True
+    # The ranks have different tokens, so their gradients cannot be compared.
     ranks_have_own_data = True
 
     def __init__(self, mesh: NamedMesh) -> None:
@@ -140,12 +147,22 @@ class ExpertParallel(ParallelStyle):
         self.forwards_to_skip = int("pp" in mesh and mesh.size("pp") > 1)
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for the other styles
-        """Return the placement of each parameter of ``module``, by name."""
+        """Return the placement of each parameter that the module itself owns: ``Shard(0)``.
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks. It does not matter here.
+        """
         params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         return dict.fromkeys(params, Shard(0))
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
-        """Return the reasons why this style cannot be applied to ``module`` (empty if it can)."""
+        """Return the reasons why this style cannot be applied to a module (empty if it can).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks. It does not matter here.
+        """
         shapes = {}
         for name, param in module.named_parameters(recurse=False):
             shapes[name] = tuple(param.shape)
@@ -224,7 +241,12 @@ class ExpertForward(LocalForward):
         return all_to_all_single(output[order.argsort()], self.group, (receive_sizes, send_sizes))
 
     def local_param(self, name: str, shard: Tensor) -> Tensor:
-        """Return the local experts of a weight, whose gradient is scaled."""
+        """Return the local experts of a weight; their gradient is scaled in the backward.
+
+        Args:
+            name: the name of the parameter.
+            shard: its local tensor.
+        """
         weight = super().local_param(name, shard)
         if self.gradient_scale == 1:
             return weight

@@ -1,4 +1,9 @@
-"""Hugging Face's tensor-parallel plans: names of styles, read into the styles themselves."""
+"""Convert the tensor-parallel plans of Hugging Face's models to plans for ``parallelize``.
+
+transformers states a plan as a dict of module names to names of styles, in ``_tp_plan``. Most names
+are styles of torch. The rest depends on the model: on the number of its heads, on its attention, or
+on bare parameters that the plan names like modules.
+"""
 
 from __future__ import annotations
 
@@ -8,68 +13,24 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import PlanError, did_you_mean, format_items
-from namedmesh.sizes import shared_heads
-from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region
 from namedmesh.tensor_parallel.experts import ExpertTensorParallel
-from namedmesh.tensor_parallel.layers import RowEmbedding
+from namedmesh.tensor_parallel.hf_styles import (
+    GROUPS_ATTRIBUTE,
+    AllReduceTailGradient,
+    KeyValueGroups,
+    RowwiseEmbedding,
+)
 from namedmesh.tensor_parallel.modules import LocalParameters
-from namedmesh.tensor_parallel.plan import matches
+from namedmesh.tensor_parallel.plan_entries import key_matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowwiseParallel
 
-
-class RowwiseEmbedding(RowwiseParallel):
-    """Embeddings that have a forward of their own, as transformers', work on what that of ``nn.Embedding`` returns: all of it."""
-
-    def fast_path_class(self, module: nn.Module) -> type | None:
-        """Return a subclass of the module's class, in which ``super().forward`` is the fast path."""
-        own: Any = type(module)
-        known = super().fast_path_class(module)
-        return known or type(own.__name__, (own, RowEmbedding), {"__module__": own.__module__})
-
-
-class AttentionGroups(LocalParameters):
-    """Say to an attention module how many of a rank's queries share a kv head, where the ranks do not divide those."""
-
-    def __init__(self, placements: Mapping[str, Placement], query_heads: int, kv_heads: int) -> None:
-        super().__init__(placements)
-        self.heads = query_heads, kv_heads
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        queries, heads = self.heads
-        if heads % device_mesh.size():
-            handed_out = shared_heads(queries, heads, device_mesh.size())
-            setattr(module, _GROUPS, queries // sum(map(len, handed_out)))
-        return super()._apply(module, device_mesh)
-
-
-class TailGradient(ParallelStyle):
-    """Sum the gradient of the last features of a module's output, which each rank's heads use directly, over the ranks (latent attention)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(partial(_copy_tail_to_tp_region, Group.of(device_mesh), self.width))
-        return module
-
-
-def _copy_tail_to_tp_region(
-    group: Group, width: int, _module: nn.Module, _args: Any, output: Tensor
-) -> Tensor:
-    rest, tail = output.split([output.shape[-1] - width, width], dim=-1)
-    return torch.cat([rest, copy_to_tp_region(tail, group)], dim=-1)
-
-
-_SUMMED = "replicated_with_grad_allreduce"
+_LOCAL_PARAMETERS = "replicated_with_grad_allreduce"
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
@@ -78,20 +39,21 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     "rowwise_rep": partial(RowwiseParallel, input_layouts=Replicate()),
     "embedding_rowwise": partial(RowwiseEmbedding, input_layouts=Replicate()),
-    _SUMMED: LocalParameters,
+    _LOCAL_PARAMETERS: LocalParameters,
 }
-# What shards a bare parameter, one that is no module's weight or bias; and how its module has to be named for that.
-_BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
-_OWNERS = ("local_params", "moe_tp_experts")
+# The styles of a module whose bare parameters have entries of their own, and the styles of those.
+_PARAMETER_OWNERS = ("local_params", "moe_tp_experts")
+_PARAMETER_STYLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
-# Layers whose features lie head by head, each with what the row layer does not take: keys, a gate, what is latent.
-_BY_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj", "q_gate_proj")
-_GROUPS = "num_key_value_groups"
-# The names that torch.compile and activation checkpointing give the module inside a wrapper.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+# Column layers whose output features are interleaved per head, and may be several times as many as
+# the row layer takes: with keys, a gate, or latent features.
+_INTERLEAVED_PER_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj", "q_gate_proj")
+# The attributes under which torch.compile and activation checkpointing register the wrapped module.
+_WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module")
 _HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm"}
-# What a plan leaves out, by the type of the model: beside which entry, a module on each rank's features.
-_LEFT_OUT: dict[str, dict[str, str]] = {
+# Entries that the plans of some types of models lack: for an entry of the plan, the module that
+# works on the local shard of its output features.
+_MISSING_ENTRIES: dict[str, dict[str, str]] = {
     "apertus": {"mlp.up_proj": "mlp.act_fn"},
     "apertus1p5_text": {"mlp.up_proj": "mlp.act_fn"},
     **dict.fromkeys(
@@ -99,19 +61,24 @@ _LEFT_OUT: dict[str, dict[str, str]] = {
         _HEAD_NORMS,
     ),
 }
-# Where a plan shards attention of which something needs the features of all heads.
-_WRONG_ATTENTION = {
-    "doge": "dt_proj makes a number for each head, those of all heads on every rank, where each rank has its heads",
-    "esmc": "k_norm normalizes over the features of all heads, of which k_proj leaves each rank a part",
-    "neomme": "value_embeddings adds the features of all heads, of which v_proj leaves each rank a part",
+# Types of models whose plans shard the attention, although a part of it needs the features of all
+# heads.
+_UNSHARDABLE_ATTENTION = {
+    "doge": "dt_proj computes a value for every head, but a rank has a shard of the heads",
+    "esmc": "k_norm normalizes over the features of all heads, but k_proj leaves each rank a shard",
+    "neomme": "value_embeddings adds the features of all heads, but v_proj leaves each rank a shard",
 }
 
 
+class _UnsupportedStyleError(Exception):
+    """A style of a plan cannot be converted. The message continues "<key>: <style> ..."."""
+
+
 def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, ParallelStyle]:
-    """Read a Hugging Face model's own tensor-parallel plan into one for ``parallelize``.
+    """Convert a Hugging Face model's own tensor-parallel plan to one for ``parallelize``.
 
     The plan is the ``_tp_plan`` of the model, or of the models inside it if it is a wrapper, such
-    as a ``PeftModel`` or what ``torch.compile`` returns. Entries for modules that the model does
+    as a ``PeftModel`` or the result of ``torch.compile``. Entries for modules that the model does
     not have, and modules that stay replicated (``"replicate"``), are omitted.
 
     Args:
@@ -126,183 +93,249 @@ def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, Paral
         PlanError: the model has no plan, or one that is known not to work or names none of its
             modules; or the plan uses styles, or the model has adapters, that are not supported.
     """
-    stated = _stated(model)
-    # The names in the model as it was written. A wrapper has that of the module inside, which comes after it.
-    modules, names = {}, {}
-    for name, module in model.named_modules():
-        modules[_plain(name)] = module
-        names[_plain(name)] = name
+    tp_plan = _load_tp_plan(model)
+    # Plans use the names of modules without wrappers. A wrapper and the module inside have the same
+    # name then; the module inside comes later, and is used.
+    modules: dict[str, nn.Module] = {}
+    wrapped_names: dict[str, str] = {}
+    for wrapped_name, module in model.named_modules():
+        fqn = _strip_wrappers(wrapped_name)
+        modules[fqn] = module
+        wrapped_names[fqn] = wrapped_name
     plan: dict[str, ParallelStyle] = {}
     problems = []
     for fqn, module in modules.items():
-        key, kind = _stated_for(stated, fqn)
-        if not key or kind == "replicate" or isinstance(module, nn.ModuleList):
+        key, style_name = _find_tp_entry(tp_plan, fqn)
+        if not key or style_name == "replicate" or isinstance(module, nn.ModuleList):
             continue
         try:
-            style = _style(modules, stated, fqn, kind)
-            if style is not None:
-                plan.update(_with_adapters(fqn, module, style) if adapters else {fqn: style})
+            style = _make_style(modules, tp_plan, fqn, style_name)
+            if style is not None and adapters:
+                plan.update(_add_adapters(fqn, module, style))
+            elif style is not None:
+                plan[fqn] = style
             if not adapters and hasattr(module, "base_layer"):
                 problems.append(f"{key!r}: has adapters; call plan_from_hf(..., adapters=True)")
-        except LookupError as error:
-            problems.append(f"{key!r}: {kind!r} {error.args[0]}; change or remove it in model._tp_plan")
+        except _UnsupportedStyleError as error:
+            problems.append(f"{key!r}: {style_name!r} {error}; change or remove it in model._tp_plan")
     if not plan and not problems:
         problems.append(
-            f"{type(model).__name__} has no module that its _tp_plan names ({format_items(stated, 3)})"
+            f"{type(model).__name__} has no module that its _tp_plan names ({format_items(tp_plan, 3)})"
         )
     if problems:
         raise PlanError(*dict.fromkeys(problems))
-    _tell_attention(modules, plan)
-    return {names[fqn]: style for fqn, style in plan.items()}
+    _add_key_value_groups(modules, plan)
+    return {wrapped_names[fqn]: style for fqn, style in plan.items()}
 
 
-def _stated(model: nn.Module) -> dict[str, str]:
-    """Return the names of styles that a model states, by names of modules and parameters."""
-    stated: dict[str, str] = {}
-    stating: list[str] = []
+def _load_tp_plan(model: nn.Module) -> dict[str, str]:
+    """Return the names of styles in the ``_tp_plan`` of a model, by names of modules and parameters.
+
+    If the model wraps others, their plans are merged, with the full names of modules.
+    """
+    tp_plan: dict[str, str] = {}
+    prefixes: list[str] = []
     for fqn, module in model.named_modules():
-        # Wrappers forward attributes of the model inside, in which modules have shorter names.
-        own = inspect.getattr_static(module, "_tp_plan", None)
-        inside = any(f"{fqn}.".startswith(f"{outer}." if outer else "") for outer in stating)
-        if own and not inside:
-            stating.append(fqn)
-            for key, name in _plan_of(module, own).items():
-                stated[f"{_plain(fqn)}.{key}".lstrip(".")] = name
-    if not stated:
+        # A wrapper forwards attributes of the model inside, whose plan has shorter names. The
+        # static lookup does not see them.
+        module_plan = inspect.getattr_static(module, "_tp_plan", None)
+        # The plan of a model already contains the plans of the models inside it.
+        if not module_plan or f"{fqn}.".startswith(tuple(prefixes)):
+            continue
+        prefixes.append(f"{fqn}." if fqn else "")
+        for key, style_name in _complete_tp_plan(module, module_plan).items():
+            tp_plan[f"{_strip_wrappers(fqn)}.{key}".lstrip(".")] = style_name
+    if not tp_plan:
         remedy = "write one, a dict of names to styles"
         raise PlanError(f"{type(model).__name__} states no plan in its _tp_plan; {remedy}")
-    return stated
+    return tp_plan
 
 
-def _plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the plan that one model states, completed where it is known to lack entries."""
-    stated = dict(plan)
+def _complete_tp_plan(model: nn.Module, module_plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the plan of one model, with the entries that it is known to lack.
+
+    Raises:
+        PlanError: the plan of this type of model is known not to work.
+    """
+    tp_plan = dict(module_plan)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    kind = getattr(config, "model_type", "")
-    if kind in _WRONG_ATTENTION and any(".self_attn." in key for key in stated):
-        remedy = "take the entries of self_attn out of model._tp_plan"
-        raise PlanError(f"attention cannot be sharded as the plan says: {_WRONG_ATTENTION[kind]}; {remedy}")
-    for beside, added in _LEFT_OUT.get(kind, {}).items():
-        for key in [key for key in stated if key.endswith(f".{beside}")]:
-            stated.setdefault(key.removesuffix(beside) + added, _SUMMED)
-    return stated
+    model_type = getattr(config, "model_type", "")
+    shards_attention = any(".self_attn." in key for key in tp_plan)
+    if model_type in _UNSHARDABLE_ATTENTION and shards_attention:
+        raise PlanError(
+            f"attention cannot be sharded as the plan says: {_UNSHARDABLE_ATTENTION[model_type]}; take "
+            f"the entries of self_attn out of model._tp_plan"
+        )
+    for stated, missing in _MISSING_ENTRIES.get(model_type, {}).items():
+        for key in list(tp_plan):
+            if key.endswith(f".{stated}"):
+                tp_plan.setdefault(key.removesuffix(stated) + missing, _LOCAL_PARAMETERS)
+    return tp_plan
 
 
-def _with_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Return the styles of a linear and of its LoRA adapters, by name; or of a module without any.
-
-    A LookupError says why the adapters of the module cannot be sharded.
-    """
-    if not hasattr(module, "base_layer") or isinstance(style, TailGradient):
-        return {fqn: style}
-    kinds = {ColwiseParallel: "lora_B", KeyValueParallel: "lora_B", RowwiseParallel: "lora_A"}
-    adapters: Any = getattr(module, kinds.get(type(style), ""), None)
-    # Variants, such as DoRA, compute with the norms of whole weights.
-    if not adapters or getattr(module, "lora_variant", None):
-        raise LookupError("is for a layer whose adapters are not plain LoRA of a linear; merge them")
-    inside = ["base_layer", *(f"{kinds[type(style)]}.{name}" for name in adapters)]
-    return {f"{fqn}.{name}": style for name in inside}
+def _find_tp_entry(tp_plan: Mapping[str, str], fqn: str) -> tuple[str, str]:
+    """Return the first key that matches a name, and its style; two empty strings if none does."""
+    for key, style_name in tp_plan.items():
+        if key_matches(key, fqn):
+            return key, style_name
+    return "", ""
 
 
-def _style(
-    modules: Mapping[str, nn.Module], stated: Mapping[str, str], fqn: str, name: str
+def _strip_wrappers(fqn: str) -> str:
+    """Return the name of a module without the attributes of torch's wrappers."""
+    return ".".join(token for token in fqn.split(".") if token not in _WRAPPER_ATTRIBUTES)
+
+
+# --- from the name of a style to the style ------------------------------------------------------
+
+
+def _make_style(
+    modules: Mapping[str, nn.Module], tp_plan: Mapping[str, str], fqn: str, style_name: str
 ) -> ParallelStyle | None:
-    """Return the style of one module, None where it stays whole; a LookupError says why there is none."""
+    """Return the style of one module; None if the module stays replicated.
+
+    Raises:
+        _UnsupportedStyleError: there is no such style, or it does not fit the module.
+    """
     module = getattr(modules[fqn], "base_layer", modules[fqn])
-    if name in _OWNERS:
-        return _owner(stated, fqn, module, name)
-    if name == "mla_kv_a_proj":
-        width = getattr(modules[fqn.rpartition(".")[0]], "qk_rope_head_dim", None)
+    if style_name in _PARAMETER_OWNERS:
+        return _make_parameter_style(tp_plan, fqn, module, style_name)
+    if style_name == "mla_kv_a_proj":
+        attention = modules[fqn.rpartition(".")[0]]
+        width = getattr(attention, "qk_rope_head_dim", None)
         if width is None:
-            raise LookupError("depends on the model: its attention has no qk_rope_head_dim")
-        return TailGradient(width)
-    if name not in _STYLES:
-        raise LookupError(f"is not supported{did_you_mean(name, [*_STYLES, *_OWNERS])}")
-    heads = _heads(modules, fqn) if name == "colwise" and isinstance(module, nn.Linear) else None
-    if heads and any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
-        return KeyValueParallel(*heads)
-    if heads and fqn.endswith(_BY_HEAD):
-        return ColwiseParallel(heads=heads[0])
-    return _STYLES[name]()
+            raise _UnsupportedStyleError("depends on the model: its attention has no qk_rope_head_dim")
+        return AllReduceTailGradient(width)
+    if style_name not in _STYLES:
+        suggestion = did_you_mean(style_name, [*_STYLES, *_PARAMETER_OWNERS])
+        raise _UnsupportedStyleError(f"is not supported{suggestion}")
+    if style_name == "colwise" and isinstance(module, nn.Linear):
+        heads = _find_head_counts(modules, fqn)
+        if heads and any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
+            return KeyValueParallel(*heads)
+        if heads and fqn.endswith(_INTERLEAVED_PER_HEAD):
+            return ColwiseParallel(heads=heads[0])
+    return _STYLES[style_name]()
 
 
-def _owner(stated: Mapping[str, str], fqn: str, module: nn.Module, name: str) -> ParallelStyle | None:
-    """Return the style of a module whose own parameters the plan names, for those that it has."""
+def _make_parameter_style(
+    tp_plan: Mapping[str, str], fqn: str, module: nn.Module, style_name: str
+) -> ParallelStyle | None:
+    """Return the style of a module whose own parameters have entries in the plan.
+
+    None if the plan names none of the parameters that this module has.
+    """
     placements: dict[str, Placement] = {}
-    fused = {}
-    for parameter, value in module.named_parameters(recurse=False):
-        _, style = _stated_for(stated, f"{fqn}.{parameter}")
-        if style not in _BARE:
+    fused: dict[str, int] = {}
+    for name, param in module.named_parameters(recurse=False):
+        _, param_style = _find_tp_entry(tp_plan, f"{fqn}.{name}")
+        if param_style not in _PARAMETER_STYLES:
             continue
-        # A linear's weight, experts stacked in front, or one number a head.
-        rows = max(value.ndim - 2, 0)
-        placements[parameter] = Shard(rows if style.endswith("colwise") else value.ndim - 1)
-        # Gate and up, one after the other, of which some plans say "colwise"; experts say if it is row by row.
-        packed = style.startswith("packed") or parameter == "gate_up_proj"
-        if packed and getattr(module, "is_concatenated", True):
-            fused[parameter] = 2
+        if param_style.endswith("colwise"):
+            # Dim 0 of a weight, or of one value for each head; dim 1 of stacked experts.
+            placements[name] = Shard(max(param.ndim - 2, 0))
+        else:
+            placements[name] = Shard(param.ndim - 1)
+        # Gate and up are fused even if the plan says "colwise". Experts state whether the two are
+        # concatenated; if not, their rows alternate, and each rank's shard has both.
+        is_fused = param_style.startswith("packed") or name == "gate_up_proj"
+        if is_fused and getattr(module, "is_concatenated", True):
+            fused[name] = 2
     if not placements:
         return None
-    return (
-        LocalParameters(placements)
-        if name == "local_params"
-        else ExpertTensorParallel(placements, fused=fused)
-    )
+    if style_name == "local_params":
+        return LocalParameters(placements)
+    return ExpertTensorParallel(placements, fused=fused)
 
 
-def _tell_attention(modules: Mapping[str, nn.Module], plan: dict[str, ParallelStyle]) -> None:
-    """Add a style for each attention that counts the queries of a kv head and has a rank's heads.
+def _add_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """Return the styles of a linear and of its LoRA adapters by name, or of a module without any.
 
-    Some layers have no keys and values of their own, and use those of another layer.
+    Raises:
+        _UnsupportedStyleError: the adapters of the module cannot be sharded.
+    """
+    if not hasattr(module, "base_layer") or isinstance(style, AllReduceTailGradient):
+        return {fqn: style}
+    # The matrix of an adapter whose features are sharded as the features of its linear.
+    sharded_matrices = {ColwiseParallel: "lora_B", KeyValueParallel: "lora_B", RowwiseParallel: "lora_A"}
+    matrix = sharded_matrices.get(type(style), "")
+    adapters: Any = getattr(module, matrix, None)
+    # Variants, such as DoRA, use the norm of the full weight.
+    if not adapters or getattr(module, "lora_variant", None):
+        raise _UnsupportedStyleError(
+            "is for a layer whose adapters are not plain LoRA of a linear; merge them"
+        )
+    styles = {f"{fqn}.base_layer": style}
+    for adapter in adapters:
+        styles[f"{fqn}.{matrix}.{adapter}"] = style
+    return styles
+
+
+# --- attention heads ----------------------------------------------------------------------------
+
+
+def _add_key_value_groups(modules: Mapping[str, nn.Module], plan: dict[str, ParallelStyle]) -> None:
+    """Add a style for each sharded attention that reads the number of query heads for each kv head.
+
+    It also covers layers that use the keys and values of another layer.
     """
     for fqn, module in modules.items():
-        heads = _heads(modules, f"{fqn}.") if hasattr(module, _GROUPS) else None
-        if heads is None or heads[0] == heads[1]:
+        if not hasattr(module, GROUPS_ATTRIBUTE):
             continue
-        shards_heads = any(
-            name.startswith(f"{fqn}.")
-            and isinstance(style, ColwiseParallel)
-            # Where columns are gathered, every rank computes all heads, as one process does.
-            and style.output_layouts == (Shard(-1),)
-            for name, style in plan.items()
-        )
-        known = plan.get(fqn, LocalParameters({}))
-        if type(known) is LocalParameters and shards_heads:
-            plan[fqn] = AttentionGroups(known.layout(module, 1), *heads)
+        heads = _find_head_counts(modules, f"{fqn}.")
+        if heads is None or heads[0] == heads[1] or not _shards_heads(plan, fqn):
+            continue
+        style = plan.get(fqn, LocalParameters({}))
+        if type(style) is LocalParameters:
+            plan[fqn] = KeyValueGroups(style.layout(module, 1), *heads)
 
 
-def _heads(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int, int] | None:
-    """Return how many heads of queries, and of keys and values, the nearest module around one states, or its configuration."""
+def _shards_heads(plan: Mapping[str, ParallelStyle], fqn: str) -> bool:
+    """Return whether a column layer inside of an attention module leaves each rank some heads."""
+    for name, style in plan.items():
+        if not name.startswith(f"{fqn}.") or not isinstance(style, ColwiseParallel):
+            continue
+        # If the output is all-gathered, every rank computes all heads.
+        if style.output_layouts == (Shard(-1),):
+            return True
+    return False
+
+
+def _find_head_counts(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int, int] | None:
+    """Return the numbers of query heads and of kv heads of an attention.
+
+    They are read from the nearest module around ``fqn`` that states them itself, or in its
+    configuration; None if no module does.
+    """
     while fqn:
         fqn = fqn.rpartition(".")[0]
         module = modules[fqn]
-        config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-        layers = getattr(config, "per_layer_config", None)  # where layers differ
-        for source in (module, config if layers is None or index is None else layers[index]):
-            queries = _first_count(source, "num_heads", "num_attention_heads")
-            if queries:
-                groups = _first_count(module, _GROUPS)  # what the module says of itself counts more
-                kv_heads = _first_count(source, "num_key_value_heads", "num_kv_heads")
-                return queries, queries // groups if groups else kv_heads or queries
+        config = getattr(module, "config", None)
+        layer_index = getattr(module, "layer_idx", None)
+        layer_configs = getattr(config, "per_layer_config", None)
+        if layer_configs is not None and layer_index is not None:
+            config = layer_configs[layer_index]
+        for source in (module, config):
+            query_heads = _read_count(source, "num_heads", "num_attention_heads")
+            if not query_heads:
+                continue
+            # The attribute of the module takes precedence over its configuration.
+            groups = _read_count(module, GROUPS_ATTRIBUTE)
+            if groups:
+                return query_heads, query_heads // groups
+            kv_heads = _read_count(source, "num_key_value_heads", "num_kv_heads")
+            return query_heads, kv_heads or query_heads
     return None
 
 
-def _first_count(source: object, *names: str) -> int | None:
+def _read_count(source: object, *names: str) -> int | None:
+    """Return the first of several attributes that is a positive int; None if none is."""
     for name in names:
-        with suppress(RuntimeError):  # transformers', of what differs between layers
+        # transformers raises a RuntimeError for a setting that differs between layers.
+        with suppress(RuntimeError):
             count = getattr(source, name, None)
             if isinstance(count, int) and count > 0:
                 return count
     return None
-
-
-def _stated_for(stated: Mapping[str, str], fqn: str) -> tuple[str, str]:
-    """Return the first key that matches a name, and its style; two empty strings without one."""
-    return next(((key, name) for key, name in stated.items() if matches(key, fqn)), ("", ""))
-
-
-def _plain(fqn: str) -> str:
-    """Return the name of a module in the model as it was written, without torch's wrappers."""
-    return ".".join(token for token in fqn.split(".") if token not in _WRAPPERS)

@@ -26,12 +26,12 @@ from namedmesh.tensor_parallel.collectives import (
     split,
 )
 
+# The placements of a DTensor on a mesh with one axis.
 REPLICATED = (Replicate(),)
 PARTIAL = (Partial(),)
 
-
-# The shape of the local shard of each parameter, by name; None if the parameter is None.
 Shards: TypeAlias = "Mapping[str, torch.Size | None]"
+"""The shape of the local shard of each parameter, by name; None if the parameter is None."""
 
 
 class LayerLayouts(NamedTuple):
@@ -189,7 +189,14 @@ class ConcatLinear(nn.ModuleList):
     """Linears with the same input, whose outputs are concatenated. Made by :func:`split_linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the fused linear, or the local shard of each of its parts."""
+        """Return the outputs of the linears, concatenated along the last dim.
+
+        Under column styles it is the local shard of each of them, and not a shard of the fused
+        output.
+
+        Args:
+            x: the input of the fused linear.
+        """
         return torch.cat([linear(x) for linear in self], -1)
 
 
@@ -247,7 +254,11 @@ def shard_shapes(module: nn.Module, names: Iterable[str]) -> Shards:
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast an activation as autocast would in the linear after it, so that less data is sent."""
+    """Cast an activation as autocast would in the linear after it, so that less data is sent.
+
+    Args:
+        x: the activation. It is returned unchanged if autocast would not cast it.
+    """
     device = x.device.type
     if device == "meta" or x.dtype == torch.float64 or not x.is_floating_point():
         return x
@@ -257,12 +268,17 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 
 
 def to_output_layout(module: Any, y: Tensor) -> Tensor:
-    """Return a layer's local output, or a DTensor of it if the style has no local output."""
+    """Return the output of a layer as its style promises it: a local tensor or a DTensor.
+
+    Args:
+        module: the layer.
+        y: its local output.
+    """
     _, _, dim, use_local_output = module.layouts
     if use_local_output:
         return y
-    if dim is None:
-        placement: Any = Replicate()
-    else:
-        placement = Shard(y.ndim - 1 if dim == -1 else dim)
+    placement: Any = Replicate()
+    if dim is not None:
+        # DTensors have no negative dims.
+        placement = Shard(dim % y.ndim)
     return DTensor.from_local(y, module.weight.device_mesh, (placement,), run_check=False)

@@ -1,4 +1,8 @@
-"""Losses of logits whose vocabulary is sharded over the ranks, without gathering the logits."""
+"""Losses of vocabulary-sharded logits, without an all-gather of the logits.
+
+The logits of a rank are its local shard of the vocabulary, as an output layer under
+``ColwiseParallel()`` returns them. The results are replicated.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from namedmesh.arguments import AxisMesh, one_axis
@@ -32,19 +35,26 @@ def cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of vocabulary-sharded logits; the same on every rank.
 
-    It computes what ``torch.nn.functional.cross_entropy`` computes from the full logits, in float32
-    at least, with two small all-reduces. It stores no probabilities: it needs three times the memory
-    of the logits at most, and torch's ``loss_parallel`` needs five to nine times. Collective: every
-    rank of ``mesh`` must call it.
+    The result equals ``torch.nn.functional.cross_entropy`` of the full logits. It is computed in
+    float32 at least. No probabilities are stored: it needs three times the memory of the logits at
+    most, torch's ``loss_parallel`` five to nine times.
+
+    Forward: two all-reduces, of one and of three numbers for each row. Backward: no communication.
+    Collective: every rank of ``mesh`` must call it.
 
     Args:
-        logits: ``(..., vocabulary / ranks)``, this rank's shard: what an output layer under
-            ``ColwiseParallel()`` returns.
+        logits: ``(..., vocabulary / ranks)``, the local shard of the vocabulary.
         target: ``(...)``, ids in the full vocabulary, of dtype int64, the same on every rank.
-        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis over which the vocabulary is sharded.
-        ignore_index: a target that does not count.
-        reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for the loss of each target.
-        label_smoothing: from 0 to 1: the weight that the target loses and the whole vocabulary shares.
+        mesh: the NamedMesh, whose ``tp`` axis is used, or a mesh with the one axis over which the
+            vocabulary is sharded.
+        ignore_index: the id of targets that do not count.
+        reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for the loss of
+            each target.
+        label_smoothing: from 0 to 1: the share of the target's weight that is distributed over the
+            full vocabulary.
+
+    Returns:
+        The loss, in float32 at least, differentiable once.
 
     Raises:
         ShapeError: the target has another shape than the logits without their last dim, or holds no
@@ -73,14 +83,16 @@ def cross_entropy(
 
 
 def token_log_probs(logits: Tensor, target: Tensor, mesh: AxisMesh, *, ignore_index: int = -100) -> Tensor:
-    """Return the log-probability of each target in a sharded vocabulary; the same on every rank.
+    """Return the log-probability of each target over a sharded vocabulary, replicated.
 
-    Policy gradients and preference losses use them. Collective: every rank of ``mesh`` must call it.
+    Policy gradients and preference losses use them. They communicate like :func:`cross_entropy`.
+    Collective: every rank of ``mesh`` must call it.
 
     Args:
-        logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
+        logits: ``(..., vocabulary / ranks)``, the local shard, as for :func:`cross_entropy`.
         target: ``(...)``, ids in the full vocabulary, of dtype int64, the same on every rank.
-        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis over which the vocabulary is sharded.
+        mesh: the NamedMesh, whose ``tp`` axis is used, or a mesh with the one axis over which the
+            vocabulary is sharded.
         ignore_index: a target whose log-probability and gradient are 0.
 
     Returns:
@@ -98,11 +110,15 @@ def token_log_probs(logits: Tensor, target: Tensor, mesh: AxisMesh, *, ignore_in
 def logsumexp(logits: Tensor, mesh: AxisMesh) -> Tensor:
     """Return ``torch.logsumexp`` over a sharded vocabulary; the same on every rank.
 
-    A z-loss is ``z * logsumexp(logits, mesh) ** 2``. Collective: every rank of ``mesh`` must call it.
+    A z-loss is ``z * logsumexp(logits, mesh) ** 2``.
+
+    Forward: two all-reduces of one number for each row. The first backward does not communicate.
+    Collective: every rank of ``mesh`` must call it.
 
     Args:
-        logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
-        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis over which the vocabulary is sharded.
+        logits: ``(..., vocabulary / ranks)``, the local shard, as for :func:`cross_entropy`.
+        mesh: the NamedMesh, whose ``tp`` axis is used, or a mesh with the one axis over which the
+            vocabulary is sharded.
 
     Returns:
         ``(...)``, in float32 at least, differentiable any number of times.
@@ -111,21 +127,26 @@ def logsumexp(logits: Tensor, mesh: AxisMesh) -> Tensor:
         ShapeError: the logits are a DTensor or no floating-point numbers.
     """
     mesh = one_axis(mesh, "tp", "logsumexp")
-    group = _group_of(logits, mesh)
+    _check_logits(logits)
+    group = Group.of(mesh)
     shifted, highest = _shift(logits, group)
-    total = reduce_from_tp_region(shifted.exp().sum(-1), group)
-    return total.log() + highest
+    exp_sum = reduce_from_tp_region(shifted.exp().sum(-1), group)
+    return exp_sum.log() + highest
 
 
 def entropy(logits: Tensor, mesh: AxisMesh) -> Tensor:
     """Return the entropy of each row over a sharded vocabulary; the same on every rank.
 
-    An entry of minus infinity has the probability 0, and adds nothing. Collective: every rank of
-    ``mesh`` must call it.
+    An entry of minus infinity has the probability 0, and adds nothing.
+
+    Forward: two all-reduces, of one and of two numbers for each row. The first backward does not
+    communicate.
+    Collective: every rank of ``mesh`` must call it.
 
     Args:
-        logits: ``(..., vocabulary / ranks)``, this rank's shard, as for :func:`cross_entropy`.
-        mesh: the NamedMesh, of which ``tp`` is taken, or the one axis over which the vocabulary is sharded.
+        logits: ``(..., vocabulary / ranks)``, the local shard, as for :func:`cross_entropy`.
+        mesh: the NamedMesh, whose ``tp`` axis is used, or a mesh with the one axis over which the
+            vocabulary is sharded.
 
     Returns:
         ``(...)``, in nats, in float32 at least, differentiable any number of times.
@@ -134,17 +155,24 @@ def entropy(logits: Tensor, mesh: AxisMesh) -> Tensor:
         ShapeError: the logits are a DTensor or no floating-point numbers.
     """
     mesh = one_axis(mesh, "tp", "entropy")
-    group = _group_of(logits, mesh)
+    _check_logits(logits)
+    group = Group.of(mesh)
     shifted, _ = _shift(logits, group)
     weights = shifted.exp()
     # exp(-inf) is 0, and 0 * -inf would be NaN.
     products = weights * shifted.masked_fill(shifted == -torch.inf, 0)
-    total, weighted = reduce_from_tp_region(torch.stack([weights.sum(-1), products.sum(-1)]), group).unbind()
-    return total.log() - weighted / total
+    sums = torch.stack([weights.sum(-1), products.sum(-1)])
+    exp_sum, weighted_sum = reduce_from_tp_region(sums, group).unbind()
+    return exp_sum.log() - weighted_sum / exp_sum
 
 
 def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
-    """Return the reasons why a target does not fit logits of a shape (empty if it fits)."""
+    """Return the reasons why a target does not fit logits of a shape (empty if it fits).
+
+    Args:
+        shape: the shape of the logits.
+        target: the target.
+    """
     problems = []
     if target.shape != shape[:-1]:
         got = f"the target has shape {tuple(target.shape)} and the logits {tuple(shape)}"
@@ -155,7 +183,7 @@ def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
 
 
 def logits_problems(logits: Tensor) -> list[str]:
-    """Return the reasons why a tensor cannot be a rank's shard of logits (empty if it can)."""
+    """Return the reasons why a tensor cannot be the local shard of logits (empty if it can)."""
     if isinstance(logits, DTensor):
         return [f"the logits are a DTensor, {logits.placements}; pass each rank's to_local()"]
     if not logits.is_floating_point():
@@ -163,11 +191,10 @@ def logits_problems(logits: Tensor) -> list[str]:
     return []
 
 
-def _group_of(logits: Tensor, mesh: DeviceMesh) -> Group:
+def _check_logits(logits: Tensor) -> None:
     problems = logits_problems(logits)
     if problems:
         raise ShapeError(*problems)
-    return Group.of(mesh)
 
 
 def _shift(logits: Tensor, group: Group) -> tuple[Tensor, Tensor]:
@@ -183,8 +210,11 @@ def _shift(logits: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 class _CrossEntropy(torch.autograd.Function):
     """``lse(x) - (1 - s) x[target] - s mean(x)`` for each row x, with the label smoothing s, in ``dtype``.
 
-    The mean is over the full vocabulary. With ``smooth_over_shard`` it is over the local shard of the
-    vocabulary; the loss then differs between ranks.
+    The mean is over the full vocabulary. With ``smooth_over_shard`` it is over the local shard of
+    the vocabulary, as in Megatron; the loss then differs between ranks.
+
+    Forward: two all-reduces. Backward: no communication, because the gradient of a local logit
+    depends on the local shard and on sums that the forward has all-reduced.
     """
 
     @staticmethod
@@ -198,33 +228,44 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         smooth_over_shard: bool,
     ) -> Tensor:
-        part = logits.shape[-1]
-        local_target = target - group.rank * part
-        not_local = (local_target < 0) | (local_target >= part)
+        shard_size = logits.shape[-1]
+        local_target = target - group.rank * shard_size
+        not_local = (local_target < 0) | (local_target >= shard_size)
+        # Exactly one rank has the logit of a target. The others read any logit, and add zero.
         local_target = local_target.masked_fill(not_local, 0)
         highest = all_reduce(logits.amax(-1).to(dtype), group, "max")
-        shifted = logits - highest.unsqueeze(-1)  # in the larger of the two types
-        of_target = shifted.gather(-1, local_target.unsqueeze(-1)).squeeze(-1).masked_fill(not_local, 0)
-        mean = shifted.mean(-1) if smoothing else torch.zeros_like(of_target)
-        sums = torch.stack([shifted.exp().sum(-1), of_target, mean / group.size])
-        total, of_target, of_all = all_reduce(sums, group).unbind()
-        loss = total.log() - (1 - smoothing) * of_target - smoothing * (mean if smooth_over_shard else of_all)
-        ctx.save_for_backward(logits, total.log() + highest, not_local, local_target, counts)
-        ctx.smoothing, ctx.entries = smoothing, part if smooth_over_shard else part * group.size
+        # The subtraction promotes to the larger of the two dtypes.
+        shifted = logits - highest.unsqueeze(-1)
+        target_logit = shifted.gather(-1, local_target.unsqueeze(-1)).squeeze(-1)
+        target_logit = target_logit.masked_fill(not_local, 0)
+        mean = shifted.mean(-1) if smoothing else torch.zeros_like(target_logit)
+        # One all-reduce for all sums, because its cost is its latency.
+        sums = torch.stack([shifted.exp().sum(-1), target_logit, mean / group.size])
+        exp_sum, target_logit, full_mean = all_reduce(sums, group).unbind()
+        if not smooth_over_shard:
+            mean = full_mean
+        loss = exp_sum.log() - (1 - smoothing) * target_logit - smoothing * mean
+        # The backward computes the probabilities again from the logits, so that they are not
+        # stored.
+        ctx.save_for_backward(logits, exp_sum.log() + highest, not_local, local_target, counts)
+        ctx.smoothing = smoothing
+        ctx.averaged_logits = shard_size if smooth_over_shard else shard_size * group.size
         return loss if counts is None else loss.masked_fill(~counts, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, not_local, local_target, counts = ctx.saved_tensors
-        gradient = gradient if counts is None else gradient.masked_fill(~counts, 0)
-        result = (logits - lse.unsqueeze(-1)).exp_().mul_(gradient.unsqueeze(-1))
-        on_target = gradient.masked_fill(not_local, 0) * (ctx.smoothing - 1)
-        result.scatter_add_(-1, local_target.unsqueeze(-1), on_target.unsqueeze(-1))
+        if counts is not None:
+            grad = grad.masked_fill(~counts, 0)
+        # The gradient of lse(x) is softmax(x).
+        logits_grad = (logits - lse.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+        target_grad = grad.masked_fill(not_local, 0) * (ctx.smoothing - 1)
+        logits_grad.scatter_add_(-1, local_target.unsqueeze(-1), target_grad.unsqueeze(-1))
         if ctx.smoothing:
-            result.sub_(gradient.unsqueeze(-1) * (ctx.smoothing / ctx.entries))
-        return result.to(logits.dtype), *[None] * 6
+            logits_grad.sub_(grad.unsqueeze(-1) * (ctx.smoothing / ctx.averaged_logits))
+        return logits_grad.to(logits.dtype), *[None] * 6
 
 
 rows_cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply
-"""The cross entropy of each row of logits; which of them count may be None: all do."""
+"""The cross entropy of each row of logits. ``counts`` is a mask of the rows that count, or None."""

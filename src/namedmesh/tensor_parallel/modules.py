@@ -1,4 +1,4 @@
-"""Styles for modules that are neither linears nor embeddings: local parameters, output sums.
+"""Styles for modules other than linears and embeddings.
 
 They replace the parameters of a module with DTensors, and run the module's own forward on the local
 tensors.
@@ -41,7 +41,12 @@ class LocalParameters(ParallelStyle):
         self.placements = placements
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for the other styles
-        """Return the placement of each parameter of ``module``, by name."""
+        """Return the placement of each parameter that the module itself owns.
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks. The placements of this style do not depend on it.
+        """
         # A tied parameter has two names. Both of them get the same DTensor.
         params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if self.placements is None:
@@ -113,7 +118,12 @@ class LocalForward:
             return self.original(*args, **kwargs)
 
     def local_param(self, name: str, shard: Tensor) -> Tensor:
-        """Return the local tensor of a parameter in the shape that the forward expects."""
+        """Return the local tensor of a parameter in the shape that the forward expects.
+
+        Args:
+            name: the name of the parameter.
+            shard: its local tensor.
+        """
         dim = self.block_dims.get(name)
         return shard if dim is None else shard.flatten(dim, dim + 1)
 
@@ -145,5 +155,9 @@ def reduce_output(group: Group, _module: nn.Module, _args: Any, output: Tensor) 
     """All-reduce a partial output: a forward hook, once the group is bound.
 
     Forward: all-reduce. Backward: identity. Collective: every rank of ``group`` must call it.
+
+    Args:
+        group: the ranks.
+        output: the module's output.
     """
     return reduce_from_tp_region(output, group)

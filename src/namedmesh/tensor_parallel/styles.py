@@ -81,7 +81,12 @@ class _FastPathMixin:
         self.heads = heads
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
-        """Return the reasons why this style cannot be applied to ``module`` (empty if it can)."""
+        """Return the reasons why this style cannot be applied to a module (empty if it can).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks.
+        """
         messages = []
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             value = vars(module).get(option)
@@ -95,7 +100,12 @@ class _FastPathMixin:
         return messages
 
     def layout(self: Any, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  subclasses use it
-        """Return the placement of each parameter of ``module``, by name."""
+        """Return the placement of each parameter of a module, by name.
+
+        Args:
+            module: the linear or the embedding.
+            tp_size: the number of ranks.
+        """
         return layer_placements(self, module)
 
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -108,8 +118,13 @@ class _FastPathMixin:
     _partition_embedding_fn = _partition_linear_fn
 
     def fast_path_class(self: Any, module: nn.Module) -> type | None:
-        """Return the class whose forward uses local tensors; None for torch's DTensor path."""
-        # A forward on the instance hides that of the class. Hooks may expect torch's DTensors.
+        """Return the class whose forward uses local tensors; None for torch's DTensor path.
+
+        Args:
+            module: the module.
+        """
+        # A forward that is set on the instance hides the one of a class. Hooks may expect torch's
+        # DTensors.
         if "forward" in vars(module) or has_hooks(module):
             return None
         layer_class: type | None = self.supported_class(module)
@@ -172,7 +187,14 @@ class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
     """
 
     def supported_class(self, module: nn.Module) -> type | None:
-        """Return the fast-path class for the type of ``module`` and the layouts of this style."""
+        """Return the fast-path class for the type of a module and the layouts of this style.
+
+        Args:
+            module: the module.
+
+        Returns:
+            None if only torch's DTensor path supports the combination.
+        """
         (input_layout,) = self.input_layouts
         (output_layout,) = self.output_layouts
         if type(module) is not nn.Linear or not isinstance(input_layout, Shard | Replicate):
@@ -199,7 +221,14 @@ class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
     """
 
     def supported_class(self, module: nn.Module) -> type | None:
-        """Return the fast-path class for the type of ``module`` and the layouts of this style."""
+        """Return the fast-path class for the type of a module and the layouts of this style.
+
+        Args:
+            module: the module.
+
+        Returns:
+            None if only torch's DTensor path supports the combination.
+        """
         layer_class = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}.get(type(module))
         (input_layout,) = self.input_layouts
         (output_layout,) = self.output_layouts
@@ -277,16 +306,19 @@ def _share_input(  # noqa: PLR0917  a hook's
 
 
 class KeyValueParallel(ColwiseParallel):
-    """Shard a key or value linear, so that each rank has the kv heads that its queries attend to.
+    """Shard a key or value linear; each rank gets the kv heads that its queries attend to.
 
     If the number of ranks divides the kv heads, it is ``ColwiseParallel``. If not (one kv head and
     two ranks), the weight is replicated, and each rank computes the kv heads that its queries need;
     the weight's gradient is partial until it is all-reduced. The attention then has one kv head for
     each group of its queries, and must compute the number of repetitions from the shapes.
 
+    Forward and backward: the collectives of :class:`ColwiseParallel`. A replicated weight adds the
+    all-reduce of its gradient before the optimizer step.
+
     Args:
         query_heads: the number of query heads of the full model.
-        kv_heads: the number of kv heads of the full model; by default that of the query heads.
+        kv_heads: the number of kv heads of the full model; by default as many as query heads.
         input_layouts: as for :class:`ColwiseParallel`.
     """
 
@@ -298,14 +330,24 @@ class KeyValueParallel(ColwiseParallel):
         self.kv_heads = kv_heads or query_heads
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
-        """Return the placement of each parameter: replicated if ranks share kv heads."""
+        """Return the placement of each parameter: replicated if ranks share kv heads.
+
+        Args:
+            module: the linear.
+            tp_size: the number of ranks.
+        """
         placements = super().layout(module, tp_size)
         if self.kv_heads % tp_size == 0:
             return placements
         return dict.fromkeys(placements, Replicate())
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
-        """Return the reasons why this style cannot be applied to ``module`` (empty if it can)."""
+        """Return the reasons why this style cannot be applied to a module (empty if it can).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks.
+        """
         features = getattr(module, "out_features", 1)
         if features % self.kv_heads:
             return [f"{self.kv_heads} kv heads do not divide out_features {features}"]
@@ -335,7 +377,7 @@ class KeyValueParallel(ColwiseParallel):
 
 
 def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
-    """Replace a fused linear (q|k|v, gate|up, concatenated) with one linear for each of its parts.
+    """Replace a fused linear (q|k|v, gate|up, concatenated) with separate linears.
 
     The new linears are modules ``{name}.0``, ``{name}.1`` and so on, to be named in a plan. Their
     outputs are concatenated. The model's own ``chunk`` or ``split`` of the output must compute the
@@ -355,7 +397,8 @@ def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
     fused = model.get_submodule(name)
     if type(fused) is not nn.Linear or sum(sizes) != fused.out_features:
         raise PlanError(
-            f"{name} is {fused}; give an nn.Linear and sizes that add up to its out_features, not {list(sizes)}"
+            f"{name} is {fused}; give an nn.Linear and sizes that add up to its out_features, not "
+            f"{list(sizes)}"
         )
     params = dict(fused.named_parameters())
     problems = []
@@ -376,7 +419,7 @@ def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
 
 
 def _make_linears(fused: nn.Linear, sizes: Sequence[int]) -> ConcatLinear:
-    # On the meta device, because the values are replaced with those of the fused linear.
+    # On the meta device, because the values of the fused linear replace the initial values.
     linears = ConcatLinear()
     for size in sizes:
         linears.append(nn.Linear(fused.in_features, size, fused.bias is not None, device="meta"))

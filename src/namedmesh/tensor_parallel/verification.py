@@ -1,4 +1,4 @@
-"""A model under a plan against the same model in one process: outputs and gradients, by name."""
+"""Compare a model under a tensor-parallel plan with the same model in one process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import all_gather_object, tree_leaves, tree_map
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import PlanError, format_count
-from namedmesh.tensor_parallel.plan import Plan, parallelize, resolve
+from namedmesh.tensor_parallel.plan import parallelize
+from namedmesh.tensor_parallel.plan_checks import resolve_plan
+from namedmesh.tensor_parallel.plan_entries import Plan
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a comparison found: a line for each thing that differs when printed.
+    """The result of :func:`verify`: which tensors were compared, and which of them differ.
 
-    ``compared``: the names of all: ``"output 0"``, ``"output 0 under no_grad"``, ``"gradient of input 0"``, ``"gradient of layers.0.weight"``. ``mismatches``: of
-    those that differ, what each rank says, the same on every rank.
+    It prints as one line for each mismatch, and a summary.
+
+    Attributes:
+        tp_size: the number of ranks.
+        compared: the names of all tensors: ``"output 0"``, ``"output 0 under no_grad"``,
+            ``"gradient of input 0"``, ``"gradient of layers.0.weight"``.
+        mismatches: the name of each tensor that differs, and the differences on all ranks. It is
+            the same on every rank.
     """
 
     tp_size: int
@@ -31,13 +40,14 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs."""
+        """Whether no tensor differs."""
         return not self.mismatches
 
     def __str__(self) -> str:
         lines = [f"{name}: {text}" for name, text in self.mismatches.items()]
-        total = f"{len(lines)} of {format_count(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one process"
-        return "\n".join([*lines, total])
+        count = format_count(len(self.compared), "tensor")
+        lines.append(f"{len(lines)} of {count} on {self.tp_size} ranks differ from one process")
+        return "\n".join(lines)
 
 
 @torch.inference_mode(False)
@@ -45,113 +55,166 @@ class VerifyReport:
 def verify(
     model: nn.Module, mesh: AxisMesh, plan: Plan, *inputs: Any, tolerance: float = 1e-5, **named: Any
 ) -> VerifyReport:
-    """Run a model whole and sharded, forward and backward, and report what differs.
+    """Run a model unsharded and sharded, forward and backward, and compare the results.
 
-    It tells, for one input, what no plan and no comparison between ranks can: that the ranks together compute what one
-    process does. It costs two copies of the whole model in double precision on every rank: take a small one.
-    The copies are in evaluation mode, draw the same random numbers, and have the parameters and inputs of the first rank;
-    parameters that are all zero get numbers, because they would hide what is wrong behind them.
+    It finds, for one input, every difference between the sharded and the unsharded model. The
+    comparison of gradients between ranks cannot: ranks may agree on wrong gradients. Every rank
+    holds two full copies of the model in double precision, so use a small configuration of it.
+
+    The copies run in evaluation mode with the same random numbers, and with the parameters and
+    inputs of the first rank. Parameters that are all zero get random values, because zeros would
+    hide differences in the layers behind them.
+
+    Collective: every rank of ``mesh`` must call it.
 
     Args:
-        model: the model, not parallelized; it is left as it is.
-        mesh: the NamedMesh, of which ``tp`` is taken, or one axis; all its ranks call this.
-        plan: what ``parallelize`` would get.
-        *inputs: what the model is called with; the gradients of tensors, in containers too, are compared.
-        tolerance: the largest difference, as a part of the largest number of a tensor, that is none.
-        **named: what the model is called with by name.
+        model: the model, not parallelized. It is not changed.
+        mesh: the NamedMesh, whose ``tp`` axis is used, or a mesh with one axis.
+        plan: the plan that ``parallelize`` would get.
+        *inputs: the positional arguments of the model. The gradients of tensors, also of those in
+            containers, are compared.
+        tolerance: the allowed absolute difference, relative to the largest value of a tensor.
+        **named: the keyword arguments of the model.
+
+    Returns:
+        The report, the same on every rank.
 
     Raises:
-        PlanError: the one that ``parallelize`` would raise; the model has no values; it returns nothing to compare.
+        PlanError: the plan does not fit the model; or the model is on the meta device, is sharded
+            already, or returns no tensors.
     """
     mesh = one_axis(mesh, "tp", "verify")
-    resolve(model, mesh.size(), plan)
+    resolve_plan(model, mesh.size(), plan)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
-            raise PlanError(f"{name} is on the meta device or sharded; verify a whole model that has values")
-    whole = copy.deepcopy(model).eval().double()
-    given = tree_map(_copied, (inputs, named))
-    for tensor in (*whole.parameters(), *whole.buffers(), *_tensors(given)):
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and not tensor.count_nonzero():
-            nn.init.normal_(tensor, std=0.02, generator=torch.Generator(tensor.device).manual_seed(0))
-        dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
-    sharded = parallelize(copy.deepcopy(whole), mesh, plan, check_gradients=False)
-    wanted, got = (_run(each, given) for each in (whole, sharded))
-    # Terms that cancel out leave rounding, which may be all of a gradient.
-    rounding = 1e-13 * max((_size(each) for name, each in wanted.items() if "gradient" in name), default=0.0)
-    own = {}
-    for name, each in (wanted | got).items():
-        nothing = torch.zeros_like(each)  # in place of what one of the two does not make
-        own[name] = _difference(got.get(name, nothing), wanted.get(name, nothing), tolerance, rounding)
-    of_all = all_gather_object(mesh.get_group(), own)
-    different = {}
-    for name in own:
-        texts = [found[name] for found in of_all if found.get(name)]
+            raise PlanError(f"{name} is on the meta device or sharded; verify an unsharded model with values")
+    reference = copy.deepcopy(model).eval().double()
+    arguments = tree_map(_copy_argument, (inputs, named))
+    _broadcast_values(reference, arguments, mesh)
+    sharded = parallelize(copy.deepcopy(reference), mesh, plan, check_gradients=False)
+    expected = _run(reference, arguments)
+    actual = _run(sharded, arguments)
+    # A gradient may consist of the rounding errors of terms that cancel out. They are small next to
+    # the largest gradient.
+    largest = 0.0
+    for name, tensor in expected.items():
+        if "gradient" in name:
+            largest = max(largest, _max_abs(tensor))
+    rounding = 1e-13 * largest
+    differences = {}
+    for name, tensor in (expected | actual).items():
+        # A tensor that only one of the models returns is compared with zeros.
+        zeros = torch.zeros_like(tensor)
+        differences[name] = _describe_difference(
+            actual.get(name, zeros), expected.get(name, zeros), tolerance, rounding
+        )
+    reports = all_gather_object(mesh.get_group(), differences)
+    mismatches = {}
+    for name in differences:
+        texts = [report[name] for report in reports if report.get(name)]
         if texts:
-            different[name] = "; ".join(texts)
-    return VerifyReport(mesh.size(), tuple(own), different)
+            mismatches[name] = "; ".join(texts)
+    return VerifyReport(mesh.size(), tuple(differences), mismatches)
 
 
-def _tensors(value: object) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+def _broadcast_values(model: nn.Module, arguments: Any, mesh: DeviceMesh) -> None:
+    """Give every rank the parameters, buffers and inputs of the first rank, in place."""
+    for tensor in (*model.parameters(), *model.buffers(), *_list_tensors(arguments)):
+        is_float_param = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        if is_float_param and not tensor.count_nonzero():
+            generator = torch.Generator(tensor.device).manual_seed(0)
+            nn.init.normal_(tensor, std=0.02, generator=generator)
+        dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
 
 
-def _copied(value: Any) -> Any:
-    """Return a leaf of the inputs for one run: in double precision, with a gradient."""
+def _list_tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _copy_argument(value: Any) -> Any:
+    """Copy a leaf of the inputs; a floating-point tensor in double precision and with a gradient."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = value.detach().clone()
-    return value.double().requires_grad_() if value.is_floating_point() else value
+    if not value.is_floating_point():
+        return value
+    return value.double().requires_grad_()
 
 
-def _run(model: nn.Module, given: Any) -> dict[str, Tensor]:
-    """Return what a model makes of inputs, and the gradients of a weighted sum of it; all draw from a fixed seed, and put it back."""
-    leaves = tree_map(_copied, given)
-    outputs = _outputs(model, leaves)
-    trained = [each for each in outputs if each.requires_grad]
+def _run(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
+    """Run the forward and the backward of a model.
+
+    The backward starts at a sum of all outputs with fixed random weights.
+
+    Returns:
+        The outputs, with and without gradients enabled, and the gradients of inputs and parameters,
+        as full tensors by name.
+    """
+    leaves = tree_map(_copy_argument, arguments)
+    outputs = _run_forward(model, leaves)
+    differentiable = [output for output in outputs if output.requires_grad]
     generator = torch.Generator("cpu").manual_seed(0)
     weights = []
-    for tensor in trained:
-        weight = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device="cpu")
-        weights.append(weight.to(tensor))
-    if trained:
-        torch.autograd.backward(trained, weights)
-    found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}
-    with torch.no_grad():  # torch has other ways through a model for this
-        found |= {f"output {i} under no_grad": each for i, each in enumerate(_outputs(model, leaves))}
-    differentiated = {f"input {i}": each for i, each in enumerate(_tensors(leaves))}
-    for name, each in (differentiated | dict(model.named_parameters())).items():
-        if each.requires_grad:
-            gradient: Any = torch.zeros_like(each) if each.grad is None else each.grad
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            found[f"gradient of {name}"] = whole.to_dense()
-    return found
+    for output in differentiable:
+        weight = torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
+        weights.append(weight.to(output))
+    if differentiable:
+        torch.autograd.backward(differentiable, weights)
+    results = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+    # A module may have another code path for inference, such as torch's fused encoder.
+    with torch.no_grad():
+        for index, output in enumerate(_run_forward(model, leaves)):
+            results[f"output {index} under no_grad"] = output
+    inputs = {f"input {index}": tensor for index, tensor in enumerate(_list_tensors(leaves))}
+    for name, tensor in (inputs | dict(model.named_parameters())).items():
+        if not tensor.requires_grad:
+            continue
+        grad: Any = tensor.grad
+        if grad is None:
+            grad = torch.zeros_like(tensor)
+        results[f"gradient of {name}"] = _to_full_tensor(grad).to_dense()
+    return results
 
 
-def _outputs(model: nn.Module, leaves: Any) -> list[Tensor]:
-    """Return the tensors that a model returns, as full tensors."""
-    # A model may write into its inputs, but into no leaf.
-    args, named = tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, leaves)
+def _run_forward(model: nn.Module, leaves: Any) -> list[Tensor]:
+    """Return the tensors that a model returns, as full tensors.
+
+    The random numbers are the same in each call; afterwards the generators are restored.
+    """
+    # The model may write into its inputs in place. autograd forbids that for leaves.
+    args, kwargs = tree_map(_clone_tensor, leaves)
     with torch.random.fork_rng(range(torch.accelerator.device_count())):
         torch.manual_seed(0)
-        output = model(*args, **named)
-    outputs = [each.full_tensor() if isinstance(each, DTensor) else each for each in _tensors(output)]
+        output = model(*args, **kwargs)
+    outputs = [_to_full_tensor(tensor) for tensor in _list_tensors(output)]
     if not outputs:
         kind = type(output).__name__
         raise PlanError(f"no tensor is in the output, a {kind}; return some in plain containers")
     return outputs
 
 
-def _size(tensor: Tensor) -> float:
-    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
+def _clone_tensor(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
-def _difference(mine: Tensor, wanted: Tensor, tolerance: float, rounding: float) -> str:
-    """Return torch's sentence on how far a tensor is from the one of one process; nothing where it is near enough."""
-    if mine.numel() == wanted.numel():
-        mine = mine.reshape(wanted.shape)  # fused experts have a dim more
+def _to_full_tensor(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _max_abs(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _describe_difference(actual: Tensor, expected: Tensor, tolerance: float, rounding: float) -> str:
+    """Return torch's description of the difference of two tensors; empty if they are close."""
+    if actual.numel() == expected.numel():
+        # A fused expert parameter has one dim more when it is sharded.
+        actual = actual.reshape(expected.shape)
+    allowed = max(tolerance * _max_abs(expected), rounding)
     try:
-        within = max(tolerance * _size(wanted), rounding)
-        torch.testing.assert_close(mine, wanted, rtol=0, atol=within, equal_nan=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=allowed, equal_nan=True)
     except AssertionError as error:
         return f"on rank {dist.get_rank()}, {' '.join(str(error).split())}"
     return ""

@@ -1,0 +1,313 @@
+"""Check a tensor-parallel plan against a model, and report all problems at once.
+
+The checks read names, shapes and layouts. They need no process groups, and the model may be on the
+meta device. A plan that fails them has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parameter import is_lazy
+
+from namedmesh._torch import has_hooks
+from namedmesh.errors import PlanError, format_items
+from namedmesh.tensor_parallel.plan_entries import (
+    LAYER_STYLES,
+    Plan,
+    PlanEntry,
+    compute_placements,
+    format_placement,
+    iter_placements,
+    match_plan,
+)
+
+ParamSlot: TypeAlias = "tuple[nn.Module, str]"
+"""A module, and a name under which it registers a parameter."""
+
+
+def resolve_plan(
+    model: nn.Module,
+    tp_size: int,
+    plan: Plan,
+    must_divide: Mapping[str, int] | None = None,
+    *,
+    strict: bool = True,
+) -> tuple[list[PlanEntry], list[list[ParamSlot]]]:
+    """Check a plan, and return its entries and the tied parameters of the model.
+
+    Args:
+        model: the model.
+        tp_size: the number of ranks.
+        plan: the plan.
+        must_divide: further sizes that the number of ranks has to divide, by name.
+        strict: whether a key that matches no module is a problem.
+
+    Returns:
+        The entries, in the order in which they are applied. For each tied parameter the slots in
+        which it is registered: styles replace each of them separately, so they must be tied again.
+
+    Raises:
+        PlanError: with every problem that can be found without communication.
+    """
+    entries, problems = match_plan(model, plan, strict=strict)
+    # The same problem in many layers is one message that lists them.
+    names_by_problem: dict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        for problem in _check_entry(entry, tp_size):
+            names_by_problem[problem].append(entry.fqn or "the model")
+    if tp_size > 1:
+        for fqn, problem in _check_blocks(model, entries):
+            names_by_problem[problem].append(fqn)
+    for name, value in (must_divide or {}).items():
+        if value % tp_size:
+            problem = f"{value} is not divisible by the tp size {tp_size} (from must_divide)"
+            names_by_problem[problem].append(name)
+    for problem, names in names_by_problem.items():
+        problems.append(f"{format_items(names, 3)}: {problem}")
+    ties = _find_ties(model)
+    problems.extend(_check_ties(model, entries, ties, tp_size))
+    if problems:
+        raise PlanError(*problems)
+    return entries, ties
+
+
+# --- one module and its style -------------------------------------------------------------------
+
+
+def _check_entry(entry: PlanEntry, tp_size: int) -> list[str]:
+    """Return the reasons why a style cannot be applied to its module (empty if it can)."""
+    style = entry.style
+    if isinstance(style, LAYER_STYLES) and not isinstance(entry.module, nn.Linear | nn.Embedding):
+        got = f"{type(style).__name__} fits nn.Linear and nn.Embedding, not {type(entry.module).__name__}"
+        return [
+            f"{got}; use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"
+        ]
+    problems: list[str] = []
+    if hasattr(style, "problems"):
+        problems.extend(style.problems(entry.module, tp_size))
+    problems.extend(_check_placements(entry, tp_size))
+    # The sizes of parameters can be checked only if the placements are valid.
+    return problems or _check_params(entry, tp_size)
+
+
+def _check_placements(entry: PlanEntry, tp_size: int) -> Iterator[str]:
+    """Yield the reasons why placements of a style are not valid for parameters of its module."""
+    params = dict(entry.module.named_parameters(remove_duplicate=False))
+    for name, placement in compute_placements(entry, tp_size).items():
+        if name not in params:
+            got = f"{type(entry.style).__name__} names {name!r}, but {type(entry.module).__name__} owns"
+            remedy = "name what it owns, and remove a parametrization such as weight_norm first"
+            yield f"{got} {tuple(params)}; {remedy}"
+        elif is_lazy(params[name]):
+            yield f"{name} has no shape yet; run a forward first, which initializes a lazy module"
+        elif isinstance(placement, Shard):
+            ndim = params[name].ndim
+            if not -ndim <= placement.dim < ndim:
+                got = f"Shard({placement.dim}) is not a placement of {name}, which has {ndim} dims"
+                yield f"{got}; name one of them"
+        elif not isinstance(placement, Replicate):
+            got = f"{placement!r} is not a placement of a parameter ({name})"
+            yield f"{got}; use Shard(dim) or Replicate()"
+
+
+def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
+    """Return the reasons why parameters cannot be sharded as a style places them."""
+    problems = []
+    for name, param, placement in iter_placements(entry, tp_size):
+        if isinstance(param, DTensor) and not hasattr(entry.style, "takes_distributed"):
+            remedy = "parallelize a model once, and before fully_shard"
+            return [f"already parallelized ({name} is a DTensor); {remedy}"]
+        if has_hooks(param):
+            problems.append(f"{name} has a hook, which the DTensor would not have; register it afterwards")
+        # The bias of a linear has the size of the output features, like the weight, which is
+        # reported already.
+        is_linear_bias = name == "bias" and hasattr(entry.module, "out_features")
+        if not isinstance(placement, Shard) or is_linear_bias:
+            continue
+        size = param.shape[placement.dim]
+        blocks = getattr(entry.style, "fused", {}).get(name, 1)
+        unit = tp_size * blocks
+        if size % unit:
+            divisor = f"the tp size {tp_size}"
+            if blocks > 1:
+                divisor = f"{blocks} times {divisor}"
+            got = f"dim {placement.dim} of {name} {size} is not divisible by {divisor}"
+            problems.append(f"{got}; pad it to {-(-size // unit) * unit}")
+    return problems
+
+
+# --- column and row layers that must fit each other ---------------------------------------------
+
+
+class _Block(NamedTuple):
+    """A module in which column-parallel layers feed row-parallel layers.
+
+    Attributes:
+        columns: its column-parallel linears, except those of a block inside of it.
+        rows: its row-parallel linears, except those of a block inside of it.
+        all_columns: its column-parallel linears, with those of the blocks inside of it.
+    """
+
+    columns: list[PlanEntry]
+    rows: list[PlanEntry]
+    all_columns: list[PlanEntry]
+
+
+def _check_blocks(model: nn.Module, entries: Sequence[PlanEntry]) -> Iterator[tuple[str, str]]:
+    """Yield the column and row layers of a block whose numbers of features do not fit each other.
+
+    A column layer with more output features than the row layers take is a fused linear (q|k|v,
+    gate|up). The shapes of its local shards fit nevertheless, and all ranks agree on the wrong
+    gradients. Only a fused linear that is interleaved per head can be sharded as it is.
+
+    Yields:
+        The name of the layer, and the problem.
+    """
+    order = {module: position for position, module in enumerate(model.modules())}
+    for block in _find_blocks(entries):
+        fused = _find_fused_columns(block, order)
+        yield from fused
+        if fused:
+            continue  # The row layers would be reported for the same reason.
+        outputs = {_count_features(column, "out_features") for column in block.all_columns}
+        if any(map(_has_head_count, block.all_columns)):
+            continue  # The outputs may be arranged in any way that keeps heads together.
+        for row in block.rows:
+            features = _count_features(row, "in_features")
+            if features not in outputs:
+                got = f"takes {features} features, which no column layer of its block computes"
+                yield row.fqn, f"{got}; name the layer that computes them"
+
+
+def _find_fused_columns(block: _Block, order: Mapping[nn.Module, int]) -> list[tuple[str, str]]:
+    """Return the names of the fused column layers of a block, each with the problem."""
+    inputs = {_count_features(row, "in_features") for row in block.rows}
+    last_row = max(order[row.module] for row in block.rows)
+    problems = []
+    for column in block.columns:
+        features = _count_features(column, "out_features")
+        # Keys and values may have fewer heads than queries.
+        fits = any(size % features == 0 for size in inputs)
+        # The output of a column layer behind all row layers, such as an output head, does not go
+        # into a row layer.
+        if fits or _has_head_count(column) or order[column.module] > last_row:
+            continue
+        got = f"has {features} output features, but the row layers of its block take"
+        why = "it is a fused linear (q|k|v, gate|up)"
+        remedy = "split it with split_linear, or use ColwiseParallel(heads=...) if it is interleaved per head"
+        problems.append((column.fqn, f"{got} {format_items(sorted(inputs), 4)}: {why}; {remedy}"))
+    return problems
+
+
+def _find_blocks(entries: Sequence[PlanEntry]) -> list[_Block]:
+    """Return the innermost modules that contain both column-parallel and row-parallel linears."""
+    columns = []
+    rows = []
+    for entry in entries:
+        style: Any = entry.style
+        is_column = isinstance(style, torch_styles.ColwiseParallel)
+        if is_column and _shards_features(entry.module, style.output_layouts[0]):
+            columns.append(entry)
+        is_row = isinstance(style, torch_styles.RowwiseParallel)
+        if is_row and _shards_features(entry.module, style.input_layouts[0]):
+            rows.append(entry)
+    columns_inside = _group_by_parent(columns)
+    rows_inside = _group_by_parent(rows)
+    blocks: dict[str, _Block] = {}
+    for row in rows:
+        parent = _find_parent(row.fqn, columns_inside)
+        if parent is not None:
+            block = blocks.setdefault(parent, _Block([], [], columns_inside[parent]))
+            block.rows.append(row)
+    for column in columns:
+        parent = _find_parent(column.fqn, rows_inside)
+        # The rows inside of the parent may all be in inner blocks. It is no block then.
+        if parent is not None and parent in blocks:
+            blocks[parent].columns.append(column)
+    return list(blocks.values())
+
+
+def _group_by_parent(entries: Sequence[PlanEntry]) -> dict[str, list[PlanEntry]]:
+    """Return the entries inside of each module, by the name of the module."""
+    entries_inside: dict[str, list[PlanEntry]] = defaultdict(list)
+    for entry in entries:
+        for parent in _iter_parents(entry.fqn):
+            entries_inside[parent].append(entry)
+    return entries_inside
+
+
+def _find_parent(fqn: str, candidates: Mapping[str, Any]) -> str | None:
+    """Return the innermost module around ``fqn`` that is a candidate; None if none is."""
+    for parent in _iter_parents(fqn):
+        if parent in candidates:
+            return parent
+    return None
+
+
+def _iter_parents(fqn: str) -> Iterator[str]:
+    """Yield the names of the modules around a module, from the innermost to the model."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        yield fqn
+
+
+def _shards_features(module: nn.Module, layout: Placement) -> bool:
+    """Return whether an input or output layout leaves each rank a shard of a linear's features."""
+    # Activations usually have the dims batch, sequence and features.
+    return isinstance(module, nn.Linear) and isinstance(layout, Shard) and layout.dim in {-1, 2}
+
+
+def _count_features(entry: PlanEntry, attribute: str) -> int:
+    number: int = getattr(entry.module, attribute)
+    return number
+
+
+def _has_head_count(entry: PlanEntry) -> bool:
+    """Return whether the style of a column layer states how many heads the features consist of."""
+    style: Any = entry.style
+    return bool(getattr(style, "heads", None) or getattr(style, "kv_heads", None))
+
+
+# --- tied parameters ----------------------------------------------------------------------------
+
+
+def _find_ties(model: nn.Module) -> list[list[ParamSlot]]:
+    """Return the slots of each parameter that is registered in several of them.
+
+    A module under two names is no tie: it is sharded once.
+    """
+    slots_by_param: dict[nn.Parameter, list[ParamSlot]] = defaultdict(list)
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            slots_by_param[param].append((module, name))
+    return [slots for slots in slots_by_param.values() if len(slots) > 1]
+
+
+def _check_ties(
+    model: nn.Module, entries: Sequence[PlanEntry], ties: Sequence[Sequence[ParamSlot]], tp_size: int
+) -> Iterator[str]:
+    """Yield a problem for each tied parameter that has several placements in the plan."""
+    placements: dict[ParamSlot, Placement] = {}
+    for entry in entries:
+        for name, _, placement in iter_placements(entry, tp_size):
+            placements[entry.module, name] = placement
+    fqns = {module: fqn for fqn, module in model.named_modules()}
+    for slots in ties:
+        if len({placements.get(slot) for slot in slots}) == 1:
+            continue
+        formatted = []
+        for module, name in slots:
+            fqn = f"{fqns[module]}.{name}".removeprefix(".")
+            formatted.append(f"{fqn}: {format_placement(placements.get((module, name)))}")
+        yield (
+            f"one parameter (tied) has several placements ({format_items(formatted, 4)}); give all the "
+            f"same, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or "
+            f"untie them first"
+        )
