@@ -33,10 +33,10 @@ import namedmesh
 from namedmesh import training
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
 from namedmesh.errors import CheckpointError
+from namedmesh.fingerprints import digest
 from namedmesh.training import checkpoint_files, seeds
 from namedmesh.training.checkpoint_files import Ranks
 from namedmesh.training.checkpoint_state import State
-from namedmesh.training.data import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

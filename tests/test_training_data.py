@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import namedmesh
 from namedmesh import training
 from namedmesh.errors import ShapeError
-from namedmesh.training.data import digest
+from namedmesh.fingerprints import digest
 
 PLACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "dp": ({"dp": 8}, tuple(range(8))),

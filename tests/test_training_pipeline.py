@@ -23,8 +23,8 @@ from training_checks import alone, loaded_alone, train_through
 
 import namedmesh
 from namedmesh import training
+from namedmesh.fingerprints import digest
 from namedmesh.training import seeds
-from namedmesh.training.data import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

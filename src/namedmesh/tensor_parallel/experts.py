@@ -19,9 +19,9 @@ from namedmesh._torch import all_gather_object, concatenate_meshes, get_group_by
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
 from namedmesh.errors import GradientError, ShapeError, format_ranks
+from namedmesh.fingerprints import fingerprint
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
-from namedmesh.tensor_parallel.gradients import fingerprint
 from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, reduce_output
 from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 

@@ -29,11 +29,12 @@ from namedmesh._torch import (
     is_capturing,
     make_gradient,
     queue_backward_callback,
-    sharding_under_ddp,
     wait_if_async,
 )
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import GradientError, format_items
+from namedmesh.fingerprints import fingerprint
+from namedmesh.sharding import find_placements, is_tp_shard
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
@@ -265,14 +266,9 @@ class _Watch:
 
     def is_replicated(self, tensor: Tensor) -> bool:
         """Return whether a parameter or a gradient is replicated along the axis."""
-        if isinstance(tensor, DTensor):
-            sharding: Any = tensor.device_mesh, tensor.placements
-        else:
-            sharding = sharding_under_ddp(tensor)
+        sharding = find_placements(tensor)
         if sharding is None:
-            # Megatron's and fairscale's attributes of a local shard.
-            attributes = ("tensor_model_parallel", "model_parallel")
-            return not any(getattr(tensor, attribute, False) for attribute in attributes)
+            return not is_tp_shard(tensor)
         if sharding not in self.replicated:
             self.replicated[sharding] = self._has_no_other_shards(*sharding)
         return self.replicated[sharding]
@@ -431,30 +427,3 @@ def _different(reports: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, fl
         if difference > RELATIVE_TOLERANCE * norms[name] and difference > zero:
             wrong[name] = difference / norms[name]
     return wrong
-
-
-def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
-    """Return the norm of a tensor, and a weighted sum of its values for each rate.
-
-    It is computed in double precision: equal tensors have equal fingerprints on all ranks.
-
-    Args:
-        tensor: a local tensor, or a DTensor, whose local tensor is used.
-        rates: the weight of the value at position i is ``cos(rate * i)``.
-    """
-    flat = wait_if_async(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
-    flat = flat.detach()
-    if flat.is_sparse:
-        flat = flat.coalesce().values()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-    squares = 0.0
-    sums = [0.0] * len(rates)
-    # Chunks bound the memory of the copies in double precision.
-    for chunk in flat.flatten().split(1 << 20):
-        values = chunk.double()
-        positions = torch.arange(len(values), dtype=torch.float64, device=values.device)
-        squares += float(values @ values)
-        for index, rate in enumerate(rates):
-            sums[index] += float(values @ (rate * positions).cos())
-    return [math.sqrt(squares), *sums]

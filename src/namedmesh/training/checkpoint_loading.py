@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import CheckpointError
+from namedmesh.fingerprints import fingerprint_sample
 from namedmesh.layout import Layout
 from namedmesh.training import seeds
 from namedmesh.training.checkpoint_files import by_ranks
-from namedmesh.training.checkpoint_plans import Mark, in_words, numbers_of, shared_name
+from namedmesh.training.checkpoint_plans import Mark, in_words, shared_name
 from namedmesh.training.checkpoint_state import (
     GROUPS,
     Options,
@@ -345,7 +346,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         problems = []
         for alias, whose in self._tied.items():
             names = [name for name in (f"model.{whose}", f"model.{alias}") if name in self._sources]
-            marks = [Mark(numbers_of(self.state_dict[name])) for name in names]
+            marks = [Mark(fingerprint_sample(self.state_dict[name])) for name in names]
             if any(not mark.is_same(marks[0]) for mark in marks):
                 problems.append(
                     f"{whose!r} and {alias!r} are tied here, and are two weights with other values in "

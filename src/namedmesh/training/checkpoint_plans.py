@@ -6,18 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, format_items, format_ranks
-from namedmesh.tensor_parallel.gradients import fingerprint
+from namedmesh.fingerprints import digest, fingerprint_sample
+from namedmesh.sharding import to_local
 from namedmesh.training.checkpoint_files import Writer
 from namedmesh.training.checkpoint_state import Names, State, of_owner, shown
-from namedmesh.training.data import digest
 
-_SAMPLE = 1024  # elements of a tensor that are compared
 _TOLERANCE = 1e-3  # replicas may differ by what rounding adds up to over a run; different tensors by more
 _STATE_TOLERANCE = 1e-2  # gradients in half precision differ by more than the parameters
 _REMEDY = (
@@ -109,24 +107,15 @@ def _mark(state: State, name: str) -> Mark:
     value, parameter = state.values[name], state.parameter_of(name)
     is_sharded = isinstance(value, DTensor)
     if name in state.parameters or (is_sharded and parameter is None):
-        return Mark(numbers_of(value))
+        return Mark(fingerprint_sample(value))
     if is_sharded or (isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None)):
-        local = value.to_local() if is_sharded else value
+        local = to_local(value)
         if type(local) not in {Tensor, nn.Parameter}:
             return Mark([])  # quantized tensors support few operations
-        numbers = numbers_of(local)
+        numbers = fingerprint_sample(local)
         return Mark(numbers, 0 if is_sharded else digest(numbers), _STATE_TOLERANCE)
     hashed = digest(value)
     return Mark(hashed, hashed)
-
-
-@torch.no_grad()
-def numbers_of(tensor: Tensor) -> list[float]:
-    """Return two numbers of some of a tensor's elements on this rank, that differ between different tensors."""
-    flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLE)].resolve_conj()
-    some = torch.view_as_real(some) if some.is_complex() else some
-    return fingerprint(some.double().nan_to_num(nan=1e100, posinf=2e100, neginf=-2e100))
 
 
 def joined_aliases(by_rank: Iterable[Names]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from namedmesh._torch import replace_local_tensor
 from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
+from namedmesh.sharding import find_plain_shard, to_local
 from namedmesh.training import seeds
 from namedmesh.training.tying import tie_of
 
@@ -163,13 +164,15 @@ class State:
         """Return a plain shard with Megatron's marks as a DTensor on the same memory, and any other tensor as it is."""
         if isinstance(tensor, DTensor):
             return tensor  # to detach one takes as long as to copy it
-        tensor, cut = tensor.detach(), seeds.shard_of(parameter, self.mesh)
-        if cut is None or tensor.shape != parameter.shape:
+        tensor = tensor.detach()
+        shard = find_plain_shard(parameter, self.mesh)
+        if shard is None or tensor.shape != parameter.shape:
             return tensor
-        ranks, dim, blocks = cut
-        if blocks > 1:
-            raise CheckpointError(f"a shard of {blocks} blocks (partition_stride); make a parameter of each")
-        return DTensor.from_local(tensor, ranks, [Shard(dim)], run_check=False)
+        if shard.num_blocks > 1:
+            raise CheckpointError(
+                f"a shard of {shard.num_blocks} blocks (partition_stride); make a parameter of each"
+            )
+        return DTensor.from_local(tensor, shard.mesh, [Shard(shard.dim)], run_check=False)
 
     @torch.no_grad()
     def reduce_partial(self) -> None:
@@ -199,7 +202,7 @@ class State:
         for name, value in self.values.items():
             if not isinstance(value, Tensor):
                 continue
-            local = value.to_local() if isinstance(value, DTensor) else value
+            local = to_local(value)
             # Tensor subclasses, such as quantized optimizer states, know how they are copied.
             if local.device.type == "cpu" or type(local) not in {Tensor, nn.Parameter}:
                 self.values[name] = value.to("cpu", copy=True)

@@ -15,6 +15,7 @@ from namedmesh._torch import compute_norms, functional_collective, scale_
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
+from namedmesh.sharding import find_attribute_axes, find_placements, to_local
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training import replicas
 from namedmesh.training.tying import is_counted_elsewhere
@@ -95,14 +96,10 @@ def clip_grad_norm_(
         value = norm.item()
         raise TrainingError(f"the norm of order {norm_type} of all gradients is {value}; {remedy}")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    local_grads = [_local(grad) for grad in grads if grad is not None]
+    local_grads = [to_local(grad) for grad in grads if grad is not None]
     for (device, dtype), some in _by_device_and_type(local_grads).items():
         scale_(some, factor.to(device, _FACTOR_TYPES.get(dtype, torch.float32)), foreach)
     return norm if any(param.dtype == torch.float64 for param in params) else norm.float()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _counted_shards(
@@ -126,20 +123,20 @@ def _counted_shards(
             # torch's operators may leave a gradient in another layout than the parameter's.
             grad = grad.redistribute(placements=param.placements)  # noqa: PLW2901
         if grad is not None:
-            counted.append(_local(grad))
+            counted.append(to_local(grad))
     return shards
 
 
 def _sharding_groups(param: Tensor, mesh: NamedMesh) -> Groups:
     """Return the groups that a parameter is sharded over, by its placements and its attributes."""
-    own_mesh, placements = replicas.sharding_of(param) or (None, ())
+    own_mesh, placements = find_placements(param) or (None, ())
     groups: list[ProcessGroup] = []
     own_ranks: set[int] = set()
     if own_mesh is not None:
         for dim, placement in enumerate(placements):
             if not isinstance(placement, Replicate):
                 groups.append(own_mesh.get_group(dim))
-    marked = [axis for axis in replicas.marked_axes(param) if axis in mesh]
+    marked = [axis for axis in find_attribute_axes(param) if axis in mesh]
     if own_mesh is not None and marked:
         own_ranks.update(own_mesh.mesh.flatten().tolist())
     # The mesh of a DTensor may have such an axis already, with a placement of its own.

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import DATA_AXES, SAME_SAMPLE_AXES
 from namedmesh.errors import AgreementError, AxisError, format_items
+from namedmesh.fingerprints import digest
 from namedmesh.mesh import NamedMesh
 
 
@@ -86,74 +82,6 @@ def _conflicts(one: Mapping[int, object], several: Mapping[int, object], what: s
         found.setdefault(each, {}).setdefault(several[rank], []).append(rank)
     groups = [[f"ranks {format_items(ranks)}" for ranks in each.values()] for each in found.values()]
     return [f"{' and '.join(each)} loaded {what}" for each in groups if len(each) > 1]
-
-
-def digest(value: object) -> int:
-    """Return a hash of what a value holds, never 0; dicts in any order, and NumPy's numbers and arrays are as torch's.
-
-    Example:
-        >>> digest({"a": [1], "b": torch.ones(2)}) == digest({"b": torch.ones(2), "a": [1]}) != digest({"a": [1]})
-        True
-    """
-    found = hashlib.sha256()
-    _add(found, value)
-    return int.from_bytes(found.digest()[:8], "little") >> 1 | 1
-
-
-def _add(found: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
-    """Add a value to a hash; ``enclosing`` has the ids of the objects that contain it."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-        value = _from_numpy(value)
-    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
-        # Sparse and nested tensors are made of several plain ones.
-        _add(found, _state_of(value), (*enclosing, id(value)))
-    elif isinstance(value, Tensor):
-        local = value.to_local() if isinstance(value, DTensor) else value
-        flat = local.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        found.update(repr((flat.dtype, tuple(flat.shape))).encode())
-        found.update(ctypes.string_at(flat.data_ptr(), flat.nbytes))
-    elif isinstance(value, str | bytes | int | float | complex | None):
-        found.update(b"\0" + repr(value).encode())
-    elif isinstance(value, Mapping):
-        # Ranks may fill a dict in any order.
-        _add(found, [(key, value[key]) for key in sorted(value, key=repr)], enclosing)
-    elif isinstance(value, list | tuple):
-        found.update(b"(%d" % len(value))
-        for item in value:
-            _add(found, item, enclosing)
-    elif isinstance(value, AbstractSet):
-        _add(found, sorted(map(digest, value)))
-    elif id(value) in enclosing:
-        found.update(b"^%d" % enclosing.index(id(value)))
-    else:
-        _add(found, _state_of(value), (*enclosing, id(value)))
-
-
-def _from_numpy(value: Any) -> object:
-    """Return an array of numbers as a tensor, and everything else as Python's objects."""
-    if value.ndim == 0 or value.dtype.kind not in "biufc":  # such as strings, dates and records
-        converted: object = value.tolist()
-        return converted
-    # torch takes neither negative strides, as of flipped images, nor another order of bytes.
-    return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
-
-
-def _state_of(value: Any) -> object:
-    """Return what pickle would write of an object, without its address in memory."""
-    if hasattr(value, "__qualname__"):  # a function, a class, or a generator
-        return getattr(value, "__module__", None), value.__qualname__
-    kind = type(value).__qualname__
-    if isinstance(value, Iterator):  # to look at its items would consume them
-        return kind
-    try:
-        reduced = value.__reduce_ex__(4)
-    except Exception:  # noqa: BLE001  each type has its own error for "this cannot be pickled"
-        return kind
-    if isinstance(reduced, str):  # the name of a global, such as a dtype
-        return kind, reduced
-    # The items of subclasses of list and dict come last, as iterators.
-    return [list(part) if isinstance(part, Iterator) else part for part in reduced]
 
 
 def sum_over_axes(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str]) -> Tensor:

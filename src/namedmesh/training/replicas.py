@@ -10,9 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Replicate
 
 from namedmesh._torch import (
     all_gather_object,
@@ -23,12 +21,13 @@ from namedmesh._torch import (
 )
 from namedmesh.axes import EXPERT_AXES, TOKEN_AXES
 from namedmesh.errors import GradientError, TrainingError, format_items
+from namedmesh.fingerprints import fingerprint
 from namedmesh.mesh import NamedMesh
+from namedmesh.sharding import find_attribute_axes, find_placements
 from namedmesh.tensor_parallel.gradients import (
     LAST_STEP,
     RELATIVE_TOLERANCE,
     ZERO_GRAD_THRESHOLD,
-    fingerprint,
     watched_models,
 )
 
@@ -45,25 +44,9 @@ _CAUSES = (
 _calls: weakref.WeakKeyDictionary[NamedMesh, int] = weakref.WeakKeyDictionary()
 
 
-def sharding_of(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Return the mesh and placements of a DTensor, or of its local shard under DDP."""
-    if isinstance(param, DTensor):
-        return param.device_mesh, param.placements
-    return sharding_under_ddp(param)
-
-
-def marked_axes(param: Tensor) -> list[str]:
-    """Return the axes over which Megatron's and DeepSpeed's attributes shard a parameter."""
-    expert = not getattr(param, "allreduce", True)
-    axes = ["ep"] if expert else []
-    if getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False):
-        axes.append("etp" if expert else "tp")
-    return axes
-
-
 def layout_key(param: Tensor) -> object:
     """Return a key that is equal for parameters that are sharded over the same ranks."""
-    return sharding_of(param), *marked_axes(param)
+    return find_placements(param), *find_attribute_axes(param)
 
 
 def check_sharded(without_grad: dict[int, Tensor]) -> None:
@@ -162,9 +145,9 @@ def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
 
 def _replicated_over(param: Tensor, mesh: NamedMesh) -> list[str]:
     """Return the axes whose ranks must have the same of a parameter."""
-    own_mesh, placements = sharding_of(param) or (mesh.device_mesh, ())
+    own_mesh, placements = find_placements(param) or (mesh.device_mesh, ())
     names = (own_mesh.mesh_dim_names or ())[: len(placements)]
-    marked = marked_axes(param)
+    marked = find_attribute_axes(param)
     is_expert = "ep" in marked or any(name in EXPERT_AXES for name in names)
     # The meaning of other axes is not known, except in a DTensor that is replicated over them.
     axes = ["edp", "etp"] if is_expert else [*TOKEN_AXES, "tp"]

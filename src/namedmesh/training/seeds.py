@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.data import get_worker_info
 
@@ -22,6 +21,7 @@ from namedmesh.arguments import named_mesh
 from namedmesh.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
 from namedmesh.errors import TrainingError, format_items
 from namedmesh.mesh import NamedMesh, current_mesh
+from namedmesh.sharding import find_plain_shard, has_partition_dim, to_local
 
 _places: dict[str, str] = {}  # of each stream, the coordinates that its numbers depend on
 _devices: list[torch.device] = []  # the accelerator, where there is one
@@ -166,17 +166,6 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[DeviceMesh, int, int] | None:
-    """Return the mesh over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
-    marked = getattr(parameter, "tensor_model_parallel", False) and not isinstance(parameter, DTensor)
-    if mesh is None or not marked:
-        return None
-    axis = "tp" if getattr(parameter, "allreduce", True) or "etp" not in mesh.coords else "etp"
-    if axis not in mesh.coords or mesh.size(axis) == 1:
-        return None
-    return mesh[axis], getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
-
-
 @torch.no_grad()
 def init_parameters(
     model: nn.Module, seed: int, *, distribution: Callable[[str, Tensor], tuple[float, float]] = normal
@@ -211,7 +200,7 @@ def init_parameters(
     for wrapped, parameter in model.named_parameters():
         name = plain_name(wrapped)
         mean, deviation = distribution(name, parameter)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = to_local(parameter)
         if deviation == 0:
             local.fill_(mean)
         elif local.numel():
@@ -253,10 +242,10 @@ def _dims_of(parameter: Tensor) -> list[_Dim]:
             shard = distribute_tensor(vector, mesh, sharding, src_data_rank=None)
             dims[dim] = _Dim(size, shard.to_local().flatten().cpu())
         return dims
-    is_marked = getattr(parameter, "tensor_model_parallel", False)
-    cut = shard_of(parameter, current_mesh() if is_marked else None)
-    if cut is not None:
-        ranks, dim, blocks = cut
+    # Only parameters with these attributes need a current mesh.
+    plain = find_plain_shard(parameter, current_mesh()) if has_partition_dim(parameter) else None
+    if plain is not None:
+        ranks, dim, blocks = plain
         size = parameter.shape[dim] * ranks.size()
         by_rank = torch.arange(size, device="cpu").unflatten(0, (blocks, ranks.size(), -1))
         dims[dim] = _Dim(size, by_rank.select(1, ranks.get_local_rank()).flatten())

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import all_gather_object
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import ShapeError
 from namedmesh.mesh import NamedMesh
+from namedmesh.sharding import is_copy_of_stage, set_copy_of_stage, to_local
 
 # Every rank of a pipeline ties in the same order, so the ranks count alike.
 _numbers = count()
@@ -43,7 +43,7 @@ def is_counted_elsewhere(parameter: Tensor) -> bool:
     True for the last stage's end of :func:`tie_stages`, and for copies that Megatron or DeepSpeed
     marked with ``shared`` or ``ds_pipe_replicated``.
     """
-    if getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False):
+    if is_copy_of_stage(parameter):
         return True
     tie = tie_of(parameter)
     return tie is not None and tie[1] == "last"
@@ -79,7 +79,7 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
     descriptions: dict[str, Any] = {}
     for end, param in here.items():
         trained = "trained" if param.requires_grad else "frozen"
-        descriptions[end] = (tuple(_local(param).shape), str(param.dtype), trained)
+        descriptions[end] = (tuple(to_local(param).shape), str(param.dtype), trained)
     by_rank = all_gather_object(mesh.group("pp"), (descriptions, next(_numbers)))
     peer = _check_ends([found for found, _ in by_rank], here)
     number = str(by_rank[0][1])
@@ -95,7 +95,7 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
                 param.grad = torch.zeros_like(param)
             grad = param.grad if param.requires_grad else None
             # The peer waits for a tensor, whether this end trains or not.
-            local_grads.append(torch.zeros_like(_local(param)) if grad is None else _local(grad))
+            local_grads.append(torch.zeros_like(to_local(param)) if grad is None else to_local(grad))
         for grad, other in zip(local_grads, _exchange(local_grads, mesh, peer), strict=True):
             grad.add_(other)
 
@@ -104,9 +104,9 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
         _mark(param, mark)
         _marks[id(param)] = mark
         weakref.finalize(sum_gradients, _forget, id(param), mark).atexit = False
-    others = _exchange([_local(param) for param in here.values()], mesh, peer)
+    others = _exchange([to_local(param) for param in here.values()], mesh, peer)
     if last is not None:
-        _local(last).copy_(others[-1])
+        to_local(last).copy_(others[-1])
     return sum_gradients
 
 
@@ -131,7 +131,7 @@ def _check_ends(by_rank: list[dict[str, Any]], here: dict[str, Tensor]) -> int:
 
 def _mark(parameter: Any, mark: tuple[str, str]) -> None:
     parameter.tied_stages = mark
-    parameter.shared = mark[1] == "last"  # as Megatron marks it
+    set_copy_of_stage(parameter, mark[1] == "last")
     if type(parameter) is nn.Parameter:
         # torch copies a plain parameter without its attributes. Without a ``__deepcopy__`` it is
         # copied the way it is pickled, which keeps them. A DTensor keeps them anyway.
@@ -156,7 +156,3 @@ def _exchange(here: list[Tensor], mesh: NamedMesh, peer: int) -> list[Tensor]:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return [received]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,148 @@
+"""Short summaries of tensors and other values, which ranks compare in place of the values.
+
+Replicated tensors may differ by rounding on several ranks. :func:`fingerprint` therefore returns
+numbers, which are compared up to a tolerance. :func:`digest` returns a hash, for values that must be
+equal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from namedmesh._torch import wait_if_async
+from namedmesh.sharding import to_local
+
+_SAMPLE_SIZE = 1024  # elements of a tensor that fingerprint_sample() reads
+
+
+def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
+    """Return the norm of a tensor, and a weighted sum of its values for each rate.
+
+    It is computed in double precision: equal tensors have equal fingerprints on all ranks.
+
+    Args:
+        tensor: a local tensor, or a DTensor, whose local tensor is used.
+        rates: the weight of the value at position i is ``cos(rate * i)``.
+    """
+    flat = wait_if_async(to_local(tensor)).detach()
+    if flat.is_sparse:
+        flat = flat.coalesce().values()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    squares = 0.0
+    sums = [0.0] * len(rates)
+    # Chunks bound the memory of the copies in double precision.
+    for chunk in flat.flatten().split(1 << 20):
+        values = chunk.double()
+        positions = torch.arange(len(values), dtype=torch.float64, device=values.device)
+        squares += float(values @ values)
+        for index, rate in enumerate(rates):
+            sums[index] += float(values @ (rate * positions).cos())
+    return [math.sqrt(squares), *sums]
+
+
+@torch.no_grad()
+def fingerprint_sample(tensor: Tensor) -> list[float]:
+    """Return the fingerprint of about a thousand elements of a tensor, spread over all of it.
+
+    It is finite, so that NaN equals NaN: two replicas of a diverged model are still replicas.
+
+    Args:
+        tensor: a local tensor, or a DTensor, whose local tensor is used.
+    """
+    flat = to_local(tensor).detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLE_SIZE)].resolve_conj()
+    if sample.is_complex():
+        sample = torch.view_as_real(sample)
+    return fingerprint(sample.double().nan_to_num(nan=1e100, posinf=2e100, neginf=-2e100))
+
+
+def digest(value: object) -> int:
+    """Return a hash of the contents of a value, never 0.
+
+    The order of dicts does not matter. NumPy's numbers and arrays have the hash of equal tensors.
+
+    Args:
+        value: tensors (of a DTensor, the local tensor), NumPy arrays, and any objects in dicts,
+            lists, tuples and sets. Objects are hashed by the state that pickle would write;
+            functions and classes by name; iterators and open files by type alone.
+
+    Example:
+        >>> first = {"a": [1], "b": torch.ones(2)}
+        >>> digest(first) == digest({"b": torch.ones(2), "a": [1]}) != digest({"a": [1]})
+        True
+    """
+    hasher = hashlib.sha256()
+    _add(hasher, value)
+    return int.from_bytes(hasher.digest()[:8], "little") >> 1 | 1
+
+
+def _add(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
+    """Add a value to a hash.
+
+    Args:
+        hasher: the hash of hashlib.
+        value: the value.
+        enclosing: the ids of the objects that contain the value, from the outermost inwards.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        value = _from_numpy(value)
+    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
+        # Sparse and nested tensors consist of several plain ones.
+        _add(hasher, _state_of(value), (*enclosing, id(value)))
+    elif isinstance(value, Tensor):
+        flat = to_local(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
+        hasher.update(repr((flat.dtype, tuple(flat.shape))).encode())
+        hasher.update(ctypes.string_at(flat.data_ptr(), flat.nbytes))
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        hasher.update(b"\0" + repr(value).encode())
+    elif isinstance(value, Mapping):
+        # Ranks may fill a dict in any order.
+        _add(hasher, [(key, value[key]) for key in sorted(value, key=repr)], enclosing)
+    elif isinstance(value, list | tuple):
+        hasher.update(b"(%d" % len(value))
+        for item in value:
+            _add(hasher, item, enclosing)
+    elif isinstance(value, AbstractSet):
+        _add(hasher, sorted(map(digest, value)))
+    elif id(value) in enclosing:
+        # An object that contains itself is hashed by the distance to its own beginning.
+        hasher.update(b"^%d" % enclosing.index(id(value)))
+    else:
+        _add(hasher, _state_of(value), (*enclosing, id(value)))
+
+
+def _from_numpy(value: Any) -> object:
+    """Return an array of numbers as a tensor, and everything else as Python's objects."""
+    if value.ndim == 0 or value.dtype.kind not in "biufc":  # such as strings, dates and records
+        converted: object = value.tolist()
+        return converted
+    # torch takes neither negative strides, as of flipped images, nor another order of bytes.
+    return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+
+
+def _state_of(value: Any) -> object:
+    """Return the state of an object that pickle would write, without its address in memory."""
+    if hasattr(value, "__qualname__"):  # a function, a class, or a generator
+        return getattr(value, "__module__", None), value.__qualname__
+    kind = type(value).__qualname__
+    if isinstance(value, Iterator):  # to look at its items would consume them
+        return kind
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001  each type has its own error for "this cannot be pickled"
+        return kind
+    if isinstance(reduced, str):  # the name of a global, such as a dtype
+        return kind, reduced
+    # The items of subclasses of list and dict come last, as iterators.
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]

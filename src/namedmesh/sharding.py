@@ -1,0 +1,111 @@
+"""How a parameter is sharded: as a DTensor, or as a plain tensor with attributes.
+
+Megatron-LM, DeepSpeed and fairscale shard plain tensors, and describe the shard by attributes of
+the parameter. This is the only module that reads them:
+
+===================================== =========================== ==================================
+attribute                             set by                      meaning
+===================================== =========================== ==================================
+``tensor_model_parallel``             Megatron-LM                 a local shard over ``tp``
+``partition_dim, partition_stride``   Megatron-LM                 its dim, and its number of blocks
+``model_parallel``                    DeepSpeed, fairscale        a local shard over ``tp``
+``allreduce`` (False)                 Megatron-LM, DeepSpeed      belongs to an expert
+``shared``                            Megatron-LM, tie_stages()   a copy of another stage's parameter
+``ds_pipe_replicated``                DeepSpeed                   a copy of another stage's parameter
+===================================== =========================== ==================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from namedmesh._torch import sharding_under_ddp
+from namedmesh.mesh import NamedMesh
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def find_placements(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Return the mesh and placements of a DTensor, or of its local shard under DDP.
+
+    Returns:
+        None for every other plain tensor.
+    """
+    if isinstance(param, DTensor):
+        return param.device_mesh, param.placements
+    return sharding_under_ddp(param)
+
+
+def is_tp_shard(param: Tensor) -> bool:
+    """Return whether the attributes of a parameter make it a local shard over ``tp``."""
+    attributes = ("tensor_model_parallel", "model_parallel")
+    return any(getattr(param, attribute, False) for attribute in attributes)
+
+
+def is_expert(param: Tensor) -> bool:
+    """Return whether a parameter belongs to an expert by its attributes.
+
+    The gradients of experts are not all-reduced over the data axes, because the ranks of ``ep``
+    have different experts. Megatron-LM and DeepSpeed set ``allreduce = False`` therefore.
+    """
+    return not getattr(param, "allreduce", True)
+
+
+def is_copy_of_stage(param: Tensor) -> bool:
+    """Return whether a parameter is a copy of another pipeline stage's by its attributes."""
+    return any(getattr(param, attribute, False) for attribute in ("shared", "ds_pipe_replicated"))
+
+
+def set_copy_of_stage(param: Any, is_copy: bool) -> None:
+    """Set the attribute by which Megatron-LM does not count the copy of a tied weight twice."""
+    param.shared = is_copy
+
+
+def find_attribute_axes(param: Tensor) -> list[str]:
+    """Return the axes over which the attributes of a parameter shard it."""
+    is_of_expert = is_expert(param)
+    axes = ["ep"] if is_of_expert else []
+    if is_tp_shard(param):
+        axes.append("etp" if is_of_expert else "tp")
+    return axes
+
+
+class PlainShard(NamedTuple):
+    """How a plain tensor is sharded along one dim."""
+
+    mesh: DeviceMesh
+    dim: int
+    num_blocks: int
+    """The number of fused blocks along the dim, each of which is sharded (``partition_stride``)."""
+
+
+def has_partition_dim(param: Tensor) -> bool:
+    """Return whether a parameter has Megatron-LM's attributes, which name the sharded dim."""
+    return bool(getattr(param, "tensor_model_parallel", False))
+
+
+def find_plain_shard(param: Tensor, mesh: NamedMesh | None) -> PlainShard | None:
+    """Return how Megatron-LM's attributes shard a plain tensor over ``tp`` (experts: ``etp``).
+
+    Args:
+        param: the parameter.
+        mesh: the mesh that has these axes, or None if there is no mesh.
+
+    Returns:
+        None for a DTensor, for a replicated tensor, and on a mesh with one rank along the axis.
+    """
+    if mesh is None or isinstance(param, DTensor) or not has_partition_dim(param):
+        return None
+    axis = "etp" if is_expert(param) and "etp" in mesh.coords else "tp"
+    if axis not in mesh.coords or mesh.size(axis) == 1:
+        return None
+    dim = getattr(param, "partition_dim", 0)
+    return PlainShard(mesh[axis], dim, getattr(param, "partition_stride", 1))
