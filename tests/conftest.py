@@ -33,6 +33,7 @@ LONGEST = (
     "test_agreement",
     "test_tp_wirings",
     "test_book",
+    "test_readme",
     "test_launch",
     "test_megatron_state",
     "test_tp_checks",

@@ -1,4 +1,7 @@
-"""What ``README.md`` and the book, ``examples/README.md``, show runs as it stands there, and prints what they say."""
+"""The guide, ``examples/``: every block of its pages runs and prints what is shown; form, links and signatures hold.
+
+``pages.py`` has the marks that say what happens with a block.
+"""
 
 from __future__ import annotations
 
@@ -11,153 +14,96 @@ import runpy
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import train
-from messages import error_of, printed_by
-from ranks import fake_world, live_groups, run_ranks
+from messages import printed_by
+from pages import (
+    PAGES,
+    ROOT,
+    Page,
+    all_blocks,
+    anchor,
+    contains,
+    count_words,
+    find_blocks,
+    paragraphs,
+    sentences,
+    without_blocks,
+)
+from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import namedmesh
-from namedmesh import Layout, NamedMesh, tensor_parallel, training
+from namedmesh import Layout, NamedMesh, compat, launch, plan, tensor_parallel, training
 from namedmesh.__main__ import main
-from namedmesh.training.pipelines import Pipeline
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BOOK = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-# What other packages print about themselves.
-NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed )")
+# The packages that a console block needs, by a script or file in it.
 PACKAGES = {
     "with_deepspeed.py": "deepspeed",
     "huggingface.py": "transformers",
     "fabric.py": "lightning_fabric",
 }
+# What other packages print about themselves.
+NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed )")
+
+# The pages that follow the template: all except the index.
+GUIDE = [page for page in PAGES if page.name != "README"]
+SECTIONS = (
+    "Minimal example",
+    "Run it",
+    "How it works",
+    "Calls on this page",
+    "Common errors",
+    "Limits",
+    "See also",
+)
+# Pages to look something up, which have no example of their own.
+LISTS = {"guide/glossary", "integrations/others"}
+MARKS = r"file: \S+|signatures|from: \S+|run: \S+"
+
+each_page = pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+each_guide_page = pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in GUIDE])
 
 
-def blocks(page: str, language: str, mark: str = "") -> list[Any]:
-    """The blocks of a page in a language, or those below a mark; with what the mark says, where that has a group."""
-    before = f"<!-- {mark} -->\n" if mark else ""
-    return re.findall(rf"^{before}```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-
-
-# Blocks that a page gives a name, to copy into a file, or to import.
-FILES: dict[str, str] = dict(blocks(BOOK, "python", r"file: (\S+)"))
-
-
-# --- README.md --------------------------------------------------------------------------------------------------
-
-
-def _run_code(sources: list[str]) -> tuple[Any, ...]:
-    """The shape of what a rank holds of the weight of the first example, and of its gradient."""
-    names: dict[str, Any] = {}
-    models = []
-    for source in sources:
-        exec(compile(source, "README.md", "exec"), names)  # noqa: S102  the README is ours
-        names["mesh"].close()
-        models.append(names["model"])
-    weight = models[0][0].weight
-    return weight.to_local().shape, weight.grad.to_local().shape
-
-
-def test_python_blocks_run_on_eight_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # a block saves a checkpoint
-    sources = blocks(README, "python")
-    assert len(sources) == 3
-    # 256 rows over tp=2, then over dp=4.
-    assert run_ranks(8, _run_code, sources) == [((32, 64), (32, 64))] * 8
-
-
-def test_without_a_launcher_an_error_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    text = (
-        "No launcher has started this process, so it is a single-process run; start 8 processes with: torchrun "
-        "--nproc-per-node 8 SCRIPT"
-    )
-    told = error_of(lambda: namedmesh.init_mesh(dp=-1, tp=2, device="cpu"))
-    assert told.startswith("LayoutError: ")
-    assert told.endswith(text)
-
-
-def test_python_sessions_show_what_python_answers() -> None:
-    shown = "\n".join(blocks(README, "pycon"))
-    test = doctest.DocTestParser().get_doctest(shown, {}, "README.md", "README.md", 0)
-    assert len(test.examples) > 4
-    assert doctest.DocTestRunner().run(test).failed == 0
-
-
-def test_the_shown_disagreement_is_the_real_one() -> None:
-    def call() -> str:
-        return error_of(lambda: namedmesh.init_mesh(dp=4 if dist.get_rank() == 2 else 2, tp=-1))
-
-    assert [f"namedmesh.errors.{told}\n" for told in run_ranks(4, call)] == [blocks(README, "text")[1]] * 4
-
-
-def test_the_shown_training_is_the_real_one(tmp_path: Path) -> None:
-    small = "--pp 2 --tp 2 --steps 1 --batch 4 --seq 16 --dim 32 --device cpu"
-    words = f"{small} --data {ROOT / 'examples'} --checkpoint {tmp_path}".split()
-    results = run_ranks(8, lambda: printed_by(lambda: train.main(words))[:2], init=False)
-    told = results[0][1]
-    assert results == [(0, told)] + [(0, "")] * 7
-    layout, first, last = blocks(README, "text")[0].split("...\n")
-    assert layout in told
-    pattern = r"^step 1/\d+  loss (\d\.\d+) nats a byte$"
-    (real,) = re.findall(pattern, told, flags=re.MULTILINE)
-    (shown,) = re.findall(pattern, first, flags=re.MULTILINE)
-    assert float(real) == pytest.approx(float(shown), abs=0.2)  # of another text
-    going_on = last[last.index("to go on") :]
-    assert going_on.replace("checkpoints", str(tmp_path)) in told
-
-
-def test_it_is_short_and_has_two_commands_that_are_marked() -> None:
-    assert len(README.splitlines()) <= 165
-    assert len([line for line in blocks(README, "python")[0].splitlines() if line.strip()]) <= 10
-    commands = blocks(README, "bash", r"command: (\w+)")
-    assert [(name, command.count("\n")) for name, command in commands] == [("train", 1), ("test", 1)]
-    assert len(blocks(README, "bash")) == 2
-
-
-# --- the book ---------------------------------------------------------------------------------------------------
+# --- what the pages show is what happens ------------------------------------------------------------------------
 
 
 def sessions() -> list[Any]:
-    """The console blocks, each a list of commands with what they print, and the package that they need."""
+    """The console blocks of all pages: the page, the commands with their output, and a package they need."""
     found = []
-    for block in blocks(BOOK, "console"):
-        steps = [step.partition("\n") for step in block.removeprefix("$ ").split("\n$ ")]
-        script = re.search(r"\w+\.py|namedmesh \w+", block)
-        assert script is not None, block
-        name = script.group()
-        commands = [(command, shown) for command, _, shown in steps]
-        package = PACKAGES.get(name)
-        marks = pytest.mark.oracle(package) if package else ()
-        found.append(pytest.param(commands, package, id=name, marks=marks))
+    for page in PAGES:
+        for block in page.blocks("console"):
+            steps = [step.partition("\n") for step in block.removeprefix("$ ").split("\n$ ")]
+            commands = [(command, shown) for command, _, shown in steps]
+            names = re.findall(r"\w+\.py|namedmesh \w+|\w+:\w+", block)
+            packages = [PACKAGES[name] for name in names if name in PACKAGES]
+            package = packages[0] if packages else None
+            marks = pytest.mark.oracle(package) if package else ()
+            title = f"{page.name}-{names[0] if names else 'python'}"
+            found.append(pytest.param(page, commands, package, id=title, marks=marks))
     return found
 
 
 def run(words: list[str]) -> str:
-    """Run a script or a command of ours in this process, and return what it prints."""
+    """Run a script or a namedmesh command in this process, and return what it prints."""
     sys.argv = words[1:]
     if words[0] == "namedmesh":
         _, out, err = printed_by(lambda: main(words[1:]))
         return out + err
-    script = Path(words[1]).resolve() if words[1] in FILES else ROOT / words[1]
+    script = Path(words[1]).resolve()
+    if not script.exists():
+        script = ROOT / words[1]
     sys.path.insert(0, str(script.parent))
     _, out, _ = printed_by(lambda: runpy.run_path(str(script), run_name="__main__"))
     return "".join(line for line in out.splitlines(keepends=True) if not NOT_OURS.match(line))
 
 
 def printed(command: str) -> str:
-    """What a command of the book prints, on all of its ranks."""
+    """What a command of a page prints, on all of its ranks."""
     words = shlex.split(command)
     ranks = 1
     if words[0] == "torchrun":
@@ -179,55 +125,123 @@ def import_what_others_do(name: str) -> None:
         module.LlamaForCausalLM  # noqa: B018  loaded when it is asked for
 
 
-@pytest.mark.parametrize(("commands", "package"), sessions())
-def test_pages_show_what_is_printed(
-    commands: list[tuple[str, str]], package: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("page", "commands", "package"), sessions())
+def test_commands_print_what_is_shown(
+    page: Page,
+    commands: list[tuple[str, str]],
+    package: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, source in FILES.items():
+    for name, source in page.files.items():
         Path(name).write_text(source, encoding="utf-8")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "120")
     if package is not None:
         import_what_others_do(package)
     for command, shown in commands:
-        if not command.startswith("DS_BUILD_OPS=0 pip"):
-            found = printed(command)
-            assert doctest.OutputChecker().check_output(shown.strip(), found.strip(), doctest.ELLIPSIS), found
+        if "pip install" not in command:
+            output = printed(command)
+            assert doctest.OutputChecker().check_output(shown.strip(), output.strip(), doctest.ELLIPSIS), (
+                output
+            )
 
 
-def test_a_job_that_goes_on_in_other_layouts_has_the_losses_of_one_that_stays() -> None:
-    (shown,) = (block for block in blocks(BOOK, "console") if "checkpoints.py" in block)
-    moved = re.findall(r"step (\d+) in .* loss (\S+)", shown)
-    with tempfile.TemporaryDirectory() as folder:
-        stayed = "".join(printed(f"python examples/checkpoints.py 1 {folder}") for _ in range(3))
-    assert re.findall(r"step (\d+) in .* loss (\S+)", stayed) == moved
-    assert len(moved) == 12
+def failed_examples(source: str, name: str) -> tuple[int, str]:
+    """How many examples of a Python session answer something else, and what they answer."""
+    test = doctest.DocTestParser().get_doctest(source, {}, name, name, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    result, out, _ = printed_by(lambda: runner.run(test))
+    return result.failed, out
 
 
-def test_every_script_and_every_file_has_a_page() -> None:
-    scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"train.py", "parallel.py"}
-    assert scripts == set(re.findall(r"^\$ .*examples/(\w+\.py)", BOOK, flags=re.MULTILINE))
-    for name in scripts:
-        assert len((ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()) <= 75
-    shown = "\n".join(blocks(BOOK, "console"))
-    for name in FILES:
-        assert name in shown or f" {name.removesuffix('.py')}:" in shown
+@each_page
+def test_python_sessions_show_what_python_answers(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources = page.blocks("pycon")
+    if sources:
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        (result,) = run_ranks(1, failed_examples, "\n".join(sources), page.name, init=False)
+        assert result == (0, "")
 
 
 def test_shown_signatures_are_the_real_ones() -> None:
-    """Of each line of a block of signatures the names of the arguments, in their order, with their defaults."""
-    for line in "".join(blocks(BOOK, "python", "signatures")).splitlines():
-        name, shown = re.match(r"([\w.]+)\((.*?)\)(?:  |$)", line).groups()  # type: ignore[union-attr]
-        if name in {"mesh.add_view", "ExpertParallel", "parallelize", "fully_shard"}:
-            continue  # a call as one writes it
-        module, _, attribute = name.rpartition(".")
-        owner: Any = {"training": training, "pipe": Pipeline}.get(module, tensor_parallel)
-        function = getattr(owner, attribute)
-        parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
-        bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
-        real = re.sub(r"=<function .*?>", "=...", str(inspect.Signature(bare))).replace("'", '"')
-        assert f"({shown})" == real, name
+    """Each line has the names of the arguments, in their order, with their defaults."""
+    for block in find_blocks("python", "signatures"):
+        joined = re.sub(r"\n\s+", " ", block).replace("( ", "(")
+        for line in joined.strip().splitlines():
+            name, shown = re.match(r"([\w.]+)\((.*?),?\)(?:  |$)", line).groups()  # type: ignore[union-attr]
+            if name in {"mesh.add_view", "ExpertParallel", "parallelize", "fully_shard"}:
+                continue  # a call as one writes it
+            parameters = dict(inspect.signature(find_call(name)).parameters)
+            parameters.pop("self", None)
+            bare = [value.replace(annotation=inspect.Parameter.empty) for value in parameters.values()]
+            real = re.sub(r"=<[^>]*>", "=...", str(inspect.Signature(bare))).replace("'", '"')
+            assert f"({shown})" == real, name
+
+
+def find_call(name: str) -> Any:
+    """Return the function or class that a line of signatures names, e.g. ``mesh.group`` or ``parallelize``."""
+    owners: dict[str, Any] = {
+        "namedmesh": namedmesh,
+        "training": training,
+        "launch": launch,
+        "plan": plan,
+        "mesh": NamedMesh,
+        "NamedMesh": NamedMesh,
+        "layout": Layout,
+        "Layout": Layout,
+        "pipe": training.Pipeline,
+        "checkpoints": training.CheckpointManager,
+    }
+    first, _, attribute = name.rpartition(".")
+    if first in owners:
+        return getattr(owners[first], attribute)
+    if first:
+        return getattr(importlib.import_module(f"{compat.__name__}.{first}"), attribute)
+    for module in (tensor_parallel, namedmesh, training, plan):
+        if name in module.__all__:
+            return getattr(module, name)
+    raise AssertionError(f"no public name {name}")
+
+
+@each_guide_page
+def test_every_python_block_has_a_mark_that_makes_a_test_of_it(page: Page) -> None:
+    console = "\n".join(page.blocks("console"))
+    for block in all_blocks(page.text):
+        if block.language == "python":
+            assert re.fullmatch(MARKS, block.mark), f"{MARKS}:\n{block.source}"
+            kind, _, name = block.mark.partition(": ")
+            if kind == "file":
+                module = name.removesuffix(".py")
+                imported = any(
+                    re.search(rf"\bimport {module}\b|\bfrom {module}\b", x) for x in page.files.values()
+                )
+                assert name in console or f" {module}:" in console or imported, f"{name} is not run"
+            elif kind == "from":
+                source = page.files.get(name) or (ROOT / name).read_text(encoding="utf-8")
+                assert contains(source, block.source), f"{name} does not have:\n{block.source}"
+
+
+def test_every_script_is_run_by_a_page_and_is_short() -> None:
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"train.py", "parallel.py"}
+    shown = "\n".join(find_blocks("console"))
+    assert scripts <= set(re.findall(r"^\$ .*examples/(\w+\.py)", shown, flags=re.MULTILINE))
+    for name in scripts:
+        assert len((ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()) <= 75
+
+
+def test_a_job_that_goes_on_in_other_layouts_has_the_losses_of_one_that_stays() -> None:
+    for shown in find_blocks("console", containing="examples/checkpoints.py"):
+        moved = re.findall(r"step (\d+) in .* loss (\S+)", shown)
+        assert len(moved) == 12
+    with tempfile.TemporaryDirectory() as folder:
+        stayed = "".join(printed(f"python examples/checkpoints.py 1 {folder}") for _ in range(3))
+    assert re.findall(r"step (\d+) in .* loss (\S+)", stayed) == moved
 
 
 LEGACY = """from megatron.core import mpu
@@ -246,9 +260,11 @@ def test_the_shown_migration_is_the_real_one(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(LEGACY, encoding="utf-8")
     assert main(["migrate", "train.py"]) == 0
-    command, _, shown = blocks(BOOK, "text")[0].partition("\n")
-    assert command == "$ python -m namedmesh migrate train.py"
-    assert capsys.readouterr().out.startswith(shown)
+    out = capsys.readouterr().out
+    for block in find_blocks("text", "output: migrate"):
+        command, _, shown = block.partition("\n")
+        assert command == "$ python -m namedmesh migrate train.py"
+        assert out.startswith(shown)
 
 
 def _run_setup(path: str) -> Any:
@@ -281,107 +297,92 @@ def _without_fabric() -> list[str]:
 
 
 def test_the_losses_for_fabric_are_those_of_one_process() -> None:
-    page = BOOK.partition("## Lightning Fabric\n")[2].partition("\n## ")[0]
     (expected,) = run_ranks(1, _without_fabric, init=False)
-    assert re.findall(r"^loss (\S+)$", page, flags=re.MULTILINE) == expected
+    for block in find_blocks("console", containing="fabric.py"):
+        assert re.findall(r"^loss (\S+)$", block, flags=re.MULTILINE) == expected
 
 
 def test_commands_that_are_not_shown_with_their_output_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    two_hosts, partitions = (block.split() for block in blocks(BOOK, "bash"))
-    options = two_hosts[two_hosts.index("examples/train.py") + 1 :]
-    assert Layout(dp=-1, tp=train.parse(options).tp, world_size=16)["dp"] == 2
+    for block in find_blocks("bash", containing="--nnodes 2"):
+        if "examples/train.py" in block:
+            words = block.split()
+            options = words[words.index("examples/train.py") + 1 :]
+            assert Layout(dp=-1, tp=train.parse(options).tp, world_size=16)["dp"] == 2
     layers = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     widths = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
     config = {"model_type": "llama", **layers, **widths}
     Path("config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert main(partitions[1:]) == 0
+    for block in find_blocks("bash", containing="namedmesh partitions"):
+        for line in block.splitlines():
+            if line.startswith("namedmesh partitions"):
+                assert main(line.split()[1:]) == 0
 
 
-@pytest.mark.parametrize("folder", [".", "examples"])
-def test_measured_figures_stand_where_the_measurements_are(folder: str) -> None:
-    page = (ROOT / folder / "README.md").read_text(encoding="utf-8")
-    prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+# --- the form of the pages --------------------------------------------------------------------------------------
+
+
+@each_guide_page
+def test_a_page_has_the_sections_of_the_template_in_order(page: Page) -> None:
+    sections = re.findall(r"^## (.+)$", without_blocks(page.text), flags=re.MULTILINE)
+    expected = ["See also"] if page.name in LISTS else list(SECTIONS)
+    assert [title for title in sections if title in expected] == expected
+    assert sections[-1] == "See also"
+    opening = without_blocks(page.text).partition("\n## ")[0]
+    assert re.match(r"# \S", opening)
+    assert len(paragraphs(opening)) >= 1, "two or three sentences on when to use it"
+
+
+@each_guide_page
+def test_the_minimal_example_is_a_named_file_of_at_most_25_lines(page: Page) -> None:
+    if page.name not in LISTS:
+        section = page.text.partition("\n## Minimal example\n")[2].partition("\n## Run it\n")
+        examples = all_blocks(section[0])
+        assert examples
+        assert len(examples[0].source.splitlines()) <= 25
+        assert examples[0].language != "python" or examples[0].mark.startswith("file: ")
+
+
+@each_guide_page
+def test_headings_paragraphs_and_sentences_are_close_together(page: Page) -> None:
+    problems = []
+    for section in re.split(r"^#+ ", without_blocks(page.text), flags=re.MULTILINE):
+        title = section.partition("\n")[0]
+        prose = paragraphs("# " + section)
+        words = sum(count_words(paragraph) for paragraph in prose)
+        if words > 150:
+            problems.append(f"{words} words under one heading: {title}")
+        for paragraph in prose:
+            if count_words(paragraph) > 60:
+                problems.append(f"{count_words(paragraph)} words in a paragraph: {paragraph[:60]}")
+            long = [sentence for sentence in sentences(paragraph) if count_words(sentence) > 30]
+            problems += [f"{count_words(sentence)} words in a sentence: {sentence}" for sentence in long]
+    assert problems == []
+
+
+DOCUMENTS = [
+    *PAGES,
+    *(
+        Page(ROOT / name, (ROOT / name).read_text(encoding="utf-8"))
+        for name in ("README.md", "CONTRIBUTING.md")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.path.relative_to(ROOT).as_posix()) for page in DOCUMENTS]
+)
+def test_measured_figures_stand_where_the_measurements_are_and_links_resolve(page: Page) -> None:
+    prose = without_blocks(page.text)
     assert re.findall(r"\d+(?:\.\d+)? ?(?:%|times|ms|µs|GB|MB)\b", prose) == []
-    for link in re.findall(r"\]\(([^)#]+)", prose):
-        assert (ROOT / folder / link).exists(), link
-    for anchor in re.findall(r"\]\((?:examples/README\.md)?#([\w-]+)\)", prose):
-        titles = re.findall(r"^## (.+)$", BOOK, flags=re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-# --- what the README's table, and the book, say of other libraries ------------------------------------------------
-
-
-def _reduced_over_replicas() -> list[float]:
-    """A replica of two ranks; what the other replicas have comes in by the hook, as torchft's groups do it."""
-    mesh = namedmesh.init_mesh(dp_shard=2, device="cpu")
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    fully_shard(model, mesh=mesh["dp_shard"])
-    gradients: list[torch.Tensor] = []
-    sharded: Any = model
-    sharded.set_all_reduce_hook(lambda reduced: gradients.append(reduced.mul_(0.5).clone()))
-    model(torch.ones(2, 4)).sum().backward()
-    weight: Any = model.weight
-    whole = weight.grad.full_tensor()
-    mesh.close()
-    return [float(len(gradients)), *whole.unique().tolist()]
-
-
-def test_a_hook_reduces_over_replicas_that_are_in_no_mesh() -> None:
-    # The gradient is 2, of which the hook keeps half.
-    assert run_ranks(2, _reduced_over_replicas) == [[1.0, 1.0]] * 2
-
-
-def test_a_group_that_torch_does_not_know_is_refused() -> None:
-    class Managed(dist.ProcessGroup):
-        def __init__(self) -> None:
-            super().__init__(0, 2)  # type: ignore[call-arg]  # the other constructor
-
-        def size(self) -> int:
-            return 2
-
-    with fake_world(4):
-        mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
-        groups = {"dp_replicate": Managed(), "tp": mesh.group("tp")}
-        assert error_of(lambda: NamedMesh.from_groups(groups, device="cpu")) == (
-            "LayoutError: the group of axis 'dp_replicate' is a Managed that is not registered in torch.distributed, so "
-            "its ranks are not known; omit the axis"
-        )
-        mesh.close()
-
-
-def made_twice(make: Callable[[], object]) -> tuple[int, int]:
-    """How many more groups there are after a first call, and how many after a second one."""
-    counts, kept = [live_groups()], []
-    for _ in range(2):
-        kept.append(make())
-        counts.append(live_groups())
-    return counts[1] - counts[0], counts[2] - counts[1]
-
-
-def test_torch_makes_groups_again_and_takes_a_part_of_the_world() -> None:
-    with fake_world(16):
-        assert made_twice(lambda: init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))) == (2, 2)
-        assert made_twice(lambda: namedmesh.init_mesh(dp=8, tp=2, device="cpu")) == (2, 0)
-        assert init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).size() == 4
-        with pytest.raises(RuntimeError):
-            init_device_mesh("cpu", (-1, 2), mesh_dim_names=("dp", "tp"))
-    assert "may lead to hanging" in (init_device_mesh.__doc__ or "")
-
-
-@pytest.mark.oracle("megatron.core", "accelerate")
-def test_megatron_leaves_groups_and_accelerate_has_five_axes() -> None:
-    parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
-
-    def initialize_and_destroy() -> None:
-        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
-        parallel_state.destroy_model_parallel()
-
-    assert all(more > 0 for found in run_ranks(4, made_twice, initialize_and_destroy) for more in found)
-    configuration: Any = importlib.import_module("accelerate").ParallelismConfig
-    sizes = {field.name for field in fields(configuration) if field.name.endswith("_size")}
-    assert sizes == {"dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size"}
+    for link in re.findall(r"\]\(([^)]+)\)", prose):
+        if link.startswith("https://"):
+            continue
+        address, _, title = link.partition("#")
+        target = (page.path.parent / address).resolve() if address else page.path
+        assert target.exists(), link
+        if title:
+            linked = Page(target, target.read_text(encoding="utf-8"))
+            assert title in {anchor(each) for each in linked.titles}, link

@@ -1,15 +1,15 @@
-"""How often each call of a training step reads a value of the device, for which it waits: as often as the book says."""
+"""How often each call of a training step reads a value of the device, for which it waits: as often as the guide says."""
 
 from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from as_cuda import NoReads
+from pages import PAGES
 from ranks import run_ranks
 from tensors import numbers
 from test_training_experts import Experts
@@ -23,7 +23,6 @@ from namedmesh.tensor_parallel import ExpertParallel, cross_entropy, parallelize
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BOOK = Path(__file__).parent.parent / "examples" / "README.md"
 LAST = 5  # the ranks compare on calls 1, 2 and 4
 
 
@@ -81,13 +80,13 @@ def reads_of_a_step() -> dict[str, int]:
     return reads
 
 
-def test_each_call_reads_as_many_values_as_the_book_says() -> None:
-    page = (
-        BOOK.read_text(encoding="utf-8")
-        .partition("\n## Calls that wait for a GPU\n")[2]
-        .partition("\n## ")[0]
+def test_each_call_reads_as_many_values_as_the_guide_says() -> None:
+    section = (
+        "\n".join(page.text for page in PAGES)
+        .partition("# Calls that wait for a GPU\n")[2]
+        .partition("\n#")[0]
     )
     shown: dict[str, int] = {}
-    for names, reads in re.findall(r"^\| (.+?) \| (\d) ", page, flags=re.MULTILINE):
+    for names, reads in re.findall(r"^\| (.+?) \| (\d) ", section, flags=re.MULTILINE):
         shown |= dict.fromkeys(names.replace("`", "").split("; "), int(reads))
     assert run_ranks(2, reads_of_a_step) == [shown] * 2

@@ -9,7 +9,6 @@ import textwrap
 import warnings
 from datetime import timedelta
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
 from legacy import arguments, more_arguments, original, outcome
 from messages import error_of, refuses
+from pages import find_blocks
 from ranks import fake_world, live_groups, run_ranks, summed
 from tensors import numbers
 from torch.utils.checkpoint import checkpoint
@@ -322,10 +322,9 @@ def test_compatibility_layers_on_one_mesh_share_its_groups() -> None:
     run_ranks(8, bind_all_to_one_mesh)
 
 
-def test_the_page_of_the_book_runs() -> None:
-    text = (Path(__file__).parents[1] / "examples" / "README.md").read_text(encoding="utf-8")
-    page = text.partition("## fairscale and ezpz")[2].partition("```python")[2].partition("```")[0]
-    assert "bind" in run_python(page + "print(fairscale.bind)")
+def test_the_example_of_the_page_on_fairscale_runs() -> None:
+    for source in find_blocks("python", r"run: fairscale"):
+        assert "bind" in run_python(source + "print(fairscale.bind)")
 
 
 def test_process_groups_equal_a_computation_by_hand(capsys: pytest.CaptureFixture[str]) -> None:

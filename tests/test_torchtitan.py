@@ -1,16 +1,15 @@
-"""The book's recipe for torchtitan: its own ``ParallelDims`` on our groups, against one that makes its own."""
+"""The guide's recipe for torchtitan: its own ``ParallelDims`` on our groups, against one that makes its own."""
 
 from __future__ import annotations
 
 import random
-import re
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from pages import find_blocks
 from ranks import fake_world, run_ranks, summed
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -23,14 +22,10 @@ pytestmark = pytest.mark.oracle("torchtitan")
 
 
 def recipe() -> Any:
-    """The function that the book shows."""
-    book = Path(__file__).parents[1].joinpath("examples", "README.md").read_text(encoding="utf-8")
-    found = re.search(
-        r"<!-- run: torchtitan -->\n```python\n(.*?)^```$", book, flags=re.MULTILINE | re.DOTALL
-    )
-    assert found is not None
+    """Return the function that the page on torchtitan shows."""
+    source = find_blocks("python", r"run: torchtitan")[0]
     names: dict[str, Any] = {}
-    exec(compile(found.group(1), "examples/README.md", "exec"), names)  # noqa: S102  the book is ours
+    exec(compile(source, "the recipe", "exec"), names)  # noqa: S102  the page is ours
     return names["parallel_dims"]
 
 
