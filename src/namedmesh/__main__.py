@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "namedmesh.doctor",
     "migrate": "namedmesh.migrate.command",
     "run": "namedmesh.compat.run",
-    "verify": "namedmesh.doctor",
+    "verify": "namedmesh.verify_command",
 }
 """The module of each command."""
 
