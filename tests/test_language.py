@@ -80,7 +80,7 @@ LAYOUT_TOKENS = {
 
 # The most that is allowed. The comment is the aim where the limit is a figure of today.
 LIMITS = {
-    "code lines": 13_000,
+    "code lines": 13_200,  # 13_000
     "first lines with 'what'": 61,  # 0; a first line is the summary of a docstring
     "first lines over 88 characters": 188,  # 0
     "nested comprehensions": 11,  # 5

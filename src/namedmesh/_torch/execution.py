@@ -1,0 +1,55 @@
+"""Under which conditions code runs: compilation, dispatch modes, backward passes, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _python_dispatch
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def constant_under_compile(function: F) -> F:
+    """Decorate a function whose result is a constant for torch.compile.
+
+    The compiler calls the function once, while it traces.
+
+    ``torch.compiler.assume_constant_result`` sets the same attribute, but imports the compiler to
+    do so.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def disable_dispatch_modes(function: F) -> F:
+    """Decorate a function to run with fake-tensor, inference and other modes disabled.
+
+    Code that is called under such a mode, and that keeps the tensors it makes, must make real ones.
+    """
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with _python_dispatch._disable_current_modes(), torch.inference_mode(False):
+            return function(*args)
+
+    return call  # type: ignore[return-value]
+
+
+def queue_backward_callback(call: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that runs in this thread.
+
+    An exception of the function is raised by ``backward()``.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def is_capturing() -> bool:
+    """Return whether the current CUDA stream is being captured into a graph.
+
+    torch's function raises if CUDA is not initialized. Here the result is False.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,101 @@
+"""Modules: their hooks, buffers and parameters, also under DDP and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:  # importing DTensor takes more than a second, and a mesh does not need it
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def has_hooks(owner: torch.Tensor | torch.nn.Module) -> bool:
+    """Return whether hooks may change the gradient of a parameter, or the output of a module."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks", "_forward_hooks")
+    return any(getattr(owner, kind, None) for kind in kinds)
+
+
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Return whether a buffer is part of the module's state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
+def replace_parameters(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Context manager: the module has other tensors in place of some of its own parameters.
+
+    Args:
+        module: the module.
+        tensors: by the name of the parameter.
+    """
+    context: AbstractContextManager[None] = torch.nn.utils.stateless._reparametrize_module(module, tensors)
+    return context
+
+
+def sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Return the mesh and the placements of a parameter that DDP has made local.
+
+    DDP over tensor parallelism does so for the time of a forward. The result is None for other
+    parameters.
+    """
+    spec = getattr(parameter, "_st_info", None)
+    return None if spec is None else (spec.mesh, spec.placements)
+
+
+def hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the DTensors that DDP has turned from parameters of a model into plain attributes.
+
+    A forward of DDP over tensor parallelism does so. Their gradients belong to the local
+    shards that were the parameters before the first forward.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor
+
+    for wrapped in model.modules():
+        if _reconstruct_dtensor not in wrapped._forward_pre_hooks.values():
+            continue
+        for module in wrapped.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, DTensor))
+
+
+def reshards_after_forward(module: Any) -> bool | None:
+    """Return whether FSDP2 reshards the parameters of a module after its forward.
+
+    The result is None if ``reshard_after_forward`` was left to FSDP2.
+    """
+    state = module._get_fsdp_state()
+    if state._auto_reshard_after_forward:
+        return None
+    return any(group.post_forward_mesh_info is not None for group in _fsdp_groups(state))
+
+
+def iter_unsharded_parameters() -> Iterator[torch.Tensor]:
+    """Yield the unsharded parameters of every FSDP2 module of this process.
+
+    From a forward to the end of its backward they take the place of the module's sharded
+    parameters. They have no gradients, and no attribute by which they can be told apart from other
+    parameters.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for reference in list(_module_state_mapping.values()):
+        for group in _fsdp_groups(reference()):
+            for param in group.fsdp_params:
+                for name in ("_unsharded_param", "_sharded_post_forward_param"):
+                    unsharded = getattr(param, name, None)
+                    if unsharded is not None:
+                        yield unsharded
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    """Return the parameter groups in FSDP2's state of a module.
+
+    Other kinds of state, such as that of ``replicate``, have none.
+    """
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", [])
+    return groups

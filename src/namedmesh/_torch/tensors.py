@@ -1,0 +1,174 @@
+"""Local tensors of DTensors, functional collectives, and operators over many tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import _functional_collectives
+from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414
+from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414
+
+if TYPE_CHECKING:  # importing DTensor takes more than a second, and a mesh does not need it
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Run a functional collective, wait for it, and return its result.
+
+    torch.compile and selective checkpointing can handle these operators, but not the in-place
+    collectives of ``torch.distributed``. torch has no public ones.
+
+    Args:
+        name: the name of the operator, such as ``"all_reduce"``.
+        tensor: the local tensor of this rank.
+        *arguments: the other arguments of the operator. The last one is the name of the group.
+    """
+    operators = torch.ops._c10d_functional
+    contiguous = tensor.contiguous().resolve_conj()
+    pending: torch.Tensor = getattr(operators, name).default(contiguous, *arguments)
+    result: torch.Tensor = operators.wait_tensor.default(pending)
+    return result
+
+
+def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for an AsyncCollectiveTensor, and return its plain tensor.
+
+    Other tensors are returned as they are.
+
+    The result is not differentiable.
+    """
+    if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
+        waited: torch.Tensor = tensor.wait()
+        return waited
+    return tensor
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Raise on the device if a condition is false. The host does not wait for the result."""
+    torch._assert_async(condition, message)
+
+
+class _ToLocal(torch.autograd.Function):
+    """From DTensor parameters to their local tensors.
+
+    The gradient of each parameter gets the placements that are given for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, placements: Any, *params: Any) -> Any:
+        ctx.params = params
+        ctx.placements = placements
+        # A parameter without a gradient then has None instead of zeros.
+        ctx.set_materialize_grads(False)
+        return tuple(param._local_tensor.detach() for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *local_grads: torch.Tensor | None) -> Any:
+        grads: list[Any] = [None]  # for the argument ``placements``
+        for param, local_grad, placements in zip(ctx.params, local_grads, ctx.placements, strict=True):
+            grad = None
+            if local_grad is not None:
+                grad = make_gradient(param, local_grad.contiguous(), placements)
+            grads.append(grad)
+        return tuple(grads)
+
+
+def to_local_parameters(
+    params: Sequence[DTensor], placements: Sequence[tuple[Placement, ...]]
+) -> Sequence[torch.Tensor]:
+    """Return the local tensors of parameters.
+
+    The public ``DTensor.to_local`` takes one parameter at a time. With 64 features that would cost
+    a quarter of a training step.
+
+    Args:
+        params: the parameters.
+        placements: the placements of the gradient of each parameter.
+    """
+    if torch.compiler.is_compiling():
+        # The compiler traces to_local, and removes its cost.
+        pairs = zip(params, placements, strict=True)
+        return [param.to_local(grad_placements=grad_placements) for param, grad_placements in pairs]
+    local: Sequence[torch.Tensor] = _ToLocal.apply(tuple(placements), *params)  # type: ignore[no-untyped-call]  # torch's
+    return local
+
+
+def make_gradient(param: DTensor, local_grad: torch.Tensor, placements: tuple[Placement, ...]) -> DTensor:
+    """Return the gradient of a parameter as a DTensor around the local tensor of this rank.
+
+    The public ``DTensor.from_local`` infers the global shape again, and passes through autograd.
+    That costs ten times as much, once for each parameter and step.
+
+    Args:
+        param: the parameter.
+        local_grad: the contiguous local gradient. It may require a gradient, for double backward.
+        placements: the placements of the gradient.
+    """
+    # The class comes from the parameter, as an import of DTensor would slow down programs without
+    # it.
+    dtensor = type(param)
+    if local_grad.requires_grad or not param.is_contiguous():
+        mesh = param.device_mesh
+        shape = param.shape
+        # The gradient is contiguous, even if the parameter is not.
+        stride = torch.empty(shape, device="meta").stride()
+        return dtensor.from_local(local_grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+    spec = param._spec
+    if placements != spec.placements:
+        # A new spec costs ten times as much as the rest of this function.
+        spec = type(spec)(spec.mesh, placements, spec.tensor_meta)
+    grad: DTensor = dtensor.__new__(dtensor, local_grad, spec, requires_grad=False)
+    return grad
+
+
+def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor like another one, with a local tensor that may be on any device.
+
+    The public ``DTensor.from_local`` moves the local tensor to the device of the mesh.
+    """
+    dtensor = type(tensor)
+    result: DTensor = dtensor.__new__(dtensor, local, tensor._spec, requires_grad=False)
+    return result
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Return whether an in-place operation has changed a tensor since its creation."""
+    return tensor._version > 0
+
+
+def compute_norms(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
+    """Return the norm of each tensor, in float32 for half-precision tensors.
+
+    ``torch.nn.utils.get_total_norm`` computes in half precision, in which the squares overflow
+    early.
+
+    Args:
+        tensors: tensors of one device and dtype.
+        order: the order of the norm.
+        foreach: whether to use one kernel for all tensors; None means True.
+    """
+    dtype = torch.float32 if tensors[0].dtype in {torch.float16, torch.bfloat16} else None
+    if foreach is False:
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def scale_(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
+    """Multiply tensors by a factor, in place.
+
+    ``torch.nn.utils.clip_grads_with_norm_`` computes the factor in the dtype of the norm. If that
+    is not the dtype of the tensors, it starts a kernel for each tensor on CUDA.
+
+    Args:
+        tensors: tensors of one device and dtype.
+        factor: the factor, a scalar tensor.
+        foreach: whether to use one kernel for all tensors; None means True.
+    """
+    if foreach is False:
+        for tensor in tensors:
+            tensor.mul_(factor)
+    else:
+        torch._foreach_mul_(tensors, factor)

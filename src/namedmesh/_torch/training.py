@@ -1,0 +1,137 @@
+"""Pipelines, attention, random numbers, gradient scaling and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from namedmesh._torch.releases import torch_is_at_least
+
+
+def has_run_forward(stage: Any) -> bool:
+    """Return whether a pipeline stage holds a micro-batch of a step, for its backward.
+
+    It holds none while torch only finds out the shapes of a stage.
+    """
+    if torch_is_at_least("2.15"):
+        return bool(stage._forward_chunk_states)
+    return bool(stage.fwd_cache)
+
+
+def remove_backwards(schedule: Any) -> None:
+    """Remove the backward actions from a pipeline schedule with several stages on a rank.
+
+    torch's ``eval`` skips each backward when its turn comes, but looks for its gradient first. Up
+    to torch 2.13 this fails if two consecutive stages are on one rank: in ZBV and DualPipeV, and in
+    every schedule on one rank.
+    """
+    kept_kinds = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    orders = {}
+    for rank, actions in schedule.pipeline_order_with_comms.items():
+        kept = []
+        for action in actions:
+            # DualPipeV overlaps a forward and a backward in one action.
+            for part in getattr(action, "sub_actions", None) or (action,):
+                if part.computation_type.name in kept_kinds:
+                    kept.append(part)  # noqa: PERF401  a comprehension would have three levels
+        orders[rank] = kept
+    schedule.pipeline_order_with_comms = orders
+
+
+@contextmanager
+def set_schedule_loss(schedule: Any, loss_fn: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Context manager: a pipeline schedule computes the loss with ``loss_fn``.
+
+    torch takes a loss function when a schedule is created. Such a function would have to find the
+    target of each batch in some place that outlives the batch.
+    """
+    previous = schedule._loss_fn
+    schedule._loss_fn = loss_fn
+    try:
+        yield
+    finally:
+        schedule._loss_fn = previous
+
+
+class _LowerRightBias:
+    """The attributes of torch's ``CausalBias``, in an object that is not a tensor."""
+
+    def __init__(self, variant: object, queries: int, keys: int) -> None:
+        self.variant = variant
+        self.seq_len_q = queries
+        self.seq_len_kv = keys
+
+    def _materialize(self, device: torch.device) -> torch.Tensor:
+        """Return the mask as a tensor. torch needs it if no fused kernel supports the inputs."""
+        mask = torch.ones(self.seq_len_q, self.seq_len_kv, dtype=torch.bool, device=device)
+        return mask.tril(self.seq_len_kv - self.seq_len_q)
+
+
+def attend_lower_right(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Return causal attention of the last queries of a sequence to all of its keys.
+
+    For accelerators.
+
+    It is ``scaled_dot_product_attention`` with the mask ``causal_lower_right``. That mask is a
+    tensor subclass. Its creation fails under every dispatch mode, such as selective checkpointing
+    and FlopCounterMode, and breaks the graph of compiled code.
+
+    Args:
+        query: the queries of this rank's shard of the sequence.
+        key: the keys up to the last of these queries.
+        value: the values of the keys.
+        scale: the scale of the scores; None for torch's default.
+    """
+    # The module imports the compiler, which takes seconds.
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    bias: Any = _LowerRightBias(CausalVariant.LOWER_RIGHT, query.shape[2], key.shape[2])
+    options: Any = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    result: torch.Tensor = CausalBias._dispatch(query, key, value, bias, **options)
+    return result
+
+
+def make_rng_tracker(seed: int, mesh: DeviceMesh) -> None:
+    """Seed torch's default generators and DTensor's RNG tracker.
+
+    DTensor has a tracker on accelerators only. It is created if it does not exist.
+
+    Without a tracker, the first random operation on a DTensor creates one that broadcasts the RNG
+    state of rank 0 over the world. All data-parallel ranks would then draw the same dropout masks.
+    This tracker does not communicate.
+    """
+    from torch.distributed.tensor import _random
+
+    _random.manual_seed(seed, mesh)
+
+
+def get_found_infs(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor] | None:
+    """Return by device whether ``scaler.unscale_(optimizer)`` found a non-finite value.
+
+    torch does not expose it before ``scaler.step``. That call skips the step if one of the tensors
+    is not zero, so the caller may write into them. The result is None before ``unscale_``.
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"].name != "UNSCALED":
+        return None
+    return state["found_inf_per_device"]  # type: ignore[no-any-return]
+
+
+def make_dcp_wrapper(*, no_dist: bool, process_group: dist.ProcessGroup | None) -> Any:
+    """Return DCP's ``_DistWrapper``.
+
+    It runs functions on ranks, and raises their errors on every rank.
+
+    Make one for each call. It refers to the group, whose threads would otherwise survive
+    ``destroy_process_group()``.
+    """
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    return _DistWrapper(process_group, use_dist=not no_dist, coordinator_rank=0)
