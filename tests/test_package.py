@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 from installing import interpreter
+from messages import printed_by
 from torch.utils._device import _device_constructors
 
 import namedmesh
 from namedmesh import NamedMeshError
+from namedmesh.__main__ import main
 from namedmesh.sizes import RESERVED
 
 if sys.version_info >= (3, 11):
@@ -50,7 +52,7 @@ def test_every_error_is_a_named_mesh_error_over_a_builtin() -> None:
     kinds = [kind for kind in NamedMeshError.__subclasses__() if kind.__module__ == "namedmesh.errors"]
     assert {kind.__name__ for kind in kinds} <= set(namedmesh.__all__)
     for kind in kinds:
-        assert issubclass(kind, (KeyError, ValueError, RuntimeError))
+        assert issubclass(kind, (ImportError, KeyError, RuntimeError, ValueError))
         assert str(kind("one thing")) == "one thing"
         assert str(kind("one", "two")) == "2 problems:\n  - one\n  - two"
 
@@ -114,6 +116,16 @@ def test_pre_commit_uses_the_versions_of_the_test_extra() -> None:
 def test_the_run_time_needs_torch_and_packaging_only() -> None:
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in PROJECT["dependencies"]]
     assert names == ["torch", "packaging"]
+
+
+def test_the_error_for_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    status, printed, errors = printed_by(lambda: main(["migrate", str(ROOT / "tests")]))
+    assert (status, printed) == (1, "")
+    assert errors == (
+        "namedmesh migrate: LibCST is not installed; install it with: pip install 'namedmesh[migrate]'\n"
+    )
+    assert "migrate" in PROJECT["optional-dependencies"]
 
 
 def test_no_submodule_hides_a_name_of_its_package() -> None:

@@ -42,8 +42,8 @@ def test_a_script_and_a_module_run_unchanged(tmp_path: Path) -> None:
     told = {
         (str(package / "script.py"), "--lr", "3"): ["beside ['--lr', '3']", "OSError('its own')"],
         ("-m", "package.job", "-m", "--lr"): ["beside ['-m', '--lr']", "0"],
-        ("-m", "package.jobs"): ["there is no module 'package.jobs'", "SystemExit(2)"],
-        ("-m", "packages.job"): ["there is no module 'packages.job'", "SystemExit(2)"],
+        ("-m", "package.jobs"): ["module 'package.jobs' does not exist", "SystemExit(2)"],
+        ("-m", "packages.job"): ["module 'packages.job' does not exist", "SystemExit(2)"],
         ("nowhere.py",): ["", "SystemExit(2)"],
     }
     for words, (text, end) in told.items():

@@ -17,6 +17,7 @@ from namedmesh.launchers import was_launched
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh, close_all
 from namedmesh.options import GroupOptions, find_options_by_axes
+from namedmesh.tested_releases import warn_if_untested
 
 _NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a single-process run; start 8 processes with: "
@@ -40,6 +41,8 @@ def init_mesh(
     torchrun or another launcher, or a single-process run under plain python. For a mesh over some
     of the ranks, make torch's own ``DeviceMesh`` and adopt it with
     :meth:`NamedMesh.from_device_mesh`.
+
+    It warns once if torch is older than the oldest tested release, 2.12.
 
     Collective: every rank must call it with the same arguments.
 
@@ -74,6 +77,7 @@ def init_mesh(
         <NamedMesh dp=1 x tp=1 (1 rank), rank 0 on cpu>
         >>> mesh.close(); dist.destroy_process_group()
     """
+    warn_if_untested("torch", accept_newer=True)
     if close_existing:
         close_all()
     launched = not dist.is_initialized()

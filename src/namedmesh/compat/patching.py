@@ -1,7 +1,7 @@
-"""Put a compatibility layer in place of an upstream library: the mechanism behind ``install()``.
+"""Install a compatibility layer: the mechanism behind ``install()``.
 
-If the library is installed, the functions that make its groups are replaced, and its own accessors answer
-from our meshes. If it is not, our module can be imported under the library's name.
+If the upstream library is installed, the functions that create its groups are replaced, and its own
+accessors return groups of our meshes. If it is not, our fallback can be imported under its name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Any
 
+from namedmesh.tested_releases import warn_if_untested
+
 UPSTREAM = {
     "megatron": "megatron.core.parallel_state",
     "deepspeed": "deepspeed.runtime.pipe.topology",
@@ -23,46 +25,50 @@ UPSTREAM = {
 }
 """The compatibility layers that can be installed, and the upstream module that each of them patches.
 
-ezpz is not published with this interface, so our module always stands in for it.
+ezpz is not published with this interface, so our fallback is always used.
 """
 
 
 @dataclass
 class Patch:
-    """A reversible replacement of an upstream module, which may or may not be installed on this machine.
+    """A reversible patch of an upstream module, or its fallback if upstream is not installed.
 
     Args:
         module: the upstream module with the variables, such as ``"megatron.core.parallel_state"``.
-        replace: takes the imported module and returns the replacements of its functions and classes, by
-            name. None if our module always stands in.
-        stand_ins: our module for each upstream name, for use if upstream is not installed.
+        replace: takes the imported module and returns the replacements of its functions and
+            classes, by name. None if our fallback is always used.
+        fallbacks: the name of our module for each name of an upstream module.
         restore: called by :meth:`uninstall` before everything else.
     """
 
     module: str
     replace: Callable[[ModuleType], Mapping[str, object]] | None
-    stand_ins: Mapping[str, str]
+    fallbacks: Mapping[str, str]
     restore: Callable[[], None] = lambda: None
     installed: bool = field(default=False, init=False)
     _undo: ExitStack = field(default_factory=ExitStack, init=False)
 
     def install(self) -> None:
-        """Let upstream answer from our meshes. Call it before anything else, and bind meshes afterwards.
+        """Let upstream use the groups of our meshes. Call it first, and bind meshes afterwards.
 
-        If upstream is installed, it is imported, and the functions that make its groups are replaced, also
-        in modules that have imported them before. If it is not, our modules are found under its names.
-        A second call does nothing.
+        If upstream is installed, it is imported, and the functions that create its groups are
+        replaced, also in modules that have imported them already. If it is not, our fallback can be
+        imported under its names. A second call does nothing.
+
+        megatron-core 0.14 to 0.19, DeepSpeed 0.19 and fairscale 0.4.13 are tested. It warns once
+        about other releases.
         """
         if self.installed:
             return
         if self.replace is not None and is_installed(self.module):
             module = import_module(self.module)
+            warn_if_untested(self.module)
             self._replace_everywhere(module, self.replace(module))
         else:
-            for name, our_name in self.stand_ins.items():
+            for name, our_name in self.fallbacks.items():
                 self.set(sys.modules, name, import_module(our_name))
-            # Only now: the packages around the names may import them.
-            for name in self.stand_ins:
+            # The packages around the names may import our modules, so all of these come first.
+            for name in self.fallbacks:
                 self._add_to_package(name)
         self._undo.callback(self.restore)
         self.installed = True
@@ -73,7 +79,7 @@ class Patch:
         self._undo.close()
 
     def set(self, namespace: dict[str, Any], name: str, value: object) -> None:
-        """Set a name in a namespace until :meth:`uninstall` restores the value of before."""
+        """Set a name in a namespace; :meth:`uninstall` restores its value."""
         if name in namespace:
             self._undo.callback(namespace.__setitem__, name, namespace[name])
         else:
@@ -81,7 +87,7 @@ class Patch:
         namespace[name] = value
 
     def _replace_everywhere(self, module: ModuleType, replacements: Mapping[str, object]) -> None:
-        """Replace functions in the upstream module and in every module that holds them under some name."""
+        """Replace functions in the upstream module, and in every module that has imported them."""
         replacement_of: dict[int, object] = {}
         for name, replacement in replacements.items():
             replacement_of[id(getattr(module, name))] = replacement
@@ -92,14 +98,14 @@ class Patch:
                     self.set(namespace, name, replacement_of[id(value)])
 
     def _add_to_package(self, name: str) -> None:
-        """Make a module an attribute of its package; a missing package is replaced by an empty one."""
+        """Make a module an attribute of its package; create an empty package if it is missing."""
         package, _, child = name.rpartition(".")
         if not package:
             return
         if is_installed(package):
             import_module(package)
         else:
-            empty = ModuleType(package, f"Stands in for {package}, which is not installed.")
+            empty = ModuleType(package, f"Replaces {package}, which is not installed.")
             empty.__path__ = []
             self.set(sys.modules, package, empty)
             self._add_to_package(package)
@@ -107,18 +113,19 @@ class Patch:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a module can be imported. The packages around it are imported to find out."""
+    """Return whether a module can be imported. To find out, its packages are imported."""
     try:
         return name in sys.modules or find_spec(name) is not None
     except ModuleNotFoundError as error:
+        # A package that exists, but fails to import something else, must not look missing.
         is_around = f"{name}.".startswith(f"{error.name}.")
-        if not is_around:  # a package around it is there, and fails to import something else
+        if not is_around:
             raise
         return False
 
 
 def reload_fresh(module: ModuleType) -> ModuleType:
-    """Return another copy of a module, as it is right after its import, whatever was assigned in it since."""
+    """Return another copy of a module, with the values of its variables right after import."""
     spec: Any = spec_from_file_location(module.__name__, module.__file__)
     fresh = module_from_spec(spec)
     spec.loader.exec_module(fresh)

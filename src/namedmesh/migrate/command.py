@@ -13,7 +13,7 @@ from os import cpu_count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import LayoutError, UsageError, format_count
+from namedmesh.errors import MissingExtraError, UsageError, format_count
 
 if TYPE_CHECKING:
     from namedmesh.migrate.program import Program
@@ -39,11 +39,17 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Read, rewrite and report the files; return 1 if a file could not be read."""
+    """Read, rewrite and report the files; return 1 if a file could not be read.
+
+    Raises:
+        MissingExtraError: LibCST is not installed.
+    """
     try:
         import libcst  # noqa: F401  the extra
     except ImportError:
-        raise LayoutError("namedmesh migrate needs LibCST: pip install 'namedmesh[migrate]'") from None
+        raise MissingExtraError(
+            "LibCST is not installed; install it with: pip install 'namedmesh[migrate]'"
+        ) from None
     from namedmesh.migrate.program import Program
 
     if arguments.write and not arguments.force:

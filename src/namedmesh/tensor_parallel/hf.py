@@ -29,6 +29,7 @@ from namedmesh.tensor_parallel.hf_styles import (
 from namedmesh.tensor_parallel.modules import LocalParameters
 from namedmesh.tensor_parallel.plan_entries import key_matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowwiseParallel
+from namedmesh.tested_releases import warn_if_untested
 
 _LOCAL_PARAMETERS = "replicated_with_grad_allreduce"
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -81,6 +82,8 @@ def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, Paral
     as a ``PeftModel`` or the result of ``torch.compile``. Entries for modules that the model does
     not have, and modules that stay replicated (``"replicate"``), are omitted.
 
+    Tested with transformers 5.24. It warns once about other releases.
+
     Args:
         model: the model; it is not changed.
         adapters: whether linears may have LoRA adapters of PEFT. The adapters are then sharded with
@@ -93,6 +96,7 @@ def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, Paral
         PlanError: the model has no plan, or one that is known not to work or names none of its
             modules; or the plan uses styles, or the model has adapters, that are not supported.
     """
+    warn_if_untested("transformers")
     tp_plan = _load_tp_plan(model)
     # Plans use the names of modules without wrappers. A wrapper and the module inside have the same
     # name then; the module inside comes later, and is used.
