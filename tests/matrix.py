@@ -1,8 +1,8 @@
-"""The suite on one release of each minor version of torch that is supported, each in an environment of its own.
+"""Run the suite on one release of each supported minor version of torch, each in a separate environment.
 
-    python tests/matrix.py [RELEASE ...] [-- WHAT PYTEST IS GIVEN]
+    python tests/matrix.py [RELEASE ...] [-- ARGUMENTS OF PYTEST]
 
-An environment takes gigabytes, because releases for Linux bring CUDA along: it is removed once its tests have run.
+An environment takes gigabytes, as releases for Linux include CUDA. It is removed after its tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> int:
     """Run the suite on each release; the exit status is 1 if it failed on one."""
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
-    # A constraint would contradict the release, and PYTHONPATH would bring another's packages.
+    # A constraint of pip would contradict the release, and PYTHONPATH may have packages of another environment.
     environment = dict(os.environ)
     for name in ("PIP_CONSTRAINT", "PYTHONPATH"):
         environment.pop(name, None)

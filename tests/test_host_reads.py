@@ -1,4 +1,4 @@
-"""How often each call of a training step reads a value of the device, for which it waits: as often as the guide says."""
+"""Each call of a training step reads as many values of the device as the guide lists. The host waits for each read."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 LAST = 5  # the ranks compare on calls 1, 2 and 4
 
 
-def reads_of_a_step() -> dict[str, int]:
-    """The reads of each call in the last of several steps."""
+def _count_reads_of_a_step() -> dict[str, int]:
+    """Return the number of reads of each call in the last of several steps."""
     reads: dict[str, int] = {}
 
     def count(name: str, call: Callable[[], Any]) -> Any:
@@ -43,7 +43,8 @@ def reads_of_a_step() -> dict[str, int]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     clip = partial(training.clip_grad_norm_, params, 1.0, mesh)
     ids = torch.randint(0, 32, (2, 8))
-    targets, logits = torch.randint(0, 32, (16,)), torch.randn(16, 16)
+    targets = torch.randint(0, 32, (16,))
+    logits = torch.randn(16, 16)
     for _ in range(LAST):
         with mock.patch.object(Tensor, "is_cpu", new=False):  # ids on an accelerator
             tokens = count("count_tokens", partial(training.count_tokens, targets != 3, mesh))
@@ -63,8 +64,8 @@ def reads_of_a_step() -> dict[str, int]:
 
     mesh = namedmesh.init_mesh(cp=2)
     qkv = numbers(3, 1, 2, 8, 4, seed=0)
-    part, _ = count("shard_sequence", partial(training.shard_sequence, qkv, mesh=mesh["cp"], dim=3))
-    query, key, value = part
+    shard, _ = count("shard_sequence", partial(training.shard_sequence, qkv, mesh=mesh["cp"], dim=3))
+    query, key, value = shard
     count("context_attention", partial(training.context_attention, query, key, value, mesh["cp"]))
     mesh.close()
 
@@ -80,13 +81,13 @@ def reads_of_a_step() -> dict[str, int]:
     return reads
 
 
-def test_each_call_reads_as_many_values_as_the_guide_says() -> None:
+def test_each_call_reads_as_many_values_as_the_guide_lists() -> None:
     section = (
         "\n".join(page.text for page in PAGES)
         .partition("# Calls that wait for a GPU\n")[2]
         .partition("\n#")[0]
     )
-    shown: dict[str, int] = {}
+    listed: dict[str, int] = {}
     for names, reads in re.findall(r"^\| (.+?) \| (\d) ", section, flags=re.MULTILINE):
-        shown |= dict.fromkeys(names.replace("`", "").split("; "), int(reads))
-    assert run_ranks(2, reads_of_a_step) == [shown] * 2
+        listed |= dict.fromkeys(names.replace("`", "").split("; "), int(reads))
+    assert run_ranks(2, _count_reads_of_a_step) == [listed] * 2

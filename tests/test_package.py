@@ -1,4 +1,4 @@
-"""The package as such: what it exports, what importing it costs, and that its rules hold."""
+"""The package: its exports, the cost of importing it, and the rules of its sources."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "namedmesh"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-# A room is a module or a package of namedmesh; the table in CONTRIBUTING.md lists them from the top down.
+# A room is a module or a package of namedmesh. The table in CONTRIBUTING.md lists them from the top
+# down.
 TABLE = re.findall(
     r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.MULTILINE
 )
 ROOMS = ["_version", *re.findall(r"`(\w+)/?`", " ".join(TABLE))]
 
 
-def test_everything_exported_is_there_and_nothing_else() -> None:
+def test_dir_lists_exactly_the_exported_names() -> None:
     assert sorted(namedmesh.__all__) == dir(namedmesh)
     with pytest.raises(AttributeError, match="module 'namedmesh' has no attribute 'int_mesh'"):
         namedmesh.int_mesh  # noqa: B018
@@ -48,7 +49,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert interpreter("-c", code).returncode == 0
 
 
-def test_every_error_is_a_named_mesh_error_over_a_builtin() -> None:
+def test_every_error_is_a_builtin_error_too() -> None:
     kinds = [kind for kind in NamedMeshError.__subclasses__() if kind.__module__ == "namedmesh.errors"]
     assert {kind.__name__ for kind in kinds} <= set(namedmesh.__all__)
     for kind in kinds:
@@ -57,17 +58,18 @@ def test_every_error_is_a_named_mesh_error_over_a_builtin() -> None:
         assert str(kind("one", "two")) == "2 problems:\n  - one\n  - two"
 
 
-def imports_of(path: Path) -> set[str]:
-    """The rooms of namedmesh that a file imports when it runs, type checking aside."""
+def find_imported_rooms(path: Path) -> set[str]:
+    """Return the rooms of namedmesh that a file imports at run time."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    # The imports under TYPE_CHECKING do not run.
     tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.split(".")[1] for name in found if name.startswith("namedmesh.")}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("namedmesh.")}
 
 
 def test_rooms_import_only_from_rooms_above() -> None:
@@ -76,7 +78,7 @@ def test_rooms_import_only_from_rooms_above() -> None:
     for path, room in files.items():
         if room != "__init__":
             allowed = set(ROOMS[: ROOMS.index(room) + 1])
-            assert imports_of(path) <= allowed, f"{path} imports from below"
+            assert find_imported_rooms(path) <= allowed, f"{path} imports from below"
 
 
 def test_only_one_package_touches_private_torch() -> None:
@@ -90,16 +92,16 @@ def test_only_one_package_touches_private_torch() -> None:
     assert guilty == []
 
 
-def test_every_new_tensor_says_on_which_device_it_is() -> None:
-    """A default device, such as scripts for GPUs set, would move what belongs on the CPU."""
-    makers = {maker.__name__ for maker in _device_constructors()}
+def test_every_new_tensor_has_an_explicit_device() -> None:
+    """A default device, as scripts for GPUs set, would move tensors that belong on the CPU."""
+    constructors = {constructor.__name__ for constructor in _device_constructors()}
     guilty = []
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            is_maker = ast.unparse(node.func.value) == "torch" and node.func.attr in makers
-            if is_maker and "device" not in {keyword.arg for keyword in node.keywords}:
+            is_constructor = ast.unparse(node.func.value) == "torch" and node.func.attr in constructors
+            if is_constructor and "device" not in {keyword.arg for keyword in node.keywords}:
                 guilty.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
     assert guilty == []
 
@@ -113,7 +115,7 @@ def test_pre_commit_uses_the_versions_of_the_test_extra() -> None:
     assert len(used) == 3
 
 
-def test_the_run_time_needs_torch_and_packaging_only() -> None:
+def test_the_only_dependencies_are_torch_and_packaging() -> None:
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in PROJECT["dependencies"]]
     assert names == ["torch", "packaging"]
 
@@ -129,11 +131,11 @@ def test_the_error_for_a_missing_package_names_the_extra(monkeypatch: pytest.Mon
 
 
 def test_no_submodule_hides_a_name_of_its_package() -> None:
-    """A submodule becomes an attribute of its package once it is imported, in place of what is exported lazily."""
+    """Once imported, a submodule is an attribute of its package. It would hide a lazily exported name."""
     for init in sorted(SOURCE.rglob("__init__.py")):
         name = ".".join(("namedmesh", *init.parent.relative_to(SOURCE).parts))
         package = importlib.import_module(name)
-        modules = {found.name for found in pkgutil.iter_modules([str(init.parent)])}
+        modules = {module.name for module in pkgutil.iter_modules([str(init.parent)])}
         for exported in modules & set(getattr(package, "__all__", ())):
             assert inspect.ismodule(getattr(package, exported)), f"{name}.{exported}"
 
@@ -161,6 +163,7 @@ def test_the_version_is_that_of_the_changelog() -> None:
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_names_of_axes_leave_the_arguments_of_init_mesh_alone() -> None:
-    init, layout = (inspect.signature(each).parameters for each in (namedmesh.init_mesh, namedmesh.Layout))
-    assert {*RESERVED, "sizes"} == {*init, *layout}
+def test_the_arguments_of_init_mesh_and_layout_are_reserved_names() -> None:
+    init_arguments = inspect.signature(namedmesh.init_mesh).parameters
+    layout_arguments = inspect.signature(namedmesh.Layout).parameters
+    assert {*RESERVED, "sizes"} == {*init_arguments, *layout_arguments}
