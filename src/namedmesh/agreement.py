@@ -170,6 +170,10 @@ class StoreCoordinator:
         """Delete the keys of the phase before ``phase``.
 
         Nobody reads them any more, since every rank has arrived at ``phase``.
+
+        Args:
+            store: the store of the call.
+            phase: the phase at which every rank has arrived.
         """
         if self._finished_phase is not None:
             old_store, old_phase = self._finished_phase
@@ -193,7 +197,11 @@ _default_coordinator: list[tuple[ref[dist.Store], StoreCoordinator]] = []
 
 
 def set_default_coordinator(coordinator: StoreCoordinator) -> None:
-    """Use the coordinator that made the default group for the calls of its meshes, too."""
+    """Use the coordinator that made the default group for the calls of its meshes, too.
+
+    Args:
+        coordinator: the coordinator. It is used until the default group is destroyed.
+    """
     _default_coordinator[:] = [(ref(default_store()), coordinator)]
 
 
@@ -301,6 +309,9 @@ class _CoordinatedCall:
 
     def report_failure(self, error: Exception) -> None:
         """Report to the other ranks why this rank has failed.
+
+        Args:
+            error: the exception that this rank has raised.
 
         Raises:
             AgreementError: the result that all ranks read, if ``error`` is not a NamedMeshError. An

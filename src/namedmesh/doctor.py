@@ -304,6 +304,9 @@ def pair_hosts(hosts: Sequence[str]) -> list[tuple[int, int]]:
 def format_measurements(by_rank: Sequence[Measurements]) -> str:
     """Format the measurements of all ranks.
 
+    Args:
+        by_rank: the measurements of each rank, on the same axes.
+
     Returns:
         A table with a row for each axis, the slowest pairs of hosts, and the slowest rank.
     """

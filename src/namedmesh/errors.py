@@ -100,6 +100,10 @@ class TrainingError(NamedMeshError, RuntimeError):
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     """Return a suggestion for a message about an unknown name; empty if no name is similar.
 
+    Args:
+        name: the unknown name.
+        allowed: the known names.
+
     Example:
         >>> did_you_mean("tpz", ["dp", "tp"]), did_you_mean("expert", ["dp", "tp"])
         ("; did you mean 'tp'?", '')
@@ -114,6 +118,10 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
 def format_count(count: int, noun: str) -> str:
     """Format a number and its noun, in the plural if it is not 1.
 
+    Args:
+        count: the number.
+        noun: the noun in the singular. Its plural must end with "s".
+
     Example:
         >>> format_count(1, "rank"), format_count(2, "rank")
         ('1 rank', '2 ranks')
@@ -123,6 +131,10 @@ def format_count(count: int, noun: str) -> str:
 
 def format_items(items: Iterable[object], limit: int = 8) -> str:
     """Format items as a comma-separated list, cut after ``limit`` items.
+
+    Args:
+        items: the items, in any iterable.
+        limit: how many items are written out. The others are counted.
 
     Example:
         >>> format_items(range(3)), format_items(range(100), limit=4)
@@ -136,6 +148,9 @@ def format_items(items: Iterable[object], limit: int = 8) -> str:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format the numbers of at least one rank.
+
+    Args:
+        ranks: the ranks.
 
     Example:
         >>> format_ranks([3]), format_ranks([0, 1])

@@ -120,12 +120,18 @@ def was_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun or another launcher has started this process.
 
     ``WORLD_SIZE=1`` without ``RANK`` is a single-process run, as some containers set it.
+
+    Args:
+        environment: the environment of this process.
     """
     return "RANK" in environment or read_int(environment, "WORLD_SIZE") not in {None, 1}
 
 
 def check_torchrun_variables(environment: Mapping[str, str]) -> None:
     """Check that torchrun's variables are complete and valid.
+
+    Args:
+        environment: the environment of this process.
 
     Raises:
         LaunchError: variables are missing or not valid; all problems at once.
@@ -295,6 +301,9 @@ def _find_address(
 
 def first_host(hosts: str) -> str:
     """Return the first host of a list in SLURM's compressed format.
+
+    Args:
+        hosts: the hosts, such as SLURM lists them in ``SLURM_JOB_NODELIST``.
 
     Raises:
         LaunchError: the text is not such a list.

@@ -99,6 +99,9 @@ def merge_options(first: GroupOptions, second: GroupOptions, axes: str) -> Group
 def make_group_arguments(options: GroupOptions) -> dict[str, Any]:
     """Return the keyword arguments of torch's ``new_group`` for groups with these options.
 
+    Args:
+        options: the merged options of the axes of the group.
+
     Raises:
         OptionError: settings of NCCL for a group without NCCL, or a setting that NCCL does not
             have.
@@ -114,6 +117,9 @@ def make_group_arguments(options: GroupOptions) -> dict[str, Any]:
 
 def make_backend_override(options: GroupOptions) -> tuple[str, Any] | None:
     """Return the ``backend_override`` of ``init_device_mesh`` for an axis with these options.
+
+    Args:
+        options: the options of the axis.
 
     Returns:
         The backend and its options, or None if torch cannot express the options there: for a
@@ -158,6 +164,9 @@ def _find_nccl_options(options: GroupOptions) -> object:
 
 def make_nccl_options(options: GroupOptions) -> object:
     """Return the ``pg_options`` of ``new_group`` for a group with the NCCL backend.
+
+    Args:
+        options: the merged options of the axes of the group.
 
     Raises:
         OptionError: a setting that NCCL does not have.
@@ -244,7 +253,12 @@ def find_options_by_axes(
 
 
 def check_options(options: object, argument: str) -> list[str]:
-    """Return a message if an argument is not :class:`GroupOptions` (an empty list if it is)."""
+    """Return a message if an argument is not :class:`GroupOptions` (an empty list if it is).
+
+    Args:
+        options: the object to check.
+        argument: its description, for the message.
+    """
     if isinstance(options, GroupOptions):
         return []
     return [f"{argument} must be GroupOptions, got {options!r}; write GroupOptions(timeout=...)"]

@@ -29,7 +29,11 @@ RESERVED = (
 
 
 def check_axis_names(axes: Sequence[object]) -> list[str]:
-    """Return the reasons why the names of axes are not valid (empty if they are)."""
+    """Return the reasons why the names of axes are not valid (empty if they are).
+
+    Args:
+        axes: the names; objects of other types are reported.
+    """
     problems = [] if axes else ["no axis is named; name at least one, such as dp=-1"]
     # A name that occurs twice is reported once.
     for name in dict.fromkeys(axes):
@@ -53,6 +57,10 @@ def suggest_axis(axis: object, allowed: Iterable[str]) -> str:
     A usual name, such as ``ep``, is not a misspelling of another name, so nothing is suggested for
     it. If the layout has ``dp_replicate`` and ``dp_shard``, both are suggested for ``dp``.
 
+    Args:
+        axis: the unknown name.
+        allowed: the axes of the layout.
+
     Example:
         >>> suggest_axis("tq", ("pp", "tp")), suggest_axis("ep", ("pp", "tp"))
         ("; did you mean 'tp'?", '')
@@ -67,6 +75,10 @@ def suggest_axis(axis: object, allowed: Iterable[str]) -> str:
 
 def format_sizes(axes: Iterable[str], sizes: Iterable[int]) -> str:
     """Format the sizes of axes.
+
+    Args:
+        axes: the names of the axes.
+        sizes: the size of each axis.
 
     Example:
         >>> format_sizes(("dp", "tp"), (4, 2))

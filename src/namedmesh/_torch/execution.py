@@ -42,6 +42,9 @@ def queue_backward_callback(call: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass that runs in this thread.
 
     An exception of the function is raised by ``backward()``.
+
+    Args:
+        call: the function, without arguments.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)

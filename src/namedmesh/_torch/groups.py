@@ -115,7 +115,11 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def get_group_by_name(name: str) -> dist.ProcessGroup:
-    """Return the process group with a name, such as functional collectives take."""
+    """Return the process group with a name, such as functional collectives take.
+
+    Args:
+        name: the ``group_name`` of the group.
+    """
     group: dist.ProcessGroup = c10d._resolve_process_group(name)
     return group
 

@@ -20,7 +20,12 @@ def has_hooks(owner: torch.Tensor | torch.nn.Module) -> bool:
 
 
 def is_persistent(module: torch.nn.Module, name: str) -> bool:
-    """Return whether a buffer is part of the module's state dict."""
+    """Return whether a buffer is part of the module's state dict.
+
+    Args:
+        module: the module that owns the buffer.
+        name: the name of the buffer in the module.
+    """
     return name not in module._non_persistent_buffers_set
 
 
@@ -42,6 +47,9 @@ def sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Place
 
     DDP over tensor parallelism does so for the time of a forward. The result is None for other
     parameters.
+
+    Args:
+        parameter: a parameter of a model under DDP.
     """
     spec = getattr(parameter, "_st_info", None)
     return None if spec is None else (spec.mesh, spec.placements)
@@ -52,6 +60,9 @@ def hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
     A forward of DDP over tensor parallelism does so. Their gradients belong to the local
     shards that were the parameters before the first forward.
+
+    Args:
+        model: the model, which may contain several DDP modules.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor
@@ -67,6 +78,9 @@ def reshards_after_forward(module: Any) -> bool | None:
     """Return whether FSDP2 reshards the parameters of a module after its forward.
 
     The result is None if ``reshard_after_forward`` was left to FSDP2.
+
+    Args:
+        module: a module that ``fully_shard`` was applied to.
     """
     state = module._get_fsdp_state()
     if state._auto_reshard_after_forward:

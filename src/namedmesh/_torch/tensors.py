@@ -47,7 +47,12 @@ def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Raise on the device if a condition is false. The host does not wait for the result."""
+    """Raise on the device if a condition is false. The host does not wait for the result.
+
+    Args:
+        condition: a tensor with one value.
+        message: the message of the error.
+    """
     torch._assert_async(condition, message)
 
 
@@ -128,6 +133,10 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor like another one, with a local tensor that may be on any device.
 
     The public ``DTensor.from_local`` moves the local tensor to the device of the mesh.
+
+    Args:
+        tensor: the DTensor whose mesh, placements and shape the result has.
+        local: the local tensor.
     """
     dtensor = type(tensor)
     result: DTensor = dtensor.__new__(dtensor, local, tensor._spec, requires_grad=False)

@@ -17,6 +17,9 @@ def has_run_forward(stage: Any) -> bool:
     """Return whether a pipeline stage holds a micro-batch of a step, for its backward.
 
     It holds none while torch only finds out the shapes of a stage.
+
+    Args:
+        stage: a ``PipelineStage`` of torch.
     """
     if torch_is_at_least("2.15"):
         return bool(stage._forward_chunk_states)
@@ -29,6 +32,9 @@ def remove_backwards(schedule: Any) -> None:
     torch's ``eval`` skips each backward when its turn comes, but looks for its gradient first. Up
     to torch 2.13 this fails if two consecutive stages are on one rank: in ZBV and DualPipeV, and in
     every schedule on one rank.
+
+    Args:
+        schedule: the schedule; it is changed in place.
     """
     kept_kinds = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
     orders = {}
@@ -49,6 +55,10 @@ def set_schedule_loss(schedule: Any, loss_fn: Callable[..., torch.Tensor]) -> It
 
     torch takes a loss function when a schedule is created. Such a function would have to find the
     target of each batch in some place that outlives the batch.
+
+    Args:
+        schedule: a pipeline schedule of torch.
+        loss_fn: the loss function, as the constructor of a schedule takes it.
     """
     previous = schedule._loss_fn
     schedule._loss_fn = loss_fn
@@ -106,6 +116,10 @@ def make_rng_tracker(seed: int, mesh: DeviceMesh) -> None:
     Without a tracker, the first random operation on a DTensor creates one that broadcasts the RNG
     state of rank 0 over the world. All data-parallel ranks would then draw the same dropout masks.
     This tracker does not communicate.
+
+    Args:
+        seed: the seed of this rank.
+        mesh: a mesh of DTensors.
     """
     from torch.distributed.tensor import _random
 
@@ -117,6 +131,10 @@ def get_found_infs(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.
 
     torch does not expose it before ``scaler.step``. That call skips the step if one of the tensors
     is not zero, so the caller may write into them. The result is None before ``unscale_``.
+
+    Args:
+        scaler: a ``GradScaler`` of torch.
+        optimizer: the optimizer whose gradients were unscaled.
     """
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["stage"].name != "UNSCALED":
@@ -131,6 +149,10 @@ def make_dcp_wrapper(*, no_dist: bool, process_group: dist.ProcessGroup | None) 
 
     Make one for each call. It refers to the group, whose threads would otherwise survive
     ``destroy_process_group()``.
+
+    Args:
+        no_dist: whether this process works without the other ranks.
+        process_group: the group; None for the default group.
     """
     from torch.distributed.checkpoint.utils import _DistWrapper
 

@@ -79,7 +79,13 @@ class Patch:
         self._undo.close()
 
     def set(self, namespace: dict[str, Any], name: str, value: object) -> None:
-        """Set a name in a namespace; :meth:`uninstall` restores its value."""
+        """Set a name in a namespace; :meth:`uninstall` restores its value.
+
+        Args:
+            namespace: the ``__dict__`` of a module, or ``sys.modules``.
+            name: the name.
+            value: the new value.
+        """
         if name in namespace:
             self._undo.callback(namespace.__setitem__, name, namespace[name])
         else:
@@ -113,7 +119,11 @@ class Patch:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a module can be imported. To find out, its packages are imported."""
+    """Return whether a module can be imported. To find out, its packages are imported.
+
+    Args:
+        name: the full name of the module.
+    """
     try:
         return name in sys.modules or find_spec(name) is not None
     except ModuleNotFoundError as error:
@@ -125,7 +135,11 @@ def is_installed(name: str) -> bool:
 
 
 def reload_fresh(module: ModuleType) -> ModuleType:
-    """Return another copy of a module, with the values of its variables right after import."""
+    """Return another copy of a module, with the values of its variables right after import.
+
+    Args:
+        module: the module. It is not changed.
+    """
     spec: Any = spec_from_file_location(module.__name__, module.__file__)
     fresh = module_from_spec(spec)
     spec.loader.exec_module(fresh)
