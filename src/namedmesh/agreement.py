@@ -286,7 +286,7 @@ class _CoordinatedCall:
         self.deadline = time.monotonic() + timeout.total_seconds()
 
     def compare(self, request: Mapping[str, object]) -> None:
-        """Finish the phase: compare the request of this rank with those of all ranks.
+        """Finish the phase: compare the requests of all ranks.
 
         Args:
             request: the fields of the request. A value of type :class:`Distinct` must differ

@@ -154,6 +154,7 @@ def _make_groups(layout: Layout, expert_layout: Layout | None, device: torch.dev
     axes = list(layout)
     if expert_layout is not None:
         mesh.add_view("expert", **dict[str, Any](expert_layout.items()))
+        # The views share axes such as pp, whose groups are checked once.
         axes += [axis for axis in expert_layout if axis not in layout]
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     groups = [CheckedGroup(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes]
@@ -197,6 +198,7 @@ def check_groups(groups: Sequence[CheckedGroup], device: torch.device, timeout: 
 
     for axis, expected, group in groups:
         rank = torch.tensor([dist.get_rank()], device=device)
+        # The all-gather comes first: its result names the members of a wrong group.
         gathered = [torch.empty_like(rank) for _ in range(dist.get_world_size(group))]
         try:
             _wait(dist.all_gather(gathered, rank, group=group, async_op=True), timeout)
@@ -279,6 +281,7 @@ def measure(
     for first, second in pair_hosts(hosts):
         if rank in {first, second}:
             seconds = time_call(partial(send_and_receive, first, second))
+            # Both ranks have measured the pair. One of them reports it.
             if rank == first:
                 host_pairs[f"{hosts[first]} - {hosts[second]}"] = num_bytes / seconds
     return Measurements(local_seconds, axes, host_pairs)

@@ -49,11 +49,12 @@ def init_mesh(
     Args:
         layout: the layout, or a mapping of axes to sizes, instead of ``sizes``.
         device: the device of the mesh, as for :func:`namedmesh.launch.init`.
-        backend: the backend of every group that sets no other; by default that of the default
-            group.
+        backend: the backend of every group that sets no other; by default the backend of the
+            default group.
         timeout: the timeout of every group that sets no other, and how long this call waits for the
-            other ranks; by default that of the default group.
-        options: :class:`GroupOptions` by the name of an axis, or of several joined by ``_``.
+            other ranks; by default the timeout of the default group.
+        options: :class:`GroupOptions` by the name of an axis, or by a flattened name such as
+            ``dp_cp``.
         close_existing: close every open mesh of this process first, e.g. when the cell of a
             notebook runs again.
         **sizes: the size of each axis by keyword, slowest first. One may be -1, for the remaining
@@ -121,7 +122,7 @@ def make_mesh(
         compare: the function that ``agree_on`` yields.
         layout: the layout of the mesh.
         request: fields that must be the same on every rank, in addition to the arguments.
-        options: the options of groups, by the name of an axis, or of several joined by ``_``.
+        options: the options of groups, by the name of an axis or by a flattened name.
         defaults: the options of every group for which an axis sets no other.
         device: the device of the mesh; by default the device of the default group.
     """

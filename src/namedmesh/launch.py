@@ -143,8 +143,8 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
         DistNetworkError: torch's, if the store cannot be hosted or reached.
     """
     is_hosted_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # The arguments are those of torch's env:// rendezvous, except for wait_for_workers: agree_on
-    # waits instead, as it can name the missing ranks.
+    # torch's env:// rendezvous passes the same arguments, except for wait_for_workers: agree_on waits
+    # instead, as it can name the missing ranks.
     return dist.TCPStore(
         environment["MASTER_ADDR"],
         int(environment["MASTER_PORT"]),
@@ -204,7 +204,7 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
     backend = dist.get_backend()
     bound = bound_device()
     if backend == "fake":
-        # The fake backend stands in for hardware that may not exist on this host.
+        # The fake backend simulates any hardware, also hardware that this host does not have.
         return torch.device("cpu" if device is None else device)
     if device is None and bound is None and backend in ("gloo", "mpi"):
         return torch.device("cpu")

@@ -159,7 +159,7 @@ def check_torchrun_variables(environment: Mapping[str, str]) -> None:
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would have set, from those of another launcher.
+    """Convert the variables of another launcher to the ones that torchrun would have set.
 
     Variables of torchrun that are set take precedence and are not returned.
 
@@ -257,7 +257,7 @@ def _find_first_set(environment: Mapping[str, str], names: Sequence[str]) -> str
 
 def _choose_port(launcher: _Launcher, environment: Mapping[str, str]) -> int:
     """Return a port that is the same in every process of a job, and differs between most jobs."""
-    # The job is that of the inner launcher: several runs of mpirun may share one step of SLURM.
+    # The id of the inner launcher comes first: several runs of mpirun may share one step of SLURM.
     job = _find_first_set(environment, _JOB_IDS)
     if launcher.name == "SLURM":
         job = f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}"

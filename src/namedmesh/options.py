@@ -18,8 +18,9 @@ class GroupOptions:
     """Options of the process groups over an axis, alone or together with other axes.
 
     Args:
-        backend: the backend, as ``new_group`` takes it; by default that of the default group.
-        timeout: the timeout of collectives; by default that of the default group.
+        backend: the backend, as ``new_group`` takes it; by default the backend of the default
+            group.
+        timeout: the timeout of collectives; by default the timeout of the default group.
         nccl: settings of the NCCL communicator by name, such as ``{"max_ctas": 32}``; with NCCL
             only.
         high_priority: run the kernels of NCCL on a high-priority stream.
@@ -153,7 +154,7 @@ def _find_nccl_options(options: GroupOptions) -> object:
     if "nccl" in backend:
         return make_nccl_options(options)
     if "fake" in backend:
-        # torch's fake backend stands in for any other one, in runs without the hardware.
+        # torch's fake backend simulates any other backend, without the hardware.
         return None
     raise OptionError(
         f"nccl={dict(options.nccl)} and high_priority={options.high_priority} are settings of "
@@ -189,7 +190,7 @@ def make_nccl_options(options: GroupOptions) -> object:
 
 
 def split_flattened_name(name: str, axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the axes whose names a flattened name joins by ``_``; empty if it joins none.
+    """Return the axes in a flattened name, such as ``dp_cp``; empty if it is not one.
 
     Args:
         name: the name of an axis, or of a flattened axis.
@@ -214,10 +215,10 @@ def split_flattened_name(name: str, axes: Sequence[str]) -> tuple[str, ...]:
 def find_options_by_axes(
     options: Mapping[str, GroupOptions], axes: Sequence[str]
 ) -> dict[tuple[str, ...], GroupOptions]:
-    """Return the options of groups by their axes, as tuples instead of joined names.
+    """Return the options of groups by their axes, as tuples instead of flattened names.
 
     Args:
-        options: by the name of an axis, or of several axes joined by ``_``.
+        options: by the name of an axis, or by a flattened name such as ``dp_cp``.
         axes: the axes that are created now.
 
     Raises:

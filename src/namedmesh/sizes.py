@@ -106,7 +106,7 @@ def as_int(value: object) -> int | None:
 def infer_sizes(
     axes: Sequence[str], sizes: Sequence[object], world_size: object, rank_offset: object
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Check the sizes of axes, and infer the size that -1 stands for.
+    """Check the sizes of axes, and infer the size of an axis with -1.
 
     Args:
         axes: the names of the axes.

@@ -32,6 +32,7 @@ def _run(arguments: Namespace) -> int:
         named_inputs = inputs
     else:
         positional_inputs = inputs
+    # The imports take seconds, so a wrong argument is reported before them.
     import torch.distributed as dist
 
     import namedmesh
@@ -41,6 +42,7 @@ def _run(arguments: Namespace) -> int:
         report = verify(
             model, mesh["tp"], plan, *positional_inputs, tolerance=arguments.tolerance, **named_inputs
         )
+    # The report is the same on every rank.
     if mesh.rank("tp") == 0:
         sys.stdout.write(f"{report}\n")
     dist.destroy_process_group()

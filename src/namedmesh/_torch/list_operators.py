@@ -118,8 +118,8 @@ def _unscale_gradients(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     grads, found_inf, *rest = args
     operator(list(map(_to_local, grads)), found_inf, *rest, **kwargs)
     meshes = {grad.device_mesh for grad in grads if hasattr(grad, "device_mesh")}
-    # In one order on every rank: a rank may lack the first gradients, as those of experts without
-    # tokens.
+    # The order must be the same on every rank, and gradients cannot give it: experts without tokens
+    # have none.
     for mesh in sorted(meshes, key=lambda mesh: mesh.mesh_dim_names or ()):
         for group in mesh.get_all_groups():
             found_inf.copy_(functional_collective("all_reduce", found_inf, "max", group.group_name))

@@ -51,6 +51,7 @@ def sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Place
     Args:
         parameter: a parameter of a model under DDP.
     """
+    # DDP keeps the spec of the DTensor in this attribute, to make it a DTensor again.
     spec = getattr(parameter, "_st_info", None)
     return None if spec is None else (spec.mesh, spec.placements)
 
@@ -58,8 +59,8 @@ def sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Place
 def hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the DTensors that DDP has turned from parameters of a model into plain attributes.
 
-    A forward of DDP over tensor parallelism does so. Their gradients belong to the local
-    shards that were the parameters before the first forward.
+    A forward of DDP over tensor parallelism does so. Their gradients belong to the local shards
+    that were the parameters before the first forward.
 
     Args:
         model: the model, which may contain several DDP modules.
@@ -68,6 +69,7 @@ def hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor
 
     for wrapped in model.modules():
+        # DDP registers this hook on a module with parameters that are DTensors.
         if _reconstruct_dtensor not in wrapped._forward_pre_hooks.values():
             continue
         for module in wrapped.modules():
@@ -91,12 +93,12 @@ def reshards_after_forward(module: Any) -> bool | None:
 def iter_unsharded_parameters() -> Iterator[torch.Tensor]:
     """Yield the unsharded parameters of every FSDP2 module of this process.
 
-    From a forward to the end of its backward they take the place of the module's sharded
-    parameters. They have no gradients, and no attribute by which they can be told apart from other
-    parameters.
+    From a forward to the end of its backward, they replace the module's sharded parameters. They
+    have no gradients, and no attribute that distinguishes them from other parameters.
     """
     from torch.distributed._composable_state import _module_state_mapping
 
+    # The mapping has weak references, so a module may be gone.
     for reference in list(_module_state_mapping.values()):
         for group in _fsdp_groups(reference()):
             for param in group.fsdp_params:
@@ -109,7 +111,7 @@ def iter_unsharded_parameters() -> Iterator[torch.Tensor]:
 def _fsdp_groups(state: Any) -> list[Any]:
     """Return the parameter groups in FSDP2's state of a module.
 
-    Other kinds of state, such as that of ``replicate``, have none.
+    The state that ``replicate`` keeps for a module has none.
     """
     groups: list[Any] = getattr(state, "_fsdp_param_groups", [])
     return groups

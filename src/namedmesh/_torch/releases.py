@@ -19,6 +19,7 @@ def torch_is_at_least(release: str) -> bool:
     return _parse(torch.__version__) >= _parse(release)
 
 
+# The version is parsed once. It is read at each call, as tests simulate other releases.
 @cache
 def _parse(version: str) -> tuple[int, ...]:
     return Version(version).release

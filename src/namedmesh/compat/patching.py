@@ -94,6 +94,7 @@ class Patch:
 
     def _replace_everywhere(self, module: ModuleType, replacements: Mapping[str, object]) -> None:
         """Replace functions in the upstream module, and in every module that has imported them."""
+        # Functions are found by identity: code may have imported them under any name.
         replacement_of: dict[int, object] = {}
         for name, replacement in replacements.items():
             replacement_of[id(getattr(module, name))] = replacement
@@ -106,6 +107,7 @@ class Patch:
     def _add_to_package(self, name: str) -> None:
         """Make a module an attribute of its package; create an empty package if it is missing."""
         package, _, child = name.rpartition(".")
+        # A top-level module has no package.
         if not package:
             return
         if is_installed(package):

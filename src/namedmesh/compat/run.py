@@ -39,6 +39,7 @@ def call_after_import(name: str, call: Callable[[], object]) -> None:
         if spec is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
+            # The module has its functions only after its own code has run.
             loader.exec_module = lambda module: (execute(module), call())
         return spec
 
@@ -65,6 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
         call_after_import(upstream, partial(_install, layer))
     import runpy
 
+    # As the interpreter does for a script and for a module.
     sys.path[0] = str(Path.cwd() if arguments.module else Path(words[0]).resolve().parent)
     sys.argv[:] = words
     if not arguments.module:
