@@ -70,6 +70,8 @@ class InputCheck:
         self.is_expected = self.forwards <= 2  # noqa: PLR2004  the first two
         if self.forwards == 1:
             for name, module in model.named_modules():
+                # Only layers on the fast path have layouts. The input of a layer that all-gathers
+                # it differs between ranks.
                 layouts = getattr(module, "layouts", None)
                 if layouts is not None and layouts.input_dim is None and layouts.group == self.group:
                     hook = partial(self._note_input, name)
@@ -85,12 +87,14 @@ class InputCheck:
         self.is_expected = False
         x = args[0] if args else next(iter(kwargs.values()))
         if isinstance(x, DTensor):
+            # Ranks with other shards have other values, as they should.
             if set(x.placements) != {Replicate()}:
                 return
             x = x.to_local()
         x = wait_if_async(x)
         if type(x) is not Tensor or x.is_meta:  # Fake tensors have no values.
             return
+        # Here all ranks communicate or none does: their models and plans are the same.
         if self.forwards == 1:
             gathered = all_gather_object(get_group_by_name(self.group.name), tuple(x.shape))
             shapes = dict.fromkeys(gathered)

@@ -121,6 +121,7 @@ def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
     """Return the reasons why parameters cannot be sharded as a style places them."""
     problems = []
     for name, param, placement in iter_placements(entry, tp_size):
+        # Only expert parallelism shards a parameter that is sharded over another axis already.
         if isinstance(param, DTensor) and not hasattr(entry.style, "takes_distributed"):
             remedy = "parallelize a model once, and before fully_shard"
             return [f"already parallelized ({name} is a DTensor); {remedy}"]
@@ -132,6 +133,7 @@ def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
         if not isinstance(placement, Shard) or is_linear_bias:
             continue
         size = param.shape[placement.dim]
+        # Each rank gets a shard of every block of a fused parameter.
         blocks = getattr(entry.style, "fused", {}).get(name, 1)
         unit = tp_size * blocks
         if size % unit:
@@ -300,6 +302,7 @@ def _check_ties(
             placements[entry.module, name] = placement
     fqns = {module: fqn for fqn, module in model.named_modules()}
     for slots in ties:
+        # A slot outside of the plan stays a plain tensor, which differs from every placement.
         if len({placements.get(slot) for slot in slots}) == 1:
             continue
         formatted = []

@@ -73,6 +73,7 @@ def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanE
         for fqn in fqns:
             module = modules[fqn]
             entry = entries.setdefault(module, PlanEntry(fqn, module, style, key))
+            # The same key may match a module under two names.
             if entry.key != key:
                 clashes[entry.key, key].append(fqn)
     for (first, second), fqns in clashes.items():

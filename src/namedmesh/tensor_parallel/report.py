@@ -59,6 +59,7 @@ def plan_report(
             local_numels[param] = prod(local_shape)
             shapes = (_format_shape(param.shape), _format_shape(local_shape))
             rows.append((*module_cells, name, format_placement(placement), *shapes))
+    # Tied parameters count once: named_parameters() lists them under their first name only.
     total = 0
     per_rank = 0
     for fqn, param in model.named_parameters():
