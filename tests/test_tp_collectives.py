@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
-from tp_compare import Recorded, sharded, tp_mesh
+from tp_compare import OperationRecorder, make_tp_mesh, parallelize_copy
 from tp_models import NORMS, FeedForward, Llama, llama_plan
 
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize
@@ -112,17 +112,17 @@ def step(model: nn.Module, ids: torch.Tensor, case: Case) -> dict[str, float]:
         return tensor
 
     with (
-        Recorded() as forward,
+        OperationRecorder() as forward,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         loss_parallel() if case.loss else nullcontext(),
     ):
         loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
     parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
-    with Recorded() as later, loss_parallel() if case.loss else nullcontext():
+    with OperationRecorder() as later, loss_parallel() if case.loss else nullcontext():
         loss.backward()
         optimizer.step()
-    assert not forward.writes
-    assert not later.writes
+    assert not forward.writes_in_place
+    assert not later.writes_in_place
     return {
         "forward": len(forward.sent),
         "all": len(forward.sent + later.sent),
@@ -136,7 +136,7 @@ def both(mesh: DeviceMesh, case: Case) -> Steps:
     """A step of ours and one of torch's, of the same model; the second, when nothing is new any more."""
     torch.manual_seed(0)
     model = Llama(dim=64, hidden=96)
-    ours = sharded(model, case.ours, check_gradients=False)
+    ours = parallelize_copy(model, case.ours, check_gradients=False)
     torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs)
     ids = torch.randint(0, 32, IDS)
     steps = [[step(one, ids, case) for one in (ours, torchs)] for _ in range(2)]
@@ -144,7 +144,7 @@ def both(mesh: DeviceMesh, case: Case) -> Steps:
 
 
 def all_cases() -> dict[str, Steps]:
-    return {name: both(tp_mesh(), case) for name, case in CASES.items()}
+    return {name: both(make_tp_mesh(), case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -170,10 +170,10 @@ def bytes_in_backward() -> list[tuple[float, float]]:
         plan = layers | {"w2": RowwiseParallel(output_layouts=layout), "": SharedInput(input_layouts=layout)}
         sent = []
         for enabled in (False, True):
-            model = parallelize(FeedForward(8, 12), tp_mesh(), plan)
+            model = parallelize(FeedForward(8, 12), make_tp_mesh(), plan)
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 out = model(value.clone().requires_grad_())
-            with Recorded() as backward:
+            with OperationRecorder() as backward:
                 out.sum().backward()
             sent.append(sum(backward.sent))
         found.append((sent[0], sent[1]))

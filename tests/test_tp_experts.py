@@ -17,7 +17,7 @@ from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from tp_compare import assert_right, problem_of, tp_mesh
+from tp_compare import assert_no_difference, get_plan_error, make_tp_mesh
 from tp_models import Net, stacked_experts
 
 import namedmesh
@@ -49,7 +49,7 @@ PACKED = ExpertTensorParallel({"gate_up": Shard(-2), "down": Shard(-1)}, fused={
 
 
 def sharded(dims: tuple[str, ...] = ("tp",)) -> Any:
-    mesh = tp_mesh() if dims == ("tp",) else dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
+    mesh = make_tp_mesh() if dims == ("tp",) else dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
     model: Any = parallelize(copy.deepcopy(packed()), mesh["tp"], PACKED)
     return fully_shard(model, mesh=mesh["dp"]) if "dp" in dims else model
 
@@ -83,13 +83,13 @@ def packed_difference(dims: tuple[str, ...], directory: str) -> list[float]:
 def test_gate_and_up_in_one_weight_train_and_are_saved(
     ranks: int, dims: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert_right(run_ranks(ranks, packed_difference, dims, str(tmp_path)), cases=5)
+    assert_no_difference(run_ranks(ranks, packed_difference, dims, str(tmp_path)), cases=5)
 
 
 def test_what_would_count_on_every_rank_is_refused() -> None:
     text = "'down' of Net is replicated and would count once per rank"
-    assert text in problem_of(packed(), ExpertTensorParallel({"gate_up": Shard(1)}, fused={"up": 2}))
-    assert "'up' names blocks" in problem_of(
+    assert text in get_plan_error(packed(), ExpertTensorParallel({"gate_up": Shard(1)}, fused={"up": 2}))
+    assert "'up' names blocks" in get_plan_error(
         packed(), ExpertTensorParallel({"gate_up": Shard(1)}, fused={"up": 2})
     )
 
@@ -142,7 +142,7 @@ def trained(tp: int, *, own_tokens: bool = False) -> float:
 
 @pytest.mark.parametrize(("tp", "own_tokens"), [(1, False), (2, True)])
 def test_the_experts_of_the_books_page_learn_as_fast_as_in_one_process(tp: int, own_tokens: bool) -> None:
-    assert_right(run_ranks(4, partial(trained, tp, own_tokens=own_tokens)), 1e-10)
+    assert_no_difference(run_ranks(4, partial(trained, tp, own_tokens=own_tokens)), 1e-10)
 
 
 def test_the_same_tokens_on_several_ranks_are_refused() -> None:

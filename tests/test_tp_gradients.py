@@ -25,7 +25,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
-from tp_compare import Recorded, assert_right, gradient_of, tp_mesh
+from tp_compare import OperationRecorder, assert_no_difference, get_grad, make_tp_mesh
 from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, llama_plan
 
 from namedmesh.errors import GradientError
@@ -45,7 +45,7 @@ def gained(*, zeros: bool = False) -> Any:
 
 
 def wrong_model(**options: Any) -> Any:
-    return parallelize(gained(), tp_mesh(), UP_DOWN, **options)
+    return parallelize(gained(), make_tp_mesh(), UP_DOWN, **options)
 
 
 def names_in(error: GradientError) -> set[str]:
@@ -77,7 +77,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
     """Every way by which a gradient may come, of a model whose gain is in no style."""
 
     def behind_zeros() -> Any:
-        return parallelize(gained(zeros=True), tp_mesh(), UP_DOWN)
+        return parallelize(gained(zeros=True), make_tp_mesh(), UP_DOWN)
 
     def frozen_first() -> None:
         model = wrong_model()
@@ -89,7 +89,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
     def frozen_when_applied() -> None:
         model = gained()
         model.requires_grad_(requires_grad=False)
-        model = parallelize(model, tp_mesh(), UP_DOWN)
+        model = parallelize(model, make_tp_mesh(), UP_DOWN)
         model.requires_grad_(requires_grad=True)
         step(model)
 
@@ -121,8 +121,8 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
     def by_torch() -> None:
         model = gained()
         plan = {"up": torch_styles.ColwiseParallel(), "down": torch_styles.RowwiseParallel()}
-        torch_styles.parallelize_module(model, tp_mesh(), plan)
-        register_gradient_check(model, tp_mesh())
+        torch_styles.parallelize_module(model, make_tp_mesh(), plan)
+        register_gradient_check(model, make_tp_mesh())
         step(model)
 
     def after_a_forward(copied: Callable[[Any], Any]) -> None:
@@ -157,7 +157,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         step(model)
 
     def not_finite(ranks: set[int]) -> None:
-        model: Any = parallelize(Mlp(), tp_mesh(), UP_DOWN)
+        model: Any = parallelize(Mlp(), make_tp_mesh(), UP_DOWN)
         if dist.get_rank() in ranks:
             model.down.bias.register_hook(lambda gradient: gradient * torch.nan)
         step(model, X.float())
@@ -167,11 +167,11 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         compute = lambda m, x: m.down(m.up(x).unflatten(-1, (-1, 4)).mul(m.k(x).unsqueeze(-2)).flatten(-2))  # noqa: E731
         torch.manual_seed(0)
         linears = {"up": nn.Linear(8, 16), "k": nn.Linear(8, 4), "down": nn.Linear(16, 8)}
-        step(parallelize(Net(compute, **linears).double(), tp_mesh(), UP_DOWN))
+        step(parallelize(Net(compute, **linears).double(), make_tp_mesh(), UP_DOWN))
 
     def only_some_have_a_bias() -> None:
         """What one rank has alone is left out."""
-        model: Any = parallelize(gained(), tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
+        model: Any = parallelize(gained(), make_tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
         model.extra = nn.Parameter(torch.ones(1)) if dist.get_rank() else None
         trained(model, 2)
 
@@ -184,7 +184,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
             "norms": OfHeads(nn.RMSNorm(4, elementwise_affine=False)),
             "bare": nn.Parameter(torch.ones(1)),
         }
-        trained(parallelize(Net(compute, **parts).double(), tp_mesh(), UP_DOWN), 2)
+        trained(parallelize(Net(compute, **parts).double(), make_tp_mesh(), UP_DOWN), 2)
 
     return {
         "at once": stops(lambda: step(wrong_model())),
@@ -212,7 +212,7 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
         "not: rounding": not stops(rounding),
         "not: check=False": not stops(lambda: trained(wrong_model(check_gradients=False), 3)),
         "not: LocalParameters": not stops(
-            lambda: trained(parallelize(gained(), tp_mesh(), UP_DOWN | {"gain": LocalParameters()}), 3)
+            lambda: trained(parallelize(gained(), make_tp_mesh(), UP_DOWN | {"gain": LocalParameters()}), 3)
         ),
     }
 
@@ -244,7 +244,7 @@ def other_samples() -> dict[str, bool]:  # noqa: C901  one function for each way
 
     def llama(**options: Any) -> Any:
         torch.manual_seed(0)
-        return parallelize(Llama(layers=1), tp_mesh(), llama_plan(**options))
+        return parallelize(Llama(layers=1), make_tp_mesh(), llama_plan(**options))
 
     def one_token() -> None:
         other = torch.zeros(2, 8, dtype=torch.long)
@@ -262,7 +262,7 @@ def other_samples() -> dict[str, bool]:  # noqa: C901  one function for each way
 
     def whole_embedding() -> None:
         plan = {name: style for name, style in llama_plan().items() if name != "tok_embeddings"}
-        step(parallelize(Llama(layers=1), tp_mesh(), plan), ids)
+        step(parallelize(Llama(layers=1), make_tp_mesh(), plan), ids)
 
     def compiled_layers() -> None:
         model = llama()
@@ -280,7 +280,7 @@ def other_samples() -> dict[str, bool]:  # noqa: C901  one function for each way
 
     def as_a_stage() -> None:
         """A first run on memory as it is, for shapes, then a batch."""
-        model: Any = parallelize(Mlp(), tp_mesh(), UP_DOWN)
+        model: Any = parallelize(Mlp(), make_tp_mesh(), UP_DOWN)
         memory = numbers(2, 8, seed=rank).float().requires_grad_()
         torch.autograd.grad(model(memory).sum(), memory)
         step(model, X.float())
@@ -288,7 +288,7 @@ def other_samples() -> dict[str, bool]:  # noqa: C901  one function for each way
     def own_sequence() -> None:
         """A rank's own part of the sequence, which the first layer gathers."""
         plan = UP_DOWN | {"up": ColwiseParallel(input_layouts=Shard(0))}
-        step(parallelize(Mlp(), tp_mesh(), plan), numbers(2, 8, seed=rank).float())
+        step(parallelize(Mlp(), make_tp_mesh(), plan), numbers(2, 8, seed=rank).float())
 
     name = "tok_embeddings"
     return {
@@ -304,12 +304,12 @@ def other_samples() -> dict[str, bool]:  # noqa: C901  one function for each way
         "assigned": stops(assigned, name),
         "whole embedding": stops(whole_embedding, "layers.0.attention.wq"),
         "features": stops(
-            lambda: step(parallelize(Mlp(), tp_mesh(), UP_DOWN), numbers(2, 8, seed=rank).float()), "up"
+            lambda: step(parallelize(Mlp(), make_tp_mesh(), UP_DOWN), numbers(2, 8, seed=rank).float()), "up"
         ),
         "not: a stage's first run": not stops(as_a_stage),
         "not: a part of the sequence": not stops(own_sequence),
         "not: check=False": not stops(
-            lambda: step(parallelize(Mlp(), tp_mesh(), UP_DOWN, check_gradients=False), X.float() * rank)
+            lambda: step(parallelize(Mlp(), make_tp_mesh(), UP_DOWN, check_gradients=False), X.float() * rank)
         ),
     }
 
@@ -338,7 +338,7 @@ def under_ddp() -> dict[str, float]:
         optimizer.step()
         shards = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
         for name, parameter in reference.named_parameters():
-            wanted = gradient_of(parameter)
+            wanted = get_grad(parameter)
             if name in shards:
                 wanted = wanted.chunk(2, shards[name])[mesh.get_local_rank("tp")]
             found[f"{name}, view {as_view}"] = apart(parameters[name].grad, wanted)
@@ -348,7 +348,7 @@ def under_ddp() -> dict[str, float]:
 
 
 def test_ddp_over_tensor_parallelism() -> None:
-    assert_right(run_ranks(4, under_ddp), cases=12)
+    assert_no_difference(run_ranks(4, under_ddp), cases=12)
 
 
 def while_captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -356,7 +356,7 @@ def while_captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     for steps_before in (0, 3):
         model = wrong_model(check_gradients=False)
-        register_gradient_check(model, tp_mesh())
+        register_gradient_check(model, make_tp_mesh())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
         model.gain.requires_grad_(requires_grad=False)
         for _ in range(steps_before):
@@ -415,12 +415,12 @@ def test_a_compared_step_looks_at_each_mesh_once() -> None:
 
 def when_compared() -> list[int]:
     """The steps, of the first nine, before which the ranks communicate; and what a training step leaves behind."""
-    model = parallelize(Mlp(), tp_mesh(), UP_DOWN)
+    model = parallelize(Mlp(), make_tp_mesh(), UP_DOWN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for number in range(1, 10):
         step(model, X.float())
-        with Recorded() as recorded:
+        with OperationRecorder() as recorded:
             optimizer.step()
         if "allgather_" in recorded.names:
             found.append(number)
@@ -452,12 +452,12 @@ def sums(name: str) -> tuple[int, float]:
     options, plan = PARTIAL[name]
     torch.manual_seed(0)
     reference = Llama(**options).double()
-    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan, check_gradients=False)
+    model = parallelize(copy.deepcopy(reference), make_tp_mesh(), plan, check_gradients=False)
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
     for each in (model, reference):
         for _ in range(3):
             each(ids).square().sum().backward()
-    with Recorded() as reduced:
+    with OperationRecorder() as reduced:
         torch.optim.SGD(model.parameters(), lr=0.0, foreach=False).step()
     pairs: list[Any] = list(zip(model.parameters(), reference.parameters(), strict=True))
     assert all(one.grad.placements == one.placements for one, _ in pairs if isinstance(one.grad, DTensor))
@@ -490,7 +490,7 @@ def routed(rows: slice, *, sharded: bool) -> list[list[float] | None]:
     """The gradients of two steps, of a rank's own rows: the ranks use different gains, and nobody uses the last one."""
     model: Any = Routed()
     if sharded:
-        parallelize(model, tp_mesh(), {"gains.*": LocalParameters()})
+        parallelize(model, make_tp_mesh(), {"gains.*": LocalParameters()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     found: list[list[float] | None] = []
     for kinds in ([0, 0, 1, 1], [1, 0, 1, 1]):
@@ -523,7 +523,7 @@ def clipped_and_stepped() -> list[float]:
     ):
         torch.manual_seed(0)
         reference = gained()
-        model = parallelize(copy.deepcopy(reference), tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
+        model = parallelize(copy.deepcopy(reference), make_tp_mesh(), UP_DOWN | {"gain": LocalParameters()})
         optimizers: list[Any] = [make(each.parameters()) for each in (model, reference)]
         for _ in range(2):
             for each, optimizer in zip((model, reference), optimizers, strict=True):

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.tensor import DTensor, Shard
-from tp_checks import heads_and_tail
-from tp_compare import hf_difference, sharded, training_difference
+from tp_checks import make_latent_attention
+from tp_compare import compare_hf_training, compare_training, parallelize_copy
 from tp_models import Net, hf_model
 
 from namedmesh.tensor_parallel import LocalParameters, plan_from_hf, plan_report
@@ -59,7 +59,7 @@ def test_names_behind_wrappers() -> None:
 
 
 def stated() -> Any:
-    model: Any = Net(lambda m, x: m.attn(x), attn=heads_and_tail())
+    model: Any = Net(lambda m, x: m.attn(x), attn=make_latent_attention())
     model.attn.qk_rope_head_dim = 2
     model._tp_plan = {
         "attn.up": "colwise",
@@ -81,7 +81,7 @@ def stated_difference() -> float:
     assert isinstance(plan["attn"], LocalParameters)
     assert plan["attn"].placements == {"scale": Shard(0)}
     data = torch.randn(3, 5, 8, dtype=torch.float64)
-    return training_difference(sharded(reference, plan), reference, data)
+    return compare_training(parallelize_copy(reference, plan), reference, data)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -105,10 +105,10 @@ def adapted(**options: Any) -> Any:
 
 def adapted_difference(reference: Any) -> float:
     ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    model = sharded(reference, plan_from_hf(reference, adapters=True))
+    model = parallelize_copy(reference, plan_from_hf(reference, adapters=True))
     placed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     assert len(placed) == 2 + 2 * 7  # embedding, head, and of seven linears the weight and one adapter
-    return training_difference(model, reference, ids, steps=2, pick="logits")
+    return compare_training(model, reference, ids, steps=2, pick="logits")
 
 
 @pytest.mark.oracle("transformers", "peft")
@@ -138,4 +138,4 @@ def test_adapters_are_reported_where_they_are_not_asked_for_or_not_known() -> No
     ],
 )
 def test_a_random_model_trains_as_the_whole_one(kind: str, options: dict[str, Any], tp_size: int) -> None:
-    assert max(run_ranks(tp_size, hf_difference, hf_model(kind, **options))) < 1e-10
+    assert max(run_ranks(tp_size, compare_hf_training, hf_model(kind, **options))) < 1e-10

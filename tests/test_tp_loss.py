@@ -15,7 +15,7 @@ from tensors import apart, numbers, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
-from tp_compare import assert_right, gradient_of, tp_mesh
+from tp_compare import assert_no_difference, get_grad, make_tp_mesh
 
 from namedmesh.tensor_parallel import cross_entropy, entropy, logsumexp, token_log_probs
 
@@ -23,7 +23,7 @@ TARGET = torch.tensor([[1, 7, -100], [0, 5, 6]])
 
 
 def differences() -> dict[str, float]:
-    mesh = tp_mesh()
+    mesh = make_tp_mesh()
     found = {}
     for reduction, smoothing, ignored in product(("mean", "sum", "none"), (0.0, 0.1), (-100, 5)):
         options: Any = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
@@ -37,14 +37,14 @@ def differences() -> dict[str, float]:
         placed: Any = DTensor.from_local(part, mesh, [Shard(2)]).detach().requires_grad_()
         loss = cross_entropy(placed.to_local(), target, mesh, **options)
         (loss * weights).sum().backward()
-        apart_by = max(apart(loss, expected), apart(whole(gradient_of(placed)), logits.grad))
+        apart_by = max(apart(loss, expected), apart(whole(get_grad(placed)), logits.grad))
         found[f"{reduction}, {smoothing}, {ignored}"] = apart_by
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_loss_is_that_of_the_whole_logits(size: int) -> None:
-    assert_right(run_ranks(size, differences), cases=12)
+    assert_no_difference(run_ranks(size, differences), cases=12)
 
 
 def padded_logits() -> Tensor:
@@ -61,7 +61,7 @@ def whole_log_probs(logits: Tensor) -> Tensor:
 
 def of_distributions() -> dict[str, float]:
     """Each function of sharded logits and its gradient against torch's of the whole logits."""
-    mesh = tp_mesh()
+    mesh = make_tp_mesh()
     target = TARGET.clamp(0, 5).masked_fill(TARGET == -100, -100)
     functions: dict[str, tuple[Any, Any]] = {
         "logsumexp": (logsumexp, lambda logits: logits.logsumexp(-1)),
@@ -82,7 +82,7 @@ def of_distributions() -> dict[str, float]:
         value, expected = mine(part, mesh), theirs(kept)
         (value * weights).sum().backward()
         (expected * weights).sum().backward()
-        wanted = torch.nn.functional.pad(gradient_of(kept), (0, 2 * padded)).chunk(mesh.size(), -1)
+        wanted = torch.nn.functional.pad(get_grad(kept), (0, 2 * padded)).chunk(mesh.size(), -1)
         here = wanted[mesh.get_local_rank()]
         found[f"{name}, padded {padded}"] = max(apart(value, expected), apart(part.grad, here))
     return found
@@ -90,12 +90,12 @@ def of_distributions() -> dict[str, float]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_other_functions_of_the_vocabulary_are_those_of_the_whole_logits(size: int) -> None:
-    assert_right(run_ranks(size, of_distributions), cases=8)
+    assert_no_difference(run_ranks(size, of_distributions), cases=8)
 
 
 def surroundings() -> dict[str, float]:
     """Under the compiler and checkpointing, and in half precision: what float32 makes of the same logits."""
-    mesh = tp_mesh()
+    mesh = make_tp_mesh()
     target = TARGET.clamp(min=0)
     found = {}
     for name in ("compiled", "checkpointed", "bfloat16"):
@@ -113,28 +113,28 @@ def surroundings() -> dict[str, float]:
         loss = call(mine, target, mesh)
         loss.backward()
         assert loss.dtype is torch.float32
-        wanted_part = gradient_of(theirs).chunk(mesh.size(), -1)[mesh.get_local_rank()].to(dtype)
+        wanted_part = get_grad(theirs).chunk(mesh.size(), -1)[mesh.get_local_rank()].to(dtype)
         found[name] = max(apart(loss, wanted), apart(mine.grad, wanted_part))
     return found
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_compiled_checkpointed_and_in_half_precision() -> None:
-    assert_right(run_ranks(2, surroundings), 1e-6)
+    assert_no_difference(run_ranks(2, surroundings), 1e-6)
 
 
 def test_nothing_counts() -> None:
     target = torch.full((2, 3), -100)
     with fake_world(1):
-        assert cross_entropy(torch.zeros(2, 3, 8), target, tp_mesh()).isnan()
-        assert float(cross_entropy(torch.zeros(2, 3, 8), target, tp_mesh(), reduction="sum")) == 0
+        assert cross_entropy(torch.zeros(2, 3, 8), target, make_tp_mesh()).isnan()
+        assert float(cross_entropy(torch.zeros(2, 3, 8), target, make_tp_mesh(), reduction="sum")) == 0
 
 
 def test_what_is_refused() -> None:
     target = torch.zeros(3, dtype=torch.long)
     with fake_world(2):
-        logits = DTensor.from_local(torch.zeros(2, 4), tp_mesh(), [Shard(1)])
-        call = partial(cross_entropy, logits, target, tp_mesh(), reduction="median", label_smoothing=2.0)
+        logits = DTensor.from_local(torch.zeros(2, 4), make_tp_mesh(), [Shard(1)])
+        call = partial(cross_entropy, logits, target, make_tp_mesh(), reduction="median", label_smoothing=2.0)
         assert error_of(call) == (
             "ShapeError: 4 problems:\n"
             "  - the target has shape (3,) and the logits (2, 8); pass one id for each row of logits: shape (2,)\n"
@@ -143,11 +143,11 @@ def test_what_is_refused() -> None:
             "  - label_smoothing is 2.0; it can be from 0 to 1"
         )
         for ids in (target.float(), target.bool(), target.to(torch.uint8)):
-            assert error_of(partial(cross_entropy, torch.zeros(3, 4), ids, tp_mesh())) == (
+            assert error_of(partial(cross_entropy, torch.zeros(3, 4), ids, make_tp_mesh())) == (
                 f"ShapeError: the target has dtype {ids.dtype}; pass ids of dtype torch.int64"
             )
         for function in (logsumexp, entropy):
-            told = error_of(partial(function, torch.zeros(3, 4, dtype=torch.long), tp_mesh()))
+            told = error_of(partial(function, torch.zeros(3, 4, dtype=torch.long), make_tp_mesh()))
             assert told == "ShapeError: the logits have dtype torch.int64; pass floating-point numbers"
         with pytest.raises(IndexError, match="bounds: the ids run from 1 to 8, the vocabulary from 0 to 7"):
-            cross_entropy(torch.zeros(2, 4), torch.tensor([1, 8]), tp_mesh())
+            cross_entropy(torch.zeros(2, 4), torch.tensor([1, 8]), make_tp_mesh())

@@ -22,7 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tp_compare import assert_right, gradients_apart, sharded, tp_mesh, training_difference
+from tp_compare import (
+    assert_no_difference,
+    compare_training,
+    make_tp_mesh,
+    max_grad_difference,
+    parallelize_copy,
+)
 from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, OfHeads, llama_plan
 
 from namedmesh.tensor_parallel import (
@@ -134,14 +140,14 @@ def both(
     make, plan, data = CASES[name]
     torch.manual_seed(0)
     reference = make().to(dtype)
-    model = parallelize(copy.deepcopy(reference), mesh or tp_mesh(), plan)
+    model = parallelize(copy.deepcopy(reference), mesh or make_tp_mesh(), plan)
     return model, reference, data.to(dtype) if data.is_floating_point() else data
 
 
 def as_whole(name: str, mode: str) -> float:
     """The largest difference of output, gradients, two steps and state from those of one process."""
     model, reference, data = both(name)
-    return training_difference(MODES[mode](model), reference, data, steps=2)
+    return compare_training(MODES[mode](model), reference, data, steps=2)
 
 
 def all_as_whole(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
@@ -152,14 +158,14 @@ def all_as_whole(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp", [2])
 def test_training_is_that_of_one_process(tp: int, mode: str) -> None:
-    assert_right(run_ranks(tp, all_as_whole, mode, timeout=240.0), 1e-11, len(CASES))
+    assert_no_difference(run_ranks(tp, all_as_whole, mode, timeout=240.0), 1e-11, len(CASES))
 
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_training_on_four_ranks() -> None:
     # Whose heads, sequence or parts are dealt out otherwise than on two.
     names = ("llama", "torch's norms", "shared heads", "q|k|v")
-    assert_right(run_ranks(4, all_as_whole, "eager", names), 1e-11, len(names))
+    assert_no_difference(run_ranks(4, all_as_whole, "eager", names), 1e-11, len(names))
 
 
 def over_fsdp(name: str) -> float:
@@ -178,7 +184,7 @@ def over_fsdp(name: str) -> float:
             model(batches[2 * index + mesh.get_local_rank("dp")]).square().sum().backward()
         for batch in batches:
             (reference(batch).square().sum() / 2).backward()
-        worst = max(worst, gradients_apart(model, reference))
+        worst = max(worst, max_grad_difference(model, reference))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -193,7 +199,7 @@ def all_over_fsdp() -> dict[str, float]:
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_fsdp_over_tensor_parallel_with_accumulation() -> None:
-    assert_right(run_ranks(4, all_over_fsdp, timeout=240.0), cases=5)
+    assert_no_difference(run_ranks(4, all_over_fsdp, timeout=240.0), cases=5)
 
 
 def second_derivatives() -> dict[str, float]:
@@ -207,12 +213,12 @@ def second_derivatives() -> dict[str, float]:
             firsts: Any = torch.autograd.grad(each(x).pow(3).sum(), wanted, create_graph=True)
             for first in firsts:
                 whole(first).square().sum().backward(retain_graph=True)
-        found[name] = gradients_apart(model, reference) / 100
+        found[name] = max_grad_difference(model, reference) / 100
     return found
 
 
 def test_double_backward() -> None:
-    assert_right(run_ranks(2, second_derivatives), cases=3)
+    assert_no_difference(run_ranks(2, second_derivatives), cases=3)
 
 
 def in_low_precision() -> dict[str, tuple[float, set[torch.dtype]]]:
@@ -227,7 +233,7 @@ def in_low_precision() -> dict[str, tuple[float, set[torch.dtype]]]:
             outputs[-1].square().mean().backward()
         size = max(float(each.grad.abs().max()) for each in reference.parameters())
         dtypes = {each.grad.dtype for each in model.parameters()} | {outputs[0].dtype}
-        found[name] = gradients_apart(model, reference) / size, dtypes - {outputs[1].dtype, torch.float32}
+        found[name] = max_grad_difference(model, reference) / size, dtypes - {outputs[1].dtype, torch.float32}
     return found
 
 
@@ -269,12 +275,12 @@ def test_rounding_of_16_bits_is_no_difference() -> None:
 def edges() -> dict[str, float]:
     """No tokens, no gradients, and a wrapper."""
     found = {}
-    mesh = tp_mesh()
+    mesh = make_tp_mesh()
     model, reference, data = both("mlp")
     empty = [torch.zeros(0, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     for each, x in zip((model, reference), empty, strict=True):
         each(x).sum().backward()
-    found["empty"] = gradients_apart(model, reference)
+    found["empty"] = max_grad_difference(model, reference)
     with torch.no_grad():
         found["no gradients"] = apart(model(data), reference(data))
     with torch.inference_mode():
@@ -283,13 +289,13 @@ def edges() -> dict[str, float]:
     by_keyword = Net(lambda m, x: m.part(x=x), part=checkpoint_wrapper(copy.deepcopy(reference)))
     inside = {f"part._checkpoint_wrapped_module.{name}": style for name, style in UP_DOWN.items()}
     model = parallelize(by_keyword, mesh, inside | {"part": SharedInput()})
-    found["shared by keyword"] = training_difference(model, Net(lambda m, x: m.part(x), part=reference), data)
+    found["shared by keyword"] = compare_training(model, Net(lambda m, x: m.part(x), part=reference), data)
     reference = twice_in_one_module()
     plan: Any = {"0": ColwiseParallel(), "1.inner": LocalParameters(), "2": RowwiseParallel()}
-    found["two names"] = training_difference(sharded(reference, plan), reference, data)
+    found["two names"] = compare_training(parallelize_copy(reference, plan), reference, data)
     encoder: Any = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).double()
     names = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
-    model, x = sharded(encoder, names).eval(), numbers(3, 5, 8, seed=0)
+    model, x = parallelize_copy(encoder, names).eval(), numbers(3, 5, 8, seed=0)
     padding = torch.arange(5) > torch.tensor([[4], [2], [1]])
     with torch.no_grad():
         found["encoder"] = apart(model(x), encoder.eval()(x))
@@ -307,7 +313,7 @@ def twice_in_one_module() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's, in one process
 def test_edges() -> None:
-    assert_right(run_ranks(2, edges), cases=7)
+    assert_no_difference(run_ranks(2, edges), cases=7)
 
 
 def plain_parameters() -> list[object]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from tp_compare import assert_right
+from tp_compare import assert_no_difference
 from tp_models import UP_DOWN, Mlp, OfHeads
 
 from namedmesh.tensor_parallel import LocalParameters, parallelize, reduce_gradients
@@ -171,7 +171,7 @@ def _all() -> dict[str, float]:
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_optimizers_clipping_scaling_and_averages_over_parameters_of_every_kind() -> None:
-    assert_right(run_ranks(2, _all), cases=len(OPTIMIZERS) + 3)
+    assert_no_difference(run_ranks(2, _all), cases=len(OPTIMIZERS) + 3)
 
 
 def _sum_of_partial_gradients() -> list[float]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, SequenceParallel
 from torch.nn.utils.parametrizations import weight_norm
-from tp_compare import problem_of, tp_mesh
+from tp_compare import get_plan_error, make_tp_mesh
 from tp_models import UP_DOWN, Attention, Llama, Mlp, OwnForward, attention_plan, llama_plan
 
 from namedmesh.tensor_parallel import (
@@ -64,11 +64,11 @@ STAGE = " (pass strict=False for a pipeline stage, which has only some of the mo
     ],
 )
 def test_what_a_plan_says_wrongly(plan: Any, text: str) -> None:
-    assert problem_of(Mlp(), plan) == text
+    assert get_plan_error(Mlp(), plan) == text
 
 
 def test_sizes_that_do_not_divide() -> None:
-    assert problem_of(Mlp(hidden=15), UP_DOWN) == (
+    assert get_plan_error(Mlp(hidden=15), UP_DOWN) == (
         "2 problems:\n"
         "  - up: dim 0 of weight 15 is not divisible by the tp size 2; pad it to 16\n"
         "  - down: dim 1 of weight 15 is not divisible by the tp size 2; pad it to 16"
@@ -78,12 +78,12 @@ def test_sizes_that_do_not_divide() -> None:
         (RowwiseParallel(input_layouts=Replicate()), "dim 0 of weight 65 ... 4; pad it to 68"),
         (ColwiseParallel(), "dim 1 of weight 6 ... 4; pad it to 8"),
     ):
-        assert re.match(says(f"0, 1, 2 and 2 more: {text}"), problem_of(layers, {"*": style}, 4))
+        assert re.match(says(f"0, 1, 2 and 2 more: {text}"), get_plan_error(layers, {"*": style}, 4))
 
 
 def test_embeddings_with_options_that_cannot_be_kept() -> None:
     model = nn.Embedding(8, 8, max_norm=1.0, sparse=True, scale_grad_by_freq=True)
-    assert problem_of(model, RowwiseParallel(input_layouts=Replicate())) == (
+    assert get_plan_error(model, RowwiseParallel(input_layouts=Replicate())) == (
         "3 problems:\n"
         "  - the model: RowwiseParallel cannot keep max_norm=1.0 of an embedding; leave it out\n"
         "  - the model: RowwiseParallel cannot keep sparse=True of an embedding; leave it out\n"
@@ -99,14 +99,14 @@ def test_ties_that_the_plan_would_break() -> None:
         "or untie them first"
     )
     tied = "one parameter (tied) has several placements (tok_embeddings.weight:"
-    assert problem_of(model, columns) == f"{tied} Shard(1), output.weight: Shard(0)); {remedy}"
+    assert get_plan_error(model, columns) == f"{tied} Shard(1), output.weight: Shard(0)); {remedy}"
     no_head = {key: style for key, style in llama_plan().items() if key != "output"}
-    assert problem_of(model, no_head) == f"{tied} Shard(0), output.weight: not in the plan); {remedy}"
+    assert get_plan_error(model, no_head) == f"{tied} Shard(0), output.weight: not in the plan); {remedy}"
 
 
 def test_three_mistakes_are_reported_at_once() -> None:
     plan = {"upp": ColwiseParallel(), "down": RowwiseParallel()}
-    assert problem_of(Mlp(hidden=15), plan, must_divide={"heads": 5, "experts": 4}) == (
+    assert get_plan_error(Mlp(hidden=15), plan, must_divide={"heads": 5, "experts": 4}) == (
         "3 problems:\n"
         f"  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}\n"
         "  - down: dim 1 of weight 15 is not divisible by the tp size 2; pad it to 16\n"
@@ -115,7 +115,7 @@ def test_three_mistakes_are_reported_at_once() -> None:
 
 
 def test_wildcards_find_the_nearest_name_without_numbers() -> None:
-    assert problem_of(Llama(), {"layers.*.attn.wq": ColwiseParallel()}) == (
+    assert get_plan_error(Llama(), {"layers.*.attn.wq": ColwiseParallel()}) == (
         f"'layers.*.attn.wq' {NO_MODULE}; did you mean 'layers.*.attention.wq'?{STAGE}"
     )
 
@@ -123,21 +123,21 @@ def test_wildcards_find_the_nearest_name_without_numbers() -> None:
 def test_a_stage_without_some_modules_ignores_what_is_missing() -> None:
     stage: Any = Llama()
     stage.tok_embeddings, stage.output = None, None
-    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan())
+    assert "'tok_embeddings' matches no module" in get_plan_error(stage, llama_plan())
     report = plan_report(stage, 2, llama_plan(), strict=False)
     assert {line.partition(".")[0] for line in report.splitlines()[1:-2]} == {"layers"}
-    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan(), strict=True)
+    assert "'tok_embeddings' matches no module" in get_plan_error(stage, llama_plan(), strict=True)
 
 
 def test_heads_that_cannot_be_shared() -> None:
-    assert problem_of(Attention(24, 6, 2), attention_plan(6, 2), 4) == (
+    assert get_plan_error(Attention(24, 6, 2), attention_plan(6, 2), 4) == (
         "wk, wv: 6 query heads and 2 kv heads cannot be shared by 4 ranks; choose a tp size that divides 6"
     )
     linear = nn.Linear(8, 8)
-    assert "3 kv heads do not divide out_features 8" in problem_of(linear, KeyValueParallel(6, 3))
+    assert "3 kv heads do not divide out_features 8" in get_plan_error(linear, KeyValueParallel(6, 3))
     linear.register_forward_hook(lambda *_: None)
     text = "with the forward of nn.Linear only, without hooks, not Linear's"
-    assert text in problem_of(linear, KeyValueParallel(4, 2), 4)
+    assert text in get_plan_error(linear, KeyValueParallel(4, 2), 4)
     # Nothing is read off a module's attributes.
     block = nn.ModuleDict({"proj": nn.Linear(384, 384)})
     block.num_heads = 6  # type: ignore[assignment]
@@ -186,13 +186,13 @@ FUSED = "it is a fused linear (q|k|v, gate|up); split it with split_linear, or u
     ],
 )
 def test_a_column_layer_that_is_several_in_one_is_named(model: nn.Module, plan: Any, text: str) -> None:
-    assert problem_of(model, plan) == f"{text}: {FUSED} if it is interleaved per head"
+    assert get_plan_error(model, plan) == f"{text}: {FUSED} if it is interleaved per head"
     assert plan_report(model, 1, plan)
 
 
 def test_a_row_layer_whose_features_nothing_makes_is_named() -> None:
     model = flat(k=(16, 8), o=(16, 16))
-    assert problem_of(model, {"k": ColwiseParallel(), "o": RowwiseParallel()}) == (
+    assert get_plan_error(model, {"k": ColwiseParallel(), "o": RowwiseParallel()}) == (
         "o: takes 16 features, which no column layer of its block computes; name the layer that computes them"
     )
 
@@ -200,7 +200,7 @@ def test_a_row_layer_whose_features_nothing_makes_is_named() -> None:
 def test_what_the_remedies_say_is_taken() -> None:
     told = STYLES | {"qkv": ColwiseParallel(heads=4)}
     assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, told)
-    assert problem_of(flat(qkv=(16, 48), **BLOCK), told, 8) == (
+    assert get_plan_error(flat(qkv=(16, 48), **BLOCK), told, 8) == (
         "qkv: 4 heads are not divisible by the tp size 8; choose one that divides them"
     )
     model = flat(qkv=(16, 48), **BLOCK)
@@ -286,13 +286,13 @@ def test_checking_a_plan_takes_time_in_proportion_to_the_model() -> None:
 def test_a_plan_that_does_not_fit_changes_nothing_and_one_that_fits_is_applied_once() -> None:
     with fake_world(2):
         model = Mlp()
-        apply = partial(parallelize, model, tp_mesh())
+        apply = partial(parallelize, model, make_tp_mesh())
         assert error_of(lambda: apply(UP_DOWN | {"dwon": RowwiseParallel()})).startswith("PlanError: ")
         assert type(model.up) is nn.Linear
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         for other, text in ((weight_norm(nn.Linear(8, 16)), "'weight'"), (nn.LazyLinear(16), "no shape yet")):
             bad = nn.ModuleDict({"up": nn.Linear(4, 8), "other": other})
-            assert text in error_of(partial(parallelize, bad, tp_mesh(), {"*": ColwiseParallel()}))
+            assert text in error_of(partial(parallelize, bad, make_tp_mesh(), {"*": ColwiseParallel()}))
             assert type(bad.get_parameter("up.weight")) is nn.Parameter
         apply(UP_DOWN)  # the same model, once the plan is right
         assert error_of(lambda: apply(UP_DOWN)) == (
@@ -315,7 +315,7 @@ class Noting(ParallelStyle):
 def test_the_source_of_the_data_reaches_every_style(key: str, source: int | None) -> None:
     with fake_world(2):
         style = Noting()
-        parallelize(Mlp(), tp_mesh(), {key: style}, src_data_rank=source)
+        parallelize(Mlp(), make_tp_mesh(), {key: style}, src_data_rank=source)
         assert style.seen == source
 
 
@@ -323,7 +323,9 @@ def test_a_frozen_norm_stays_frozen() -> None:
     with fake_world(2):
         model = Llama()
         model.norm.weight.requires_grad_(False)
-        parallelize(model, tp_mesh(), {"norm": SequenceParallel(), "layers.*.ffn_norm": SequenceParallel()})
+        parallelize(
+            model, make_tp_mesh(), {"norm": SequenceParallel(), "layers.*.ffn_norm": SequenceParallel()}
+        )
         assert isinstance(model.norm.weight, DTensor)
         assert not model.norm.weight.requires_grad
         assert model.layers[0].ffn_norm.weight.requires_grad  # type: ignore[union-attr]
@@ -353,7 +355,7 @@ def refusals() -> dict[str, tuple[str, str]]:
         ("torch's embedding", nn.Embedding(32, 16), torchs.RowwiseParallel(**of_ids), ids, (2, 17, 16)),
         ("column embedding", nn.Embedding(32, 16), ColwiseParallel(**cut), ids, (2, 17, 16)),
     ):
-        model: Any = parallelize(nn.ModuleDict({"part": module}), tp_mesh(), {"part": style})
+        model: Any = parallelize(nn.ModuleDict({"part": module}), make_tp_mesh(), {"part": style})
         said = error_of(lambda model=model, value=value: model["part"](value))  # type: ignore[misc]
         torch.distributed.barrier()
         wanted = (
@@ -373,7 +375,7 @@ def test_every_style_that_splits_refuses_what_it_cannot_split(tp: int) -> None:
 
 def test_one_rank_takes_any_length() -> None:
     with fake_world(1):
-        model = parallelize(Llama(), tp_mesh(), llama_plan(sequence_parallel=True))
+        model = parallelize(Llama(), make_tp_mesh(), llama_plan(sequence_parallel=True))
         assert model(torch.zeros(1, 17, dtype=torch.long)).shape == (1, 17, 32)
 
 
@@ -386,7 +388,7 @@ def layouts_of_what_goes_on() -> list[bool]:
         (RowwiseParallel(output_layouts=SEQUENCE), 4),
         (RowwiseParallel(), 4),
     ):
-        layer = parallelize(nn.Linear(8, 8), tp_mesh(), style)
+        layer = parallelize(nn.Linear(8, 8), make_tp_mesh(), style)
         value = torch.ones(2, 4, width, requires_grad=True)
         output = layer(value)
         gradient: list[torch.Tensor] = []
@@ -433,7 +435,7 @@ def test_a_dry_run_on_the_meta_device() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_report_counts_what_each_rank_then_holds(tied: bool) -> None:
     with fake_world(4):
-        mesh, model = tp_mesh(), Llama(tied=tied)
+        mesh, model = make_tp_mesh(), Llama(tied=tied)
         plan = llama_plan(sequence_parallel=True)
         report = plan_report(model, mesh, plan)
         assert report == plan_report(model, 4, plan)
@@ -474,7 +476,7 @@ def test_buffers_that_nobody_computed_after_to_empty_are_named_once() -> None:
             model = Rotary()
         parallelize(
             model,
-            tp_mesh(),
+            make_tp_mesh(),
             {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()},
             check_gradients=False,
         )

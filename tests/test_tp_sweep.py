@@ -25,7 +25,7 @@ from ranks import run_ranks
 from tensors import apart_by_size
 from threads import run_threads
 from torch.distributed.tensor import DTensor, distribute_tensor
-from tp_compare import tp_mesh
+from tp_compare import make_tp_mesh
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
@@ -55,7 +55,7 @@ def step(model: Any, name: str) -> torch.Tensor:
 
 def differences(reference: Any, plan: dict[str, Any], wanted: torch.Tensor, name: str) -> dict[str, float]:
     """On one rank: the largest relative difference of the output, and of every parameter's gradient."""
-    mesh = tp_mesh()
+    mesh = make_tp_mesh()
     model = parallelize(copy.deepcopy(reference), mesh, plan, src_data_rank=None)
     found = {"output": _difference(step(model, name), wanted)}
     reduce_gradients(model)

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from tp_compare import tp_mesh
+from tp_compare import make_tp_mesh
 from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, llama_plan
 
 from namedmesh.__main__ import main
@@ -80,7 +80,7 @@ def once_for_each_rank() -> Net:
 
 
 def reports() -> dict[str, VerifyReport]:
-    mesh = tp_mesh()
+    mesh = make_tp_mesh()
     torch.manual_seed(torch.distributed.get_rank())  # the first rank's values count
     x, ids = torch.randn(2, 5, 8), torch.randint(0, 32, (2, 8))
     twice = UP_DOWN | {"factor": LocalParameters()}
@@ -143,7 +143,7 @@ def test_what_differs_is_named() -> None:
 
 
 def refusals() -> list[str]:
-    mesh, x = tp_mesh(), torch.randn(2, 8)
+    mesh, x = make_tp_mesh(), torch.randn(2, 8)
     cases: list[tuple[nn.Module, Any, Any]] = [
         (between(lambda x: x, lambda _: object()), mesh, UP_DOWN),
         (Mlp().to("meta"), mesh, UP_DOWN),
@@ -178,7 +178,7 @@ def changed() -> list[bool]:
     x = torch.randn(4, 8, requires_grad=True)
     model(x).sum().backward()
     before = state_of(model, x)
-    verify(model, tp_mesh(), {f"mlp.{name}": style for name, style in UP_DOWN.items()}, x)
+    verify(model, make_tp_mesh(), {f"mlp.{name}": style for name, style in UP_DOWN.items()}, x)
     return [not torch.equal(*pair) for pair in zip(before, state_of(model, x), strict=True)]
 
 

@@ -22,7 +22,7 @@ from ranks import run_ranks
 from tensors import apart_by_size, numbers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from tp_compare import tp_mesh
+from tp_compare import make_tp_mesh
 from tp_models import Gain, Lora, OfHeads
 
 from namedmesh.errors import GradientError, PlanError
@@ -206,7 +206,7 @@ def outcome(wiring: Wiring) -> Outcome:
 def _trained(wiring: Wiring, *, check: bool, tolerance: float = 1e-9) -> Outcome:
     reference = copy.deepcopy(wiring)
     model = parallelize(
-        copy.deepcopy(wiring), tp_mesh(), wiring.plan, src_data_rank=None, check_gradients=check
+        copy.deepcopy(wiring), make_tp_mesh(), wiring.plan, src_data_rank=None, check_gradients=check
     )
     wrong = _train(model, reference, tolerance, check=check)
     return Outcome("wrong", " ".join(sorted(wrong))) if wrong else Outcome("right")

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 from torch.distributed.tensor import Replicate, Shard
-from tp_compare import Recorded, gradient_of, gradients_apart, tp_mesh
+from tp_compare import OperationRecorder, get_grad, make_tp_mesh, max_grad_difference
 from tp_models import Block, Net
 
 from namedmesh.compat import megatron
@@ -28,7 +28,7 @@ from namedmesh.tensor_parallel import ColwiseParallel, NoParallel, RowwiseParall
 COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 
 
-def counted(recorded: Recorded) -> Counter[str]:
+def counted(recorded: OperationRecorder) -> Counter[str]:
     """Matrix products, an added one as one, and collectives."""
     return Counter("mm" if name == "addmm" else name for name in recorded.names if name in COUNTED)
 
@@ -51,7 +51,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     """The gradients that one backward leaves, taken away."""
     found = []
     for parameter in model.parameters():
-        found.append(tiny.shard(gradient_of(parameter)))
+        found.append(tiny.shard(get_grad(parameter)))
         parameter.grad = None
     return found
 
@@ -59,15 +59,15 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def two_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict[str, Any]:
     """Counts of a backward in one pass and in two, and how far their gradients are apart."""
     value = make_input().requires_grad_()
-    with Recorded() as once:
+    with OperationRecorder() as once:
         out = model(value)
         out.square().sum().backward()
     wanted = [value.grad, *gradients(model)]
     other = make_input().requires_grad_()
-    with Recorded() as for_input:
+    with OperationRecorder() as for_input:
         out = model(other)
         inputs, groups = stage_backward_input([out.square().sum()], None, [other], model.parameters())
-    with Recorded() as for_weights:
+    with OperationRecorder() as for_weights:
         stage_backward_weight(model.parameters(), groups)
     found = [inputs[0], *gradients(model)]
     return {
@@ -84,7 +84,7 @@ def all_passes() -> dict[str, dict[str, Any]]:
         for shared in (False, True):
             torch.manual_seed(0)
             plan = block_plan(sequence, shared)
-            model = parallelize(Block(32, 8, 4, 48).double(), tp_mesh(), plan, check_gradients=False)
+            model = parallelize(Block(32, 8, 4, 48).double(), make_tp_mesh(), plan, check_gradients=False)
             found[f"{sequence=}, {shared=}"] = two_passes(
                 model, lambda: torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32)
             )
@@ -128,7 +128,7 @@ def scheduled(kind: Any) -> float:
     ]
     schedule = kind(stages, len(inputs), loss_fn=lambda out, _: out.square().sum(), scale_grads=False)
     schedule.step(*((inputs,) if 0 in mine else ()), target=inputs if 3 in mine else None)
-    return max(gradients_apart(model, reference[i]) for model, i in zip(models, mine, strict=True))
+    return max(max_grad_difference(model, reference[i]) for model, i in zip(models, mine, strict=True))
 
 
 @pytest.mark.skipif(

@@ -122,7 +122,7 @@ def verify(
 def _broadcast_values(model: nn.Module, arguments: Any, mesh: DeviceMesh) -> None:
     """Give every rank the parameters, buffers and inputs of the first rank, in place."""
     for tensor in (*model.parameters(), *model.buffers(), *_list_tensors(arguments)):
-        # Quantized and other integer parameters keep their zeros.
+        # Integer parameters, such as quantized ones, cannot be drawn from a normal distribution.
         is_float_param = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         if is_float_param and not tensor.count_nonzero():
             generator = torch.Generator(tensor.device).manual_seed(0)
@@ -156,8 +156,8 @@ def _run(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
     leaves = tree_map(_copy_argument, arguments)
     outputs = _run_forward(model, leaves)
     differentiable = [output for output in outputs if output.requires_grad]
-    # On the CPU, so that the weights do not depend on the device. Weights of one would hide a
-    # difference of gradients that add up to the same sum.
+    # Random weights, because the gradient of a plain sum would be zero behind a softmax. They are
+    # drawn on the CPU, so that they do not depend on the device.
     generator = torch.Generator("cpu").manual_seed(0)
     weights = []
     for output in differentiable:
