@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from tp_models import Llama, llama_plan
+from tp_models import Llama, make_llama_plan
 
 import namedmesh
 from namedmesh.tensor_parallel import cross_entropy, parallelize
@@ -238,7 +238,7 @@ def contestants(kind: str) -> dict[str, Callable[[], float]]:
     whole = Llama(**SIZES)
     sequence = "sequence" in kind
     between: Any = Shard(1) if sequence else Replicate()
-    plan = llama_plan(sequence_parallel=sequence, loss_parallel=True)
+    plan = make_llama_plan(sequence_parallel=sequence, loss_parallel=True)
     models: dict[str, Any] = {
         "namedmesh": parallelize(copy.deepcopy(whole), mesh["tp"], plan),
         "by hand": ByHand(whole, mesh.group("tp"), sequence=sequence),

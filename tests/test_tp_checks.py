@@ -30,7 +30,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from tp_checks import CHECKS, compare_module, run_check
 from tp_compare import assert_no_difference, compare_training, make_tp_mesh, parallelize_copy
-from tp_models import Attention, Llama, attention_plan, llama_plan
+from tp_models import Attention, Llama, make_attention_plan, make_llama_plan
 
 import namedmesh.tensor_parallel as package
 from namedmesh.sizes import shared_heads
@@ -303,7 +303,7 @@ def compare_llamas() -> list[float]:
             Llama, dim=4 * queries, n_heads=queries, n_kv_heads=heads, vocab=24, hidden=12 * size, layers=1
         )
         for sequence_parallel in (False, True):
-            plan = llama_plan(queries, heads, sequence_parallel=sequence_parallel)
+            plan = make_llama_plan(queries, heads, sequence_parallel=sequence_parallel)
             ids = torch.arange(24).view(2, 12)
             differences.append(run_check(partial(compare_module, make, plan, ids)))
     return differences
@@ -319,7 +319,7 @@ def test_a_llama_with_any_number_of_kv_heads_equals_one_process(tp_size: int) ->
 def compare_torchs_parallelize_module() -> float:
     torch.manual_seed(0)
     reference = Attention(16, 4, 1).double()
-    model = parallelize_module(copy.deepcopy(reference), make_tp_mesh(), attention_plan(4, 1))
+    model = parallelize_module(copy.deepcopy(reference), make_tp_mesh(), make_attention_plan(4, 1))
     return compare_training(model, reference, torch.randn(2, 5, 16, dtype=torch.float64))
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import OperationRecorder, make_tp_mesh, parallelize_copy
-from tp_models import NORMS, FeedForward, Llama, llama_plan
+from tp_models import NORMS, FeedForward, Llama, make_llama_plan
 
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize
 
@@ -64,14 +64,14 @@ class Case:
 
 TORCH, OURS = (TorchColwise, TorchRowwise), (ColwiseParallel, RowwiseParallel)
 CASES = {
-    "plain": Case(llama_plan(), llama(*TORCH, WHOLE, prepared=False)),
-    "plain, prepared": Case(llama_plan(), llama(*TORCH, WHOLE, prepared=True)),
+    "plain": Case(make_llama_plan(), llama(*TORCH, WHOLE, prepared=False)),
+    "plain, prepared": Case(make_llama_plan(), llama(*TORCH, WHOLE, prepared=True)),
     "plain, loss": Case(
-        llama_plan(loss_parallel=True), llama(*TORCH, WHOLE, prepared=True, loss=True), loss=True
+        make_llama_plan(loss_parallel=True), llama(*TORCH, WHOLE, prepared=True, loss=True), loss=True
     ),
-    "sequence": Case(llama_plan(sequence_parallel=True), llama(*TORCH, SEQUENCE, prepared=True)),
+    "sequence": Case(make_llama_plan(sequence_parallel=True), llama(*TORCH, SEQUENCE, prepared=True)),
     "sequence, loss": Case(
-        llama_plan(sequence_parallel=True, loss_parallel=True),
+        make_llama_plan(sequence_parallel=True, loss_parallel=True),
         llama(*TORCH, SEQUENCE, prepared=True, loss=True),
         loss=True,
     ),

@@ -32,7 +32,7 @@ from tp_compare import (
     make_tp_mesh,
     max_grad_difference,
 )
-from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, llama_plan
+from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, make_llama_plan
 
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import ColwiseParallel, LocalParameters, parallelize, register_gradient_check
@@ -256,7 +256,7 @@ def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function
 
     def make_llama(**options: Any) -> Any:
         torch.manual_seed(0)
-        return parallelize(Llama(layers=1), make_tp_mesh(), llama_plan(**options))
+        return parallelize(Llama(layers=1), make_tp_mesh(), make_llama_plan(**options))
 
     def change_one_token() -> None:
         tokens = torch.zeros(2, 8, dtype=torch.long)
@@ -273,7 +273,7 @@ def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function
         step(copy.deepcopy(model), ids)
 
     def use_replicated_embedding() -> None:
-        plan = {name: style for name, style in llama_plan().items() if name != "tok_embeddings"}
+        plan = {name: style for name, style in make_llama_plan().items() if name != "tok_embeddings"}
         step(parallelize(Llama(layers=1), make_tp_mesh(), plan), ids)
 
     def compile_layers() -> None:
@@ -459,9 +459,9 @@ def test_the_error_names_the_parameter_and_the_remedy() -> None:
 # --- the all-reduce of partial gradients --------------------------------------------------------
 
 PARTIAL_GRAD_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sequence": ({}, llama_plan(sequence_parallel=True)),
-    "torch's norms": ({}, llama_plan(sequence_parallel=True) | TORCHS_NORMS),
-    "shared kv heads": ({"n_kv_heads": 1}, llama_plan(8, 1)),
+    "sequence": ({}, make_llama_plan(sequence_parallel=True)),
+    "torch's norms": ({}, make_llama_plan(sequence_parallel=True) | TORCHS_NORMS),
+    "shared kv heads": ({"n_kv_heads": 1}, make_llama_plan(8, 1)),
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.tensor import DTensor, Shard
 from tp_checks import make_latent_attention
 from tp_compare import compare_hf_training, compare_training, parallelize_copy
-from tp_models import Net, hf_model
+from tp_models import Net, make_hf_model
 
 from namedmesh.tensor_parallel import LocalParameters, plan_from_hf, plan_report
 
@@ -96,7 +96,7 @@ def adapted(**options: Any) -> Any:
     """A Llama with a kv head for several ranks and LoRA on all linears, none of which is zero."""
     peft: Any = importlib.import_module("peft")
     settings = peft.LoraConfig(r=3, target_modules="all-linear", **options)
-    model = peft.get_peft_model(hf_model("Llama", num_key_value_heads=1, num_hidden_layers=1), settings)
+    model = peft.get_peft_model(make_hf_model("Llama", num_key_value_heads=1, num_hidden_layers=1), settings)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -138,4 +138,4 @@ def test_adapters_are_reported_where_they_are_not_asked_for_or_not_known() -> No
     ],
 )
 def test_a_random_model_trains_as_the_whole_one(kind: str, options: dict[str, Any], tp_size: int) -> None:
-    assert max(run_ranks(tp_size, compare_hf_training, hf_model(kind, **options))) < 1e-10
+    assert max(run_ranks(tp_size, compare_hf_training, make_hf_model(kind, **options))) < 1e-10

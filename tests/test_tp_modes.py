@@ -29,7 +29,7 @@ from tp_compare import (
     max_grad_difference,
     parallelize_copy,
 )
-from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, OfHeads, llama_plan
+from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, OfHeads, make_llama_plan
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -80,11 +80,11 @@ SHARED_HEADS = partial(Llama, n_heads=8, n_kv_heads=1, layers=1)
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Tensor]] = {
     "mlp": (Mlp, UP_DOWN, DATA),
     "replicated between": (Mlp, REPLICATED_BETWEEN, DATA),
-    "llama": (partial(Llama, layers=1), llama_plan(), IDS),
-    "tied": (partial(Llama, tied=True, layers=1), llama_plan(), IDS),
-    "sequence": (partial(Llama, layers=1), llama_plan(sequence_parallel=True), IDS),
-    "torch's norms": (partial(Llama, layers=1), llama_plan(sequence_parallel=True) | TORCHS_NORMS, IDS),
-    "shared heads": (SHARED_HEADS, llama_plan(8, 1, sequence_parallel=True), IDS),
+    "llama": (partial(Llama, layers=1), make_llama_plan(), IDS),
+    "tied": (partial(Llama, tied=True, layers=1), make_llama_plan(), IDS),
+    "sequence": (partial(Llama, layers=1), make_llama_plan(sequence_parallel=True), IDS),
+    "torch's norms": (partial(Llama, layers=1), make_llama_plan(sequence_parallel=True) | TORCHS_NORMS, IDS),
+    "shared heads": (SHARED_HEADS, make_llama_plan(8, 1, sequence_parallel=True), IDS),
     "q|k|v": (make_split_qkv, {"qkv.*": ColwiseParallel(), "o": RowwiseParallel()}, DATA),
     "adapters": (make_adapted, ADAPTERS, DATA),
 }

@@ -19,7 +19,7 @@ from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, SequenceParallel
 from torch.nn.utils.parametrizations import weight_norm
 from tp_compare import get_plan_error, make_tp_mesh
-from tp_models import UP_DOWN, Attention, Llama, Mlp, OwnForward, attention_plan, llama_plan
+from tp_models import UP_DOWN, Attention, Llama, Mlp, OwnForward, make_attention_plan, make_llama_plan
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -94,14 +94,14 @@ def test_embeddings_with_unsupported_options_raise() -> None:
 
 def test_tied_parameters_with_several_placements_raise() -> None:
     model = Llama(tied=True)
-    columns = llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=Replicate())}
+    columns = make_llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=Replicate())}
     remedy = (
         "give all the same, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, "
         "or untie them first"
     )
     tied = "one parameter (tied) has several placements (tok_embeddings.weight:"
     assert get_plan_error(model, columns) == f"{tied} Shard(1), output.weight: Shard(0)); {remedy}"
-    no_head = {key: style for key, style in llama_plan().items() if key != "output"}
+    no_head = {key: style for key, style in make_llama_plan().items() if key != "output"}
     assert get_plan_error(model, no_head) == f"{tied} Shard(0), output.weight: not in the plan); {remedy}"
 
 
@@ -125,14 +125,14 @@ def test_strict_false_ignores_modules_that_a_stage_lacks() -> None:
     stage: Any = Llama()
     stage.tok_embeddings = None
     stage.output = None
-    assert "'tok_embeddings' matches no module" in get_plan_error(stage, llama_plan())
-    report = plan_report(stage, 2, llama_plan(), strict=False)
+    assert "'tok_embeddings' matches no module" in get_plan_error(stage, make_llama_plan())
+    report = plan_report(stage, 2, make_llama_plan(), strict=False)
     assert {line.partition(".")[0] for line in report.splitlines()[1:-2]} == {"layers"}
-    assert "'tok_embeddings' matches no module" in get_plan_error(stage, llama_plan(), strict=True)
+    assert "'tok_embeddings' matches no module" in get_plan_error(stage, make_llama_plan(), strict=True)
 
 
 def test_heads_that_ranks_cannot_share_raise() -> None:
-    assert get_plan_error(Attention(24, 6, 2), attention_plan(6, 2), 4) == (
+    assert get_plan_error(Attention(24, 6, 2), make_attention_plan(6, 2), 4) == (
         "wk, wv: 6 query heads and 2 kv heads cannot be shared by 4 ranks; choose a tp size that divides 6"
     )
     linear = nn.Linear(8, 8)
@@ -401,7 +401,7 @@ def test_every_style_rejects_lengths_that_it_cannot_split(tp: int) -> None:
 
 def test_one_rank_accepts_any_length() -> None:
     with fake_world(1):
-        model = parallelize(Llama(), make_tp_mesh(), llama_plan(sequence_parallel=True))
+        model = parallelize(Llama(), make_tp_mesh(), make_llama_plan(sequence_parallel=True))
         assert model(torch.zeros(1, 17, dtype=torch.long)).shape == (1, 17, 32)
 
 
@@ -463,7 +463,7 @@ def test_the_report_counts_the_local_parameters(tied: bool) -> None:
     with fake_world(4):
         mesh = make_tp_mesh()
         model = Llama(tied=tied)
-        plan = llama_plan(sequence_parallel=True)
+        plan = make_llama_plan(sequence_parallel=True)
         report = plan_report(model, mesh, plan)
         assert report == plan_report(model, 4, plan)
         total = sum(param.numel() for param in model.parameters())

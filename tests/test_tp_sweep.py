@@ -95,7 +95,7 @@ def run_configuration(name: str, tp_size: int, reference: Any, expected: torch.T
         ranks = run_threads(tp_size, compare_step, reference, plan, expected, name)
     except AssertionError as error:
         return f"failed: {error}"
-    too_large = {}
+    too_large: dict[str, float] = {}
     for differences in ranks:
         too_large |= {fqn: value for fqn, value in differences.items() if not value < TOLERANCE}
     return f"different: {too_large}" if too_large else "equal"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from tp_compare import make_tp_mesh
-from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, llama_plan
+from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, make_llama_plan
 
 from namedmesh.__main__ import main
 from namedmesh.tensor_parallel import (
@@ -107,8 +107,8 @@ def make_reports() -> dict[str, VerifyReport]:
         "containers": verify(in_containers, mesh, UP_DOWN, {"x": [x]}, torch.arange(8), y=x.clone()),
         "minus infinity": verify(infinite, mesh, UP_DOWN, x),
         "integers": verify(make_topk_model(), mesh, UP_DOWN, x),
-        "llama": verify(Llama(), mesh, llama_plan(sequence_parallel=True), ids),
-        "DTensor logits": verify(Llama(), mesh, llama_plan(loss_parallel=True), ids),
+        "llama": verify(Llama(), mesh, make_llama_plan(sequence_parallel=True), ids),
+        "DTensor logits": verify(Llama(), mesh, make_llama_plan(loss_parallel=True), ids),
         "softmax": verify(make_dropout_model(softmax=True), mesh, UP_DOWN, x),
         "dropout": verify(make_dropout_model(softmax=False), mesh, UP_DOWN, x),
         "softmax, zeros": verify(zero_last_layer(make_dropout_model(softmax=True)), mesh, UP_DOWN, x),

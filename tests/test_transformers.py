@@ -14,7 +14,7 @@ from ranks import fake_world, live_groups, run_ranks
 from tensors import whole
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
-from tp_models import hf_model
+from tp_models import make_hf_model
 
 import namedmesh
 from namedmesh import NamedMesh
@@ -29,7 +29,7 @@ def transformers() -> Any:
 def tiny(*, tied: bool = False) -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
-    return hf_model("Llama", **sizes, **heads).float().eval()
+    return make_hf_model("Llama", **sizes, **heads).float().eval()
 
 
 def ids() -> torch.Tensor:

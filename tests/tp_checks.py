@@ -27,9 +27,9 @@ from tp_models import (
     Mlp,
     Net,
     OwnForward,
-    attention_plan,
-    llama_plan,
-    stacked_experts,
+    make_attention_plan,
+    make_llama_plan,
+    make_stacked_experts,
 )
 
 from namedmesh.tensor_parallel import (
@@ -225,7 +225,7 @@ def make_routed_mixture() -> Net:
         order = chosen.argsort(stable=True)
         return m.experts(x[order], chosen.bincount(minlength=4))[order.argsort()]
 
-    return Net(compute, experts=stacked_experts())
+    return Net(compute, experts=make_stacked_experts())
 
 
 class UnscaledExpertParallel(ExpertParallel):
@@ -346,7 +346,7 @@ CASES |= {
     "heads": (make_latent_attention, HEADS, random_tensor(2, 3, 8)),
     "biases of shared heads": (
         partial(Attention, 32, 8, 1, bias=True),
-        attention_plan(8, 1),
+        make_attention_plan(8, 1),
         random_tensor(2, 5, 32),
     ),
     "partial output": (
@@ -370,7 +370,7 @@ CASES |= {
 for _sequence in (False, True):
     for _heads in (2, 1):
         _llama = partial(Llama, dim=16, n_heads=4, n_kv_heads=_heads, hidden=12, layers=1)
-        _plan = llama_plan(4, _heads, sequence_parallel=_sequence)
+        _plan = make_llama_plan(4, _heads, sequence_parallel=_sequence)
         CASES[f"llama, {_heads}, {_sequence}"] = (_llama, _plan, IDS)
 CHECKS: dict[str, Callable[[], Pairs]] = {
     name: partial(compare_module, *case) for name, case in CASES.items()
