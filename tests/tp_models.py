@@ -164,16 +164,6 @@ class Lora(nn.Module):
         return out
 
 
-def gate_up(dim: int) -> Net:
-    """Gate and up in one linear, one after the other."""
-
-    def compute(m: Any, x: Tensor) -> Any:
-        gate, up = m.gate_up(x).chunk(2, -1)
-        return m.down(F.silu(gate) * up)
-
-    return Net(compute, gate_up=nn.Linear(dim, 48), down=nn.Linear(24, dim))
-
-
 def make_stacked_experts() -> Net:
     """Make four experts in one weight, called with tokens sorted by expert and their numbers."""
 
