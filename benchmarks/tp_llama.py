@@ -19,7 +19,7 @@ import paired
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from test_tp_collectives import TORCH, llama
+from test_tp_collectives import TORCH, make_torchs_plan
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -243,7 +243,7 @@ def contestants(kind: str) -> dict[str, Callable[[], float]]:
         "namedmesh": parallelize(copy.deepcopy(whole), mesh["tp"], plan),
         "by hand": ByHand(whole, mesh.group("tp"), sequence=sequence),
         "torch's styles": parallelize_module(
-            copy.deepcopy(whole), mesh["tp"], llama(*TORCH, between, prepared=True, loss=True)
+            copy.deepcopy(whole), mesh["tp"], make_torchs_plan(*TORCH, between, prepared=True, loss=True)
         ),
     }
     if "FSDP2" in kind:

@@ -167,7 +167,7 @@ class Switch:
 def run_with_mutant(
     check: Callable[[], Any], site: Site | None = None, mutant: Any = None
 ) -> tuple[float, set[Site]]:
-    """Return the largest difference on any rank (infinity if a rank fails), and the sites reached."""
+    """Return the largest difference on any rank (infinity if one fails), and the sites reached."""
     originals = {name: getattr(collectives, name) for name in REMOVED}
     switches: list[Switch] = []
     with ExitStack() as stack:
@@ -188,7 +188,8 @@ def find_survivors() -> tuple[set[Site], list[str], int]:
     """Run all checks with all mutants.
 
     Returns:
-        The sites that no check reaches, the mutants that no check detects, and the number of mutants.
+        The sites that no check reaches, the mutants that no check detects, and the number of
+        mutants.
     """
     checks_by_site: dict[Site, list[Callable[[], Any]]] = {}
     for name, check in CHECKS.items():

@@ -128,7 +128,8 @@ def run_step(model: nn.Module, ids: torch.Tensor, case: Case) -> dict[str, float
     """Run a training step.
 
     Returns:
-        The number of collectives in the forward and in the step, the bytes sent and saved, the loss.
+        The number of collectives in the forward and in the step, the bytes sent and saved, the
+        loss.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     saved: list[torch.Tensor] = []
@@ -185,13 +186,14 @@ def test_a_step_sends_and_saves_no_more_than_torchs(name: str, steps: list[dict[
     for results in steps:
         ours, torchs = results[name]
         assert abs(ours.pop("loss") - torchs.pop("loss")) < 1e-5
-        # The mask of ids of other ranks, one byte for each. torch saves its mask outside of autograd.
+        # The mask of ids of other ranks, one byte for each. torch saves its mask outside of
+        # autograd.
         torchs["saved bytes"] += IDS[0] * IDS[1]
         assert all(ours[key] <= torchs[key] for key in torchs), (ours, torchs)
 
 
 def count_backward_bytes() -> list[tuple[float, float]]:
-    """Return the bytes sent in a backward in float32 and under autocast, for two layouts of the input."""
+    """Return the bytes of a backward in float32 and under autocast, for two layouts of the input."""
     columns: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel()}
     counts = []
     for layout, x in ((REPLICATED, torch.ones(2, 4, 8)), (SEQUENCE, torch.ones(2, 2, 8))):

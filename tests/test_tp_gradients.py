@@ -1,4 +1,4 @@
-"""Gradients of replicated parameters: they are compared in every mode, and partial ones are all-reduced once."""
+"""Gradients of replicated parameters are compared in every mode; partial ones are all-reduced once."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_with_fsdp_all_ranks_raise_at_the_first_step() -> None:
 
 
 def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function for each way
-    """Return, for each kind of first layer, whether different samples raise and equal ones do not."""
+    """Return for each kind of first layer whether different samples raise, and equal ones do not."""
     rank = dist.get_rank()
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(rank))
 
@@ -466,7 +466,7 @@ PARTIAL_GRAD_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def reduce_partial_grads(name: str) -> tuple[int, float]:
-    """Return the number of collectives in an optimizer step, and the difference of the gradients."""
+    """Return the number of collectives in an optimizer step, and the difference of gradients."""
     options, plan = PARTIAL_GRAD_CASES[name]
     torch.manual_seed(0)
     reference = Llama(**options).double()
@@ -506,7 +506,7 @@ class Routed(nn.Module):
 
 
 def train_routed(rows: slice, *, sharded: bool) -> list[list[float] | None]:
-    """Return the gradients of two steps. Ranks use different norms, and no rank uses the last one."""
+    """Return the gradients of two steps. Ranks use different norms; no rank uses the last one."""
     model: Any = Routed()
     if sharded:
         parallelize(model, make_tp_mesh(), {"norms.*": LocalParameters()})

@@ -23,7 +23,7 @@ TARGET = torch.tensor([[1, 7, -100], [0, 5, 6]])
 
 
 def compare_losses() -> dict[str, float]:
-    """Return the largest difference of the loss and the gradient for each combination of options."""
+    """Return the difference of the loss and its gradient for each combination of options."""
     mesh = make_tp_mesh()
     differences = {}
     for reduction, smoothing, ignored in product(("mean", "sum", "none"), (0.0, 0.1), (-100, 5)):

@@ -1,4 +1,4 @@
-"""A parallelized model trains as in one process in every mode: a table of models, plans and modes."""
+"""A parallelized model trains as in one process in every mode."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def checkpoint_layers(model: Any) -> Any:
 
 
 def checkpoint_selectively(model: Any) -> Any:
-    """Save matrix products and recompute the rest. Collectives must not write into saved tensors."""
+    """Save matrix products, recompute the rest. Collectives must not write into saved tensors."""
 
     def policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         is_product = operation in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -171,13 +171,14 @@ def test_training_equals_one_process(tp: int, mode: str) -> None:
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_training_on_four_ranks_equals_one_process() -> None:
-    # The cases with heads, sequences or fused linears that four ranks share in another way than two.
+    # The cases with heads, sequences or fused linears that four ranks share in another way than
+    # two.
     names = ("llama", "torch's norms", "shared heads", "q|k|v")
     assert_no_difference(run_ranks(4, compare_cases, "eager", names), 1e-11, len(names))
 
 
 def compare_with_fsdp(name: str) -> float:
-    """Train on (dp 2, tp 2): a step of one batch for each dp rank, and one of three micro-batches."""
+    """Train on (dp 2, tp 2): a step with one batch for each dp rank, and one with three."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, reference, data = make_models(name, mesh["tp"])
     for layer in getattr(model, "layers", ()):

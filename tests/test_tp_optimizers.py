@@ -90,7 +90,7 @@ def compare_optimizer(
 
 
 def compare_scaling(meshes: list[Any]) -> dict[str, float]:
-    """Train three steps with a gradient scaler; in the second one, a shard of one rank overflows."""
+    """Train three steps with a gradient scaler; in the second one, the shard of a rank overflows."""
     models = make_models(meshes)
     averages: list[Any] = []
     scales = []

@@ -1,4 +1,4 @@
-"""Every configuration of Hugging Face with a tensor-parallel plan equals one process, or is rejected.
+"""Every model of Hugging Face with a tensor-parallel plan equals one process, or is rejected.
 
 Each runs on two ranks. If it has kv heads, it also runs with two of them on four ranks, with eager
 attention and padding.
@@ -47,7 +47,7 @@ REJECTED = {
 def step(model: Any, name: str) -> torch.Tensor:
     """Run a forward, and the backward of a random loss; return the output."""
     model.zero_grad()
-    output = hf_models.forward(model, name)
+    output = hf_models.run_forward(model, name)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
     (output * weights).sum().backward()
     return output.detach()
@@ -110,7 +110,7 @@ def sweep(
     warnings.simplefilter("ignore")  # transformers warns about the tiny sizes
     for name in names:
         try:
-            reference = hf_models.tiny_model(name, kv_heads, None if kv_heads is None else "eager")
+            reference = hf_models.make_tiny_model(name, kv_heads, None if kv_heads is None else "eager")
             expected = step(reference, name)
         except Exception:  # noqa: BLE001  reported with the results of the other configurations
             yield name, 1, f"failed: {traceback.format_exc()}"
@@ -142,7 +142,7 @@ def find_unexpected(
 def sweep_half(names: list[str]) -> dict[str, str]:
     """Run every second configuration on two ranks, and with two kv heads on four ranks."""
     half = names[int(os.environ["RANK"]) :: 2]
-    grouped = [name for name in half if hf_models.has_kv_heads(hf_models.configurations()[name])]
+    grouped = [name for name in half if hf_models.has_kv_heads(hf_models.find_configurations()[name])]
     return find_unexpected(half, (2,)) | find_unexpected(grouped, (4,), kv_heads=2)
 
 
@@ -153,20 +153,20 @@ def sweep_more_ranks() -> dict[str, str]:
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_configuration_equals_one_process_or_is_rejected(part: int) -> None:
-    names = list(hf_models.configurations())[part::PARTS]
+    names = list(hf_models.find_configurations())[part::PARTS]
     # The ranks of a model are threads. Each of two processes runs half of the models.
     assert run_ranks(2, sweep_half, names, init=False, timeout=240) == [{}, {}]
 
 
 @pytest.mark.oracle("transformers")
 def test_many_configurations_share_kv_heads() -> None:
-    grouped = [name for name, kind in hf_models.configurations().items() if hf_models.has_kv_heads(kind)]
+    grouped = [name for name, kind in hf_models.find_configurations().items() if hf_models.has_kv_heads(kind)]
     assert len(grouped) > 80
 
 
 @pytest.mark.oracle("transformers")
 def test_more_ranks_equal_one_process() -> None:
-    hf_models.configurations()
+    hf_models.find_configurations()
     assert run_ranks(2, sweep_more_ranks, init=False, timeout=240) == [{}, {}]
 
 
@@ -174,7 +174,7 @@ def compare_expert_implementations(names: list[str]) -> dict[str, float]:
     """Return too large differences in float32, which transformers' faster experts are made for."""
     too_large = {}
     for name in names:
-        model = hf_models.tiny_model(name).float()
+        model = hf_models.make_tiny_model(name).float()
         for implementation in ("grouped_mm", "batched_mm"):
             model.config._experts_implementation = implementation
             expected = step(model, name)
@@ -188,13 +188,13 @@ def compare_expert_implementations(names: list[str]) -> dict[str, float]:
 @pytest.mark.oracle("transformers")
 def test_every_implementation_of_experts_equals_one_process() -> None:
     names = ["MixtralConfig", "Qwen3MoeConfig", "AriaTextConfig", "NemotronHConfig"]
-    hf_models.configurations()
+    hf_models.find_configurations()
     assert run_ranks(1, compare_expert_implementations, names, init=False) == [{}]
 
 
 def compare_without_attention(name: str) -> float:
     """Follow the remedy in the error of a model whose attention is rejected."""
-    model = hf_models.tiny_model(name)
+    model = hf_models.make_tiny_model(name)
     with pytest.raises(PlanError, match=r"take the entries of self_attn out of model\._tp_plan"):
         plan_from_hf(model)
     model._tp_plan = {key: style for key, style in model._tp_plan.items() if ".self_attn." not in key}
@@ -205,13 +205,15 @@ def compare_without_attention(name: str) -> float:
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("name", ["DogeConfig", "EsmcConfig"])
 def test_the_remedy_for_rejected_attention_works(name: str) -> None:
-    hf_models.configurations()
+    hf_models.find_configurations()
     assert run_ranks(1, compare_without_attention, name, init=False)[0] < TOLERANCE
 
 
 def main(arguments: list[str]) -> None:
     sizes = tuple(int(argument) for argument in arguments if argument.isdigit()) or (2, 4, 8)
-    names = [argument for argument in arguments if not argument.isdigit()] or list(hf_models.configurations())
+    names = [argument for argument in arguments if not argument.isdigit()] or list(
+        hf_models.find_configurations()
+    )
     counts: Counter[tuple[int, str]] = Counter()
     for name, tp_size, result in sweep(names, sizes):
         counts[tp_size, result.partition(":")[0]] += 1

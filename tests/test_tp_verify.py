@@ -1,4 +1,4 @@
-"""``verify`` reports every difference between a sharded and an unsharded model; so does its command."""
+"""``verify`` and its command report every difference between a sharded and an unsharded model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_dropout_model(softmax: bool) -> Net:
 
 
 def make_model_with_inference_path() -> Net:
-    """Make a feed-forward that is wrong under tp only without gradients, in a separate code path."""
+    """Make a feed-forward with a separate code path for inference, which is wrong under tp."""
 
     def compute(m: Any, x: Tensor) -> Any:
         features = m.up(x)
@@ -53,7 +53,7 @@ def make_model_with_inference_path() -> Net:
 
 
 def make_mlp(prepare: Callable[..., Any], finish: Callable[[Tensor], Any] = lambda out: out) -> Net:
-    """Make a feed-forward with a function of its arguments before it, and one of its output behind."""
+    """Make a feed-forward, with functions that prepare its input and change its output."""
 
     def compute(m: Any, *args: Any, **kwargs: Any) -> Any:
         x = m.factor(prepare(*args, **kwargs))

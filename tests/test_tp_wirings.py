@@ -1,9 +1,9 @@
 """Two hundred random small modules under random plans.
 
-The modules consist of linears, gains, norms, activations, in-place operations, subclasses, adapters
-and frozen parameters. A plan may omit modules between the sharded layers, and may therefore be wrong.
-Allowed are three outcomes: the plan is rejected, the module trains as in one process, or a
-GradientError names parameters whose gradients are wrong without the check.
+The modules consist of linears, gains, norms, activations, in-place operations, subclasses,
+adapters and frozen parameters. A plan may omit modules between the sharded layers, and may
+therefore be wrong. Allowed are three outcomes: the plan is rejected, the module trains as in one
+process, or a GradientError names parameters whose gradients are wrong without the check.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from namedmesh.tensor_parallel import (
 DIM, HIDDEN, HEAD = 8, 16, 4
 PARTS = 4
 MODULES_PER_PART = 50
-# torch's errors if a module mixes plain tensors and DTensors, or writes into an output of its styles.
+# torch's errors if a module mixes plain tensors and DTensors, or writes into an output of its
+# styles.
 TORCHS_ERRORS = (
     "mixed torch.Tensor and DTensor",
     "is being modified inplace",
@@ -133,7 +134,7 @@ class RandomModule(nn.Module):
             modules[name] = draw.choice(MODULES_BETWEEN)()
         if self.after:
             modules[self.after] = draw.choice(MODULES_OUTSIDE)()
-        for name in draw.sample(sorted(modules), len(modules)):  # the order of registration has no meaning
+        for name in draw.sample(sorted(modules), len(modules)):  # the order has no meaning
             self.add_module(name, modules[name])
         self.bare = nn.Parameter(torch.ones(1)) if draw.random() < 0.25 else None
         self.bare_between = draw.random() < 0.5

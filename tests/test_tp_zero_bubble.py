@@ -1,4 +1,4 @@
-"""A backward in two passes, as in zero-bubble schedules, computes and communicates nothing twice."""
+"""A backward in two passes (zero-bubble schedules) computes and communicates nothing twice."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pop_grads(model: nn.Module) -> list[torch.Tensor]:
 
 
 def compare_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict[str, Any]:
-    """Run a backward in one pass and in two; return the operations and the difference of gradients."""
+    """Run a backward in one pass and in two; return operations and the difference of gradients."""
     x = make_input().requires_grad_()
     with OperationRecorder() as one_pass:
         output = model(x)

@@ -141,7 +141,8 @@ def test_a_sharded_model_generates_saves_and_loads(tmp_path: Path) -> None:
 def train_with_accelerate(mesh: NamedMesh, configuration: Any) -> tuple[bool, list[float]]:
     accelerate: Any = importlib.import_module("accelerate")
     model = make_sharded(mesh).train()
-    model.config.distributed_config = configuration  # accelerate reads here that the model is sharded
+    # accelerate reads here that the model is sharded.
+    model.config.distributed_config = configuration
     accelerator = accelerate.Accelerator(
         cpu=True, parallelism_config=make_parallelism_config(mesh, tp_size=2)
     )

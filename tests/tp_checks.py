@@ -1,7 +1,7 @@
 """Checks that together run every collective, layout and option of the tensor-parallel styles.
 
-A check runs on every rank, and yields pairs: a local tensor, and the value that one process computes
-for it.
+A check runs on every rank, and yields pairs: a local tensor, and the value that one process
+computes for it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def random_tensor(*shape: int) -> Tensor:
 
 
 def fill(module: nn.Module) -> nn.Module:
-    """Fill a module with the same values on every rank; ranks that are threads share a generator."""
+    """Fill a module with the same values on every rank, also if ranks are threads of a process."""
     generator = torch.Generator().manual_seed(0)
     module = module.double()
     for param in module.parameters():
@@ -158,7 +158,8 @@ def compare_function(
         yield get_grad(local), local_shard(get_grad(full), dim)
 
 
-# --- modules ------------------------------------------------------------------------------------------------
+# --- modules
+# ------------------------------------------------------------------------------------------------
 
 
 class NormalizedEmbedding(nn.Embedding):
@@ -174,7 +175,7 @@ class NormalizedEmbedding(nn.Embedding):
 
 
 def make_latent_attention() -> Net:
-    """Make a module with a norm for each head, a scale for each head, and a tail that all heads use."""
+    """Make a module with a norm and a scale for each head, and a tail that all heads use."""
 
     def compute(m: Any, x: Tensor) -> Any:
         heads = m.norm(m.up(x).unflatten(-1, (-1, 4))) * m.scale.unsqueeze(-1)
@@ -238,7 +239,8 @@ class UnscaledExpertParallel(ExpertParallel):
         self.forwards_to_skip = 0
 
 
-# --- other functions ----------------------------------------------------------------------------------------
+# --- other functions
+# ----------------------------------------------------------------------------------------
 
 
 def compare_cross_entropy() -> Pairs:

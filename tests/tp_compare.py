@@ -1,4 +1,4 @@
-"""Compare a parallelized model with the unsharded one: forward, gradients, training steps, state dict."""
+"""Compare a parallelized model with the unsharded one: gradients, training steps, state dict."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def compare_hf_training(reference: Any, *, steps: int = 3) -> float:
 
 
 def _compare_grads(param: Tensor, expected: Tensor) -> list[float]:
-    """Return the differences of the full gradient, and after the all-reduce of the local gradient."""
+    """Return the differences of the full gradient, and of the local one after the all-reduce."""
     differences = [apart(get_grad(param), expected)]
     if isinstance(param, DTensor):
         reduce_gradients([param])
