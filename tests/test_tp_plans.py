@@ -240,7 +240,7 @@ def make_tied() -> nn.ModuleDict:
     [
         (nn.ModuleDict({"qkv": nn.Linear(8, 48)}), "qkv", [16, 16], "sizes that add up to its out_features"),
         (nn.ModuleDict({"norm": nn.LayerNorm(16)}), "norm", [8, 8], "give an nn.Linear"),
-        (make_hooked(), "qkv", [16, 32], "qkv has hooks or a forward that its parts would not have"),
+        (make_hooked(), "qkv", [16, 32], "qkv has hooks or a forward that the new linears would not have"),
         (make_tied(), "qkv", [16, 32], "qkv.weight is shared with other.weight"),
     ],
 )

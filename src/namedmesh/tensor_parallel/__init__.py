@@ -1,4 +1,4 @@
-"""Tensor parallelism: strict plans of torch's parallel styles, with a fast path on local tensors."""
+"""Tensor parallelism: strict plans of parallel styles, with a fast path on local tensors."""
 
 from torch.distributed.tensor.parallel import SequenceParallel
 

@@ -15,7 +15,7 @@ from namedmesh.errors import PlanError
 
 
 class ConcatLinear(nn.ModuleList):
-    """Linears with the same input, whose outputs are concatenated. Made by :func:`split_linear`."""
+    """Linears with the same input and concatenated outputs. Made by :func:`split_linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of the linears, concatenated along the last dim.
@@ -56,7 +56,7 @@ def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
     params = dict(fused.named_parameters())
     problems = []
     if "forward" in vars(fused) or has_hooks(fused) or any(map(has_hooks, params.values())):
-        problems.append(f"{name} has hooks or a forward that its parts would not have; split it first")
+        problems.append(f"{name} has hooks or a forward that the new linears would not have; split it first")
     for fqn, param in model.named_parameters(remove_duplicate=False):
         module_name, _, key = fqn.rpartition(".")
         if param is params.get(key) and model.get_submodule(module_name) is not fused:
@@ -72,6 +72,7 @@ def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
 
 
 def _make_linears(fused: nn.Linear, sizes: Sequence[int]) -> ConcatLinear:
+    """Return linears with the rows of a fused linear, and with the attributes of its parameters."""
     # On the meta device, because the values of the fused linear replace the initial values.
     linears = ConcatLinear()
     for size in sizes:

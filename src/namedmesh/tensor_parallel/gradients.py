@@ -82,7 +82,7 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
 
 
 def _partial_placements(param: Any) -> tuple[Placement, ...]:
-    """Return the placements of a partial gradient; an empty tuple if the gradient is not partial.
+    """Return the placements of a partial gradient; an empty tuple if it is not partial.
 
     A rank without a gradient, such as one whose tokens did not go to an expert, must take part in
     the all-reduce. This follows from the parameter: ``LocalParameters`` has set an attribute.
@@ -126,10 +126,10 @@ def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tupl
             param.grad = make_gradient(param, total.view_as(local_grad), param.placements)
 
 
-# All watches of this process, by number. Every rank creates them in the same order, and therefore
+# All checks of this process, by number. Every rank creates them in the same order, and therefore
 # compares in the same order.
-_watches: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary()
-_numbers = count()
+_checks: weakref.WeakValueDictionary[int, _GradientCheck] = weakref.WeakValueDictionary()
+_check_ids = count()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -163,7 +163,7 @@ def register_gradient_check(model: nn.Module, mesh: AxisMesh) -> None:
     mesh = one_axis(mesh, "tp", "register_gradient_check")
     install_optimizer_step_hook()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
-        model.register_forward_pre_hook(_Watch(model, mesh))
+        model.register_forward_pre_hook(_GradientCheck(model, mesh))
 
 
 @cache
@@ -176,6 +176,7 @@ def install_optimizer_step_hook() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Reduce and compare the gradients of an optimizer: a pre-hook of its step."""
     params: list[Tensor] = []
     for param_group in optimizer.param_groups:
         params.extend(param_group["params"])
@@ -188,30 +189,30 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     if step > LAST_STEP or not is_power_of_two:
         return
     ids = set(map(id, params))
-    for watch in list(_watches.values()):
-        model = watch.model()
+    for check in list(_checks.values()):
+        model = check.model()
         if model is None:
             continue
         # Look the parameters up again: fully_shard may have replaced them since.
         stepped = {name: param for name, param in model.named_parameters() if id(param) in ids}
         if stepped:
-            watch.compare(stepped)
+            check.compare(stepped)
 
 
-def watched_models() -> list[nn.Module]:
+def list_checked_models() -> list[nn.Module]:
     """Return the models of this process whose gradients are compared."""
     models = []
-    for watch in list(_watches.values()):
-        model = watch.model()
+    for check in list(_checks.values()):
+        model = check.model()
         if model is not None:
             models.append(model)
     return models
 
 
-class _Watch:
+class _GradientCheck:
     """Compares the gradients of a model across an axis: a forward pre-hook of the model.
 
-    It is copied and pickled with the model. The copy starts over, like the watch of a new model.
+    It is copied and pickled with the model. The copy starts over, like the check of a new model.
 
     Args:
         model: the model.
@@ -230,7 +231,7 @@ class _Watch:
         self.inputs = InputCheck(self.group, self.axis, RELATIVE_TOLERANCE)
         # Cached by mesh and placements: thousands of parameters share a few of them.
         self.replicated: dict[Any, bool] = {}
-        _watches[next(_numbers)] = self
+        _checks[next(_check_ids)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle. The model in it is replaced by its copy."""
@@ -243,7 +244,7 @@ class _Watch:
     def __call__(self, model: nn.Module, _args: Any) -> None:
         """Compare at the end of the backward of the first forward that trains.
 
-        It is not decided when the watch is made, because parameters may be frozen until then.
+        It is not decided when the check is made, because parameters may be frozen until then.
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_capturing():
             return
@@ -253,7 +254,7 @@ class _Watch:
         params = dict(model.named_parameters())
         if not all(param.is_leaf for param in params.values()):
             # torch.func.functional_call with computed weights, which have no gradients to compare.
-            # A later forward, with the parameters themselves, is watched.
+            # A later forward, with the parameters themselves, is checked.
             return
         self.has_started = True
         replicated = {name: param for name, param in params.items() if self.is_replicated(param)}
@@ -303,9 +304,11 @@ class _Watch:
         return self.replicated[sharding]
 
     def _has_no_other_shards(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-        # The mesh of the tensor may be another view of the ranks, such as the view of experts. The
-        # tensor is replicated unless another rank of the axis holds another shard: a rank with
-        # other coordinates along dims that are not replicated.
+        """Return whether no other rank of the axis holds another shard of a tensor.
+
+        Such a rank would have other coordinates along dims that are not replicated. The mesh of the
+        tensor may be another view of the ranks than the axis, such as the view of experts.
+        """
         index: list[Any] = [*(mesh.get_coordinate() or ())]
         for dim, placement in enumerate(placements):
             if not isinstance(placement, Replicate):

@@ -129,7 +129,7 @@ def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, Paral
 
 
 def _load_tp_plan(model: nn.Module) -> dict[str, str]:
-    """Return the names of styles in the ``_tp_plan`` of a model, by names of modules and parameters.
+    """Return the ``_tp_plan`` of a model: names of styles, by names of modules and parameters.
 
     If the model wraps others, their plans are merged, with the full names of modules.
     """
@@ -251,7 +251,7 @@ def _make_parameter_style(
 
 
 def _add_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Return the styles of a linear and of its LoRA adapters by name, or of a module without any.
+    """Return the styles of a module and of its LoRA adapters, by name.
 
     Raises:
         _UnsupportedStyleError: the adapters of the module cannot be sharded.
@@ -277,7 +277,7 @@ def _add_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str
 
 
 def _add_key_value_groups(modules: Mapping[str, nn.Module], plan: dict[str, ParallelStyle]) -> None:
-    """Add a style for each sharded attention that reads the number of query heads for each kv head.
+    """Add a style for each sharded attention that reads its ``num_key_value_groups``.
 
     It also covers layers that use the keys and values of another layer.
     """

@@ -152,9 +152,9 @@ class _Block(NamedTuple):
     """A module in which column-parallel layers feed row-parallel layers.
 
     Attributes:
-        columns: its column-parallel linears, except those of a block inside of it.
-        rows: its row-parallel linears, except those of a block inside of it.
-        all_columns: its column-parallel linears, with those of the blocks inside of it.
+        columns: the column-parallel linears inside of it, but not inside of an inner block.
+        rows: the row-parallel linears inside of it, but not inside of an inner block.
+        all_columns: all column-parallel linears inside of it.
     """
 
     columns: list[PlanEntry]
@@ -163,7 +163,7 @@ class _Block(NamedTuple):
 
 
 def _check_blocks(model: nn.Module, entries: Sequence[PlanEntry]) -> Iterator[tuple[str, str]]:
-    """Yield the column and row layers of a block whose numbers of features do not fit each other.
+    """Yield the layers of a block whose numbers of features do not fit each other.
 
     A column layer with more output features than the row layers take is a fused linear (q|k|v,
     gate|up). The shapes of its local shards fit nevertheless, and all ranks agree on the wrong
@@ -209,7 +209,7 @@ def _find_fused_columns(block: _Block, order: Mapping[nn.Module, int]) -> list[t
 
 
 def _find_blocks(entries: Sequence[PlanEntry]) -> list[_Block]:
-    """Return the innermost modules that contain both column-parallel and row-parallel linears."""
+    """Return the innermost modules with both column-parallel and row-parallel linears."""
     columns = []
     rows = []
     for entry in entries:
@@ -261,7 +261,7 @@ def _iter_parents(fqn: str) -> Iterator[str]:
 
 
 def _shards_features(module: nn.Module, layout: Placement) -> bool:
-    """Return whether an input or output layout leaves each rank a shard of a linear's features."""
+    """Return whether a layout leaves each rank a shard of the features of a linear."""
     # Activations usually have the dims batch, sequence and features.
     return isinstance(module, nn.Linear) and isinstance(layout, Shard) and layout.dim in {-1, 2}
 
@@ -272,7 +272,7 @@ def _count_features(entry: PlanEntry, attribute: str) -> int:
 
 
 def _has_head_count(entry: PlanEntry) -> bool:
-    """Return whether the style of a column layer states how many heads the features consist of."""
+    """Return whether the style of a column layer states its number of heads."""
     style: Any = entry.style
     return bool(getattr(style, "heads", None) or getattr(style, "kv_heads", None))
 

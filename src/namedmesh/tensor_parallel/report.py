@@ -77,7 +77,7 @@ def plan_report(
 
 
 def _format_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield the lines of a table; modules that differ in the number of their layer share a line."""
+    """Yield the lines of a table; modules that differ only in a number share a line."""
     names_by_row: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, *cells in rows:
         row = (re.sub(r"\b\d+\b", "*", name), *cells)

@@ -1,4 +1,4 @@
-"""Column and row styles: torch's own, with a fast path on local tensors, and styles for attention.
+"""Styles for linears and embeddings: torch's own, with a fast path on local tensors.
 
 Each style is a subclass of torch's, with the same options, parameter names and results, so that it
 also works with ``torch.distributed.tensor.parallel.parallelize_module``.
@@ -54,7 +54,7 @@ def shard_parameters(
 
 
 def replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter, and keep ``requires_grad`` and the attributes that users set on it.
+    """Replace a parameter, and keep its ``requires_grad`` and its attributes.
 
     Args:
         module: the module that owns the parameter.
@@ -160,7 +160,7 @@ def _wait_for_output(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
-    """Shard the output features of an ``nn.Linear``, or the embedding dim of an ``nn.Embedding``.
+    """Shard the output features of a linear, or the embedding dim of an embedding.
 
     Forward: identity, or all-gather of a sharded input; for a replicated output also all-gather of
     the features. Backward: all-reduce, or reduce-scatter, of the input's gradient.
@@ -201,7 +201,7 @@ class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
 
 
 class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
-    """Shard the input features of an ``nn.Linear``, or the vocabulary of an ``nn.Embedding``.
+    """Shard the input features of a linear, or the vocabulary of an embedding.
 
     Forward: all-reduce, or reduce-scatter, of the output. Backward: identity, or all-gather of the
     output's gradient; for a replicated input also all-gather of its gradient.

@@ -135,7 +135,7 @@ def _list_tensors(value: object) -> list[Tensor]:
 
 
 def _copy_argument(value: Any) -> Any:
-    """Copy a leaf of the inputs; a floating-point tensor in double precision and with a gradient."""
+    """Copy a leaf of the inputs; floating-point tensors in double precision, with a gradient."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = value.detach().clone()
