@@ -122,7 +122,7 @@ def test_unexpected_and_unsupported_adapters_raise() -> None:
     message = error_of(lambda: plan_from_hf(make_adapted()))
     assert "self_attn.q_proj': has adapters; call plan_from_hf(..., adapters=True)" in message
     message = error_of(lambda: plan_from_hf(make_adapted(use_dora=True), adapters=True))
-    assert "self_attn.q_proj': 'colwise' is for a layer whose adapters are not plain LoRA" in message
+    assert "self_attn.q_proj': 'colwise' does not support adapters other than plain LoRA" in message
 
 
 # --- models of transformers ---------------------------------------------------------------------

@@ -52,7 +52,7 @@ STAGE = " (pass strict=False for a pipeline stage, which has only some of the mo
         ({"up": "colwise"}, "'up': 'colwise' is not a parallel style, such as ColwiseParallel()"),
         (
             {"up": LocalParameters({"scale": Shard(0)})},
-            "up: LocalParameters names 'scale', but Linear owns ('weight', 'bias'); name what it owns, and remove a "
+            "up: LocalParameters names 'scale', but Linear owns ('weight', 'bias'); name its own parameters, and remove a "
             "parametrization such as weight_norm first",
         ),
         (
@@ -86,9 +86,9 @@ def test_embeddings_with_unsupported_options_raise() -> None:
     model = nn.Embedding(8, 8, max_norm=1.0, sparse=True, scale_grad_by_freq=True)
     assert get_plan_error(model, RowwiseParallel(input_layouts=Replicate())) == (
         "3 problems:\n"
-        "  - the model: RowwiseParallel cannot keep max_norm=1.0 of an embedding; leave it out\n"
-        "  - the model: RowwiseParallel cannot keep sparse=True of an embedding; leave it out\n"
-        "  - the model: RowwiseParallel cannot keep scale_grad_by_freq=True of an embedding; leave it out"
+        "  - the model: RowwiseParallel does not support max_norm=1.0 of an embedding; remove it\n"
+        "  - the model: RowwiseParallel does not support sparse=True of an embedding; remove it\n"
+        "  - the model: RowwiseParallel does not support scale_grad_by_freq=True of an embedding; remove it"
     )
 
 

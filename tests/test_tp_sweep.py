@@ -195,7 +195,7 @@ def test_every_implementation_of_experts_equals_one_process() -> None:
 def compare_without_attention(name: str) -> float:
     """Follow the remedy in the error of a model whose attention is rejected."""
     model = hf_models.make_tiny_model(name)
-    with pytest.raises(PlanError, match=r"take the entries of self_attn out of model\._tp_plan"):
+    with pytest.raises(PlanError, match=r"remove the entries of self_attn from model\._tp_plan"):
         plan_from_hf(model)
     model._tp_plan = {key: style for key, style in model._tp_plan.items() if ".self_attn." not in key}
     ranks = run_threads(2, compare_step, model, plan_from_hf(model), step(model, name), name)

@@ -160,7 +160,7 @@ def verify_unsupported() -> list[str]:
 
 def test_models_that_cannot_be_compared_raise() -> None:
     expected = (
-        "no tensor is in the output, a object; return some in plain containers",
+        "the output, of type object, has no tensors; return them in plain containers",
         "up.weight is on the meta device or sharded; verify an unsharded model with values",
         "up.weight is on the meta device or sharded",
         "MeshError: verify works along one axis, ",

@@ -189,10 +189,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     if step > LAST_STEP or not is_power_of_two:
         return
     ids = set(map(id, params))
-    for check in list(_checks.values()):
-        model = check.model()
-        if model is None:
-            continue
+    for check, model in _list_checks():
         # Look the parameters up again: fully_shard may have replaced them since.
         stepped = {name: param for name, param in model.named_parameters() if id(param) in ids}
         if stepped:
@@ -201,12 +198,17 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
 def list_checked_models() -> list[nn.Module]:
     """Return the models of this process whose gradients are compared."""
-    models = []
+    return [model for _, model in _list_checks()]
+
+
+def _list_checks() -> list[tuple[_GradientCheck, nn.Module]]:
+    """Return the checks of this process, and their models, which may be deleted at any time."""
+    checks = []
     for check in list(_checks.values()):
         model = check.model()
         if model is not None:
-            models.append(model)
-    return models
+            checks.append((check, model))
+    return checks
 
 
 class _GradientCheck:

@@ -165,8 +165,8 @@ def _complete_tp_plan(model: nn.Module, module_plan: Mapping[str, str]) -> dict[
     shards_attention = any(".self_attn." in key for key in tp_plan)
     if model_type in _UNSHARDABLE_ATTENTION and shards_attention:
         raise PlanError(
-            f"attention cannot be sharded as the plan says: {_UNSHARDABLE_ATTENTION[model_type]}; take "
-            f"the entries of self_attn out of model._tp_plan"
+            f"attention cannot be sharded as the plan states: {_UNSHARDABLE_ATTENTION[model_type]}; "
+            f"remove the entries of self_attn from model._tp_plan"
         )
     for stated, missing in _MISSING_ENTRIES.get(model_type, {}).items():
         for key in list(tp_plan):
@@ -265,7 +265,7 @@ def _add_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str
     # Variants, such as DoRA, use the norm of the full weight.
     if not adapters or getattr(module, "lora_variant", None):
         raise _UnsupportedStyleError(
-            "is for a layer whose adapters are not plain LoRA of a linear; merge them"
+            "does not support adapters other than plain LoRA of a linear; merge them"
         )
     styles = {f"{fqn}.base_layer": style}
     for adapter in adapters:

@@ -103,7 +103,7 @@ def _check_placements(entry: PlanEntry, tp_size: int) -> Iterator[str]:
     for name, placement in compute_placements(entry, tp_size).items():
         if name not in params:
             got = f"{type(entry.style).__name__} names {name!r}, but {type(entry.module).__name__} owns"
-            remedy = "name what it owns, and remove a parametrization such as weight_norm first"
+            remedy = "name its own parameters, and remove a parametrization such as weight_norm first"
             yield f"{got} {tuple(params)}; {remedy}"
         elif is_lazy(params[name]):
             yield f"{name} has no shape yet; run a forward first, which initializes a lazy module"

@@ -90,7 +90,7 @@ class _FastPathMixin:
             value = vars(module).get(option)
             if value:
                 messages.append(
-                    f"{type(self).__name__} cannot keep {option}={value} of an embedding; leave it out"
+                    f"{type(self).__name__} does not support {option}={value} of an embedding; remove it"
                 )
         if self.heads and self.heads % tp_size:
             got = f"{self.heads} heads are not divisible by the tp size {tp_size}"

@@ -195,7 +195,7 @@ def _run_forward(model: nn.Module, leaves: Any) -> list[Tensor]:
     outputs = [_to_full_tensor(tensor) for tensor in _list_tensors(output)]
     if not outputs:
         kind = type(output).__name__
-        raise PlanError(f"no tensor is in the output, a {kind}; return some in plain containers")
+        raise PlanError(f"the output, of type {kind}, has no tensors; return them in plain containers")
     return outputs
 
 
