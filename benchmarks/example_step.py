@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from parallel import Step, make_mesh
-from test_tp_collectives import TORCH, llama
+from test_tp_collectives import TORCH, make_torchs_plan
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -43,7 +43,7 @@ def plain_step(settings: Settings, mesh: NamedMesh) -> Callable[[Tensor, Tensor]
     """Return a step of the model on torch's own styles."""
     model, dp = new_model(settings), mesh["dp"]
     if settings.tp > 1:
-        parallelize_module(model, mesh["tp"], llama(*TORCH, Shard(1), prepared=True, loss=True))
+        parallelize_module(model, mesh["tp"], make_torchs_plan(*TORCH, Shard(1), prepared=True, loss=True))
     for layer in model.layers.values():
         fully_shard(layer, mesh=dp)
     fully_shard(model, mesh=dp)

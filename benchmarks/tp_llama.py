@@ -19,12 +19,12 @@ import paired
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from test_tp_collectives import TORCH, llama
+from test_tp_collectives import TORCH, make_torchs_plan
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from tp_models import Llama, llama_plan
+from tp_models import Llama, make_llama_plan
 
 import namedmesh
 from namedmesh.tensor_parallel import cross_entropy, parallelize
@@ -238,12 +238,12 @@ def contestants(kind: str) -> dict[str, Callable[[], float]]:
     whole = Llama(**SIZES)
     sequence = "sequence" in kind
     between: Any = Shard(1) if sequence else Replicate()
-    plan = llama_plan(sequence_parallel=sequence, loss_parallel=True)
+    plan = make_llama_plan(sequence_parallel=sequence, loss_parallel=True)
     models: dict[str, Any] = {
         "namedmesh": parallelize(copy.deepcopy(whole), mesh["tp"], plan),
         "by hand": ByHand(whole, mesh.group("tp"), sequence=sequence),
         "torch's styles": parallelize_module(
-            copy.deepcopy(whole), mesh["tp"], llama(*TORCH, between, prepared=True, loss=True)
+            copy.deepcopy(whole), mesh["tp"], make_torchs_plan(*TORCH, between, prepared=True, loss=True)
         ),
     }
     if "FSDP2" in kind:

@@ -1,4 +1,4 @@
-"""Every configuration of Hugging Face that states a tensor-parallel plan, as a tiny random model."""
+"""Tiny random models of every configuration of Hugging Face that has a tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# What the sizes of a configuration become, by the name of the field.
-_NAMES: dict[float, str] = {
+# The tiny size for each field of the find_configurations.
+_FIELDS_BY_SIZE: dict[float, str] = {
     0.0: """attention_dropout hidden_dropout resid_pdrop embd_pdrop residual_dropout embedding_dropout
         router_jitter_noise input_jitter_noise""",
     1: """n_group topk_group first_k_dense_replace num_dense_layers mamba_n_groups attn_layer_offset
@@ -44,7 +44,7 @@ _NAMES: dict[float, str] = {
     96: """intermediate_size ffn_hidden_size intermediate_size_mlp dense_intermediate_size
         prefix_dense_intermediate_size shared_intermediate_size""",
 }
-SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()}
+SIZES: dict[str, Any] = {name: size for size, names in _FIELDS_BY_SIZE.items() for name in names.split()}
 SIZES |= {
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -73,7 +73,7 @@ _LAYERS_THAT_REUSE_KEYS = {
 }
 _MUSE = {"image_token_id": 63, "out_hidden_size": 256}
 _MUSE_VISION = {"layer_types": ["full_attention", "window_attention"]}
-# Where a configuration needs other values than its fields' names say: above all, a layer of every kind.
+# Values that one configuration needs in addition, most often so that it has a layer of every kind.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _HALVES}},
     "Cosmos3EdgeTextConfig": {"rope_parameters": _HALVES},
@@ -142,99 +142,113 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "T5Gemma2DecoderConfig": {"dropout_rate": 0.0},
 }
 KV_HEADS = ("num_key_value_heads", "swa_num_key_value_heads")
-# What has that field, but as many heads of keys and values as of queries: above all, latent attention.
+# Configurations with that field, but with as many kv heads as query heads, such as latent
+# attention.
 AS_MANY_AS_QUERIES = (
     *("AXK1Config", "AXK2Config", "BailingHybridConfig", "DeepseekV2Config", "DeepseekV3Config"),
     *("DeepseekV32Config", "Dots3NoteTextConfig", "EsmcConfig", "Glm4MoeLiteConfig", "Glm5NextTextConfig"),
     *("GlmMoeDsaConfig", "KimiLinearConfig", "LongcatFlashConfig", "MiniCPM3Config", "Mistral4Config"),
     *("MistralLarge4TextConfig", "YoutuConfig"),
 )
-# Where the model to build is not the first that its name suggests.
+# The class of the model, for find_configurations whose name suggests another one.
 CLASSES = {"T5GemmaModuleConfig": "T5GemmaEncoder"}
-# What does not run with eager attention in one process: transformers leaves out the repetition of keys and values.
+# Models whose eager attention fails in one process: transformers does not repeat keys and values.
 NO_EAGER = ("UnlimitedOcrTextConfig",)
-# Models that mix single precision into what they compute, which would hide what is right in its rounding.
+# Models that compute partly in float32. Its rounding errors would hide wrong results.
 SINGLE = ("Inkling2TextConfig", "Inkling2LoopTextConfig")
 
 
 class _Double(TorchFunctionMode):
-    """Double precision where the code of a model says single precision."""
+    """Uses float64 in place of the float32 that a model's code requests."""
 
     def __torch_function__(
         self, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is torch.Tensor.float:
             function = torch.Tensor.double
-        named = {key: _doubled(value) for key, value in (kwargs or {}).items()}
-        return function(*map(_doubled, args), **named)
+        named = {key: _to_double(value) for key, value in (kwargs or {}).items()}
+        return function(*map(_to_double, args), **named)
 
 
-def _doubled(value: Any) -> Any:
+def _to_double(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def _noise(*shape: int) -> torch.Tensor:
+def _random_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def _ids(*image: int) -> torch.Tensor:
+def _make_ids(*image: int) -> torch.Tensor:
     ids = torch.randint(3, 63, (2, 8), generator=torch.Generator().manual_seed(0))
     ids[:, : len(image)] = torch.tensor(image, dtype=torch.int64)
     return ids
 
 
-def _grid() -> torch.Tensor:
+def _make_grid() -> torch.Tensor:
     return torch.tensor([[1, 4, 4]])
 
 
-def _muse() -> dict[str, Any]:
-    return {"input_ids": _ids(63, 63), "pixel_values": _noise(16, 96), "image_grid_thw": _grid()}
+def _make_muse_inputs() -> dict[str, Any]:
+    return {
+        "input_ids": _make_ids(63, 63),
+        "pixel_values": _random_tensor(16, 96),
+        "image_grid_thw": _make_grid(),
+    }
 
 
-# What goes into the models that want more than the ids of tokens.
+# The inputs of models that need other inputs than token ids.
 INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "DeepseekOcr2VisionEncoderConfig": lambda: {"inputs_embeds": _noise(2, 8, 64), "num_patches": 4},
-    "Dots3NoteVisionConfig": lambda: {"pixel_values": _noise(16, 48), "grid_thw": _grid()},
-    "Ernie4_5_VLMoeVisionConfig": lambda: {"hidden_states": _noise(16, 48), "grid_thw": _grid()},
+    "DeepseekOcr2VisionEncoderConfig": lambda: {"inputs_embeds": _random_tensor(2, 8, 64), "num_patches": 4},
+    "Dots3NoteVisionConfig": lambda: {"pixel_values": _random_tensor(16, 48), "grid_thw": _make_grid()},
+    "Ernie4_5_VLMoeVisionConfig": lambda: {"hidden_states": _random_tensor(16, 48), "grid_thw": _make_grid()},
     "Gemma4VisionConfig": lambda: {
-        "pixel_values": _noise(2, 16, 48),
+        "pixel_values": _random_tensor(2, 16, 48),
         "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1),
     },
-    "Llama4Config": lambda: {"input_ids": _ids(63, 63, 63, 63), "pixel_values": _noise(2, 3, 16, 16)},
-    "Llama4VisionConfig": lambda: {"pixel_values": _noise(2, 3, 16, 16)},
-    "MuseGlimmerConfig": _muse,
-    "MuseSparkConfig": _muse,
-    "MuseGlimmerVisionConfig": lambda: {"pixel_values": _noise(16, 96), "grid_thw": _grid()},
-    "MuseGlimmerAssistantConfig": lambda: {
-        "noise_embeds": _noise(2, 4, 64),
-        "context_hidden_states": _noise(2, 4, 128),
+    "Llama4Config": lambda: {
+        "input_ids": _make_ids(63, 63, 63, 63),
+        "pixel_values": _random_tensor(2, 3, 16, 16),
     },
-    "Qwen3OmniMoeTalkerCodePredictorConfig": lambda: {"inputs_embeds": _noise(2, 8, 64)},
-    "Qwen3OmniMoeTalkerTextConfig": lambda: {"inputs_embeds": _noise(2, 8, 64)},
-    "T5Gemma2DecoderConfig": lambda: {"input_ids": _ids(), "encoder_hidden_states": _noise(2, 8, 64)},
-    "VoxtralRealtimeTextConfig": lambda: {"input_ids": _ids(), "t_cond": _noise(1, 1, 64)},
+    "Llama4VisionConfig": lambda: {"pixel_values": _random_tensor(2, 3, 16, 16)},
+    "MuseGlimmerConfig": _make_muse_inputs,
+    "MuseSparkConfig": _make_muse_inputs,
+    "MuseGlimmerVisionConfig": lambda: {"pixel_values": _random_tensor(16, 96), "grid_thw": _make_grid()},
+    "MuseGlimmerAssistantConfig": lambda: {
+        "noise_embeds": _random_tensor(2, 4, 64),
+        "context_hidden_states": _random_tensor(2, 4, 128),
+    },
+    "Qwen3OmniMoeTalkerCodePredictorConfig": lambda: {"inputs_embeds": _random_tensor(2, 8, 64)},
+    "Qwen3OmniMoeTalkerTextConfig": lambda: {"inputs_embeds": _random_tensor(2, 8, 64)},
+    "T5Gemma2DecoderConfig": lambda: {
+        "input_ids": _make_ids(),
+        "encoder_hidden_states": _random_tensor(2, 8, 64),
+    },
+    "VoxtralRealtimeTextConfig": lambda: {"input_ids": _make_ids(), "t_cond": _random_tensor(1, 1, 64)},
 }
 
 
 @cache
-def configurations() -> dict[str, type]:
-    """Every configuration class with a tensor-parallel plan, by name."""
+def find_configurations() -> dict[str, type]:
+    """Return every configuration class with a tensor-parallel plan, by name."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
-    # What Llama 4 in 5.24 reads from the answer of its language model, which lacks it.
+    # Llama 4 in transformers 5.24 reads this attribute, which the output of its language model
+    # lacks.
     transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
-    found = {}
+    classes = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/configuration_*.py")):
         if "base_model_tp_plan" in path.read_text():
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            own = [kind for kind in vars(module).values() if _states_a_plan(kind, module.__name__)]
-            # A class that only gives another one an old name states nothing of its own.
-            found.update({kind.__name__: kind for kind in own if kind.__base__ not in own})
-    return found
+            with_plan = [kind for kind in vars(module).values() if _has_plan(kind, module.__name__)]
+            for kind in with_plan:
+                # A subclass in the same module is only an old name.
+                if kind.__base__ not in with_plan:
+                    classes[kind.__name__] = kind
+    return classes
 
 
-def _states_a_plan(value: object, module: str) -> bool:
+def _has_plan(value: object, module: str) -> bool:
     return (
         inspect.isclass(value)
         and value.__module__ == module
@@ -242,56 +256,70 @@ def _states_a_plan(value: object, module: str) -> bool:
     )
 
 
-def fields(config_class: type) -> set[str]:
-    return {name for kind in config_class.__mro__ for name in vars(kind).get("__annotations__", {})}
+def list_fields(config_class: type) -> set[str]:
+    """Return the names of all fields of a configuration."""
+    names: set[str] = set()
+    for base in config_class.__mro__:
+        names.update(vars(base).get("__annotations__", {}))
+    return names
 
 
-def _a_layer_of_every_kind(config_class: Any) -> dict[str, Any]:
+def _use_every_layer_type(config_class: Any) -> dict[str, Any]:
+    """Return options with which a small model has a layer of every type."""
     default = config_class()
-    names = fields(config_class) & {"layer_types", "mlp_layer_types"}
-    stated = {name: getattr(default, name, None) for name in sorted(names)}
-    kinds = {name: list(dict.fromkeys(value)) for name, value in stated.items() if value}
-    layers = max((2, *map(len, kinds.values())))
-    lists = {name: (found * layers)[:layers] for name, found in kinds.items() if len(found) > 1}
-    return {"num_hidden_layers": layers, **lists} if lists else {}
+    types_by_field = {}
+    for name in sorted(list_fields(config_class) & {"layer_types", "mlp_layer_types"}):
+        types = list(dict.fromkeys(getattr(default, name, None) or ()))
+        if types:
+            types_by_field[name] = types
+    layers = max((2, *map(len, types_by_field.values())))
+    options: dict[str, Any] = {}
+    for name, types in types_by_field.items():
+        if len(types) > 1:
+            options[name] = (types * layers)[:layers]
+    return {"num_hidden_layers": layers, **options} if options else {}
 
 
-def tiny_config(config_class: Any, kv_heads: int | None = None) -> Any:
-    known = fields(config_class)
-    options = {key: value for key, value in SIZES.items() if key in known}
-    options.update(_a_layer_of_every_kind(config_class))
-    options.update(
-        {name: tiny_config(kind, kv_heads) for name, kind in (config_class.sub_configs or {}).items()}
-    )
+def make_tiny_config(config_class: Any, kv_heads: int | None = None) -> Any:
+    """Make a configuration with tiny sizes.
+
+    Args:
+        config_class: its class.
+        kv_heads: the number of kv heads; None for as many as query heads.
+    """
+    field_names = list_fields(config_class)
+    options = {key: value for key, value in SIZES.items() if key in field_names}
+    options.update(_use_every_layer_type(config_class))
+    for name, sub_class in (config_class.sub_configs or {}).items():
+        options[name] = make_tiny_config(sub_class, kv_heads)
     options.update(OVERRIDES.get(config_class.__name__, {}))
     if kv_heads is not None:
-        options.update({name: kv_heads for name in KV_HEADS if name in known})
+        options.update({name: kv_heads for name in KV_HEADS if name in field_names})
     return config_class(**options)
 
 
 def has_kv_heads(config_class: Any) -> bool:
-    """Whether keys and values have a number of heads of their own, and the plan shards them or gathers them."""
+    """Return whether the plan of a model shards kv heads, whose number the configuration has."""
     if config_class.__name__ in AS_MANY_AS_QUERIES:
         return False
     plan = getattr(config_class, "base_model_tp_plan", None) or {}
     keys = ("k_proj", "v_proj", "qkv_proj")
-    named = any(key.endswith(keys) and style.startswith("colwise") for key, style in plan.items())
-    return (named and not fields(config_class).isdisjoint(KV_HEADS)) or any(
-        map(has_kv_heads, (config_class.sub_configs or {}).values())
-    )
+    is_named = any(key.endswith(keys) and style.startswith("colwise") for key, style in plan.items())
+    if is_named and not list_fields(config_class).isdisjoint(KV_HEADS):
+        return True
+    return any(map(has_kv_heads, (config_class.sub_configs or {}).values()))
 
 
-def model_class(config_class: Any) -> Any:
-    """The causal language model of a configuration, or its base model."""
+def find_model_class(config_class: Any) -> Any:
+    """Return the causal language model of a configuration, or its base model."""
     from transformers import AutoModelForCausalLM
 
     try:
         module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
-    except ModuleNotFoundError:  # another architecture's model
+    except ModuleNotFoundError:  # the model of another architecture
         return AutoModelForCausalLM._model_mapping[config_class]
-    wanted = CLASSES.get(config_class.__name__)
-    if wanted is not None:
-        return getattr(module, wanted)
+    if config_class.__name__ in CLASSES:
+        return getattr(module, CLASSES[config_class.__name__])
     candidates = [
         value
         for value in vars(module).values()
@@ -300,41 +328,57 @@ def model_class(config_class: Any) -> Any:
         and getattr(value, "config_class", None) is config_class
         and not value.__name__.endswith("PreTrainedModel")
     ]
-    endings = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "TextModel", "Model", "")
-    return next(kind for ending in endings for kind in candidates if kind.__name__.endswith(ending))
+    for ending in ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "TextModel", "Model", ""):
+        for candidate in candidates:
+            if candidate.__name__.endswith(ending):
+                return candidate
+    raise LookupError(f"{module.__name__} has no model for {config_class.__name__}")
 
 
-def tiny_model(name: str, kv_heads: int | None = None, attention: str | None = None) -> Any:
-    """A random model whose every parameter matters, in double precision."""
+def make_tiny_model(name: str, kv_heads: int | None = None, attention: str | None = None) -> Any:
+    """Make a random model in float64, in which every parameter changes the output.
+
+    Args:
+        name: the name of its configuration.
+        kv_heads: the number of kv heads; None for as many as query heads.
+        attention: the implementation of attention; None for the default.
+    """
     torch.manual_seed(0)
-    config_class = configurations()[name]
-    kind, config = model_class(config_class), tiny_config(config_class, kv_heads)
+    config_class = find_configurations()[name]
+    model_class = find_model_class(config_class)
+    config = make_tiny_config(config_class, kv_heads)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in kind._from_config(config).parameters())
-    assert size < 1e6, f"{name} has {size:,} parameters: a name of its sizes is missing in SIZES"
+        numel = sum(param.numel() for param in model_class._from_config(config).parameters())
+    assert numel < 1e6, f"{name} has {numel:,} parameters: a name of its sizes is missing in SIZES"
     if attention is not None and name not in NO_EAGER:
         config._attn_implementation = attention
-    model = kind._from_config(config, experts_implementation="eager").eval().double()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:  # some are left as they were allocated
-            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    model = model_class._from_config(config, experts_implementation="eager").eval().double()
+    for param in model.parameters():
+        if param.ndim > 1:
+            # Some models leave parameters uninitialized.
+            param.data.normal_(std=param.shape[-1] ** -0.5)
         else:
-            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+            param.data.add_(torch.randn_like(param), alpha=0.1)
     return model
 
 
-def inputs(name: str) -> dict[str, Any]:
+def make_inputs(name: str) -> dict[str, Any]:
     make = INPUTS.get(name)
-    return {"input_ids": _ids()} if make is None else make()
+    return {"input_ids": _make_ids()} if make is None else make()
 
 
-def forward(model: Any, name: str) -> torch.Tensor:
-    """The logits, or the last hidden states; with eager attention, of a batch with padding."""
-    options = inputs(name)
+def run_forward(model: Any, name: str) -> torch.Tensor:
+    """Return the logits or the last hidden states; eager attention gets a batch with padding.
+
+    Args:
+        model: the model.
+        name: the name of its configuration.
+    """
+    options = make_inputs(name)
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
     if model.config._attn_implementation == "eager" and "input_ids" in options and takes_mask:
         options["attention_mask"] = torch.ones_like(options["input_ids"])
-        # No more than one: where a window has only padding, transformers returns NaN.
+        # One token of padding only: transformers returns NaN for a window that is all padding.
         options["attention_mask"][1, -1:] = 0
     if hasattr(model.config, "use_cache"):
         options["use_cache"] = False

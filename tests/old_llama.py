@@ -15,7 +15,7 @@ VOCAB, DIM, HEADS, HIDDEN, LAYERS = 32, 16, 4, 24, 2
 
 
 def setup(ranks: int) -> int:
-    """Model parallelism over some ranks; this rank's place."""
+    """Initialize model parallelism, and return this rank's position in its group."""
     initialize_model_parallel(ranks)
     torch.manual_seed(1)
     rank: int = get_model_parallel_rank()

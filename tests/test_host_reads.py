@@ -14,7 +14,7 @@ from ranks import run_ranks
 from tensors import numbers
 from test_training_experts import Experts
 from torch import Tensor
-from tp_models import Llama, llama_plan
+from tp_models import Llama, make_llama_plan
 
 import namedmesh
 from namedmesh import training
@@ -37,7 +37,7 @@ def _count_reads_of_a_step() -> dict[str, int]:
         return result
 
     mesh = namedmesh.init_mesh(tp=2)
-    model = parallelize(Llama(layers=1), mesh["tp"], llama_plan(sequence_parallel=True))
+    model = parallelize(Llama(layers=1), mesh["tp"], make_llama_plan(sequence_parallel=True))
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)

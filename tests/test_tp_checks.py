@@ -1,7 +1,7 @@
-"""Layers under a plan are as in one process, and every collective matters: without it, or with it twice, some check sees it.
+"""Parallelized layers compute the same as in one process, and a check fails without any collective.
 
-The call sites are read from the source. For each of them a mutant of the collective takes its place, at that
-site only, and the checks that pass through the site run again.
+The call sites of collectives are read from the source. A mutant then replaces the collective at one
+site, and the checks that reach this site run again: at least one of them must fail.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from threads import run_threads
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from tp_checks import CHECKS, as_whole, largest_difference
-from tp_compare import assert_right, sharded, tp_mesh, training_difference
-from tp_models import Attention, Llama, attention_plan, llama_plan
+from tp_checks import CHECKS, compare_module, run_check
+from tp_compare import assert_no_difference, compare_training, make_tp_mesh, parallelize_copy
+from tp_models import Attention, Llama, make_attention_plan, make_llama_plan
 
 import namedmesh.tensor_parallel as package
 from namedmesh.sizes import shared_heads
@@ -41,44 +41,45 @@ TOLERANCE = 1e-9
 
 
 class Site(NamedTuple):
-    """Where a collective is called."""
+    """A line that calls a collective."""
 
     module: str
     line: int
     collective: str
 
 
-def alone(x: Any, group: Any, dim: int | None = None) -> Any:
-    """What would be, if nobody communicated: the same, joined with itself, or cut."""
+def repeat_local(x: Any, group: Any, dim: int | None = None) -> Any:
+    """Return the shape of an all-gather, without communication."""
     return x if dim is None else torch.cat([x] * group.size, dim)
 
 
-def cut(x: Any, group: Any, dim: int | None = None) -> Any:
+def take_shard(x: Any, group: Any, dim: int | None = None) -> Any:
+    """Return the shape of a reduce-scatter, without communication."""
     return x if dim is None else collectives.local_shard(x, group, dim)
 
 
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
-    "_copy": alone,
-    "_all_reduce_sum": cut,
-    "_reduce_scatter": cut,
-    "all_gather": alone,
-    "local_shard": cut,
+    "_copy": repeat_local,
+    "_all_reduce_sum": take_shard,
+    "_reduce_scatter": take_shard,
+    "all_gather": repeat_local,
+    "local_shard": take_shard,
     "_all_to_all": lambda x, *_: x.clone(),
     "_all_to_all_backward": lambda x, *_: x.clone(),
 }
 REMOVED: dict[str, Callable[..., Any]] = {
-    "enter_tp_region": alone,
-    "copy_to_tp_region": alone,
-    "all_gather_to_tp_region": alone,
-    "exit_tp_region": cut,
-    "reduce_from_tp_region": cut,
-    "reduce_scatter_from_tp_region": cut,
-    "gather": alone,
-    "split": cut,
+    "enter_tp_region": repeat_local,
+    "copy_to_tp_region": repeat_local,
+    "all_gather_to_tp_region": repeat_local,
+    "exit_tp_region": take_shard,
+    "reduce_from_tp_region": take_shard,
+    "reduce_scatter_from_tp_region": take_shard,
+    "gather": repeat_local,
+    "split": take_shard,
     "all_to_all_single": lambda x, *_: x.clone(),
     "_apply_collective": lambda x, op, _backward_op, *rest: LOCAL_OPS[op.__name__](x, *rest),
     "all_reduce": lambda x, *_: x.clone(),
-    "all_gather": alone,
+    "all_gather": repeat_local,
 }
 
 
@@ -114,147 +115,166 @@ UNSUMMED: dict[str, Callable[..., Any]] = {
 MUTANTS = (("removed", REMOVED), ("doubled", DOUBLED), ("unsummed", UNSUMMED))
 
 
-def label(name: str, way: str) -> str:
-    """The name of a collective; of the one for all, with the way it goes."""
-    return f"{name} {way}" if name == "_apply_collective" else name
+def format_collective(name: str, forward_op: str) -> str:
+    """Return the name of a collective; for the generic function, with its forward operation."""
+    return f"{name} {forward_op}" if name == "_apply_collective" else name
 
 
-def modules() -> list[ModuleType]:
+def import_modules() -> list[ModuleType]:
+    """Return all modules of tensor_parallel."""
     names = [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
     return [*map(importlib.import_module, names)]
 
 
-def sites_of(module: ModuleType) -> set[Site]:
-    """The calls of collectives in a module."""
+def find_sites(module: ModuleType) -> set[Site]:
+    """Return the calls of collectives in the source of a module."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    return {
-        Site(
-            module.__name__, call.lineno, label(call.func.id, getattr([*call.args, None, None][1], "id", ""))
-        )
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in REMOVED
-    }
+    sites = set()
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in REMOVED:
+            forward_op = getattr(call.args[1], "id", "") if len(call.args) > 1 else ""
+            name = format_collective(call.func.id, forward_op)
+            sites.add(Site(module.__name__, call.lineno, name))
+    return sites
 
 
 class Switch:
-    """Stands in for a collective everywhere, notes who calls it, and at one site lets a mutant answer."""
+    """Replaces a collective in all modules: records its callers, and calls a mutant at one site.
+
+    Attributes:
+        reached: the sites that have called the collective.
+    """
 
     def __init__(self, name: str, original: Any, site: Site | None, mutant: Any) -> None:
-        self.name, self.original, self.site, self.mutant = name, original, site, mutant
         self.__name__ = name
+        self.name = name
+        self.original = original
+        self.site = site
+        self.mutant = mutant
         self.reached: set[Site] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        name = label(self.name, getattr([*args, None][1], "__name__", ""))
+        forward_op = getattr(args[1], "__name__", "") if len(args) > 1 else ""
+        name = format_collective(self.name, forward_op)
         site = Site(caller.f_globals["__name__"], caller.f_lineno, name)
         self.reached.add(site)
-        return (self.mutant if site == self.site else self.original)(*args, **kwargs)
+        function = self.mutant if site == self.site else self.original
+        return function(*args, **kwargs)
 
 
-def run_check(
+def run_with_mutant(
     check: Callable[[], Any], site: Site | None = None, mutant: Any = None
 ) -> tuple[float, set[Site]]:
-    """The largest difference on any rank (infinite where a rank fails), and the sites that were reached."""
+    """Return the largest difference on any rank (infinity if one fails), and the sites reached."""
     originals = {name: getattr(collectives, name) for name in REMOVED}
-    switches = []
+    switches: list[Switch] = []
     with ExitStack() as stack:
-        for module in modules():
+        for module in import_modules():
             for name, original in originals.items():
                 if getattr(module, name, None) is original:
-                    switches.append(Switch(name, original, site, mutant))
-                    stack.enter_context(mock.patch.object(module, name, switches[-1]))
+                    switch = Switch(name, original, site, mutant)
+                    switches.append(switch)
+                    stack.enter_context(mock.patch.object(module, name, switch))
         try:
-            worst = max(run_threads(WORLD, largest_difference, check))
+            largest = max(run_threads(WORLD, run_check, check))
         except AssertionError:
-            worst = math.inf
-    return worst, set().union(*(switch.reached for switch in switches))
+            largest = math.inf
+    return largest, set().union(*(switch.reached for switch in switches))
 
 
-def survivors() -> tuple[set[Site], list[str], int]:
-    """The sites that no check reaches, the mutants that no check sees, and how many mutants there were."""
-    reached: dict[Site, list[Callable[[], Any]]] = {}
+def find_survivors() -> tuple[set[Site], list[str], int]:
+    """Run all checks with all mutants.
+
+    Returns:
+        The sites that no check reaches, the mutants that no check detects, and the number of
+        mutants.
+    """
+    checks_by_site: dict[Site, list[Callable[[], Any]]] = {}
     for name, check in CHECKS.items():
-        worst, sites = run_check(check)
-        assert worst < TOLERANCE, f"{name}: {worst}"
-        for site in sites:
-            reached.setdefault(site, []).append(check)
-    every = {site for module in modules() for site in sites_of(module)}
-    every -= {
-        site for site in every if site.collective == "_apply_collective "
-    }  # the way back, one site for all
-    alive, count = [], 0
-    for site in sorted(each for each in reached if each in every or each.module == collectives.__name__):
+        largest, reached = run_with_mutant(check)
+        assert largest < TOLERANCE, f"{name}: {largest}"
+        for site in reached:
+            checks_by_site.setdefault(site, []).append(check)
+    sites = set()
+    for module in import_modules():
+        # The call in the backward of the generic function has no operation by name.
+        sites |= {site for site in find_sites(module) if site.collective != "_apply_collective "}
+    survivors = []
+    count = 0
+    for site, checks in sorted(checks_by_site.items()):
+        if site not in sites and site.module != collectives.__name__:
+            continue
         for kind, mutants in MUTANTS:
             name = site.collective
             mutant: Any = mutants.get(name) or mutants.get(name.partition(" ")[0])
             if mutant is None:
                 continue
             count += 1
-            if not any(run_check(check, site, mutant)[0] > 1e-6 for check in reached[site]):
-                alive.append(f"{site.module.rpartition('.')[2]}.py:{site.line}: {site.collective} {kind}")
-    return every - set(reached), alive, count
+            if not any(run_with_mutant(check, site, mutant)[0] > 1e-6 for check in checks):
+                file = f"{site.module.rpartition('.')[2]}.py"
+                survivors.append(f"{file}:{site.line}: {site.collective} {kind}")
+    return sites - set(checks_by_site), survivors, count
 
 
-def test_a_check_sees_every_collective_that_is_removed_or_doubled() -> None:
-    ((missed, alive, count),) = run_ranks(1, survivors, init=False, timeout=280)
+def test_checks_detect_every_removed_or_doubled_collective() -> None:
+    ((missed, survivors, count),) = run_ranks(1, find_survivors, init=False, timeout=280)
     assert missed == set()
     # The backward of an all-reduce does not communicate. Without that of a gather, only the second
     # derivative would differ: test_tp_modes compares it.
-    assert [name.rpartition(": ")[2] for name in alive] == [
+    assert [name.rpartition(": ")[2] for name in survivors] == [
         "_apply_collective _copy removed",
         "_apply_collective local_shard removed",
     ]
     assert count > 35
 
 
-def differences() -> dict[str, float]:
-    return {name: largest_difference(check) for name, check in CHECKS.items()}
+def run_checks() -> dict[str, float]:
+    return {name: run_check(check) for name, check in CHECKS.items()}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_every_layout_and_option_is_as_in_one_process(tp_size: int) -> None:
-    assert_right(run_ranks(tp_size, differences), TOLERANCE, len(CHECKS))
+def test_every_layout_and_option_equals_one_process(tp_size: int) -> None:
+    assert_no_difference(run_ranks(tp_size, run_checks), TOLERANCE, len(CHECKS))
 
 
-def stranger() -> str:
-    model = sharded(nn.Embedding(16, 8), RowwiseParallel(input_layouts=Replicate()))
+def embed_invalid_id() -> str:
+    model = parallelize_copy(nn.Embedding(16, 8), RowwiseParallel(input_layouts=Replicate()))
     with pytest.raises(IndexError) as caught:
         model(torch.tensor([[3, 16]]))
     return str(caught.value)
 
 
-def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
+def test_an_id_outside_the_vocabulary_raises_on_every_rank() -> None:
     text = "index out of range in self: the ids run from 3 to 16, the vocabulary from 0 to 15"
-    assert run_ranks(2, stranger) == [text] * 2
+    assert run_ranks(2, embed_invalid_id) == [text] * 2
 
 
-def stranger_on_an_accelerator() -> list[str]:
+def use_invalid_ids_on_accelerator() -> list[str]:
     style = RowwiseParallel(input_layouts=Replicate())
-    model = sharded(
-        nn.Embedding(16, 8), style, check_gradients=False
-    )  # the check of the first step reads values
-    logits, mesh = torch.zeros(2, 8), tp_mesh()
+    # Without the comparison of gradients, which reads values.
+    model = parallelize_copy(nn.Embedding(16, 8), style, check_gradients=False)
+    logits, mesh = torch.zeros(2, 8), make_tp_mesh()
     with mock.patch.object(Tensor, "is_cpu", new=False), NoReads():
         model(torch.tensor([[3, 15]]))
         cross_entropy(logits, torch.tensor([15, -100]), mesh)
-        with pytest.raises(RuntimeError) as of_ids:
+        with pytest.raises(RuntimeError) as ids_error:
             model(torch.tensor([[3, 16]]))
-        with pytest.raises(RuntimeError) as of_targets:
+        with pytest.raises(RuntimeError) as targets_error:
             cross_entropy(logits, torch.tensor([-3, 1]), mesh)
-    return [str(of_ids.value), str(of_targets.value)]
+    return [str(ids_error.value), str(targets_error.value)]
 
 
 def test_an_id_outside_the_vocabulary_fails_on_an_accelerator_without_a_synchronization() -> None:
-    what = "an id is outside the vocabulary, from 0 to 15"
-    texts = [f"index out of range in self: {what}", f"target is out of bounds: {what}"]
-    assert run_ranks(2, stranger_on_an_accelerator) == [texts, texts]
+    reason = "an id is outside the vocabulary, from 0 to 15"
+    messages = [f"index out of range in self: {reason}", f"target is out of bounds: {reason}"]
+    assert run_ranks(2, use_invalid_ids_on_accelerator) == [messages, messages]
 
 
-# --- grouped attention over any number of ranks that divides the queries ----------------------------------------
+# --- grouped attention over any number of ranks that divides the queries -------------------------
 
-COUNTS = [
+HEAD_COUNTS = [
     (queries, heads, size)
     for size in (2, 3, 4)
     for queries in (size, 2 * size, 3 * size)
@@ -263,43 +283,46 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("queries", "heads", "size"), [*COUNTS, (32, 4, 8), (64, 8, 16), (48, 6, 8)])
-def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> None:
-    shared = shared_heads(queries, heads, size)
-    given = [head for rank in shared for head in rank for _ in range(queries // size // len(rank))]
-    assert given == [query // (queries // heads) for query in range(queries)]
+@pytest.mark.parametrize(("queries", "heads", "size"), [*HEAD_COUNTS, (32, 4, 8), (64, 8, 16), (48, 6, 8)])
+def test_every_query_attends_to_its_own_kv_head(queries: int, heads: int, size: int) -> None:
+    head_of_query = []
+    for local_heads in shared_heads(queries, heads, size):
+        repeats = queries // size // len(local_heads)
+        for head in local_heads:
+            head_of_query += [head] * repeats
+    assert head_of_query == [query // (queries // heads) for query in range(queries)]
 
 
-def llama_differences() -> list[float]:
-    size = torch.distributed.get_world_size()
-    found = []
-    for queries, heads, of_size in COUNTS:
-        if of_size != size or queries == size:
+def compare_llamas() -> list[float]:
+    """Compare Llamas with each number of heads for which ranks share kv heads."""
+    tp_size = torch.distributed.get_world_size()
+    differences = []
+    for queries, heads, size in HEAD_COUNTS:
+        if size != tp_size or queries == size:
             continue
         make = partial(
             Llama, dim=4 * queries, n_heads=queries, n_kv_heads=heads, vocab=24, hidden=12 * size, layers=1
         )
-        for sequence in (False, True):
-            plan = llama_plan(queries, heads, sequence_parallel=sequence)
+        for sequence_parallel in (False, True):
+            plan = make_llama_plan(queries, heads, sequence_parallel=sequence_parallel)
             ids = torch.arange(24).view(2, 12)
-            found.append(largest_difference(partial(as_whole, make, plan, ids)))
-    return found
+            differences.append(run_check(partial(compare_module, make, plan, ids)))
+    return differences
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_llama_with_any_number_of_kv_heads_is_as_in_one_process(size: int) -> None:
-    for found in run_ranks(size, llama_differences):
-        assert found
-        assert max(found) < TOLERANCE, found
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_a_llama_with_any_number_of_kv_heads_equals_one_process(tp_size: int) -> None:
+    for differences in run_ranks(tp_size, compare_llamas):
+        assert differences
+        assert max(differences) < TOLERANCE, differences
 
 
-def counts_difference() -> float:
-    """Plain torch applies the style too, with counts that the caller gives."""
+def compare_torchs_parallelize_module() -> float:
     torch.manual_seed(0)
     reference = Attention(16, 4, 1).double()
-    model = parallelize_module(copy.deepcopy(reference), tp_mesh(), attention_plan(4, 1))
-    return training_difference(model, reference, torch.randn(2, 5, 16, dtype=torch.float64))
+    model = parallelize_module(copy.deepcopy(reference), make_tp_mesh(), make_attention_plan(4, 1))
+    return compare_training(model, reference, torch.randn(2, 5, 16, dtype=torch.float64))
 
 
-def test_torch_applies_the_style_with_given_counts() -> None:
-    assert max(run_ranks(2, counts_difference)) < 1e-12
+def test_torchs_parallelize_module_applies_key_value_parallel() -> None:
+    assert max(run_ranks(2, compare_torchs_parallelize_module)) < 1e-12

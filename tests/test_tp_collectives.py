@@ -1,4 +1,4 @@
-"""What a training step communicates and keeps: never more than with torch's own styles, counted."""
+"""A training step sends and saves no more bytes than with torch's own styles."""
 
 from __future__ import annotations
 
@@ -25,28 +25,38 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
-from tp_compare import Recorded, sharded, tp_mesh
-from tp_models import NORMS, FeedForward, Llama, llama_plan
+from tp_compare import OperationRecorder, make_tp_mesh, parallelize_copy
+from tp_models import NORMS, FeedForward, Llama, make_llama_plan
 
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize
 
 TP = 2
 IDS = (2, 16)
-WHOLE, SEQUENCE = Replicate(), Shard(1)
+REPLICATED, SEQUENCE = Replicate(), Shard(1)
 COLUMNS = tuple(f"layers.*.{name}" for name in ("attention.wq", "attention.wk", "attention.wv"))
 COLUMNS += tuple(f"layers.*.feed_forward.{name}" for name in ("w1", "w3"))
 ROWS = ("layers.*.attention.wo", "layers.*.feed_forward.w2")
 
 
-def llama(columns: Any, rows: Any, between: Any, *, prepared: bool, loss: bool = False) -> dict[str, Any]:
-    """A Llama plan of the given column and row styles, as torch's documentation writes it."""
+def make_torchs_plan(
+    columns: Any, rows: Any, between: Any, *, prepared: bool, loss: bool = False
+) -> dict[str, Any]:
+    """Make the plan of torch's documentation for a Llama.
+
+    Args:
+        columns: the class of the column style.
+        rows: the class of the row style.
+        between: the layout of the activations between blocks.
+        prepared: whether ``PrepareModuleInput`` gathers the input of a block once.
+        loss: whether the logits stay sharded for ``loss_parallel``.
+    """
     plan: dict[str, Any] = dict.fromkeys(ROWS, rows(output_layouts=between))
     plan |= dict.fromkeys(COLUMNS, columns() if prepared else columns(input_layouts=between))
-    plan["tok_embeddings"] = rows(input_layouts=WHOLE, output_layouts=between)
-    logits = Shard(-1) if loss else WHOLE
+    plan["tok_embeddings"] = rows(input_layouts=REPLICATED, output_layouts=between)
+    logits = Shard(-1) if loss else REPLICATED
     plan["output"] = columns(input_layouts=between, output_layouts=logits, use_local_output=not loss)
     if prepared:
-        style = PrepareModuleInput(input_layouts=between, desired_input_layouts=WHOLE)
+        style = PrepareModuleInput(input_layouts=between, desired_input_layouts=REPLICATED)
         plan |= {"layers.*.attention": style, "layers.*.feed_forward": style}
     if between == SEQUENCE:
         plan |= dict.fromkeys(NORMS, SequenceParallel())
@@ -55,34 +65,46 @@ def llama(columns: Any, rows: Any, between: Any, *, prepared: bool, loss: bool =
 
 @dataclass(frozen=True)
 class Case:
-    """Our plan, torch's for the same, and how the model is trained."""
+    """A comparison of two plans.
 
-    ours: dict[str, Any]
-    torchs: dict[str, Any]
+    Attributes:
+        plan: the plan of namedmesh.
+        torchs_plan: the plan with torch's styles.
+        loss: whether the loss is computed in ``loss_parallel``.
+    """
+
+    plan: dict[str, Any]
+    torchs_plan: dict[str, Any]
     loss: bool = False
 
 
-TORCH, OURS = (TorchColwise, TorchRowwise), (ColwiseParallel, RowwiseParallel)
+TORCH = (TorchColwise, TorchRowwise)
+OURS = (ColwiseParallel, RowwiseParallel)
 CASES = {
-    "plain": Case(llama_plan(), llama(*TORCH, WHOLE, prepared=False)),
-    "plain, prepared": Case(llama_plan(), llama(*TORCH, WHOLE, prepared=True)),
+    "plain": Case(make_llama_plan(), make_torchs_plan(*TORCH, REPLICATED, prepared=False)),
+    "plain, prepared": Case(make_llama_plan(), make_torchs_plan(*TORCH, REPLICATED, prepared=True)),
     "plain, loss": Case(
-        llama_plan(loss_parallel=True), llama(*TORCH, WHOLE, prepared=True, loss=True), loss=True
-    ),
-    "sequence": Case(llama_plan(sequence_parallel=True), llama(*TORCH, SEQUENCE, prepared=True)),
-    "sequence, loss": Case(
-        llama_plan(sequence_parallel=True, loss_parallel=True),
-        llama(*TORCH, SEQUENCE, prepared=True, loss=True),
+        make_llama_plan(loss_parallel=True),
+        make_torchs_plan(*TORCH, REPLICATED, prepared=True, loss=True),
         loss=True,
     ),
-    "torch's preparation": Case(
-        llama(*OURS, SEQUENCE, prepared=True), llama(*TORCH, SEQUENCE, prepared=True)
+    "sequence": Case(
+        make_llama_plan(sequence_parallel=True), make_torchs_plan(*TORCH, SEQUENCE, prepared=True)
     ),
-    "torch's preparation, plain": Case(
-        llama(*OURS, WHOLE, prepared=True), llama(*TORCH, WHOLE, prepared=True)
+    "sequence, loss": Case(
+        make_llama_plan(sequence_parallel=True, loss_parallel=True),
+        make_torchs_plan(*TORCH, SEQUENCE, prepared=True, loss=True),
+        loss=True,
     ),
-    "each layer for itself": Case(
-        llama(*OURS, SEQUENCE, prepared=False), llama(*TORCH, SEQUENCE, prepared=False)
+    "torch's PrepareModuleInput": Case(
+        make_torchs_plan(*OURS, SEQUENCE, prepared=True), make_torchs_plan(*TORCH, SEQUENCE, prepared=True)
+    ),
+    "torch's PrepareModuleInput, plain": Case(
+        make_torchs_plan(*OURS, REPLICATED, prepared=True),
+        make_torchs_plan(*TORCH, REPLICATED, prepared=True),
+    ),
+    "each layer gathers": Case(
+        make_torchs_plan(*OURS, SEQUENCE, prepared=False), make_torchs_plan(*TORCH, SEQUENCE, prepared=False)
     ),
 }
 
@@ -90,96 +112,104 @@ CASES = {
 Steps = tuple[dict[str, float], dict[str, float]]
 
 
-def kept_bytes(kept: list[torch.Tensor], parameters: set[int]) -> int:
-    """The memory behind saved tensors, each once, without that of the parameters."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    return sum(size for pointer, size in storages.items() if pointer not in parameters)
+def count_saved_bytes(saved: list[torch.Tensor], params: set[int]) -> int:
+    """Return the memory of saved tensors, without the storages of parameters."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    return sum(size for pointer, size in storages.items() if pointer not in params)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor with the memory."""
+def to_plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor inside of a DTensor or an AsyncCollectiveTensor."""
     tensor = tiny.shard(tensor)
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def step(model: nn.Module, ids: torch.Tensor, case: Case) -> dict[str, float]:
-    """What one training step took: collectives, in the forward and in all, bytes sent and kept; and its loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    kept: list[torch.Tensor] = []
+def run_step(model: nn.Module, ids: torch.Tensor, case: Case) -> dict[str, float]:
+    """Run a training step.
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(local(tensor))
+    Returns:
+        The number of collectives in the forward and in the step, the bytes sent and saved, the
+        loss.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    saved: list[torch.Tensor] = []
+
+    def record_saved(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(to_plain_tensor(tensor))
         return tensor
 
     with (
-        Recorded() as forward,
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        OperationRecorder() as forward,
+        torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor),
         loss_parallel() if case.loss else nullcontext(),
     ):
         loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
-    parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
-    with Recorded() as later, loss_parallel() if case.loss else nullcontext():
+    params = {to_plain_tensor(param).untyped_storage().data_ptr() for param in model.parameters()}
+    with OperationRecorder() as backward, loss_parallel() if case.loss else nullcontext():
         loss.backward()
         optimizer.step()
-    assert not forward.writes
-    assert not later.writes
+    assert not forward.writes_in_place
+    assert not backward.writes_in_place
+    sent = forward.sent + backward.sent
     return {
-        "forward": len(forward.sent),
-        "all": len(forward.sent + later.sent),
-        "bytes": sum(forward.sent + later.sent),
-        "kept": kept_bytes(kept, parameters),
+        "collectives in forward": len(forward.sent),
+        "collectives": len(sent),
+        "sent bytes": sum(sent),
+        "saved bytes": count_saved_bytes(saved, params),
         "loss": whole(loss).item(),
     }
 
 
-def both(mesh: DeviceMesh, case: Case) -> Steps:
-    """A step of ours and one of torch's, of the same model; the second, when nothing is new any more."""
+def run_both(mesh: DeviceMesh, case: Case) -> Steps:
+    """Return the second step with each plan. The first one initializes what torch caches."""
     torch.manual_seed(0)
     model = Llama(dim=64, hidden=96)
-    ours = sharded(model, case.ours, check_gradients=False)
-    torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs)
+    ours = parallelize_copy(model, case.plan, check_gradients=False)
+    torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs_plan)
     ids = torch.randint(0, 32, IDS)
-    steps = [[step(one, ids, case) for one in (ours, torchs)] for _ in range(2)]
-    return steps[1][0], steps[1][1]
+    for _ in range(2):
+        steps = (run_step(ours, ids, case), run_step(torchs, ids, case))
+    return steps
 
 
-def all_cases() -> dict[str, Steps]:
-    return {name: both(tp_mesh(), case) for name, case in CASES.items()}
+def run_cases() -> dict[str, Steps]:
+    return {name: run_both(make_tp_mesh(), case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def steps() -> list[dict[str, Steps]]:
-    return run_ranks(TP, all_cases)
+    return run_ranks(TP, run_cases)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_sends_and_keeps_no_more_than_torchs(name: str, steps: list[dict[str, Steps]]) -> None:
-    for found in steps:
-        ours, torchs = found[name]
+def test_a_step_sends_and_saves_no_more_than_torchs(name: str, steps: list[dict[str, Steps]]) -> None:
+    for results in steps:
+        ours, torchs = results[name]
         assert abs(ours.pop("loss") - torchs.pop("loss")) < 1e-5
-        # The mask of the ids that other ranks have, a byte for each; torch keeps its own out of autograd's sight.
-        torchs["kept"] += IDS[0] * IDS[1]
+        # The mask of ids of other ranks, one byte for each. torch saves its mask outside of
+        # autograd.
+        torchs["saved bytes"] += IDS[0] * IDS[1]
         assert all(ours[key] <= torchs[key] for key in torchs), (ours, torchs)
 
 
-def bytes_in_backward() -> list[tuple[float, float]]:
-    """What a backward sends in float32, and under autocast: of a shared input that is whole, and of one that is gathered."""
-    layers: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel()}
-    found = []
-    for layout, value in ((WHOLE, torch.ones(2, 4, 8)), (SEQUENCE, torch.ones(2, 2, 8))):
-        plan = layers | {"w2": RowwiseParallel(output_layouts=layout), "": SharedInput(input_layouts=layout)}
+def count_backward_bytes() -> list[tuple[float, float]]:
+    """Return the bytes of a backward in float32 and under autocast, for two layouts of the input."""
+    columns: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel()}
+    counts = []
+    for layout, x in ((REPLICATED, torch.ones(2, 4, 8)), (SEQUENCE, torch.ones(2, 2, 8))):
+        plan = columns | {"w2": RowwiseParallel(output_layouts=layout), "": SharedInput(input_layouts=layout)}
         sent = []
         for enabled in (False, True):
-            model = parallelize(FeedForward(8, 12), tp_mesh(), plan)
+            model = parallelize(FeedForward(8, 12), make_tp_mesh(), plan)
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                out = model(value.clone().requires_grad_())
-            with Recorded() as backward:
-                out.sum().backward()
+                output = model(x.clone().requires_grad_())
+            with OperationRecorder() as backward:
+                output.sum().backward()
             sent.append(sum(backward.sent))
-        found.append((sent[0], sent[1]))
-    return found
+        counts.append((sent[0], sent[1]))
+    return counts
 
 
-def test_under_autocast_the_gradient_of_a_shared_input_is_sent_in_its_type() -> None:
-    for found in run_ranks(TP, bytes_in_backward):
-        assert [float32 / autocast for float32, autocast in found] == [2, 2]
+def test_autocast_halves_the_bytes_of_the_gradient_of_a_shared_input() -> None:
+    for counts in run_ranks(TP, count_backward_bytes):
+        assert [float32 / autocast for float32, autocast in counts] == [2, 2]

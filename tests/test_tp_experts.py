@@ -1,8 +1,7 @@
-"""Stacked experts: shards of all of them, gate and up in one weight, or whole ones to which the tokens travel."""
+"""Stacked experts: shards of every expert, fused gate and up, and expert parallelism."""
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from tensors import apart, numbers, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from tp_compare import assert_right, problem_of, tp_mesh
-from tp_models import Net, stacked_experts
+from tp_compare import assert_no_difference, get_plan_error, make_tp_mesh
+from tp_models import Net, make_stacked_experts
 
 import namedmesh
 from namedmesh import NamedMesh
@@ -29,11 +28,11 @@ COUNTS = torch.full((EXPERTS,), 2)
 SAME_TOKENS = "GradientError: ranks 0, 1 of the 2 ranks that share experts send the same tokens"
 
 
-# --- a shard of every expert ----------------------------------------------------------------------------------
+# --- expert tensor parallelism ------------------------------------------------------------------
 
 
-def packed() -> Any:
-    """Gate and up in one weight, as most models of Hugging Face have them."""
+def make_fused_experts() -> Any:
+    """Make experts with gate and up in one weight, as most models of Hugging Face have them."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         gate, up = torch.einsum("...i,eoi->...eo", x, m.gate_up).chunk(2, -1)
@@ -45,60 +44,62 @@ def packed() -> Any:
     return Net(compute, gate_up=gate_up, down=down).double()
 
 
-PACKED = ExpertTensorParallel({"gate_up": Shard(-2), "down": Shard(-1)}, fused={"gate_up": 2})
+FUSED = ExpertTensorParallel({"gate_up": Shard(-2), "down": Shard(-1)}, fused={"gate_up": 2})
 
 
-def sharded(dims: tuple[str, ...] = ("tp",)) -> Any:
-    mesh = tp_mesh() if dims == ("tp",) else dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
-    model: Any = parallelize(copy.deepcopy(packed()), mesh["tp"], PACKED)
-    return fully_shard(model, mesh=mesh["dp"]) if "dp" in dims else model
+def make_sharded(axes: tuple[str, ...] = ("tp",)) -> Any:
+    """Make the experts sharded over tp, and over dp with FSDP2 if it is one of the axes."""
+    mesh = make_tp_mesh() if axes == ("tp",) else dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    model: Any = parallelize(make_fused_experts(), mesh["tp"], FUSED)
+    return fully_shard(model, mesh=mesh["dp"]) if "dp" in axes else model
 
 
-def packed_difference(dims: tuple[str, ...], directory: str) -> list[float]:
-    """A step, the weights, and those that another layout loads from a checkpoint."""
-    reference: Any = packed()
-    model, x = sharded(dims), numbers(3, WIDTH, seed=0)
-    found = []
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-    for each in (model, reference):
-        each(x).square().sum().backward()
-    found.append(apart(whole(model.gate_up.grad).flatten(1, 2), reference.gate_up.grad))
+def train_and_save(axes: tuple[str, ...], directory: str) -> list[float]:
+    """Train one step and save a checkpoint, which experts sharded over tp only load.
+
+    Returns:
+        The relative differences of the gradients and the weights from one process.
+    """
+    reference: Any = make_fused_experts()
+    model = make_sharded(axes)
+    x = numbers(3, WIDTH, seed=0)
+    optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (model, reference)]
+    for trained in (model, reference):
+        trained(x).square().sum().backward()
+    differences = [apart(whole(model.gate_up.grad).flatten(1, 2), reference.gate_up.grad)]
     for optimizer in optimizers:
         optimizer.step()
     assert model.gate_up.shape == (EXPERTS, 2, 8, WIDTH)
     assert model(x).shape == x.shape
     dcp.save(model.state_dict(), checkpoint_id=directory)
-    other = sharded()
-    state = other.state_dict()
+    loaded = make_sharded()
+    state = loaded.state_dict()
     dcp.load(state, checkpoint_id=directory)
-    other.load_state_dict(state)
-    for each in (model, other):
-        found.append(apart(whole(each.gate_up).flatten(1, 2), reference.gate_up))
-        found.append(apart(whole(each.down), reference.down))
-    return [value / 100 for value in found]
+    loaded.load_state_dict(state)
+    for trained in (model, loaded):
+        differences.append(apart(whole(trained.gate_up).flatten(1, 2), reference.gate_up))
+        differences.append(apart(whole(trained.down), reference.down))
+    return [difference / 100 for difference in differences]
 
 
 @pytest.mark.filterwarnings("default")  # torch's own, of its checkpoints
-@pytest.mark.parametrize(("ranks", "dims"), [(2, ("tp",)), (4, ("dp", "tp"))])
-def test_gate_and_up_in_one_weight_train_and_are_saved(
-    ranks: int, dims: tuple[str, ...], tmp_path: Path
-) -> None:
-    assert_right(run_ranks(ranks, packed_difference, dims, str(tmp_path)), cases=5)
+@pytest.mark.parametrize(("ranks", "axes"), [(2, ("tp",)), (4, ("dp", "tp"))])
+def test_fused_experts_train_and_are_saved(ranks: int, axes: tuple[str, ...], tmp_path: Path) -> None:
+    assert_no_difference(run_ranks(ranks, train_and_save, axes, str(tmp_path)), cases=5)
 
 
-def test_what_would_count_on_every_rank_is_refused() -> None:
-    text = "'down' of Net is replicated and would count once per rank"
-    assert text in problem_of(packed(), ExpertTensorParallel({"gate_up": Shard(1)}, fused={"up": 2}))
-    assert "'up' names blocks" in problem_of(
-        packed(), ExpertTensorParallel({"gate_up": Shard(1)}, fused={"up": 2})
-    )
+def test_replicated_parameters_and_wrong_blocks_raise() -> None:
+    style = ExpertTensorParallel({"gate_up": Shard(1)}, fused={"up": 2})
+    message = get_plan_error(make_fused_experts(), style)
+    assert "'down' of Net is replicated and would count once per rank" in message
+    assert "'up' names blocks" in message
 
 
-# --- whole experts --------------------------------------------------------------------------------------------
+# --- expert parallelism -------------------------------------------------------------------------
 
 
-def mixture() -> Any:
-    """The book's: a router that gives each token to one expert."""
+def make_mixture() -> Any:
+    """Make the mixture of experts of the guide: a router sends each token to one expert."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         best, chosen = m.router(x).softmax(-1).max(-1)
@@ -107,94 +108,107 @@ def mixture() -> Any:
         return x + output[order.argsort()]
 
     torch.manual_seed(0)
-    model: Any = Net(compute, router=nn.Linear(WIDTH, EXPERTS), experts=stacked_experts()).double()
+    model: Any = Net(compute, router=nn.Linear(WIDTH, EXPERTS), experts=make_stacked_experts()).double()
     nn.init.normal_(model.experts.weight)
     return model
 
 
-def shared_experts(mesh: NamedMesh, **sizes: Any) -> Any:
-    """The experts alone, over a view with an axis ep."""
+def make_parallel_experts(mesh: NamedMesh, **sizes: Any) -> Any:
+    """Make the experts without a router, over a view with an axis ep."""
     mesh.add_view("expert", **sizes)
-    return parallelize(mixture().experts, mesh["ep"], ExpertParallel(mesh))
+    return parallelize(make_mixture().experts, mesh["ep"], ExpertParallel(mesh))
 
 
-def batch(index: int) -> Tensor:
+def make_batch(index: int) -> Tensor:
     return numbers(16, WIDTH, seed=index)
 
 
-def trained(tp: int, *, own_tokens: bool = False) -> float:
-    """How far the experts' gradients are from those of one process on all tokens, as the book's page trains them."""
+def compare_expert_grads(tp: int, *, shard_tokens: bool = False) -> float:
+    """Train as the guide does; return the difference of the experts' gradients from one process.
+
+    Args:
+        tp: the size of tp.
+        shard_tokens: whether the ranks of tp have different tokens.
+    """
     mesh = namedmesh.init_mesh(dp=-1, tp=tp)
     mesh.add_view("expert", edp=-1, ep=2)
-    model = mixture()
+    model = make_mixture()
     parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
     fully_shard(model.experts, mesh=mesh["edp"])
     fully_shard(model, mesh=mesh["dp"])
-    ranks, reference = mesh.size("dp"), mixture()
-    part = mesh.rank("tp") if own_tokens else 0
-    x = batch(mesh.rank("dp"))
-    x = x.chunk(tp)[part] if own_tokens else x
+    x = make_batch(mesh.rank("dp"))
+    if shard_tokens:
+        x = x.chunk(tp)[mesh.rank("tp")]
     model(x).square().sum().backward()
-    for index in range(ranks):
-        (reference(batch(index)).square().sum() / ranks).backward()
+    reference = make_mixture()
+    dp = mesh.size("dp")
+    for index in range(dp):
+        (reference(make_batch(index)).square().sum() / dp).backward()
     return apart(whole(model.experts.weight.grad), reference.experts.weight.grad)
 
 
-@pytest.mark.parametrize(("tp", "own_tokens"), [(1, False), (2, True)])
-def test_the_experts_of_the_books_page_learn_as_fast_as_in_one_process(tp: int, own_tokens: bool) -> None:
-    assert_right(run_ranks(4, partial(trained, tp, own_tokens=own_tokens)), 1e-10)
+@pytest.mark.parametrize(("tp", "shard_tokens"), [(1, False), (2, True)])
+def test_gradients_of_experts_equal_one_process(tp: int, shard_tokens: bool) -> None:
+    compare = partial(compare_expert_grads, tp, shard_tokens=shard_tokens)
+    assert_no_difference(run_ranks(4, compare), 1e-10)
 
 
-def test_the_same_tokens_on_several_ranks_are_refused() -> None:
-    for text in run_ranks(4, partial(error_of, partial(trained, 2))):
-        assert text.startswith(f"{SAME_TOKENS}, whose gradients would")
-        assert "SequenceParallel" in text
-        assert "etp" in text
+def test_the_same_tokens_on_several_ranks_raise() -> None:
+    for message in run_ranks(4, partial(error_of, partial(compare_expert_grads, 2))):
+        assert message.startswith(f"{SAME_TOKENS}, whose gradients would")
+        assert "SequenceParallel" in message
+        assert "etp" in message
 
 
-def copies_with_the_same_tokens() -> str:
-    """With one rank for all experts it is the ranks of edp that would be averaged, and counted twice, if one rounds them, too."""
+def send_same_tokens_to_replicas() -> str:
+    """Give the same tokens to replicas of all experts; one rank has rounded them."""
     mesh = namedmesh.init_mesh(dp=1, tp=2)
-    experts, tokens = shared_experts(mesh, edp=2, ep=1), batch(0)[:8]
-    return error_of(lambda: experts(tokens.bfloat16().double() if mesh.rank("tp") else tokens, COUNTS))
+    experts = make_parallel_experts(mesh, edp=2, ep=1)
+    tokens = make_batch(0)[:8]
+    if mesh.rank("tp"):
+        tokens = tokens.bfloat16().double()
+    return error_of(lambda: experts(tokens, COUNTS))
 
 
-def test_copies_of_experts_with_the_same_tokens_are_refused() -> None:
-    for text in run_ranks(2, copies_with_the_same_tokens):
-        assert text.startswith(SAME_TOKENS)
+def test_replicas_of_experts_with_the_same_tokens_raise() -> None:
+    for message in run_ranks(2, send_same_tokens_to_replicas):
+        assert message.startswith(SAME_TOKENS)
 
 
-def behind_a_pipeline() -> list[str]:
-    """torch runs a stage on whatever lies in memory, to find shapes: that says nothing of the tokens, whatever it is."""
-    told = []
-    for first in (batch(0), batch(dist.get_rank())):
+def run_in_pipeline() -> list[str]:
+    """Return the errors of the second forward, if the first has the same or different tokens."""
+    messages = []
+    for first in (make_batch(0), make_batch(dist.get_rank())):
         mesh = namedmesh.init_mesh(pp=2, dp=2)
-        experts = shared_experts(mesh, pp=2, edp=1, ep=2)
+        experts = make_parallel_experts(mesh, pp=2, edp=1, ep=2)
+        # A pipeline infers shapes in the first forward, on uninitialized memory.
         experts(first[:8], COUNTS)
-        told.append(error_of(partial(experts, batch(0)[:8], COUNTS)))
+        messages.append(error_of(partial(experts, make_batch(0)[:8], COUNTS)))
         mesh.close()
-    return told
+    return messages
 
 
-def test_the_first_forward_of_a_pipeline_is_not_compared_and_the_second_is() -> None:
-    for told in run_ranks(4, behind_a_pipeline):
-        assert all(text.startswith(SAME_TOKENS) for text in told)
+def test_a_pipeline_compares_the_tokens_of_the_second_forward() -> None:
+    for messages in run_ranks(4, run_in_pipeline):
+        assert all(message.startswith(SAME_TOKENS) for message in messages)
 
 
-def no_false_alarm() -> int:
-    """Zeros, as pipelines send to find shapes, tokens of one size, evaluation, and no tokens at all, say nothing."""
+def run_without_signal() -> int:
+    """Run tokens that cannot be told apart, or are not compared; none of them may raise."""
     mesh = namedmesh.init_mesh(dp=2)
-    experts = shared_experts(mesh, edp=1, ep=2)
+    experts = make_parallel_experts(mesh, edp=1, ep=2)
     experts(torch.zeros(8, WIDTH, dtype=torch.float64), COUNTS)
     experts(torch.zeros(0, WIDTH, dtype=torch.float64), torch.zeros_like(COUNTS))
     with torch.no_grad():
-        experts(batch(0)[:8], COUNTS)
-    unit = nn.functional.normalize(batch(mesh.rank("dp"))[:8], dim=-1)
-    experts(unit, COUNTS).sum().backward()
-    experts(batch(0)[:8], COUNTS)  # the first forward has said it
+        experts(make_batch(0)[:8], COUNTS)
+    # Different tokens with the same norm.
+    normalized = nn.functional.normalize(make_batch(mesh.rank("dp"))[:8], dim=-1)
+    experts(normalized, COUNTS).sum().backward()
+    # The tokens of a later forward are not compared.
+    experts(make_batch(0)[:8], COUNTS)
     mesh.close()
     return int(isinstance(experts.weight.grad, DTensor))
 
 
-def test_what_says_nothing_is_no_error() -> None:
-    assert run_ranks(2, no_false_alarm) == [1, 1]
+def test_tokens_that_cannot_be_compared_do_not_raise() -> None:
+    assert run_ranks(2, run_without_signal) == [1, 1]

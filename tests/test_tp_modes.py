@@ -1,4 +1,4 @@
-"""A model under a plan trains as in one process, in every mode: a table of model x plan x mode over one helper."""
+"""A parallelized model trains as in one process in every mode."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tp_compare import assert_right, gradients_apart, sharded, tp_mesh, training_difference
-from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, OfHeads, llama_plan
+from tp_compare import (
+    assert_no_difference,
+    compare_training,
+    make_tp_mesh,
+    max_grad_difference,
+    parallelize_copy,
+)
+from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Lora, Mlp, Net, OfHeads, make_llama_plan
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -38,8 +44,8 @@ IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 DATA = numbers(2, 4, 8, seed=0)
 
 
-def qkv() -> Net:
-    """Queries, keys and values in one linear, which is taken apart."""
+def make_qkv() -> Net:
+    """Make an attention-like module with a fused linear."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
         q, k, v = m.qkv(x).chunk(3, -1)
@@ -49,14 +55,14 @@ def qkv() -> Net:
     return Net(compute, qkv=nn.Linear(8, 48), o=nn.Linear(16, 8))
 
 
-def split_qkv() -> Net:
-    model = qkv()
+def make_split_qkv() -> Net:
+    model = make_qkv()
     split_linear(model, "qkv", [16, 16, 16])
     return model
 
 
-def adapted() -> Mlp:
-    """Linears with adapters, as PEFT wraps them."""
+def make_adapted() -> Mlp:
+    """Make a feed-forward with LoRA adapters, as PEFT wraps linears."""
     model = Mlp()
     model.up, model.down = Lora(model.up), Lora(model.down)  # type: ignore[assignment]
     return model
@@ -66,53 +72,61 @@ ADAPTERS: dict[str, Any] = {
     **{f"up.{name}": ColwiseParallel() for name in ("base_layer", "lora_B.default")},
     **{f"down.{name}": RowwiseParallel() for name in ("base_layer", "lora_A.default")},
 }
-WHOLE_BETWEEN: dict[str, Any] = {
+REPLICATED_BETWEEN: dict[str, Any] = {
     "up": ColwiseParallel(output_layouts=Replicate()),
     "down": RowwiseParallel(input_layouts=Replicate()),
 }
 SHARED_HEADS = partial(Llama, n_heads=8, n_kv_heads=1, layers=1)
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Tensor]] = {
     "mlp": (Mlp, UP_DOWN, DATA),
-    "whole between": (Mlp, WHOLE_BETWEEN, DATA),
-    "llama": (partial(Llama, layers=1), llama_plan(), IDS),
-    "tied": (partial(Llama, tied=True, layers=1), llama_plan(), IDS),
-    "sequence": (partial(Llama, layers=1), llama_plan(sequence_parallel=True), IDS),
-    "torch's norms": (partial(Llama, layers=1), llama_plan(sequence_parallel=True) | TORCHS_NORMS, IDS),
-    "shared heads": (SHARED_HEADS, llama_plan(8, 1, sequence_parallel=True), IDS),
-    "q|k|v": (split_qkv, {"qkv.*": ColwiseParallel(), "o": RowwiseParallel()}, DATA),
-    "adapters": (adapted, ADAPTERS, DATA),
+    "replicated between": (Mlp, REPLICATED_BETWEEN, DATA),
+    "llama": (partial(Llama, layers=1), make_llama_plan(), IDS),
+    "tied": (partial(Llama, tied=True, layers=1), make_llama_plan(), IDS),
+    "sequence": (partial(Llama, layers=1), make_llama_plan(sequence_parallel=True), IDS),
+    "torch's norms": (partial(Llama, layers=1), make_llama_plan(sequence_parallel=True) | TORCHS_NORMS, IDS),
+    "shared heads": (SHARED_HEADS, make_llama_plan(8, 1, sequence_parallel=True), IDS),
+    "q|k|v": (make_split_qkv, {"qkv.*": ColwiseParallel(), "o": RowwiseParallel()}, DATA),
+    "adapters": (make_adapted, ADAPTERS, DATA),
 }
 
 
-def in_copies(model: nn.Module) -> nn.Module:
-    """A copy, written down and read again where nothing of torch's is in the way: a function of a test, its styles' hooks."""
+def copy_and_pickle(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that was pickled, if torch and the test can pickle it."""
     model = copy.deepcopy(model)
-    hooked = any(type(each).__name__ == "RMSNorm" and each._forward_pre_hooks for each in model.modules())
-    return model if hooked or isinstance(model, Net) else pickle.loads(pickle.dumps(model))  # noqa: S301
+    # The hooks of torch's SequenceParallel and the functions of a Net are local functions.
+    has_torchs_hooks = False
+    for module in model.modules():
+        if type(module).__name__ == "RMSNorm" and module._forward_pre_hooks:
+            has_torchs_hooks = True
+    if has_torchs_hooks or isinstance(model, Net):
+        return model
+    copied: nn.Module = pickle.loads(pickle.dumps(model))  # noqa: S301
+    return copied
 
 
-def recomputed(model: Any) -> Any:
+def checkpoint_layers(model: Any) -> Any:
     layers: Any = getattr(model, "layers", None)
-    for name, layer in layers.named_children() if layers is not None else ():
-        layers.register_module(name, checkpoint_wrapper(layer))
     if layers is None:
         model.forward = partial(checkpoint, model.forward, use_reentrant=False)
+        return model
+    for name, layer in layers.named_children():
+        layers.register_module(name, checkpoint_wrapper(layer))
     return model
 
 
-def selective(model: Any) -> Any:
-    """Keep the matrix products, as selective checkpointing does: what is kept may not be written into."""
+def checkpoint_selectively(model: Any) -> Any:
+    """Save matrix products, recompute the rest. Collectives must not write into saved tensors."""
 
     def policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        kept = operation in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_product = operation in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     model.forward = partial(checkpoint, model.forward, use_reentrant=False, context_fn=contexts)
     return model
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compile_model(model: nn.Module) -> nn.Module:
     torch._dynamo.reset()
     model.compile(backend="aot_eager", fullgraph=True)
     return model
@@ -120,126 +134,134 @@ def compiled(model: nn.Module) -> nn.Module:
 
 MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "eager": lambda model: model,
-    "copied": in_copies,
-    "recomputed": recomputed,
-    "selective": selective,
-    "compiled": compiled,
+    "copied": copy_and_pickle,
+    "checkpointed": checkpoint_layers,
+    "checkpointed selectively": checkpoint_selectively,
+    "compiled": compile_model,
 }
 
 
-def both(
+def make_models(
     name: str, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float64
 ) -> tuple[Any, Any, Tensor]:
-    """The model of a case under its plan, the same whole, and the data."""
+    """Return the parallelized model of a case, the unsharded model, and the data."""
     make, plan, data = CASES[name]
     torch.manual_seed(0)
     reference = make().to(dtype)
-    model = parallelize(copy.deepcopy(reference), mesh or tp_mesh(), plan)
+    model = parallelize(copy.deepcopy(reference), mesh or make_tp_mesh(), plan)
     return model, reference, data.to(dtype) if data.is_floating_point() else data
 
 
-def as_whole(name: str, mode: str) -> float:
-    """The largest difference of output, gradients, two steps and state from those of one process."""
-    model, reference, data = both(name)
-    return training_difference(MODES[mode](model), reference, data, steps=2)
+def compare_mode(name: str, mode: str) -> float:
+    """Return the largest difference of outputs, gradients and state in two steps."""
+    model, reference, data = make_models(name)
+    return compare_training(MODES[mode](model), reference, data, steps=2)
 
 
-def all_as_whole(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
-    return {name: as_whole(name, mode) for name in names}
+def compare_cases(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
+    return {name: compare_mode(name, mode) for name in names}
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp", [2])
-def test_training_is_that_of_one_process(tp: int, mode: str) -> None:
-    assert_right(run_ranks(tp, all_as_whole, mode, timeout=240.0), 1e-11, len(CASES))
+def test_training_equals_one_process(tp: int, mode: str) -> None:
+    assert_no_difference(run_ranks(tp, compare_cases, mode, timeout=240.0), 1e-11, len(CASES))
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_training_on_four_ranks() -> None:
-    # Whose heads, sequence or parts are dealt out otherwise than on two.
+def test_training_on_four_ranks_equals_one_process() -> None:
+    # The cases with heads, sequences or fused linears that four ranks share in another way than
+    # two.
     names = ("llama", "torch's norms", "shared heads", "q|k|v")
-    assert_right(run_ranks(4, all_as_whole, "eager", names), 1e-11, len(names))
+    assert_no_difference(run_ranks(4, compare_cases, "eager", names), 1e-11, len(names))
 
 
-def over_fsdp(name: str) -> float:
-    """A step of one batch and one of three micro-batches on (dp 2, tp 2); each dp rank has data of its own."""
+def compare_with_fsdp(name: str) -> float:
+    """Train on (dp 2, tp 2): a step with one batch for each dp rank, and one with three."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, reference, data = both(name, mesh["tp"])
+    model, reference, data = make_models(name, mesh["tp"])
     for layer in getattr(model, "layers", ()):
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    optimizers = [AdamWOfShards(each.parameters(), eps=1e-3) for each in (model, reference)]
-    worst = 0.0
-    for backwards in (1, 3):
-        batches = [data.roll(backwards + index, 0) for index in range(2 * backwards)]
-        for index in range(backwards):
-            model.set_is_last_backward(index == backwards - 1)
+    optimizers = [AdamWOfShards(trained.parameters(), eps=1e-3) for trained in (model, reference)]
+    largest = 0.0
+    for micro_batches in (1, 3):
+        batches = [data.roll(micro_batches + index, 0) for index in range(2 * micro_batches)]
+        for index in range(micro_batches):
+            model.set_is_last_backward(index == micro_batches - 1)
             model(batches[2 * index + mesh.get_local_rank("dp")]).square().sum().backward()
         for batch in batches:
             (reference(batch).square().sum() / 2).backward()
-        worst = max(worst, gradients_apart(model, reference))
+        largest = max(largest, max_grad_difference(model, reference))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(worst, *(apart(whole(one), other) for one, other in pairs))
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        largest = max(largest, apart(whole(param), expected))
+    return largest
 
 
-def all_over_fsdp() -> dict[str, float]:
+def compare_cases_with_fsdp() -> dict[str, float]:
     names = ("mlp", "sequence", "torch's norms", "shared heads", "q|k|v")
-    return {name: over_fsdp(name) for name in names}
+    return {name: compare_with_fsdp(name) for name in names}
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_fsdp_over_tensor_parallel_with_accumulation() -> None:
-    assert_right(run_ranks(4, all_over_fsdp, timeout=240.0), cases=5)
+def test_fsdp_with_gradient_accumulation_equals_one_process() -> None:
+    assert_no_difference(run_ranks(4, compare_cases_with_fsdp, timeout=240.0), cases=5)
 
 
-def second_derivatives() -> dict[str, float]:
-    """The gradient of the size of all gradients, which torch's and our collectives pass on any number of times."""
-    found = {}
-    for name in ("mlp", "whole between", "q|k|v"):
-        model, reference, data = both(name)
-        for each in (model, reference):
+def compare_second_derivatives() -> dict[str, float]:
+    """Compare the gradients of the squared norm of all gradients."""
+    differences = {}
+    for name in ("mlp", "replicated between", "q|k|v"):
+        model, reference, data = make_models(name)
+        for trained in (model, reference):
             x = data.clone().requires_grad_()
-            wanted = [x, *each.parameters()]
-            firsts: Any = torch.autograd.grad(each(x).pow(3).sum(), wanted, create_graph=True)
-            for first in firsts:
-                whole(first).square().sum().backward(retain_graph=True)
-        found[name] = gradients_apart(model, reference) / 100
-    return found
+            inputs = [x, *trained.parameters()]
+            grads: Any = torch.autograd.grad(trained(x).pow(3).sum(), inputs, create_graph=True)
+            for grad in grads:
+                whole(grad).square().sum().backward(retain_graph=True)
+        differences[name] = max_grad_difference(model, reference) / 100
+    return differences
 
 
-def test_double_backward() -> None:
-    assert_right(run_ranks(2, second_derivatives), cases=3)
+def test_second_derivatives_equal_one_process() -> None:
+    assert_no_difference(run_ranks(2, compare_second_derivatives), cases=3)
 
 
-def in_low_precision() -> dict[str, tuple[float, set[torch.dtype]]]:
-    """How far autocast, and FSDP2's mixed precision, are from themselves on one process."""
-    found = {}
+def compare_autocast() -> dict[str, tuple[float, set[torch.dtype]]]:
+    """Compare gradients under autocast with autocast in one process.
+
+    Returns:
+        For each case the relative difference, and the dtypes that one process does not have.
+    """
+    results = {}
     for name in ("mlp", "sequence", "shared heads"):
-        model, reference, data = both(name, dtype=torch.float32)
+        model, reference, data = make_models(name, dtype=torch.float32)
         outputs = []
-        for each in (model, reference):
+        for trained in (model, reference):
             with torch.autocast("cpu", torch.bfloat16):
-                outputs.append(each(data))
-            outputs[-1].square().mean().backward()
-        size = max(float(each.grad.abs().max()) for each in reference.parameters())
-        dtypes = {each.grad.dtype for each in model.parameters()} | {outputs[0].dtype}
-        found[name] = gradients_apart(model, reference) / size, dtypes - {outputs[1].dtype, torch.float32}
-    return found
+                output = trained(data)
+            output.square().mean().backward()
+            outputs.append(output)
+        largest = max(float(param.grad.abs().max()) for param in reference.parameters())
+        dtypes = {param.grad.dtype for param in model.parameters()} | {outputs[0].dtype}
+        unexpected = dtypes - {outputs[1].dtype, torch.float32}
+        results[name] = max_grad_difference(model, reference) / largest, unexpected
+    return results
 
 
-def test_autocast() -> None:
-    for found in run_ranks(2, in_low_precision):
-        for far, other_types in found.values():
-            assert far < 0.02
-            assert other_types == set()
+def test_autocast_equals_one_process() -> None:
+    for results in run_ranks(2, compare_autocast):
+        for difference, unexpected_dtypes in results.values():
+            assert difference < 0.02
+            assert unexpected_dtypes == set()
 
 
-def mixed_precision() -> int:
-    """Steps of bfloat16 under FSDP2, and of float16 with a scaler, in which nothing is taken for a difference."""
+def train_in_mixed_precision() -> int:
+    """Train in bfloat16 with FSDP2, and in float16 with a scaler; return the number of steps."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     steps = 0
     for name, dtype in product(
@@ -262,69 +284,76 @@ def mixed_precision() -> int:
     return steps
 
 
-def test_rounding_of_16_bits_is_no_difference() -> None:
-    assert run_ranks(2, mixed_precision) == [24, 24]
+def test_rounding_in_half_precision_does_not_raise() -> None:
+    assert run_ranks(2, train_in_mixed_precision) == [24, 24]
 
 
-def edges() -> dict[str, float]:
-    """No tokens, no gradients, and a wrapper."""
-    found = {}
-    mesh = tp_mesh()
-    model, reference, data = both("mlp")
-    empty = [torch.zeros(0, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    for each, x in zip((model, reference), empty, strict=True):
-        each(x).sum().backward()
-    found["empty"] = gradients_apart(model, reference)
+def compare_edge_cases() -> dict[str, float]:
+    differences = {}
+    model, reference, data = make_models("mlp")
+    for trained in (model, reference):
+        no_tokens = torch.zeros(0, 8, dtype=torch.float64, requires_grad=True)
+        trained(no_tokens).sum().backward()
+    differences["no tokens"] = max_grad_difference(model, reference)
     with torch.no_grad():
-        found["no gradients"] = apart(model(data), reference(data))
+        differences["no_grad"] = apart(model(data), reference(data))
     with torch.inference_mode():
-        found["inference"] = apart(model(data), reference(data))
-    # A wrapper takes ``*args, **kwargs``.
-    by_keyword = Net(lambda m, x: m.part(x=x), part=checkpoint_wrapper(copy.deepcopy(reference)))
-    inside = {f"part._checkpoint_wrapped_module.{name}": style for name, style in UP_DOWN.items()}
-    model = parallelize(by_keyword, mesh, inside | {"part": SharedInput()})
-    found["shared by keyword"] = training_difference(model, Net(lambda m, x: m.part(x), part=reference), data)
-    reference = twice_in_one_module()
-    plan: Any = {"0": ColwiseParallel(), "1.inner": LocalParameters(), "2": RowwiseParallel()}
-    found["two names"] = training_difference(sharded(reference, plan), reference, data)
+        differences["inference_mode"] = apart(model(data), reference(data))
+    # The forward of a wrapper takes ``*args, **kwargs``.
+    by_keyword = Net(lambda m, x: m.inner(x=x), inner=checkpoint_wrapper(copy.deepcopy(reference)))
+    plan: dict[str, Any] = {"inner": SharedInput()}
+    for name, style in UP_DOWN.items():
+        plan[f"inner._checkpoint_wrapped_module.{name}"] = style
+    model = parallelize(by_keyword, make_tp_mesh(), plan)
+    unwrapped = Net(lambda m, x: m.inner(x), inner=reference)
+    differences["input by keyword"] = compare_training(model, unwrapped, data)
+    reference = make_model_with_two_names()
+    plan = {"0": ColwiseParallel(), "1.inner": LocalParameters(), "2": RowwiseParallel()}
+    differences["two names"] = compare_training(parallelize_copy(reference, plan), reference, data)
     encoder: Any = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).double()
-    names = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
-    model, x = sharded(encoder, names).eval(), numbers(3, 5, 8, seed=0)
+    plan = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
+    model = parallelize_copy(encoder, plan).eval()
+    encoder.eval()
+    x = numbers(3, 5, 8, seed=0)
     padding = torch.arange(5) > torch.tensor([[4], [2], [1]])
     with torch.no_grad():
-        found["encoder"] = apart(model(x), encoder.eval()(x))
-        padded = [each(x, src_key_padding_mask=padding)[~padding] for each in (model, encoder)]
-    found["padded encoder"] = apart(*padded)
-    return found
+        differences["encoder"] = apart(model(x), encoder(x))
+        padded = model(x, src_key_padding_mask=padding)[~padding]
+        expected = encoder(x, src_key_padding_mask=padding)[~padding]
+    differences["padded encoder"] = apart(padded, expected)
+    return differences
 
 
-def twice_in_one_module() -> nn.Module:
-    """One parameter under two names, on the features of each head."""
+def make_model_with_two_names() -> nn.Module:
+    """Make a model with one parameter under two names, applied to the features of each head."""
     inner = Net(lambda m, x: x * m.scale + m.shift, scale=nn.Parameter(torch.rand(4)))
     inner.register_parameter("shift", inner.scale)  # type: ignore[arg-type]
     return nn.Sequential(nn.Linear(8, 16), OfHeads(inner), nn.Linear(16, 8)).double()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's, in one process
-def test_edges() -> None:
-    assert_right(run_ranks(2, edges), cases=7)
+def test_edge_cases_equal_one_process() -> None:
+    assert_no_difference(run_ranks(2, compare_edge_cases), cases=7)
 
 
-def plain_parameters() -> list[object]:
-    """Parameters that are replaced by plain tensors: by this rank's shards, and by whole ones."""
-    model, reference, data = both("mlp")
-    state = {name: tensor.to_local() for name, tensor in model.state_dict().items()}
-    found: list[object] = [apart(functional_call(model, state, data), reference(data)) < 1e-12]
-    for name, shape in (("up.bias", (16,)), ("down.weight", (8, 16))):
-        part = {name: reference.get_parameter(name)}
-        found.append(error_of(partial(functional_call, model, part, data)).partition(" on this")[0])
-        assert str(shape) in str(found[-1])
+def use_plain_parameters() -> list[object]:
+    """Replace parameters with plain tensors: with local shards, and with full tensors.
+
+    Returns:
+        Whether the output with local shards is as expected, and the errors with full tensors.
+    """
+    model, reference, data = make_models("mlp")
+    shards = {name: tensor.to_local() for name, tensor in model.state_dict().items()}
+    results: list[object] = [apart(functional_call(model, shards, data), reference(data)) < 1e-12]
+    for name in ("up.bias", "down.weight"):
+        full = {name: reference.get_parameter(name)}
+        results.append(error_of(partial(functional_call, model, full, data)).partition(" on this")[0])
     model.load_state_dict(reference.state_dict(), assign=True)
-    found.append(error_of(lambda: model(data)).partition(";")[0])
-    return found
+    results.append(error_of(lambda: model(data)).partition(";")[0])
+    return results
 
 
-def test_whole_weights_where_shards_belong_are_rejected() -> None:
+def test_full_tensors_in_place_of_shards_raise() -> None:
     weight = "weight has shape (16, 8) on this rank, whose shard has shape (8, 8)"
     errors = ["bias has shape (16,)", "weight has shape (8, 16)", weight]
-    assert run_ranks(2, plain_parameters) == [[True, *(f"ShapeError: {error}" for error in errors)]] * 2
+    assert run_ranks(2, use_plain_parameters) == [[True, *(f"ShapeError: {error}" for error in errors)]] * 2

@@ -1,4 +1,4 @@
-"""Plans are strict: every way in which one does not fit, with the whole text of the error."""
+"""Plans are strict: a plan that does not fit raises, with the complete message."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, SequenceParallel
 from torch.nn.utils.parametrizations import weight_norm
-from tp_compare import problem_of, tp_mesh
-from tp_models import UP_DOWN, Attention, Llama, Mlp, OwnForward, attention_plan, llama_plan
+from tp_compare import get_plan_error, make_tp_mesh
+from tp_models import UP_DOWN, Attention, Llama, Mlp, OwnForward, make_attention_plan, make_llama_plan
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -36,7 +36,7 @@ STAGE = " (pass strict=False for a pipeline stage, which has only some of the mo
 
 
 @pytest.mark.parametrize(
-    ("plan", "text"),
+    ("plan", "message"),
     [
         ({"dwon": RowwiseParallel()}, f"'dwon' {NO_MODULE}; did you mean 'down'?{STAGE}"),
         ({"up.weight.x": ColwiseParallel()}, f"'up.weight.x' {NO_MODULE}{STAGE}"),
@@ -52,7 +52,7 @@ STAGE = " (pass strict=False for a pipeline stage, which has only some of the mo
         ({"up": "colwise"}, "'up': 'colwise' is not a parallel style, such as ColwiseParallel()"),
         (
             {"up": LocalParameters({"scale": Shard(0)})},
-            "up: LocalParameters names 'scale', but Linear owns ('weight', 'bias'); name what it owns, and remove a "
+            "up: LocalParameters names 'scale', but Linear owns ('weight', 'bias'); name its own parameters, and remove a "
             "parametrization such as weight_norm first",
         ),
         (
@@ -63,50 +63,51 @@ STAGE = " (pass strict=False for a pipeline stage, which has only some of the mo
         ),
     ],
 )
-def test_what_a_plan_says_wrongly(plan: Any, text: str) -> None:
-    assert problem_of(Mlp(), plan) == text
+def test_wrong_entries_of_a_plan_raise(plan: Any, message: str) -> None:
+    assert get_plan_error(Mlp(), plan) == message
 
 
-def test_sizes_that_do_not_divide() -> None:
-    assert problem_of(Mlp(hidden=15), UP_DOWN) == (
+def test_sizes_that_tp_does_not_divide_raise() -> None:
+    assert get_plan_error(Mlp(hidden=15), UP_DOWN) == (
         "2 problems:\n"
         "  - up: dim 0 of weight 15 is not divisible by the tp size 2; pad it to 16\n"
         "  - down: dim 1 of weight 15 is not divisible by the tp size 2; pad it to 16"
     )
     layers = nn.ModuleList(nn.Embedding(65, 6) for _ in range(5))
-    for style, text in (
+    for style, problem in (
         (RowwiseParallel(input_layouts=Replicate()), "dim 0 of weight 65 ... 4; pad it to 68"),
         (ColwiseParallel(), "dim 1 of weight 6 ... 4; pad it to 8"),
     ):
-        assert re.match(says(f"0, 1, 2 and 2 more: {text}"), problem_of(layers, {"*": style}, 4))
+        pattern = says(f"0, 1, 2 and 2 more: {problem}")
+        assert re.match(pattern, get_plan_error(layers, {"*": style}, 4))
 
 
-def test_embeddings_with_options_that_cannot_be_kept() -> None:
+def test_embeddings_with_unsupported_options_raise() -> None:
     model = nn.Embedding(8, 8, max_norm=1.0, sparse=True, scale_grad_by_freq=True)
-    assert problem_of(model, RowwiseParallel(input_layouts=Replicate())) == (
+    assert get_plan_error(model, RowwiseParallel(input_layouts=Replicate())) == (
         "3 problems:\n"
-        "  - the model: RowwiseParallel cannot keep max_norm=1.0 of an embedding; leave it out\n"
-        "  - the model: RowwiseParallel cannot keep sparse=True of an embedding; leave it out\n"
-        "  - the model: RowwiseParallel cannot keep scale_grad_by_freq=True of an embedding; leave it out"
+        "  - the model: RowwiseParallel does not support max_norm=1.0 of an embedding; remove it\n"
+        "  - the model: RowwiseParallel does not support sparse=True of an embedding; remove it\n"
+        "  - the model: RowwiseParallel does not support scale_grad_by_freq=True of an embedding; remove it"
     )
 
 
-def test_ties_that_the_plan_would_break() -> None:
+def test_tied_parameters_with_several_placements_raise() -> None:
     model = Llama(tied=True)
-    columns = llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=Replicate())}
+    columns = make_llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=Replicate())}
     remedy = (
         "give all the same, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, "
         "or untie them first"
     )
     tied = "one parameter (tied) has several placements (tok_embeddings.weight:"
-    assert problem_of(model, columns) == f"{tied} Shard(1), output.weight: Shard(0)); {remedy}"
-    no_head = {key: style for key, style in llama_plan().items() if key != "output"}
-    assert problem_of(model, no_head) == f"{tied} Shard(0), output.weight: not in the plan); {remedy}"
+    assert get_plan_error(model, columns) == f"{tied} Shard(1), output.weight: Shard(0)); {remedy}"
+    no_head = {key: style for key, style in make_llama_plan().items() if key != "output"}
+    assert get_plan_error(model, no_head) == f"{tied} Shard(0), output.weight: not in the plan); {remedy}"
 
 
-def test_three_mistakes_are_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     plan = {"upp": ColwiseParallel(), "down": RowwiseParallel()}
-    assert problem_of(Mlp(hidden=15), plan, must_divide={"heads": 5, "experts": 4}) == (
+    assert get_plan_error(Mlp(hidden=15), plan, must_divide={"heads": 5, "experts": 4}) == (
         "3 problems:\n"
         f"  - 'upp' {NO_MODULE}; did you mean 'up'?{STAGE}\n"
         "  - down: dim 1 of weight 15 is not divisible by the tp size 2; pad it to 16\n"
@@ -114,40 +115,41 @@ def test_three_mistakes_are_reported_at_once() -> None:
     )
 
 
-def test_wildcards_find_the_nearest_name_without_numbers() -> None:
-    assert problem_of(Llama(), {"layers.*.attn.wq": ColwiseParallel()}) == (
+def test_a_wildcard_without_match_suggests_the_nearest_name() -> None:
+    assert get_plan_error(Llama(), {"layers.*.attn.wq": ColwiseParallel()}) == (
         f"'layers.*.attn.wq' {NO_MODULE}; did you mean 'layers.*.attention.wq'?{STAGE}"
     )
 
 
-def test_a_stage_without_some_modules_ignores_what_is_missing() -> None:
+def test_strict_false_ignores_modules_that_a_stage_lacks() -> None:
     stage: Any = Llama()
-    stage.tok_embeddings, stage.output = None, None
-    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan())
-    report = plan_report(stage, 2, llama_plan(), strict=False)
+    stage.tok_embeddings = None
+    stage.output = None
+    assert "'tok_embeddings' matches no module" in get_plan_error(stage, make_llama_plan())
+    report = plan_report(stage, 2, make_llama_plan(), strict=False)
     assert {line.partition(".")[0] for line in report.splitlines()[1:-2]} == {"layers"}
-    assert "'tok_embeddings' matches no module" in problem_of(stage, llama_plan(), strict=True)
+    assert "'tok_embeddings' matches no module" in get_plan_error(stage, make_llama_plan(), strict=True)
 
 
-def test_heads_that_cannot_be_shared() -> None:
-    assert problem_of(Attention(24, 6, 2), attention_plan(6, 2), 4) == (
+def test_heads_that_ranks_cannot_share_raise() -> None:
+    assert get_plan_error(Attention(24, 6, 2), make_attention_plan(6, 2), 4) == (
         "wk, wv: 6 query heads and 2 kv heads cannot be shared by 4 ranks; choose a tp size that divides 6"
     )
     linear = nn.Linear(8, 8)
-    assert "3 kv heads do not divide out_features 8" in problem_of(linear, KeyValueParallel(6, 3))
+    assert "3 kv heads do not divide out_features 8" in get_plan_error(linear, KeyValueParallel(6, 3))
     linear.register_forward_hook(lambda *_: None)
-    text = "with the forward of nn.Linear only, without hooks, not Linear's"
-    assert text in problem_of(linear, KeyValueParallel(4, 2), 4)
-    # Nothing is read off a module's attributes.
+    problem = "with the forward of nn.Linear only, without hooks, not Linear's"
+    assert problem in get_plan_error(linear, KeyValueParallel(4, 2), 4)
+    # Attributes of modules around a linear are not interpreted.
     block = nn.ModuleDict({"proj": nn.Linear(384, 384)})
     block.num_heads = 6  # type: ignore[assignment]
     assert "on each of 4 ranks" in plan_report(block, 4, {"proj": ColwiseParallel()})
 
 
-# --- layers that are several in one ---------------------------------------------------------------------------
+# --- fused linears ------------------------------------------------------------------------------
 
 
-def flat(**widths: tuple[int, int]) -> nn.ModuleDict:
+def make_linears(**widths: tuple[int, int]) -> nn.ModuleDict:
     return nn.ModuleDict({name: nn.Linear(*width) for name, width in widths.items()})
 
 
@@ -160,250 +162,276 @@ FUSED = "it is a fused linear (q|k|v, gate|up); split it with split_linear, or u
 
 
 @pytest.mark.parametrize(
-    ("model", "plan", "text"),
+    ("model", "plan", "problem"),
     [
         (
-            flat(qkv=(16, 48), **BLOCK),
+            make_linears(qkv=(16, 48), **BLOCK),
             STYLES,
             "qkv: has 48 output features, but the row layers of its block take 16, 64",
         ),
         (
-            nn.ModuleDict({"attn": flat(qkv=(16, 48), o=(16, 16)), "o": nn.Linear(48, 8)}),
+            nn.ModuleDict({"attn": make_linears(qkv=(16, 48), o=(16, 16)), "o": nn.Linear(48, 8)}),
             {f"attn.{name}": STYLES[name] for name in ("qkv", "o")},
             "attn.qkv: has 48 output features, but the row layers of its block take 16",
         ),
-        # What another column makes says nothing of this one.
+        # The output features of another column layer do not matter.
         (
-            flat(to_q=(16, 16), to_kv=(16, 32), to_out=(16, 16)),
+            make_linears(to_q=(16, 16), to_kv=(16, 32), to_out=(16, 16)),
             Q_KV,
             "to_kv: has 32 output features, but the row layers of its block take 16",
         ),
         (
-            flat(to_q=(16, 16), to_kv=(16, 32), to_out=(16, 16)),
+            make_linears(to_q=(16, 16), to_kv=(16, 32), to_out=(16, 16)),
             Q_KV | {"to_q": ColwiseParallel(heads=4)},
             "to_kv: has 32 output features, but the row layers of its block take 16",
         ),
     ],
 )
-def test_a_column_layer_that_is_several_in_one_is_named(model: nn.Module, plan: Any, text: str) -> None:
-    assert problem_of(model, plan) == f"{text}: {FUSED} if it is interleaved per head"
+def test_a_fused_column_layer_raises(model: nn.Module, plan: Any, problem: str) -> None:
+    assert get_plan_error(model, plan) == f"{problem}: {FUSED} if it is interleaved per head"
     assert plan_report(model, 1, plan)
 
 
-def test_a_row_layer_whose_features_nothing_makes_is_named() -> None:
-    model = flat(k=(16, 8), o=(16, 16))
-    assert problem_of(model, {"k": ColwiseParallel(), "o": RowwiseParallel()}) == (
+def test_a_row_layer_whose_features_no_column_layer_computes_raises() -> None:
+    model = make_linears(k=(16, 8), o=(16, 16))
+    assert get_plan_error(model, {"k": ColwiseParallel(), "o": RowwiseParallel()}) == (
         "o: takes 16 features, which no column layer of its block computes; name the layer that computes them"
     )
 
 
-def test_what_the_remedies_say_is_taken() -> None:
-    told = STYLES | {"qkv": ColwiseParallel(heads=4)}
-    assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, told)
-    assert problem_of(flat(qkv=(16, 48), **BLOCK), told, 8) == (
+def test_the_remedies_for_fused_linears_work() -> None:
+    with_heads = STYLES | {"qkv": ColwiseParallel(heads=4)}
+    assert plan_report(make_linears(qkv=(16, 48), **BLOCK), 2, with_heads)
+    assert get_plan_error(make_linears(qkv=(16, 48), **BLOCK), with_heads, 8) == (
         "qkv: 4 heads are not divisible by the tp size 8; choose one that divides them"
     )
-    model = flat(qkv=(16, 48), **BLOCK)
+    model = make_linears(qkv=(16, 48), **BLOCK)
     split_linear(model, "qkv", [16, 16, 16])
-    apart = {f"qkv.{index}": ColwiseParallel() for index in range(3)}
-    assert plan_report(model, 2, {key: each for key, each in STYLES.items() if key != "qkv"} | apart)
-    # Fewer keys and values, an output head behind the row layers, and rows or columns alone, are right.
-    grouped = flat(to_q=(16, 16), k=(16, 8), v=(16, 8), to_out=(16, 16), head=(16, 50))
+    split_plan = {name: style for name, style in STYLES.items() if name != "qkv"}
+    for index in range(3):
+        split_plan[f"qkv.{index}"] = ColwiseParallel()
+    assert plan_report(model, 2, split_plan)
+
+
+def test_layers_that_only_look_fused_are_accepted() -> None:
+    # Fewer keys and values, and an output head behind the row layers.
+    grouped = make_linears(to_q=(16, 16), k=(16, 8), v=(16, 8), to_out=(16, 16), head=(16, 50))
     columns = dict.fromkeys(("to_q", "k", "v", "head"), ColwiseParallel())
     assert plan_report(grouped, 2, columns | {"to_out": RowwiseParallel()})
+    # A plan with column layers only, or row layers only.
     for names in ({"o"}, {"qkv"}, {"qkv", "up"}):
-        assert plan_report(flat(qkv=(16, 48), **BLOCK), 2, {name: STYLES[name] for name in names})
+        assert plan_report(make_linears(qkv=(16, 48), **BLOCK), 2, {name: STYLES[name] for name in names})
 
 
-def _hooked() -> nn.ModuleDict:
+def make_hooked() -> nn.ModuleDict:
     model = nn.ModuleDict({"qkv": nn.Linear(8, 48)})
     model["qkv"].register_forward_hook(lambda *_: None)
     return model
 
 
-def _tied() -> nn.ModuleDict:
+def make_tied() -> nn.ModuleDict:
     model = nn.ModuleDict({"qkv": nn.Linear(8, 48), "other": nn.Linear(8, 48)})
     model["other"].weight = model["qkv"].weight
     return model
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "sizes", "text"),
+    ("model", "name", "sizes", "problem"),
     [
         (nn.ModuleDict({"qkv": nn.Linear(8, 48)}), "qkv", [16, 16], "sizes that add up to its out_features"),
         (nn.ModuleDict({"norm": nn.LayerNorm(16)}), "norm", [8, 8], "give an nn.Linear"),
-        (_hooked(), "qkv", [16, 32], "qkv has hooks or a forward that its parts would not have"),
-        (_tied(), "qkv", [16, 32], "qkv.weight is shared with other.weight"),
+        (make_hooked(), "qkv", [16, 32], "qkv has hooks or a forward that the new linears would not have"),
+        (make_tied(), "qkv", [16, 32], "qkv.weight is shared with other.weight"),
     ],
 )
-def test_what_cannot_be_split(model: nn.Module, name: str, sizes: list[int], text: str) -> None:
-    told = error_of(lambda: split_linear(model, name, sizes))
-    assert told.startswith("PlanError: ")
-    assert text in told
+def test_split_linear_rejects_modules_that_cannot_be_split(
+    model: nn.Module, name: str, sizes: list[int], problem: str
+) -> None:
+    message = error_of(lambda: split_linear(model, name, sizes))
+    assert message.startswith("PlanError: ")
+    assert problem in message
     assert type(model.get_submodule(name)) in {nn.Linear, nn.LayerNorm}
 
 
-def test_a_split_linear_is_the_same_function() -> None:
+def test_a_split_linear_computes_the_same() -> None:
     torch.manual_seed(0)
     model: Any = nn.ModuleDict({"qkv": nn.Linear(8, 48)}).eval()
     model["again"] = model["qkv"]
-    whole, x = copy.deepcopy(model["qkv"]), torch.randn(2, 8)
+    fused = copy.deepcopy(model["qkv"])
+    x = torch.randn(2, 8)
     model["qkv"].bias.requires_grad_(requires_grad=False)
     model["qkv"].weight.no_decay = True
     split_linear(model, "qkv", [32, 8, 8])
     assert model["again"] is model["qkv"]
-    assert all(part.weight.no_decay for part in model["qkv"])
-    torch.testing.assert_close(model["qkv"](x), whole(x))
-    assert [each.requires_grad for each in model.parameters()] == [True, False] * 3
+    assert all(linear.weight.no_decay for linear in model["qkv"])
+    torch.testing.assert_close(model["qkv"](x), fused(x))
+    assert [param.requires_grad for param in model.parameters()] == [True, False] * 3
     assert not model["qkv"].training
-    torch.testing.assert_close(torch.cat([each.weight for each in model["qkv"]]), whole.weight)
+    weights = [linear.weight for linear in model["qkv"]]
+    torch.testing.assert_close(torch.cat(weights), fused.weight)
 
 
-def _calls(layers: int) -> int:
-    """How many calls it takes to check a plan with one key for each linear."""
+def count_calls(layers: int) -> int:
+    """Return the number of function calls to check a plan with one key for each linear."""
     model = nn.ModuleList(Mlp(2, 2) for _ in range(layers))
-    plan = {f"{layer}.{name}": style for layer in range(layers) for name, style in UP_DOWN.items()}
-    counts = [0]
+    plan: dict[str, Any] = {}
+    for layer in range(layers):
+        for name, style in UP_DOWN.items():
+            plan[f"{layer}.{name}"] = style
+    calls = 0
 
-    def count(*_: object) -> None:
-        counts[0] += 1
+    def count_call(*_: object) -> None:
+        nonlocal calls
+        calls += 1
 
-    sys.setprofile(count)
+    sys.setprofile(count_call)
     try:
         plan_report(model, 2, plan)
     finally:
         sys.setprofile(None)
-    return counts[0]
+    return calls
 
 
-def test_checking_a_plan_takes_time_in_proportion_to_the_model() -> None:
-    assert _calls(80) < 2.2 * _calls(40)
+def test_checking_a_plan_takes_time_proportional_to_the_model() -> None:
+    assert count_calls(80) < 2.2 * count_calls(40)
 
 
-# --- the mesh, and applying twice ---------------------------------------------------------------------------
+# --- applying a plan ----------------------------------------------------------------------------
 
 
-def test_a_plan_that_does_not_fit_changes_nothing_and_one_that_fits_is_applied_once() -> None:
+def test_a_plan_that_does_not_fit_changes_nothing() -> None:
     with fake_world(2):
         model = Mlp()
-        apply = partial(parallelize, model, tp_mesh())
+        apply = partial(parallelize, model, make_tp_mesh())
         assert error_of(lambda: apply(UP_DOWN | {"dwon": RowwiseParallel()})).startswith("PlanError: ")
         assert type(model.up) is nn.Linear
-        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        for other, text in ((weight_norm(nn.Linear(8, 16)), "'weight'"), (nn.LazyLinear(16), "no shape yet")):
-            bad = nn.ModuleDict({"up": nn.Linear(4, 8), "other": other})
-            assert text in error_of(partial(parallelize, bad, tp_mesh(), {"*": ColwiseParallel()}))
-            assert type(bad.get_parameter("up.weight")) is nn.Parameter
-        apply(UP_DOWN)  # the same model, once the plan is right
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+        for wrong, problem in (
+            (weight_norm(nn.Linear(8, 16)), "'weight'"),
+            (nn.LazyLinear(16), "no shape yet"),
+        ):
+            two = nn.ModuleDict({"up": nn.Linear(4, 8), "wrong": wrong})
+            assert problem in error_of(partial(parallelize, two, make_tp_mesh(), {"*": ColwiseParallel()}))
+            assert type(two.get_parameter("up.weight")) is nn.Parameter
+        # The plan that fits can then be applied, once.
+        apply(UP_DOWN)
         assert error_of(lambda: apply(UP_DOWN)) == (
-            "PlanError: up, down: already parallelized (weight is a DTensor); parallelize a model once, and before fully_shard"
+            "PlanError: up, down: already parallelized (weight is a DTensor); parallelize a model once, "
+            "and before fully_shard"
         )
 
 
-class Noting(ParallelStyle):
-    """Somebody else's style: remembers from which rank it was told to take the data."""
+class RecordSource(ParallelStyle):
+    """A third-party style that records its ``src_data_rank``."""
 
-    seen: Any = "nothing"
+    recorded: Any = "nothing"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
-        self.seen = self.src_data_rank
+        self.recorded = self.src_data_rank
         return module
 
 
 @pytest.mark.parametrize("key", ["", "up"])
 @pytest.mark.parametrize("source", [0, 1, None])
-def test_the_source_of_the_data_reaches_every_style(key: str, source: int | None) -> None:
+def test_src_data_rank_reaches_every_style(key: str, source: int | None) -> None:
     with fake_world(2):
-        style = Noting()
-        parallelize(Mlp(), tp_mesh(), {key: style}, src_data_rank=source)
-        assert style.seen == source
+        style = RecordSource()
+        parallelize(Mlp(), make_tp_mesh(), {key: style}, src_data_rank=source)
+        assert style.recorded == source
 
 
 def test_a_frozen_norm_stays_frozen() -> None:
     with fake_world(2):
         model = Llama()
         model.norm.weight.requires_grad_(False)
-        parallelize(model, tp_mesh(), {"norm": SequenceParallel(), "layers.*.ffn_norm": SequenceParallel()})
+        parallelize(
+            model, make_tp_mesh(), {"norm": SequenceParallel(), "layers.*.ffn_norm": SequenceParallel()}
+        )
         assert isinstance(model.norm.weight, DTensor)
         assert not model.norm.weight.requires_grad
         assert model.layers[0].ffn_norm.weight.requires_grad  # type: ignore[union-attr]
 
 
-# --- lengths that cannot be split: refused on every rank, before gloo ends the process ---------------------------
+# --- lengths that cannot be split into equal shards ---------------------------------------------
 
-SEQUENCE, WHOLE = Shard(1), Replicate()
+SEQUENCE = Shard(1)
+REPLICATED = Replicate()
 
 
-def refusals() -> dict[str, tuple[str, str]]:
-    """What each layer of each style says of 17 positions, and what it should; after each the ranks are alive."""
+def split_odd_lengths() -> dict[str, tuple[str, str]]:
+    """Give each style an input of 17 positions; return its error and the expected one.
+
+    Every rank must raise before the collective, in which gloo would end the process.
+    """
     tp = torch.distributed.get_world_size()
-    half, odd = torch.zeros(2, 17, 16 // tp), torch.zeros(2, 17, 16)
+    local_features = torch.zeros(2, 17, 16 // tp)
+    features = torch.zeros(2, 17, 16)
     ids = torch.zeros(2, 17, dtype=torch.long)
-    cut: dict[str, Any] = {"output_layouts": SEQUENCE}
-    of_ids: dict[str, Any] = {"input_layouts": WHOLE, **cut}
-    found = {}
+    split: dict[str, Any] = {"output_layouts": SEQUENCE}
+    split_ids: dict[str, Any] = {"input_layouts": REPLICATED, **split}
+    results = {}
     for name, module, style, value, shape in (
-        ("rows", nn.Linear(16, 8), RowwiseParallel(**cut), half, (2, 17, 8)),
-        ("torch's rows", nn.Linear(16, 8), torchs.RowwiseParallel(**cut), half, (2, 17, 8)),
-        ("own forward", OwnForward(16, 8), RowwiseParallel(**cut), half, (2, 17, 8)),
-        ("dim 0", nn.Linear(16, 8), RowwiseParallel(output_layouts=Shard(0)), half[0], (17, 8)),
-        ("columns", nn.Linear(16, 8), ColwiseParallel(**cut), odd, (2, 17, 8)),
-        ("torch's columns", nn.Linear(16, 8), torchs.ColwiseParallel(**cut), odd, (2, 17, 8)),
-        ("embedding", nn.Embedding(32, 16), RowwiseParallel(**of_ids), ids, (2, 17, 16)),
-        ("torch's embedding", nn.Embedding(32, 16), torchs.RowwiseParallel(**of_ids), ids, (2, 17, 16)),
-        ("column embedding", nn.Embedding(32, 16), ColwiseParallel(**cut), ids, (2, 17, 16)),
+        ("rows", nn.Linear(16, 8), RowwiseParallel(**split), local_features, (2, 17, 8)),
+        ("torch's rows", nn.Linear(16, 8), torchs.RowwiseParallel(**split), local_features, (2, 17, 8)),
+        ("own forward", OwnForward(16, 8), RowwiseParallel(**split), local_features, (2, 17, 8)),
+        ("dim 0", nn.Linear(16, 8), RowwiseParallel(output_layouts=Shard(0)), local_features[0], (17, 8)),
+        ("columns", nn.Linear(16, 8), ColwiseParallel(**split), features, (2, 17, 8)),
+        ("torch's columns", nn.Linear(16, 8), torchs.ColwiseParallel(**split), features, (2, 17, 8)),
+        ("embedding", nn.Embedding(32, 16), RowwiseParallel(**split_ids), ids, (2, 17, 16)),
+        ("torch's embedding", nn.Embedding(32, 16), torchs.RowwiseParallel(**split_ids), ids, (2, 17, 16)),
+        ("column embedding", nn.Embedding(32, 16), ColwiseParallel(**split), ids, (2, 17, 16)),
     ):
-        model: Any = parallelize(nn.ModuleDict({"part": module}), tp_mesh(), {"part": style})
-        said = error_of(lambda model=model, value=value: model["part"](value))  # type: ignore[misc]
+        model: Any = parallelize(nn.ModuleDict({"layer": module}), make_tp_mesh(), {"layer": style})
+        message = error_of(partial(model["layer"], value))
         torch.distributed.barrier()
-        wanted = (
-            f"ShapeError: dim {shape.index(17)} of an activation of shape {shape} cannot be split into {tp} equal shards (the tp "
-            f"size); pad it to {17 + (-17 % tp)}, or to another multiple of {tp}"
+        expected = (
+            f"ShapeError: dim {shape.index(17)} of an activation of shape {shape} cannot be split into "
+            f"{tp} equal shards (the tp size); pad it to {17 + (-17 % tp)}, or to another multiple of {tp}"
         )
-        found[name] = said, wanted
-    return found
+        results[name] = (message, expected)
+    return results
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_every_style_that_splits_refuses_what_it_cannot_split(tp: int) -> None:
-    for found in run_ranks(tp, refusals):
-        for name, (said, wanted) in found.items():
-            assert said == wanted, name
+def test_every_style_rejects_lengths_that_it_cannot_split(tp: int) -> None:
+    for results in run_ranks(tp, split_odd_lengths):
+        for name, (message, expected) in results.items():
+            assert message == expected, name
 
 
-def test_one_rank_takes_any_length() -> None:
+def test_one_rank_accepts_any_length() -> None:
     with fake_world(1):
-        model = parallelize(Llama(), tp_mesh(), llama_plan(sequence_parallel=True))
+        model = parallelize(Llama(), make_tp_mesh(), make_llama_plan(sequence_parallel=True))
         assert model(torch.zeros(1, 17, dtype=torch.long)).shape == (1, 17, 32)
 
 
-def layouts_of_what_goes_on() -> list[bool]:
-    """Whether outputs and input gradients lie in memory as a pipeline has to send them."""
-    told = []
+def check_contiguous() -> list[bool]:
+    """Return whether outputs and input gradients are contiguous, as a pipeline has to send them."""
+    results = []
     for style, width in (
         (ColwiseParallel(input_layouts=SEQUENCE), 8),
         (ColwiseParallel(), 8),
         (RowwiseParallel(output_layouts=SEQUENCE), 4),
         (RowwiseParallel(), 4),
     ):
-        layer = parallelize(nn.Linear(8, 8), tp_mesh(), style)
-        value = torch.ones(2, 4, width, requires_grad=True)
-        output = layer(value)
-        gradient: list[torch.Tensor] = []
-        value.register_hook(gradient.append)
+        layer = parallelize(nn.Linear(8, 8), make_tp_mesh(), style)
+        x = torch.ones(2, 4, width, requires_grad=True)
+        output = layer(x)
+        grads: list[torch.Tensor] = []
+        x.register_hook(grads.append)
         output.sum().backward()
-        told += [output.is_contiguous(), gradient[0].is_contiguous()]
-    return told
+        results += [output.is_contiguous(), grads[0].is_contiguous()]
+    return results
 
 
-def test_what_a_layer_passes_on_can_be_sent_as_it_is() -> None:
-    assert run_ranks(2, layouts_of_what_goes_on) == [[True] * 8] * 2
+def test_outputs_and_input_gradients_are_contiguous() -> None:
+    assert run_ranks(2, check_contiguous) == [[True] * 8] * 2
 
 
-# --- the dry run --------------------------------------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------------------
 
 
-def test_a_dry_run_on_the_meta_device() -> None:
+def test_the_report_of_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.ModuleDict(
             {"embed": nn.Embedding(1000, 64), "mlp": Mlp(64, 256), "norm": nn.LayerNorm(64)}
@@ -427,38 +455,39 @@ def test_a_dry_run_on_the_meta_device() -> None:
         "24,448 of 97,216 parameters on each of 4 ranks, 192 of them replicated"
     )
     assert type(model["mlp"].up) is nn.Linear
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_report_counts_what_each_rank_then_holds(tied: bool) -> None:
+def test_the_report_counts_the_local_parameters(tied: bool) -> None:
     with fake_world(4):
-        mesh, model = tp_mesh(), Llama(tied=tied)
-        plan = llama_plan(sequence_parallel=True)
+        mesh = make_tp_mesh()
+        model = Llama(tied=tied)
+        plan = make_llama_plan(sequence_parallel=True)
         report = plan_report(model, mesh, plan)
         assert report == plan_report(model, 4, plan)
-        total = sum(p.numel() for p in model.parameters())
+        total = sum(param.numel() for param in model.parameters())
         parallelize(model, mesh, plan)
-        held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
-        assert f"\n{held:,} of {total:,} parameters on each of 4 ranks, " in report
+        local = sum(param.to_local().numel() for param in model.parameters() if isinstance(param, DTensor))
+        assert f"\n{local:,} of {total:,} parameters on each of 4 ranks, " in report
 
 
-def test_a_style_is_one_of_torchs_and_says_what_it_does() -> None:
+def test_styles_are_subclasses_of_torchs_with_the_same_repr() -> None:
     assert isinstance(ColwiseParallel(), torchs.ColwiseParallel)
     assert repr(RowwiseParallel()) == (
         "RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Replicate(),), use_local_output=True)"
     )
 
 
-# --- models that were made on the meta device ---------------------------------------------------------------
+# --- models that were created on the meta device ------------------------------------------------
 
 
 class Rotary(nn.Module):
-    """Four buffers that no state dict has, and one that it has."""
+    """A module with four non-persistent buffers and a persistent one."""
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("assigned", "written", "moved", "forgotten"):
+        for name in ("assigned", "written", "registered", "uncomputed"):
             self.register_buffer(name, torch.ones(4), persistent=False)
         self.register_buffer("saved", torch.ones(4))
         self.mlp = Mlp(4, 8)
@@ -468,22 +497,22 @@ class Rotary(nn.Module):
         return output
 
 
-def test_buffers_that_nobody_computed_after_to_empty_are_named_once() -> None:
+def test_uncomputed_buffers_after_to_empty_warn_once() -> None:
     with fake_world(4):
         with torch.device("meta"):
             model = Rotary()
         parallelize(
             model,
-            tp_mesh(),
+            make_tp_mesh(),
             {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()},
             check_gradients=False,
         )
         model.to_empty(device="cpu")
         model.assigned = torch.ones(4) / 2
         model.written.fill_(1.0)  # type: ignore[operator]
-        model.register_buffer("moved", torch.zeros(4), persistent=False)
+        model.register_buffer("registered", torch.zeros(4), persistent=False)
         copied = copy.deepcopy(model)
-        with pytest.warns(UserWarning, match="^forgotten: non-persistent buffers of a model") as caught:
+        with pytest.warns(UserWarning, match="^uncomputed: non-persistent buffers of a model") as caught:
             model(torch.ones(1, 4))
         assert len(caught) == 1
         model(torch.ones(1, 4))  # a second warning would be an error

@@ -1,9 +1,9 @@
-"""Every configuration of Hugging Face with a tensor-parallel plan: right, or refused for a reason.
+"""Every model of Hugging Face with a tensor-parallel plan equals one process, or is rejected.
 
-On two ranks as it is, and, where keys and values have heads of their own, with two of them on four ranks, with eager attention
-and padding.
+Each runs on two ranks. If it has kv heads, it also runs with two of them on four ranks, with eager
+attention and padding.
 
-``python tests/test_tp_sweep.py 2 4 8`` goes through more ranks, which takes minutes.
+``python tests/test_tp_sweep.py 2 4 8`` runs more ranks, which takes minutes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ranks import run_ranks
 from tensors import apart_by_size
 from threads import run_threads
 from torch.distributed.tensor import DTensor, distribute_tensor
-from tp_compare import tp_mesh
+from tp_compare import make_tp_mesh
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
 
 TOLERANCE = 1e-5
 
-# What is refused, and the reason as the error tells it.
-REFUSED = {
+# The configurations whose plans are rejected, and a part of the message.
+REJECTED = {
     "CodeGenConfig": "features, which no column layer of its block computes",
     "Glm5NextTextConfig": "features, which no column layer of its block computes",
     "InklingTextConfig": "'all_reduce' is not supported",
@@ -45,158 +45,175 @@ REFUSED = {
 
 
 def step(model: Any, name: str) -> torch.Tensor:
-    """A forward, and the backward of a random loss; the output."""
+    """Run a forward, and the backward of a random loss; return the output."""
     model.zero_grad()
-    output = hf_models.forward(model, name)
+    output = hf_models.run_forward(model, name)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
     (output * weights).sum().backward()
     return output.detach()
 
 
-def differences(reference: Any, plan: dict[str, Any], wanted: torch.Tensor, name: str) -> dict[str, float]:
-    """On one rank: the largest relative difference of the output, and of every parameter's gradient."""
-    mesh = tp_mesh()
+def compare_step(reference: Any, plan: dict[str, Any], expected: torch.Tensor, name: str) -> dict[str, float]:
+    """Return the relative differences of the output and of all local gradients, on one rank.
+
+    Args:
+        reference: the unsharded model, after a step.
+        plan: its plan.
+        expected: its output.
+        name: the name of its configuration.
+    """
+    mesh = make_tp_mesh()
     model = parallelize(copy.deepcopy(reference), mesh, plan, src_data_rank=None)
-    found = {"output": _difference(step(model, name), wanted)}
+    differences = {"output": compare_local(step(model, name), expected)}
     reduce_gradients(model)
-    for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        found[fqn] = _difference(mine.grad, theirs.grad)
-    return found
+    for (fqn, param), full_param in zip(model.named_parameters(), reference.parameters(), strict=True):
+        differences[fqn] = compare_local(param.grad, full_param.grad)
+    return differences
 
 
-def _difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
-    if isinstance(mine, DTensor) and theirs is not None:
-        # This rank's shard, and that of the whole model's, whose experts may be fused.
-        theirs = theirs.reshape(mine.shape)
-        theirs = distribute_tensor(theirs, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
-        mine = mine.to_local()
-    return apart_by_size(mine, theirs, 1e-3)
+def compare_local(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """Return the relative difference of a local tensor and the same shard of the expected one."""
+    if isinstance(actual, DTensor) and expected is not None:
+        # A fused expert parameter has one dim more when it is sharded.
+        expected = expected.reshape(actual.shape)
+        shard = distribute_tensor(expected, actual.device_mesh, actual.placements, src_data_rank=None)
+        expected = shard.to_local()
+        actual = actual.to_local()
+    return apart_by_size(actual, expected, 1e-3)
 
 
-def outcome(name: str, tp_size: int, reference: Any, wanted: torch.Tensor) -> str:
-    """``"right"``; or what is wrong; or, where the plan is refused, ``"refused: "`` and the error."""
+def run_configuration(name: str, tp_size: int, reference: Any, expected: torch.Tensor) -> str:
+    """Return ``"equal"``, or the differences, or ``"rejected: "`` and the PlanError."""
     try:
         plan = plan_from_hf(reference)
         plan_report(reference, tp_size, plan)
     except PlanError as error:
-        return f"refused: {error}"
-    except Exception:  # noqa: BLE001  told, so that the others are told too
+        return f"rejected: {error}"
+    except Exception:  # noqa: BLE001  reported with the results of the other configurations
         return f"failed: {traceback.format_exc()}"
     try:
-        ranks = run_threads(tp_size, differences, reference, plan, wanted, name)
+        ranks = run_threads(tp_size, compare_step, reference, plan, expected, name)
     except AssertionError as error:
         return f"failed: {error}"
-    wrong = {fqn: value for found in ranks for fqn, value in found.items() if not value < TOLERANCE}
-    return f"wrong: {wrong}" if wrong else "right"
+    too_large: dict[str, float] = {}
+    for differences in ranks:
+        too_large |= {fqn: value for fqn, value in differences.items() if not value < TOLERANCE}
+    return f"different: {too_large}" if too_large else "equal"
 
 
 def sweep(
     names: list[str], tp_sizes: tuple[int, ...], kv_heads: int | None = None
 ) -> Iterator[tuple[str, int, str]]:
-    """The outcome for each configuration and tp size."""
+    """Yield the name, the tp size and the result of each configuration."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")  # of transformers, about what the configurations are not meant for
+    warnings.simplefilter("ignore")  # transformers warns about the tiny sizes
     for name in names:
         try:
-            reference = hf_models.tiny_model(name, kv_heads, None if kv_heads is None else "eager")
-            wanted = step(reference, name)
-        except Exception:  # noqa: BLE001  told with what is wrong of the others
+            reference = hf_models.make_tiny_model(name, kv_heads, None if kv_heads is None else "eager")
+            expected = step(reference, name)
+        except Exception:  # noqa: BLE001  reported with the results of the other configurations
             yield name, 1, f"failed: {traceback.format_exc()}"
             continue
         for tp_size in tp_sizes:
-            yield name, tp_size, outcome(name, tp_size, reference, wanted)
+            yield name, tp_size, run_configuration(name, tp_size, reference, expected)
 
 
 PARTS = 6
-# A dense model, a mixture of experts, latent attention, and what has an embedding with a forward of its own.
-MORE_RANKS = ["LlamaConfig", "MixtralConfig", "DeepseekV2Config", "Gemma3TextConfig"]
+# A dense model, a mixture of experts, latent attention, and an embedding with its own forward.
+NAMES_FOR_MORE_RANKS = ["LlamaConfig", "MixtralConfig", "DeepseekV2Config", "Gemma3TextConfig"]
 
 
-def unexpected(names: list[str], tp_sizes: tuple[int, ...], kv_heads: int | None = None) -> dict[str, str]:
-    """What is not as expected, by configuration."""
-    found = {}
+def find_unexpected(
+    names: list[str], tp_sizes: tuple[int, ...], kv_heads: int | None = None
+) -> dict[str, str]:
+    """Return the results that are not as expected, by configuration."""
+    unexpected = {}
     for name, tp_size, result in sweep(names, tp_sizes, kv_heads):
-        reason = REFUSED.get(name)
-        as_expected = (
-            result == "right" if reason is None else result.startswith("refused") and reason in result
-        )
-        if not as_expected:
-            found[f"{name}, tp {tp_size}, kv heads {kv_heads}"] = result
-    return found
+        if name in REJECTED:
+            is_expected = result.startswith("rejected") and REJECTED[name] in result
+        else:
+            is_expected = result == "equal"
+        if not is_expected:
+            unexpected[f"{name}, tp {tp_size}, kv heads {kv_heads}"] = result
+    return unexpected
 
 
-def unexpected_of_part(names: list[str]) -> dict[str, str]:
-    """Every second one of the names, those of this process, on two ranks; and two kv heads on four."""
-    mine = names[int(os.environ["RANK"]) :: 2]
-    grouped = [name for name in mine if hf_models.has_kv_heads(hf_models.configurations()[name])]
-    return unexpected(mine, (2,)) | unexpected(grouped, (4,), kv_heads=2)
+def sweep_half(names: list[str]) -> dict[str, str]:
+    """Run every second configuration on two ranks, and with two kv heads on four ranks."""
+    half = names[int(os.environ["RANK"]) :: 2]
+    grouped = [name for name in half if hf_models.has_kv_heads(hf_models.find_configurations()[name])]
+    return find_unexpected(half, (2,)) | find_unexpected(grouped, (4,), kv_heads=2)
 
 
-def unexpected_of_more_ranks() -> dict[str, str]:
-    return unexpected(MORE_RANKS[int(os.environ["RANK"]) :: 2], (4, 8))
+def sweep_more_ranks() -> dict[str, str]:
+    return find_unexpected(NAMES_FOR_MORE_RANKS[int(os.environ["RANK"]) :: 2], (4, 8))
 
 
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_configuration_is_right_or_refused(part: int) -> None:
-    names = list(hf_models.configurations())[part::PARTS]
-    # The ranks of the world are threads of these two processes, of which each takes half of the models.
-    assert run_ranks(2, unexpected_of_part, names, init=False, timeout=240) == [{}, {}]
+def test_every_configuration_equals_one_process_or_is_rejected(part: int) -> None:
+    names = list(hf_models.find_configurations())[part::PARTS]
+    # The ranks of a model are threads. Each of two processes runs half of the models.
+    assert run_ranks(2, sweep_half, names, init=False, timeout=240) == [{}, {}]
 
 
 @pytest.mark.oracle("transformers")
-def test_how_many_share_kv_heads() -> None:
-    grouped = [name for name, kind in hf_models.configurations().items() if hf_models.has_kv_heads(kind)]
+def test_many_configurations_share_kv_heads() -> None:
+    grouped = [name for name, kind in hf_models.find_configurations().items() if hf_models.has_kv_heads(kind)]
     assert len(grouped) > 80
 
 
 @pytest.mark.oracle("transformers")
-def test_more_ranks() -> None:
-    hf_models.configurations()
-    assert run_ranks(2, unexpected_of_more_ranks, init=False, timeout=240) == [{}, {}]
+def test_more_ranks_equal_one_process() -> None:
+    hf_models.find_configurations()
+    assert run_ranks(2, sweep_more_ranks, init=False, timeout=240) == [{}, {}]
 
 
-def experts_differences(names: list[str]) -> dict[str, float]:
-    """In single precision, which is what the experts' faster implementations are made for."""
-    found = {}
+def compare_expert_implementations(names: list[str]) -> dict[str, float]:
+    """Return too large differences in float32, which transformers' faster experts are made for."""
+    too_large = {}
     for name in names:
-        model = hf_models.tiny_model(name).float()
+        model = hf_models.make_tiny_model(name).float()
         for implementation in ("grouped_mm", "batched_mm"):
             model.config._experts_implementation = implementation
-            wanted = step(model, name)
-            ranks = run_threads(2, differences, model, plan_from_hf(model), wanted, name)
-            found[f"{name}, {implementation}"] = max(value for rank in ranks for value in rank.values())
-    return {name: value for name, value in found.items() if not value < TOLERANCE}
+            expected = step(model, name)
+            ranks = run_threads(2, compare_step, model, plan_from_hf(model), expected, name)
+            largest = max(max(differences.values()) for differences in ranks)
+            if not largest < TOLERANCE:
+                too_large[f"{name}, {implementation}"] = largest
+    return too_large
 
 
 @pytest.mark.oracle("transformers")
-def test_every_implementation_of_experts() -> None:
+def test_every_implementation_of_experts_equals_one_process() -> None:
     names = ["MixtralConfig", "Qwen3MoeConfig", "AriaTextConfig", "NemotronHConfig"]
-    hf_models.configurations()
-    assert run_ranks(1, experts_differences, names, init=False) == [{}]
+    hf_models.find_configurations()
+    assert run_ranks(1, compare_expert_implementations, names, init=False) == [{}]
 
 
-def without_attention(name: str) -> float:
-    """A model whose attention is refused, with its plan changed as the error says."""
-    model = hf_models.tiny_model(name)
-    with pytest.raises(PlanError, match=r"take the entries of self_attn out of model\._tp_plan"):
+def compare_without_attention(name: str) -> float:
+    """Follow the remedy in the error of a model whose attention is rejected."""
+    model = hf_models.make_tiny_model(name)
+    with pytest.raises(PlanError, match=r"remove the entries of self_attn from model\._tp_plan"):
         plan_from_hf(model)
-    model._tp_plan = {key: each for key, each in model._tp_plan.items() if ".self_attn." not in key}
-    ranks = run_threads(2, differences, model, plan_from_hf(model), step(model, name), name)
-    return max(value for rank in ranks for value in rank.values())
+    model._tp_plan = {key: style for key, style in model._tp_plan.items() if ".self_attn." not in key}
+    ranks = run_threads(2, compare_step, model, plan_from_hf(model), step(model, name), name)
+    return max(max(differences.values()) for differences in ranks)
 
 
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("name", ["DogeConfig", "EsmcConfig"])
-def test_what_is_refused_is_right_when_left_out_as_the_error_says(name: str) -> None:
-    hf_models.configurations()
-    assert run_ranks(1, without_attention, name, init=False)[0] < TOLERANCE
+def test_the_remedy_for_rejected_attention_works(name: str) -> None:
+    hf_models.find_configurations()
+    assert run_ranks(1, compare_without_attention, name, init=False)[0] < TOLERANCE
 
 
 def main(arguments: list[str]) -> None:
     sizes = tuple(int(argument) for argument in arguments if argument.isdigit()) or (2, 4, 8)
-    names = [argument for argument in arguments if not argument.isdigit()] or list(hf_models.configurations())
+    names = [argument for argument in arguments if not argument.isdigit()] or list(
+        hf_models.find_configurations()
+    )
     counts: Counter[tuple[int, str]] = Counter()
     for name, tp_size, result in sweep(names, sizes):
         counts[tp_size, result.partition(":")[0]] += 1

@@ -1,9 +1,9 @@
-"""Two hundred random small modules: refused, trained as in one process, or stopped with the right names.
+"""Two hundred random small modules under random plans.
 
-They are made of linears, gains, norms, activations, in-place operations, subclasses, adapters and frozen parts.
-
-Each comes with a plan that may leave out what it works on between its sharded layers. The plan is right, or it is
-not: what happens is for :func:`outcome` to say.
+The modules consist of linears, gains, norms, activations, in-place operations, subclasses,
+adapters and frozen parameters. A plan may omit modules between the sharded layers, and may
+therefore be wrong. Allowed are three outcomes: the plan is rejected, the module trains as in one
+process, or a GradientError names parameters whose gradients are wrong without the check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranks import run_ranks
 from tensors import apart_by_size, numbers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from tp_compare import tp_mesh
+from tp_compare import make_tp_mesh
 from tp_models import Gain, Lora, OfHeads
 
 from namedmesh.errors import GradientError, PlanError
@@ -35,19 +35,21 @@ from namedmesh.tensor_parallel import (
 )
 
 DIM, HIDDEN, HEAD = 8, 16, 4
-PARTS, EACH = 4, 50
-# What torch says where a module mixes plain tensors and DTensors, or writes into what its styles hand out.
-TORCHS_OWN = (
+PARTS = 4
+MODULES_PER_PART = 50
+# torch's errors if a module mixes plain tensors and DTensors, or writes into an output of its
+# styles.
+TORCHS_ERRORS = (
     "mixed torch.Tensor and DTensor",
     "is being modified inplace",
     "have a sharding strategy registered",
 )
-# Words that a reader of names would take for something.
+# Names with a meaning: a check that guesses from names would be misled.
 NAMES = ["factor", "act", "temperature", "norm", "gate_scale", "k_norm", "silu", "mixer", "attn_gain", "elu"]
 
 
 class InPlace(nn.Module):
-    """Writes into what it gets."""
+    """Writes into its input."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Gated(nn.Linear):
         return super().forward(input * torch.sigmoid(input.mean(-1, keepdim=True)))
 
 
-WHOLE: list[Callable[[], nn.Module]] = [
+MODULES_OUTSIDE: list[Callable[[], nn.Module]] = [
     Gain,
     lambda: Gain(DIM),
     lambda: nn.LayerNorm(DIM),
@@ -88,7 +90,7 @@ WHOLE: list[Callable[[], nn.Module]] = [
     lambda: InPlace("add"),
     lambda: InPlace("relu"),
 ]
-BETWEEN: list[Callable[[], nn.Module]] = [
+MODULES_BETWEEN: list[Callable[[], nn.Module]] = [
     Gain,
     lambda: OfHeads(nn.RMSNorm(HEAD)),
     lambda: OfHeads(nn.LayerNorm(HEAD)),
@@ -102,42 +104,42 @@ BETWEEN: list[Callable[[], nn.Module]] = [
 ]
 
 
-class Wiring(nn.Module):
-    """Something on the input, sharded layers with something between them, and something on the output."""
+class RandomModule(nn.Module):
+    """Sharded layers, with random modules before, between and behind them, and a random plan."""
 
-    def __init__(self, seed: int) -> None:  # noqa: C901  one draw after the other
+    def __init__(self, seed: int) -> None:  # noqa: C901  one random draw after another
         super().__init__()
         draw = random.Random(seed)
         torch.manual_seed(seed)
         names = draw.sample(NAMES, 5)
         column = draw.choice([nn.Linear, nn.Linear, nn.Linear, Normalizing, Softmax])
         row = draw.choice([nn.Linear, nn.Linear, nn.Linear, Gated])
-        parts: dict[str, nn.Module] = {"up": column(DIM, HIDDEN), "down": row(HIDDEN, DIM)}
+        modules: dict[str, nn.Module] = {"up": column(DIM, HIDDEN), "down": row(HIDDEN, DIM)}
         if draw.random() < 0.4:
-            parts["other"] = nn.Linear(DIM, HIDDEN)
+            modules["other"] = nn.Linear(DIM, HIDDEN)
         if draw.random() < 0.3:
-            parts["skip"] = nn.Linear(DIM, DIM)
-        if draw.random() < 0.15:  # used on each rank's features
-            parts["beside"] = nn.Linear(DIM, HEAD)
+            modules["skip"] = nn.Linear(DIM, DIM)
+        if draw.random() < 0.15:  # replicated, and multiplied with local features
+            modules["heads"] = nn.Linear(DIM, HEAD)
         for name in ("up", "down"):
-            layer = parts[name]
+            layer = modules[name]
             if draw.random() < 0.2 and type(layer) is nn.Linear:
-                parts[name] = Lora(layer, HEAD)
+                modules[name] = Lora(layer, HEAD)
         self.before = names[0] if draw.random() < 0.7 else ""
         self.between = names[1:3] if draw.random() < 0.5 else names[1:2]
         self.after = names[3] if draw.random() < 0.5 else ""
         if self.before:
-            parts[self.before] = draw.choice(WHOLE)()
+            modules[self.before] = draw.choice(MODULES_OUTSIDE)()
         for name in self.between:
-            parts[name] = draw.choice(BETWEEN)()
+            modules[name] = draw.choice(MODULES_BETWEEN)()
         if self.after:
-            parts[self.after] = draw.choice(WHOLE)()
-        for name in draw.sample(sorted(parts), len(parts)):  # the order of declaration says nothing
-            self.add_module(name, parts[name])
+            modules[self.after] = draw.choice(MODULES_OUTSIDE)()
+        for name in draw.sample(sorted(modules), len(modules)):  # the order has no meaning
+            self.add_module(name, modules[name])
         self.bare = nn.Parameter(torch.ones(1)) if draw.random() < 0.25 else None
         self.bare_between = draw.random() < 0.5
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -0.8, 0.8)
+        for param in self.parameters():
+            nn.init.uniform_(param, -0.8, 0.8)
         self.plan = self._plan(draw)
         self.frozen = [name for name, _ in self.named_parameters() if draw.random() < 0.2]
 
@@ -166,8 +168,8 @@ class Wiring(nn.Module):
             features = features * layers.other(x)
         for name in self.between:
             features = getattr(self, name)(features)
-        if hasattr(self, "beside"):
-            features = (features.unflatten(-1, (-1, HEAD)) * layers.beside(x).unsqueeze(-2)).flatten(-2)
+        if hasattr(self, "heads"):
+            features = (features.unflatten(-1, (-1, HEAD)) * layers.heads(x).unsqueeze(-2)).flatten(-2)
         if self.bare is not None and self.bare_between:
             features = features * self.bare
         out: Tensor = layers.down(features)
@@ -179,94 +181,119 @@ class Wiring(nn.Module):
 
 
 class Outcome(NamedTuple):
-    """What happened: ``"right"``, ``"refused"``, ``"stopped"``, or what must not be."""
+    """The result of one module.
+
+    Attributes:
+        kind: ``"equal"``, ``"rejected"`` or ``"raised"``, or a result that is not allowed.
+        detail: the message of an error, or the names of wrong gradients.
+    """
 
     kind: str
     detail: str = ""
 
 
-def outcome(wiring: Wiring) -> Outcome:
-    """Train a module for some steps under its plan, and alone; on one rank."""
+def run_module(module: RandomModule) -> Outcome:
+    """Train a module under its plan and in one process; runs on each rank."""
     try:
-        _train(copy.deepcopy(wiring), copy.deepcopy(wiring))
+        _train(copy.deepcopy(module), copy.deepcopy(module))
     except RuntimeError:
-        return Outcome("refused", "it does not train in one process: what it writes into was to be kept")
+        return Outcome("rejected", "it does not train in one process: it writes into a saved tensor")
     try:
-        return _trained(wiring, check=True)
+        return _compare(module, check_gradients=True)
     except PlanError as error:
-        return Outcome("refused", str(error))
+        return Outcome("rejected", str(error))
     except GradientError as error:
-        return _stopped(wiring, str(error))
+        return _check_names(module, str(error))
     except RuntimeError as error:
-        if any(words in str(error) for words in TORCHS_OWN):
-            return Outcome("refused", str(error))
+        if any(text in str(error) for text in TORCHS_ERRORS):
+            return Outcome("rejected", str(error))
         raise
 
 
-def _trained(wiring: Wiring, *, check: bool, tolerance: float = 1e-9) -> Outcome:
-    reference = copy.deepcopy(wiring)
+def _compare(module: RandomModule, *, check_gradients: bool, tolerance: float = 1e-9) -> Outcome:
+    reference = copy.deepcopy(module)
     model = parallelize(
-        copy.deepcopy(wiring), tp_mesh(), wiring.plan, src_data_rank=None, check_gradients=check
+        copy.deepcopy(module),
+        make_tp_mesh(),
+        module.plan,
+        src_data_rank=None,
+        check_gradients=check_gradients,
     )
-    wrong = _train(model, reference, tolerance, check=check)
-    return Outcome("wrong", " ".join(sorted(wrong))) if wrong else Outcome("right")
+    wrong = _train(model, reference, tolerance, check_gradients=check_gradients)
+    return Outcome("different", " ".join(sorted(wrong))) if wrong else Outcome("equal")
 
 
-def _train(model: nn.Module, reference: Any, tolerance: float = 1e-9, *, check: bool = False) -> set[str]:
-    """Do some steps, of which the first leaves some parameters frozen; return whose gradients are wrong in one of them."""
+def _train(
+    model: nn.Module, reference: Any, tolerance: float = 1e-9, *, check_gradients: bool = False
+) -> set[str]:
+    """Train both for three steps; in the first some parameters are frozen.
+
+    Returns:
+        The names of the outputs and gradients that have differed in a step.
+    """
+    models = (model, reference)
     wrong: set[str] = set()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, reference)]
+    optimizers = [torch.optim.SGD(trained.parameters(), lr=0.01) for trained in models]
     for step in range(3):
-        for each in (model, reference):
-            for name, parameter in each.named_parameters():
-                parameter.requires_grad_(step > 0 or name not in reference.frozen)
-        data = numbers(2, 3, DIM, seed=step)
-        found: list[dict[str, Tensor | None]] = []
-        for each in (model, reference):
-            each.zero_grad()
-            x = data.clone().requires_grad_()
-            out = each(x * 1)
-            out.square().mean().backward()
-            gradients = {name: parameter.grad for name, parameter in each.named_parameters()}
-            found.append({"the output": out.detach(), "the input": x.grad, **gradients})
-        mixed = {
-            name
-            for name, each in model.named_parameters()
-            if isinstance(each.grad, DTensor) and not isinstance(each, DTensor)
-        }
-        if mixed and not check:  # for which optimizers have an assertion
+        results = []
+        for trained in models:
+            for name, param in trained.named_parameters():
+                param.requires_grad_(step > 0 or name not in reference.frozen)
+            results.append(_run_step(trained, numbers(2, 3, DIM, seed=step)))
+        mixed = set()
+        for name, param in model.named_parameters():
+            if isinstance(param.grad, DTensor) and not isinstance(param, DTensor):
+                mixed.add(name)
+        # torch's optimizers assert that there are none. With the check, the error comes first.
+        if mixed and not check_gradients:
             return wrong | mixed
         for optimizer in optimizers:
             optimizer.step()
-        wrong |= {
-            name for name, value in found[0].items() if apart_by_size(value, found[1][name], 1.0) > tolerance
-        }
+        actual, expected = results
+        for name, tensor in actual.items():
+            if apart_by_size(tensor, expected[name], 1.0) > tolerance:
+                wrong.add(name)
     return wrong
 
 
-def _stopped(wiring: Wiring, text: str) -> Outcome:
-    """Return whether what an error names is wrong without the comparison."""
-    # A norm leaves next to nothing of the gradient of what scales its input, and that may be wrong, too.
-    wrong = set(_trained(wiring, check=False, tolerance=1e-13).detail.split())
-    named = set(re.findall(r"[\w.]+", text)) & {name for name, _ in wiring.named_parameters()}
+def _run_step(model: nn.Module, data: Tensor) -> dict[str, Tensor | None]:
+    """Run forward and backward; return the output and all gradients by name."""
+    model.zero_grad()
+    x = data.requires_grad_()
+    # The module may write into its input in place. autograd forbids that for leaves.
+    output = model(x * 1)
+    output.square().mean().backward()
+    results = {"the output": output.detach(), "the input": x.grad}
+    for name, param in model.named_parameters():
+        results[name] = param.grad
+    return results
+
+
+def _check_names(module: RandomModule, message: str) -> Outcome:
+    """Check that the gradients which an error names are wrong without the check."""
+    # A norm cancels most of the gradient of a factor in front of it. The remainder may be wrong.
+    wrong = set(_compare(module, check_gradients=False, tolerance=1e-13).detail.split())
+    names = {name for name, _ in module.named_parameters()}
+    named = names.intersection(re.findall(r"[\w.]+", message))
     if not wrong:
-        return Outcome("stopped without need", text)
-    return (
-        Outcome("stopped")
-        if named <= wrong
-        else Outcome("stopped with a wrong name", f"{named - wrong}: {text}")
-    )
+        return Outcome("raised without need", message)
+    if named <= wrong:
+        return Outcome("raised")
+    return Outcome("raised with a wrong name", f"{named - wrong}: {message}")
 
 
-def outcomes(part: int) -> list[Outcome]:
-    return [outcome(Wiring(seed).double()) for seed in range(part * EACH, (part + 1) * EACH)]
+def run_part(part: int) -> list[Outcome]:
+    seeds = range(part * MODULES_PER_PART, (part + 1) * MODULES_PER_PART)
+    return [run_module(RandomModule(seed).double()) for seed in seeds]
 
 
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor")  # torch's, of a gain times a DTensor
 @pytest.mark.parametrize("part", range(PARTS))
-def test_there_is_no_fourth_outcome(part: int) -> None:
-    first, second = run_ranks(2, outcomes, part)
-    assert [found.kind for found in first] == [found.kind for found in second]
-    kinds = Counter(found.kind for found in first)
-    assert kinds.keys() <= {"refused", "right", "stopped"}, [found for found in first if found.detail]
-    assert min(kinds["right"], kinds["stopped"]) > EACH // 5  # or else the modules are too much alike
+def test_a_random_module_is_equal_or_rejected_or_raises(part: int) -> None:
+    first, second = run_ranks(2, run_part, part)
+    assert [outcome.kind for outcome in first] == [outcome.kind for outcome in second]
+    kinds = Counter(outcome.kind for outcome in first)
+    details = [outcome for outcome in first if outcome.detail]
+    assert kinds.keys() <= {"rejected", "equal", "raised"}, details
+    # The random modules must not be too similar.
+    assert min(kinds["equal"], kinds["raised"]) > MODULES_PER_PART // 5

@@ -1,10 +1,11 @@
-"""Backward in two passes, as zero-bubble schedules do it: nothing is computed or communicated twice."""
+"""A backward in two passes (zero-bubble schedules) computes and communicates nothing twice."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 from torch.distributed.tensor import Replicate, Shard
-from tp_compare import Recorded, gradient_of, gradients_apart, tp_mesh
+from tp_compare import OperationRecorder, get_grad, make_tp_mesh, max_grad_difference
 from tp_models import Block, Net
 
 from namedmesh.compat import megatron
@@ -28,83 +29,88 @@ from namedmesh.tensor_parallel import ColwiseParallel, NoParallel, RowwiseParall
 COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 
 
-def counted(recorded: Recorded) -> Counter[str]:
-    """Matrix products, an added one as one, and collectives."""
-    return Counter("mm" if name == "addmm" else name for name in recorded.names if name in COUNTED)
+def count_operations(recorder: OperationRecorder) -> Counter[str]:
+    """Count matrix products, with or without a sum, and collectives."""
+    return Counter("mm" if name == "addmm" else name for name in recorder.names if name in COUNTED)
 
 
-def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
-    """A plan for one block, of our fast styles."""
-    layout = Shard(1) if sequence else Replicate()
-    # Each rank for itself is compared, without the sum of the norms' gradients.
+def make_block_plan(sequence_parallel: bool, shared_input: bool) -> dict[str, Any]:
+    """Make a plan for one block; all its layers take the fast path."""
+    layout = Shard(1) if sequence_parallel else Replicate()
+    # The local gradients of norms are compared, without an all-reduce.
     plan: dict[str, Any] = dict.fromkeys(("attention_norm", "ffn_norm"), NoParallel())
-    for part, columns, row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
-        column = ColwiseParallel(input_layouts=Replicate() if shared else layout)
-        plan |= {f"{part}.{name}": column for name in columns}
-        plan[f"{part}.{row}"] = RowwiseParallel(output_layouts=layout)
-        if shared:
-            plan[part] = SharedInput(input_layouts=layout)
+    for module, columns, row in (
+        ("attention", ("wq", "wk", "wv"), "wo"),
+        ("feed_forward", ("w1", "w3"), "w2"),
+    ):
+        column = ColwiseParallel(input_layouts=Replicate() if shared_input else layout)
+        for name in columns:
+            plan[f"{module}.{name}"] = column
+        plan[f"{module}.{row}"] = RowwiseParallel(output_layouts=layout)
+        if shared_input:
+            plan[module] = SharedInput(input_layouts=layout)
     return plan
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """The gradients that one backward leaves, taken away."""
-    found = []
-    for parameter in model.parameters():
-        found.append(tiny.shard(gradient_of(parameter)))
-        parameter.grad = None
-    return found
+def pop_grads(model: nn.Module) -> list[torch.Tensor]:
+    """Return the local gradients of a model, and remove them."""
+    grads = []
+    for param in model.parameters():
+        grads.append(tiny.shard(get_grad(param)))
+        param.grad = None
+    return grads
 
 
-def two_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict[str, Any]:
-    """Counts of a backward in one pass and in two, and how far their gradients are apart."""
-    value = make_input().requires_grad_()
-    with Recorded() as once:
-        out = model(value)
-        out.square().sum().backward()
-    wanted = [value.grad, *gradients(model)]
-    other = make_input().requires_grad_()
-    with Recorded() as for_input:
-        out = model(other)
-        inputs, groups = stage_backward_input([out.square().sum()], None, [other], model.parameters())
-    with Recorded() as for_weights:
+def compare_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    """Run a backward in one pass and in two; return operations and the difference of gradients."""
+    x = make_input().requires_grad_()
+    with OperationRecorder() as one_pass:
+        output = model(x)
+        output.square().sum().backward()
+    expected = [x.grad, *pop_grads(model)]
+    x = make_input().requires_grad_()
+    with OperationRecorder() as input_pass:
+        output = model(x)
+        input_grads, groups = stage_backward_input([output.square().sum()], None, [x], model.parameters())
+    with OperationRecorder() as weight_pass:
         stage_backward_weight(model.parameters(), groups)
-    found = [inputs[0], *gradients(model)]
+    grads = [input_grads[0], *pop_grads(model)]
     return {
-        "once": dict(counted(once)),
-        "twice": dict(counted(for_input) + counted(for_weights)),
-        "in the second": {name for name in counted(for_weights) if name != "mm"},
-        "apart": max(apart(*pair) for pair in zip(found, wanted, strict=True)),
+        "one pass": dict(count_operations(one_pass)),
+        "two passes": dict(count_operations(input_pass) + count_operations(weight_pass)),
+        "collectives for weights": {name for name in count_operations(weight_pass) if name != "mm"},
+        "difference": max(apart(*pair) for pair in zip(grads, expected, strict=True)),
     }
 
 
-def all_passes() -> dict[str, dict[str, Any]]:
-    found = {}
-    for sequence in (False, True):
-        for shared in (False, True):
-            torch.manual_seed(0)
-            plan = block_plan(sequence, shared)
-            model = parallelize(Block(32, 8, 4, 48).double(), tp_mesh(), plan, check_gradients=False)
-            found[f"{sequence=}, {shared=}"] = two_passes(
-                model, lambda: torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32)
-            )
+def make_block_input() -> torch.Tensor:
+    return torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32)
+
+
+def compare_all_passes() -> dict[str, dict[str, Any]]:
+    results = {}
+    for sequence_parallel, shared_input in product((False, True), (False, True)):
+        torch.manual_seed(0)
+        plan = make_block_plan(sequence_parallel, shared_input)
+        model = parallelize(Block(32, 8, 4, 48).double(), make_tp_mesh(), plan, check_gradients=False)
+        results[f"{sequence_parallel=}, {shared_input=}"] = compare_passes(model, make_block_input)
     megatron.parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    layers = megatron_layers
     torch.manual_seed(0)
-    up = layers.ColumnParallelLinear(8, 16, gather_output=False)
-    down = layers.RowParallelLinear(16, 8, input_is_parallel=True, bias=False)
-    model = Net(lambda m, x: m.down(m.up(x)[0])[0], up=up, down=down)  # of the output and a bias
-    found["megatron"] = two_passes(model, lambda: torch.ones(4, 2, 8))
-    return found
+    up = megatron_layers.ColumnParallelLinear(8, 16, gather_output=False)
+    down = megatron_layers.RowParallelLinear(16, 8, input_is_parallel=True, bias=False)
+    # Megatron's layers return an output and a bias.
+    model = Net(lambda m, x: m.down(m.up(x)[0])[0], up=up, down=down)
+    results["megatron"] = compare_passes(model, lambda: torch.ones(4, 2, 8))
+    return results
 
 
-def test_two_passes_do_what_one_does() -> None:
-    for found in run_ranks(2, all_passes):
-        assert len(found) == 5
-        for name, result in found.items():
-            assert result["apart"] < 1e-12, (name, result)
-            assert result["once"] == result["twice"], (name, result)
-            assert not result["in the second"], (name, result)
+def test_two_passes_have_the_operations_and_gradients_of_one() -> None:
+    for results in run_ranks(2, compare_all_passes):
+        assert len(results) == 5
+        for name, result in results.items():
+            assert result["difference"] < 1e-12, (name, result)
+            assert result["one pass"] == result["two passes"], (name, result)
+            assert not result["collectives for weights"], (name, result)
 
 
 SCHEDULES: dict[Any, Any] = {
@@ -113,29 +119,35 @@ SCHEDULES: dict[Any, Any] = {
 }
 
 
-def scheduled(kind: Any) -> float:
-    """How far the gradients of a step on (pp 2, tp 2) are from those of the whole model."""
+def compare_schedule(schedule_class: Any) -> float:
+    """Return the difference of gradients on (pp 2, tp 2) from the full model in one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    mine = SCHEDULES[kind][mesh.get_local_rank("pp")]
+    local_stages = SCHEDULES[schedule_class][mesh.get_local_rank("pp")]
     torch.manual_seed(0)
     reference = nn.Sequential(*(Block(16, 4, 2, 24).double() for _ in range(4)))
-    models = [parallelize(copy.deepcopy(reference[i]), mesh["tp"], block_plan(False, True)) for i in mine]
+    plan = make_block_plan(sequence_parallel=False, shared_input=True)
+    models = {}
+    stages: list[Any] = []
+    for index in local_stages:
+        models[index] = parallelize(copy.deepcopy(reference[index]), mesh["tp"], plan)
+        group = mesh.get_group("pp")
+        stages.append(PipelineStage(models[index], index, 4, torch.device("cpu"), group=group))
     inputs = torch.randn(4, 6, 16, dtype=torch.float64)
     reference(inputs).square().sum().backward()
-    stages: Any = [
-        PipelineStage(model, i, 4, torch.device("cpu"), group=mesh.get_group("pp"))
-        for model, i in zip(models, mine, strict=True)
-    ]
-    schedule = kind(stages, len(inputs), loss_fn=lambda out, _: out.square().sum(), scale_grads=False)
-    schedule.step(*((inputs,) if 0 in mine else ()), target=inputs if 3 in mine else None)
-    return max(gradients_apart(model, reference[i]) for model, i in zip(models, mine, strict=True))
+    schedule = schedule_class(
+        stages, len(inputs), loss_fn=lambda output, _: output.square().sum(), scale_grads=False
+    )
+    # The first stage gets the inputs, the last one the targets.
+    args = (inputs,) if 0 in local_stages else ()
+    schedule.step(*args, target=inputs if 3 in local_stages else None)
+    return max(max_grad_difference(model, reference[index]) for index, model in models.items())
 
 
 @pytest.mark.skipif(
     TORCH.release < (2, 13),
-    reason="up to torch 2.12 the pass for the weights refuses an autograd function that is written in Python",
+    reason="up to torch 2.12 the pass for the weights does not support autograd functions in Python",
 )
 @pytest.mark.filterwarnings("default")  # torch's own, from its pipelines
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_schedule_of_two_passes_has_the_gradients_of_one_process(kind: Any) -> None:
-    assert max(run_ranks(4, scheduled, kind)) < 1e-12
+@pytest.mark.parametrize("schedule_class", SCHEDULES)
+def test_a_zero_bubble_schedule_equals_one_process(schedule_class: Any) -> None:
+    assert max(run_ranks(4, compare_schedule, schedule_class)) < 1e-12

@@ -1,7 +1,7 @@
-"""Small checks that together pass through every collective, layout and option of the tensor-parallel styles and layers.
+"""Checks that together run every collective, layout and option of the tensor-parallel styles.
 
-Each runs as one rank of a world, and yields pairs: what this rank has, and what it should have by the arithmetic
-of one process.
+A check runs on every rank, and yields pairs: a local tensor, and the value that one process
+computes for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensors import apart
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from tp_compare import gradient_of, sharded, tp_mesh
+from tp_compare import get_grad, make_tp_mesh, parallelize_copy
 from tp_models import (
     UP_DOWN,
     Attention,
@@ -27,9 +27,9 @@ from tp_models import (
     Mlp,
     Net,
     OwnForward,
-    attention_plan,
-    llama_plan,
-    stacked_experts,
+    make_attention_plan,
+    make_llama_plan,
+    make_stacked_experts,
 )
 
 from namedmesh.tensor_parallel import (
@@ -53,92 +53,117 @@ from namedmesh.tensor_parallel.hf_styles import AllReduceTailGradient, RowwiseEm
 
 Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
-SEQUENCE, WHOLE, LAST = Shard(1), Replicate(), Shard(-1)
+SEQUENCE, REPLICATED, LAST = Shard(1), Replicate(), Shard(-1)
 
 
-def noise(*shape: int) -> Tensor:
+def random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def filled(module: nn.Module) -> nn.Module:
-    """The same values on every rank, whose threads share one generator of random numbers."""
+def fill(module: nn.Module) -> nn.Module:
+    """Fill a module with the same values on every rank, also if ranks are threads of a process."""
     generator = torch.Generator().manual_seed(0)
     module = module.double()
-    for parameter in module.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2)
+    for param in module.parameters():
+        param.data.copy_(torch.randn(param.shape, dtype=torch.float64, generator=generator) / 2)
     return module
 
 
-def shard(tensor: Tensor, dim: int | None) -> Tensor:
-    return tensor if dim is None else tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+def local_shard(tensor: Tensor, dim: int | None) -> Tensor:
+    """Return this rank's shard of ``dim``; the tensor itself for None (replicated)."""
+    if dim is None:
+        return tensor
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
-def as_whole(
+def compare_module(
     make: Callable[[], nn.Module],
     plan: Any,
     value: Tensor,
-    cut_in: int | None = None,
-    cut_out: int | None = None,
+    input_dim: int | None = None,
+    output_dim: int | None = None,
     *,
     as_dtensor: bool = False,
 ) -> Pairs:
-    """A module under a plan against itself: output, input gradient, parameter gradients whole and as shards."""
-    reference, mesh = filled(make()), tp_mesh()
-    model = sharded(reference, plan, src_data_rank=None)
-    differentiable = value.is_floating_point()
-    theirs, mine = value.clone().requires_grad_(differentiable), shard(value, cut_in).clone()
+    """Yield the output and all gradients of a parallelized module, each with the expected value.
+
+    Args:
+        make: makes the unsharded module.
+        plan: its plan.
+        value: the full input.
+        input_dim: the dim along which the input is sharded; None if it is replicated.
+        output_dim: the dim along which the output is sharded; None if it is replicated.
+        as_dtensor: pass the input as a DTensor.
+    """
+    reference = fill(make())
+    mesh = make_tp_mesh()
+    model = parallelize_copy(reference, plan, src_data_rank=None)
+    is_differentiable = value.is_floating_point()
+    full_input = value.clone().requires_grad_(is_differentiable)
+    local_input = local_shard(value, input_dim).clone()
     if as_dtensor:
-        mine = DTensor.from_local(mine, mesh, [WHOLE if cut_in is None else Shard(cut_in)])
-    mine.requires_grad_(differentiable)
-    wanted, got = reference(theirs), model(mine)
-    weights = noise(*wanted.shape)
-    (wanted * weights).sum().backward()
-    if isinstance(got, DTensor):
-        (got.full_tensor() * weights).sum().backward()
-        got = got.to_local()
+        placement = REPLICATED if input_dim is None else Shard(input_dim)
+        local_input = DTensor.from_local(local_input, mesh, [placement])
+    local_input.requires_grad_(is_differentiable)
+    expected = reference(full_input)
+    output = model(local_input)
+    weights = random_tensor(*expected.shape)
+    (expected * weights).sum().backward()
+    if isinstance(output, DTensor):
+        (output.full_tensor() * weights).sum().backward()
+        output = output.to_local()
     else:
-        assert type(got) is Tensor
-        (got * shard(weights, cut_out)).sum().backward()
-    yield got, shard(wanted, cut_out)
-    if isinstance(mine.grad, DTensor):
-        yield mine.grad.full_tensor(), gradient_of(theirs)
-    elif differentiable:
-        yield gradient_of(mine), shard(gradient_of(theirs), cut_in)
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert mine.requires_grad == theirs.requires_grad
-        assert (mine.grad is None) == (theirs.grad is None)
-        if theirs.grad is None:
+        assert type(output) is Tensor
+        (output * local_shard(weights, output_dim)).sum().backward()
+    yield output, local_shard(expected, output_dim)
+    if isinstance(local_input.grad, DTensor):
+        yield local_input.grad.full_tensor(), get_grad(full_input)
+    elif is_differentiable:
+        yield get_grad(local_input), local_shard(get_grad(full_input), input_dim)
+    for param, full_param in zip(model.parameters(), reference.parameters(), strict=True):
+        assert param.requires_grad == full_param.requires_grad
+        assert (param.grad is None) == (full_param.grad is None)
+        if full_param.grad is None:
             continue
-        if isinstance(mine, DTensor) and isinstance(mine.grad, DTensor):
-            yield mine.grad.full_tensor(), theirs.grad
-            reduce_gradients([mine])
-            theirs.grad = distribute_tensor(theirs.grad, mesh, mine.placements, src_data_rank=None)
-        yield tiny.shard(gradient_of(mine)), tiny.shard(gradient_of(theirs))
+        if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+            yield param.grad.full_tensor(), full_param.grad
+            reduce_gradients([param])
+            full_param.grad = distribute_tensor(full_param.grad, mesh, param.placements, src_data_rank=None)
+        yield tiny.shard(get_grad(param)), tiny.shard(get_grad(full_param))
 
 
-def against_function(
-    mine: Callable[..., Tensor],
-    whole: Callable[..., Tensor],
+def compare_function(
+    sharded: Callable[..., Tensor],
+    unsharded: Callable[..., Tensor],
     arguments: list[tuple[Tensor, int | None]],
-    cut_out: int | None,
+    output_dim: int | None,
 ) -> Pairs:
-    """A function of shards against one of whole tensors; each argument with the dim along which it is cut."""
-    theirs = [value.clone().requires_grad_() for value, _ in arguments]
-    ours = [shard(value, dim).clone().requires_grad_() for value, dim in arguments]
-    wanted, got = whole(*theirs), mine(*ours)
-    weights = noise(*wanted.shape)
-    (wanted * weights).sum().backward()
-    (got * shard(weights, cut_out)).sum().backward()
-    yield got, shard(wanted, cut_out)
-    for (_, dim), one, other in zip(arguments, ours, theirs, strict=True):
-        yield gradient_of(one), shard(gradient_of(other), dim)
+    """Yield the output and the gradients of a function of shards, each with the expected value.
+
+    Args:
+        sharded: the function of local tensors.
+        unsharded: the function of full tensors.
+        arguments: each full argument, and the dim along which it is sharded.
+        output_dim: the dim along which the output is sharded; None if it is replicated.
+    """
+    full_arguments = [value.clone().requires_grad_() for value, _ in arguments]
+    local_arguments = [local_shard(value, dim).clone().requires_grad_() for value, dim in arguments]
+    expected = unsharded(*full_arguments)
+    output = sharded(*local_arguments)
+    weights = random_tensor(*expected.shape)
+    (expected * weights).sum().backward()
+    (output * local_shard(weights, output_dim)).sum().backward()
+    yield output, local_shard(expected, output_dim)
+    for (_, dim), local, full in zip(arguments, local_arguments, full_arguments, strict=True):
+        yield get_grad(local), local_shard(get_grad(full), dim)
 
 
-# --- modules ------------------------------------------------------------------------------------------------
+# --- modules
+# ------------------------------------------------------------------------------------------------
 
 
-class Normed(nn.Embedding):
-    """Adds to the forward of its base, with a module of its own."""
+class NormalizedEmbedding(nn.Embedding):
+    """An embedding that extends the forward of its base class."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -149,8 +174,8 @@ class Normed(nn.Embedding):
         return out
 
 
-def heads_and_tail() -> Net:
-    """A norm over each head's features, a number for each head, and a tail that every head uses."""
+def make_latent_attention() -> Net:
+    """Make a module with a norm and a scale for each head, and a tail that all heads use."""
 
     def compute(m: Any, x: Tensor) -> Any:
         heads = m.norm(m.up(x).unflatten(-1, (-1, 4))) * m.scale.unsqueeze(-1)
@@ -173,12 +198,13 @@ HEADS = {
 }
 
 
-def parts() -> Net:
+def make_partial_output() -> Net:
+    """Make a module whose output is partial if its linear is column-parallel."""
     return Net(lambda m, x: torch.tanh(m.inner(x)).sum(-1, keepdim=True), inner=nn.Linear(4, 8))
 
 
-def mixture() -> Net:
-    """Two experts, weighted by a router."""
+def make_dense_mixture() -> Net:
+    """Make two experts, all of them used by every token with the weights of a router."""
 
     def compute(m: Any, x: Tensor, *, weights: Tensor) -> Any:
         hidden = torch.tanh(torch.einsum("...i,eoi->...eo", x, m.up))
@@ -192,19 +218,19 @@ def mixture() -> Net:
     )
 
 
-def routed() -> Net:
-    """Four experts; the signs of a token's first two features name its expert."""
+def make_routed_mixture() -> Net:
+    """Make four experts; the signs of a token's first two features select its expert."""
 
     def compute(m: Any, x: Tensor) -> Any:
         chosen = (x[:, 0] > 0) * 2 + (x[:, 1] > 0) * 1
         order = chosen.argsort(stable=True)
         return m.experts(x[order], chosen.bincount(minlength=4))[order.argsort()]
 
-    return Net(compute, experts=stacked_experts())
+    return Net(compute, experts=make_stacked_experts())
 
 
-class Undivided(ExpertParallel):
-    """Where the caller sums the gradients of all tokens."""
+class UnscaledExpertParallel(ExpertParallel):
+    """Expert parallelism for a caller that sums the gradients of all tokens itself."""
 
     def __init__(self) -> None:
         ParallelStyle.__init__(self)
@@ -213,54 +239,57 @@ class Undivided(ExpertParallel):
         self.forwards_to_skip = 0
 
 
-# --- other functions ----------------------------------------------------------------------------------------
+# --- other functions
+# ----------------------------------------------------------------------------------------
 
 
-def vocabulary_loss() -> Pairs:
-    mesh = tp_mesh()
+def compare_cross_entropy() -> Pairs:
+    mesh = make_tp_mesh()
     target = torch.tensor([1, 7, -100])
-    yield from against_function(
+    yield from compare_function(
         lambda logits: sharded_cross_entropy(logits, target, mesh, label_smoothing=0.1, reduction="none"),
         lambda logits: F.cross_entropy(logits, target, label_smoothing=0.1, reduction="none"),
-        [(noise(3, 8) * 4, 1)],
+        [(random_tensor(3, 8) * 4, 1)],
         None,
     )
 
 
-def vocabulary_distribution() -> Pairs:
-    mesh = tp_mesh()
-    for mine, whole in (
+def compare_logsumexp_and_entropy() -> Pairs:
+    mesh = make_tp_mesh()
+    for sharded, unsharded in (
         (logsumexp, lambda logits: logits.logsumexp(-1)),
         (entropy, lambda logits: torch.distributions.Categorical(logits=logits).entropy()),
     ):
-        yield from against_function(partial(mine, mesh=mesh), whole, [(noise(3, 8) * 4, 1)], None)
+        logits = random_tensor(3, 8) * 4
+        yield from compare_function(partial(sharded, mesh=mesh), unsharded, [(logits, 1)], None)
 
 
-def regions() -> Pairs:
-    mesh = tp_mesh()
-    peers, size = Group.of(mesh), mesh.size()
+def compare_regions() -> Pairs:
+    mesh = make_tp_mesh()
+    group = Group.of(mesh)
+    size = mesh.size()
 
-    # Every rank makes another part of the gradient.
-    even = noise(2 * size, 4)
-    start = shard(even, 0).clone().requires_grad_()
-    joined = all_gather_to_tp_region(start, peers, 0)
-    (joined * even * (peers.rank + 1)).sum().backward()
-    yield joined, even
-    yield gradient_of(start), shard(even * sum(range(1, size + 1)), 0)
+    # The gradient is partial: each rank computes another multiple.
+    full = random_tensor(2 * size, 4)
+    shard = local_shard(full, 0).clone().requires_grad_()
+    gathered = all_gather_to_tp_region(shard, group, 0)
+    (gathered * full * (group.rank + 1)).sum().backward()
+    yield gathered, full
+    yield get_grad(shard), local_shard(full * sum(range(1, size + 1)), 0)
 
-    sent = [noise(size, 4) * (rank + 1) for rank in range(size)]
-    start = sent[peers.rank].clone().requires_grad_()
-    received = all_to_all_single(start, peers)
-    (received * noise(size, 4)).sum().backward()
-    yield received, torch.stack([rows[peers.rank] for rows in sent])
-    yield gradient_of(start), noise(size, 4)[peers.rank].expand(size, 4)
-
-
-# --- a table of module x plan x data x the dim along which the input, and the output, is cut ------------------
+    sent_by_rank = [random_tensor(size, 4) * (rank + 1) for rank in range(size)]
+    sent = sent_by_rank[group.rank].clone().requires_grad_()
+    received = all_to_all_single(sent, group)
+    (received * random_tensor(size, 4)).sum().backward()
+    yield received, torch.stack([rows[group.rank] for rows in sent_by_rank])
+    yield get_grad(sent), random_tensor(size, 4)[group.rank].expand(size, 4)
 
 
-def mlp(linear: type[nn.Linear] = nn.Linear, *frozen: str) -> Mlp:
-    """With linears of a kind, and frozen parameters."""
+# --- a table: module, plan, data, and the dims along which input and output are sharded ----------
+
+
+def make_mlp(linear: type[nn.Linear] = nn.Linear, *frozen: str) -> Mlp:
+    """Make a feed-forward with linears of a class, and frozen parameters."""
     model = Mlp()
     model.up.__class__ = model.down.__class__ = linear
     for name in frozen:
@@ -268,74 +297,100 @@ def mlp(linear: type[nn.Linear] = nn.Linear, *frozen: str) -> Mlp:
     return model
 
 
-def up_down(up: dict[str, Any], down: dict[str, Any]) -> dict[str, Any]:
+def make_plan(up: dict[str, Any], down: dict[str, Any]) -> dict[str, Any]:
     return {"up": ColwiseParallel(**up), "down": RowwiseParallel(**down)}
 
 
-DATA, IDS = noise(4, 8, 8), torch.tensor([[1, 7, 5, 3], [0, 5, 6, 2], [5, 5, 5, 5], [4, 15, 8, 9]])
+DATA, IDS = random_tensor(4, 8, 8), torch.tensor([[1, 7, 5, 3], [0, 5, 6, 2], [5, 5, 5, 5], [4, 15, 8, 9]])
 IN, OUT = "input_layouts", "output_layouts"
-CUT = up_down({IN: SEQUENCE}, {OUT: SEQUENCE}), DATA, 1, 1
-UNKNOWN = up_down({IN: LAST, OUT: SEQUENCE}, {IN: SEQUENCE}), DATA, 2
+SEQUENCE_PARALLEL = make_plan({IN: SEQUENCE}, {OUT: SEQUENCE}), DATA, 1, 1
+TORCHS_PATH = make_plan({IN: LAST, OUT: SEQUENCE}, {IN: SEQUENCE}), DATA, 2
 CASES: dict[str, tuple[Any, ...]] = {
-    "default": (mlp, UP_DOWN, DATA),
-    "sequence": (mlp, *CUT),
-    "dim 0": (mlp, up_down({IN: Shard(0)}, {OUT: Shard(-3)}), DATA, 0, 0),
-    "gathered between": (mlp, up_down({OUT: WHOLE}, {IN: WHOLE}), DATA),
-    "DTensor between": (mlp, up_down({"use_local_output": False}, {}), DATA),
-    "DTensor out": (mlp, up_down({}, {OUT: SEQUENCE, "use_local_output": False}), DATA, None, 1),
-    "output features cut": (mlp, up_down({}, {OUT: LAST}), DATA, None, 2),
-    "positive dims": (mlp, up_down({OUT: Shard(2)}, {IN: Shard(2)}), DATA),
-    "unknown to the short way": (mlp, *UNKNOWN),
-    "cut between": (mlp, up_down({OUT: SEQUENCE}, {IN: SEQUENCE, OUT: SEQUENCE}), DATA, None, 1),
-    # Alone: the gather's backward would not look at more of the gradient than its own shard.
-    "split": (partial(nn.Linear, 8, 4), RowwiseParallel(input_layouts=WHOLE), DATA),
+    "default": (make_mlp, UP_DOWN, DATA),
+    "sequence": (make_mlp, *SEQUENCE_PARALLEL),
+    "dim 0": (make_mlp, make_plan({IN: Shard(0)}, {OUT: Shard(-3)}), DATA, 0, 0),
+    "replicated between": (make_mlp, make_plan({OUT: REPLICATED}, {IN: REPLICATED}), DATA),
+    "DTensor between": (make_mlp, make_plan({"use_local_output": False}, {}), DATA),
+    "DTensor out": (make_mlp, make_plan({}, {OUT: SEQUENCE, "use_local_output": False}), DATA, None, 1),
+    "output features sharded": (make_mlp, make_plan({}, {OUT: LAST}), DATA, None, 2),
+    "positive dims": (make_mlp, make_plan({OUT: Shard(2)}, {IN: Shard(2)}), DATA),
+    "torch's path": (make_mlp, *TORCHS_PATH),
+    "sequence sharded between": (
+        make_mlp,
+        make_plan({OUT: SEQUENCE}, {IN: SEQUENCE, OUT: SEQUENCE}),
+        DATA,
+        None,
+        1,
+    ),
+    # A single layer: behind a gather, the backward would read only the local shard of the gradient.
+    "split": (partial(nn.Linear, 8, 4), RowwiseParallel(input_layouts=REPLICATED), DATA),
 }
-for _name, _case in (("default", (UP_DOWN, DATA)), ("sequence", CUT), ("unknown", UNKNOWN)):
-    CASES[f"{_name}, own forward"] = (partial(mlp, OwnForward), *_case)
+for _name, _case in (
+    ("default", (UP_DOWN, DATA)),
+    ("sequence", SEQUENCE_PARALLEL),
+    ("torch's path", TORCHS_PATH),
+):
+    CASES[f"{_name}, own forward"] = (partial(make_mlp, OwnForward), *_case)
     for _frozen in (("up.weight",), ("down.weight", "up.bias"), ("down.bias", "up.bias", "up.weight")):
-        CASES[f"{_name}, {_frozen} frozen"] = (partial(mlp, nn.Linear, *_frozen), *_case)
+        CASES[f"{_name}, {_frozen} frozen"] = (partial(make_mlp, nn.Linear, *_frozen), *_case)
 for _padding in (None, 0, 5, -1):
     _make = partial(nn.Embedding, 16, 8, padding_idx=_padding)
-    CASES[f"rows, padding {_padding}"] = _make, RowwiseParallel(input_layouts=WHOLE), IDS
+    CASES[f"rows, padding {_padding}"] = _make, RowwiseParallel(input_layouts=REPLICATED), IDS
     CASES[f"columns, padding {_padding}"] = _make, ColwiseParallel(), IDS, None, 2
-_embedding, _rows = partial(nn.Embedding, 16, 8), partial(RowwiseParallel, input_layouts=WHOLE)
+_embedding, _rows = partial(nn.Embedding, 16, 8), partial(RowwiseParallel, input_layouts=REPLICATED)
 CASES |= {
     "rows, sequence": (_embedding, _rows(output_layouts=SEQUENCE), IDS, None, 1),
-    "rows, ids cut": (_embedding, RowwiseParallel(input_layouts=SEQUENCE), IDS, 1),
+    "rows, ids sharded": (_embedding, RowwiseParallel(input_layouts=SEQUENCE), IDS, 1),
     "rows, DTensor out": (_embedding, _rows(use_local_output=False), IDS),
-    "rows, own forward": (Normed, {"": RowwiseEmbedding(input_layouts=Replicate())}, IDS % 8),
-    "columns, gathered": (_embedding, ColwiseParallel(output_layouts=WHOLE), IDS),
+    "rows, own forward": (NormalizedEmbedding, {"": RowwiseEmbedding(input_layouts=Replicate())}, IDS % 8),
+    "columns, gathered": (_embedding, ColwiseParallel(output_layouts=REPLICATED), IDS),
     "columns, sequence": (_embedding, ColwiseParallel(output_layouts=SEQUENCE), IDS, None, 1),
-    "heads": (heads_and_tail, HEADS, noise(2, 3, 8)),
+    "heads": (make_latent_attention, HEADS, random_tensor(2, 3, 8)),
     "biases of shared heads": (
         partial(Attention, 32, 8, 1, bias=True),
-        attention_plan(8, 1),
-        noise(2, 5, 32),
+        make_attention_plan(8, 1),
+        random_tensor(2, 5, 32),
     ),
-    "parts": (parts, {"": AllReduceOutput(), "inner": ColwiseParallel()}, noise(2, 3, 4)),
+    "partial output": (
+        make_partial_output,
+        {"": AllReduceOutput(), "inner": ColwiseParallel()},
+        random_tensor(2, 3, 4),
+    ),
     "experts": (
-        mixture,
+        make_dense_mixture,
         {"experts": ExpertTensorParallel({"up": Shard(1), "down": Shard(2)})},
-        noise(2, 3, 4),
+        random_tensor(2, 3, 4),
     ),
-    "exchanged tokens": (routed, {"experts": Undivided()}, noise(16, 4), 0, 0),
+    "dispatched tokens": (
+        make_routed_mixture,
+        {"experts": UnscaledExpertParallel()},
+        random_tensor(16, 4),
+        0,
+        0,
+    ),
 }
 for _sequence in (False, True):
     for _heads in (2, 1):
         _llama = partial(Llama, dim=16, n_heads=4, n_kv_heads=_heads, hidden=12, layers=1)
-        _plan = llama_plan(4, _heads, sequence_parallel=_sequence)
+        _plan = make_llama_plan(4, _heads, sequence_parallel=_sequence)
         CASES[f"llama, {_heads}, {_sequence}"] = (_llama, _plan, IDS)
-CHECKS: dict[str, Callable[[], Pairs]] = {name: partial(as_whole, *case) for name, case in CASES.items()}
-for _name in ("default", "sequence", "unknown to the short way"):
-    CHECKS[f"{_name}, DTensor in"] = partial(as_whole, *CASES[_name], as_dtensor=True)
-CHECKS |= {"loss": vocabulary_loss, "distribution": vocabulary_distribution, "regions": regions}
+CHECKS: dict[str, Callable[[], Pairs]] = {
+    name: partial(compare_module, *case) for name, case in CASES.items()
+}
+for _name in ("default", "sequence", "torch's path"):
+    CHECKS[f"{_name}, DTensor in"] = partial(compare_module, *CASES[_name], as_dtensor=True)
+CHECKS |= {
+    "cross entropy": compare_cross_entropy,
+    "logsumexp and entropy": compare_logsumexp_and_entropy,
+    "regions": compare_regions,
+}
 
 
-def largest_difference(check: Callable[[], Pairs]) -> float:
-    """Of one check on one rank; infinite where shapes differ."""
-    worst = 0.0
-    for mine, wanted in check():
-        worst = max(worst, apart(mine, wanted))
-        if math.isinf(worst):
+def run_check(check: Callable[[], Pairs]) -> float:
+    """Return the largest difference in one check on one rank; infinity if shapes differ."""
+    largest = 0.0
+    for actual, expected in check():
+        largest = max(largest, apart(actual, expected))
+        if math.isinf(largest):
             break
-    return worst
+    return largest

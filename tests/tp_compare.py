@@ -1,4 +1,4 @@
-"""A parallelized model against the whole one: forward, gradients, training steps and what a checkpoint gets; or the error."""
+"""Compare a parallelized model with the unsharded one: gradients, training steps, state dict."""
 
 from __future__ import annotations
 
@@ -19,24 +19,32 @@ from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
 
 
-def tp_mesh() -> DeviceMesh:
-    """One axis over all ranks."""
+def make_tp_mesh() -> DeviceMesh:
+    """Return a mesh with one axis over all ranks."""
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def gradient_of(tensor: Tensor) -> Tensor:
+def get_grad(tensor: Tensor) -> Tensor:
+    """Return the gradient of a tensor, which must have one."""
     assert tensor.grad is not None
     return tensor.grad
 
 
-class Recorded(TorchDispatchMode):
-    """The operations below DTensors, in order, and the bytes that a rank sends around a ring in those that communicate."""
+class OperationRecorder(TorchDispatchMode):
+    """Records the operations below DTensors, and the bytes of their collectives.
+
+    Attributes:
+        names: the operations, in order.
+        sent: for each collective: the bytes that a rank sends if the collective uses a ring.
+        writes_in_place: whether a collective wrote into a tensor, which activation checkpointing
+            may have saved.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.sent: list[float] = []
-        self.writes = False  # whether a collective wrote into a tensor, which recomputation may have kept
+        self.writes_in_place = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -44,89 +52,116 @@ class Recorded(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
         self.names.append(name)
-        self.writes |= space == "c10d"
+        self.writes_in_place |= space == "c10d"
         if space == "_c10d_functional" and name != "wait_tensor":
             ranks = torch.distributed.get_world_size()
-            larger = max(args[0].nbytes, result.nbytes) * (ranks - 1) / ranks
-            self.sent.append(2 * larger if name == "all_reduce" else larger)
+            sent = max(args[0].nbytes, result.nbytes) * (ranks - 1) / ranks
+            # An all-reduce is a reduce-scatter and an all-gather.
+            self.sent.append(2 * sent if name == "all_reduce" else sent)
         return result
 
 
-def gradients_apart(model: nn.Module, reference: nn.Module) -> float:
-    """How far the whole gradients of all parameters are from those of one process."""
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(apart(gradient_of(mine), gradient_of(theirs)) for mine, theirs in pairs)
+def max_grad_difference(model: nn.Module, reference: nn.Module) -> float:
+    """Return the largest difference of the full gradients of two models."""
+    largest = 0.0
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        largest = max(largest, apart(get_grad(param), get_grad(expected)))
+    return largest
 
 
-def sharded(reference: nn.Module, plan: Any, **options: Any) -> Any:
-    """A copy of a model under a plan, over all ranks."""
-    return parallelize(copy.deepcopy(reference), tp_mesh(), plan, **options)
+def parallelize_copy(reference: nn.Module, plan: Any, **options: Any) -> Any:
+    """Return a copy of a model, parallelized over all ranks."""
+    return parallelize(copy.deepcopy(reference), make_tp_mesh(), plan, **options)
 
 
-def assert_right(ranks: Iterable[Any], tolerance: float = 1e-12, cases: int | None = None) -> None:
-    """What every rank found is next to no difference; for so many cases, if it is to be said."""
-    for found in ranks:
-        values = found.values() if isinstance(found, dict) else found if isinstance(found, list) else [found]
+def assert_no_difference(ranks: Iterable[Any], tolerance: float = 1e-12, cases: int | None = None) -> None:
+    """Assert that the differences which every rank returned are below the tolerance.
+
+    Args:
+        ranks: what each rank returned: one difference, a list, or a dict by case.
+        tolerance: the largest allowed difference.
+        cases: the number of differences; None if it does not matter.
+    """
+    for differences in ranks:
+        if isinstance(differences, dict):
+            values = list(differences.values())
+        elif isinstance(differences, list):
+            values = differences
+        else:
+            values = [differences]
         assert cases in {None, len(values)}
-        assert all(value < tolerance for value in values), found
+        assert all(value < tolerance for value in values), differences
 
 
-def training_difference(
+def compare_training(
     model: nn.Module, reference: nn.Module, data: Tensor, *, steps: int = 3, pick: str = ""
 ) -> float:
-    """The largest difference of anything in some steps of AdamW: 0 where parallel training is right.
+    """Train both models with AdamW, and return the largest difference of anything.
 
-    Compared are the output, the input's gradient (of data that has one), every parameter's gradient, whole and
-    as this rank's shard, and in the end every entry of the state dict.
+    Compared are the output, the input's gradient (if the data has one), every parameter's full and
+    local gradient, and in the end every entry of the state dict.
+
+    Args:
+        model: the parallelized model.
+        reference: the unsharded model.
+        data: the input of the first step.
+        steps: the number of steps.
+        pick: the attribute of the output to compare; empty for the output itself.
     """
-    # Some gradients are zero but for rounding (a bias of keys): a small eps would make steps of the rounding.
-    optimizers = [tiny.AdamWOfShards(each.parameters(), lr=0.01, eps=1e-3) for each in (model, reference)]
+    models = (model, reference)
+    # Some gradients are zero except for rounding (a bias of keys). A small eps would turn the
+    # rounding into steps.
+    optimizers = [tiny.AdamWOfShards(m.parameters(), lr=0.01, eps=1e-3) for m in models]
     differences = [0.0]
     for step in range(steps):
-        inputs = [data.roll(step, 0).clone().requires_grad_(data.is_floating_point()) for _ in optimizers]
-        outputs: list[Any] = [m(x) for m, x in zip((model, reference), inputs, strict=True)]
-        got, wanted = (getattr(out, pick) for out in outputs) if pick else outputs
-        differences.append(apart(got, wanted))
-        for output in (got, wanted):
+        inputs = []
+        outputs = []
+        for trained in models:
+            x = data.roll(step, 0).clone().requires_grad_(data.is_floating_point())
+            output: Any = trained(x)
+            output = getattr(output, pick) if pick else output
             whole(output).square().sum().backward()
+            inputs.append(x)
+            outputs.append(output)
+        differences.append(apart(*outputs))
         if data.is_floating_point():
-            gradients = [gradient_of(x) for x in inputs]
-            differences.append(apart(*gradients))
-        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None), name
-            if theirs.grad is not None:
-                differences += _gradient_differences(mine, theirs.grad)
+            differences.append(apart(*map(get_grad, inputs)))
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (param.grad is None) == (expected.grad is None), name
+            if expected.grad is not None:
+                differences += _compare_grads(param, expected.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    wanted_state = reference.state_dict()
-    assert list(model.state_dict()) == list(wanted_state)
+    expected_state = reference.state_dict()
+    assert list(model.state_dict()) == list(expected_state)
     for name, value in model.state_dict().items():
-        assert value.shape == wanted_state[name].shape, name
-        differences.append(apart(value, wanted_state[name]))
+        assert value.shape == expected_state[name].shape, name
+        differences.append(apart(value, expected_state[name]))
     return max(differences)
 
 
-def hf_difference(reference: Any, *, steps: int = 3) -> float:
-    """On one rank of a world: the largest difference for a model of Hugging Face, by its own plan."""
-    model = sharded(reference, plan_from_hf(reference))
+def compare_hf_training(reference: Any, *, steps: int = 3) -> float:
+    """Compare the training of a Hugging Face model under its own plan; runs on each rank."""
+    model = parallelize_copy(reference, plan_from_hf(reference))
     ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    return training_difference(model, reference, ids, steps=steps, pick="logits")
+    return compare_training(model, reference, ids, steps=steps, pick="logits")
 
 
-def _gradient_differences(mine: Tensor, wanted: Tensor) -> list[float]:
-    differences = [apart(gradient_of(mine), wanted)]
-    if isinstance(mine, DTensor):
-        reduce_gradients([mine])
-        assert isinstance(mine.grad, DTensor)
-        assert mine.grad.placements == mine.placements
-        shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
-        differences.append(apart(mine.grad.to_local(), shard.to_local()))
+def _compare_grads(param: Tensor, expected: Tensor) -> list[float]:
+    """Return the differences of the full gradient, and of the local one after the all-reduce."""
+    differences = [apart(get_grad(param), expected)]
+    if isinstance(param, DTensor):
+        reduce_gradients([param])
+        assert isinstance(param.grad, DTensor)
+        assert param.grad.placements == param.placements
+        shard = distribute_tensor(expected, param.device_mesh, param.placements, src_data_rank=None)
+        differences.append(apart(param.grad.to_local(), shard.to_local()))
     return differences
 
 
-def problem_of(model: nn.Module, plan: Any, tp_size: Any = 2, **options: Any) -> str:
-    """The text of the error that a plan ends in, before anything is sharded."""
+def get_plan_error(model: nn.Module, plan: Any, tp_size: Any = 2, **options: Any) -> str:
+    """Return the text of the PlanError that a plan raises, before anything is sharded."""
     with pytest.raises(PlanError) as caught:
         plan_report(model, tp_size, plan, **options)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Small models for the tensor-parallel tests: a Llama-style decoder, a feed-forward with biases, and Hugging Face's."""
+"""Small models for the tensor-parallel tests, and their plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, *, bias: bool = False) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, dim // n_heads
-        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias)  # with biases as Qwen2 has them
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias)  # Qwen2 has biases here only
         self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias)
         self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias)
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
@@ -99,7 +99,7 @@ class Llama(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linears with biases; ``mid`` sees what is between them."""
+    """A feed-forward of two linears with biases."""
 
     def __init__(self, dim: int = 8, hidden: int = 16) -> None:
         super().__init__()
@@ -111,16 +111,21 @@ class Mlp(nn.Module):
 
 
 class Net(nn.Module):
-    """Named parts, modules or parameters, and what a forward computes with them."""
+    """A module whose forward is a function of itself and the inputs.
 
-    def __init__(self, compute: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+    Args:
+        compute: the function.
+        **members: the modules and parameters, by name.
+    """
+
+    def __init__(self, compute: Callable[..., Any], **members: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.compute = compute
-        for name, part in parts.items():
-            setattr(self, name, part)
+        for name, member in members.items():
+            setattr(self, name, member)
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.compute(self, *given, **named)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self, *args, **kwargs)
 
 
 class Gain(nn.Module):
@@ -145,7 +150,7 @@ class OfHeads(nn.Module):
 
 
 class Lora(nn.Module):
-    """As PEFT wraps a linear."""
+    """A linear with a LoRA adapter, with the names of PEFT."""
 
     def __init__(self, base_layer: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -159,35 +164,26 @@ class Lora(nn.Module):
         return out
 
 
-def gate_up(dim: int) -> Net:
-    """Gate and up in one linear, one after the other."""
-
-    def compute(m: Any, x: Tensor) -> Any:
-        gate, up = m.gate_up(x).chunk(2, -1)
-        return m.down(F.silu(gate) * up)
-
-    return Net(compute, gate_up=nn.Linear(dim, 48), down=nn.Linear(24, dim))
-
-
-def stacked_experts() -> Net:
-    """Four experts in one weight; tokens come sorted by expert, with the number of each one's."""
+def make_stacked_experts() -> Net:
+    """Make four experts in one weight, called with tokens sorted by expert and their numbers."""
 
     def compute(m: Any, tokens: Tensor, counts: Tensor) -> Tensor:
-        parts = zip(tokens.split(counts.tolist()), m.weight, strict=True)
-        return torch.cat([torch.tanh(part @ weight) for part, weight in parts])
+        tokens_by_expert = tokens.split(counts.tolist())
+        outputs = [torch.tanh(rows @ weight) for rows, weight in zip(tokens_by_expert, m.weight, strict=True)]
+        return torch.cat(outputs)
 
     return Net(compute, weight=nn.Parameter(torch.empty(4, 4, 4)))
 
 
 class OwnForward(nn.Linear):
-    """A linear that does something of its own, which the styles must not replace."""
+    """A subclass of nn.Linear with its own forward, which the fast path must not replace."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         return 2 * super().forward(input)
 
 
-def hf_model(kind: str, **options: Any) -> Any:
-    """A causal language model of Hugging Face, with random weights; the first one imports the library."""
+def make_hf_model(kind: str, **options: Any) -> Any:
+    """Make a causal language model of Hugging Face with random weights."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
@@ -198,10 +194,10 @@ def hf_model(kind: str, **options: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
 
 
-def llama_plan(
+def make_llama_plan(
     heads: int = 8, kv_heads: int = 4, *, sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> dict[str, Any]:
-    """The plan of :class:`Llama`, of its default sizes."""
+    """Make a plan for :class:`Llama`."""
     between = Shard(1) if sequence_parallel else Replicate()
     logits = Shard(-1) if loss_parallel else Replicate()
     plan: dict[str, Any] = {
@@ -218,10 +214,12 @@ def llama_plan(
         plan[f"layers.*.{name}"] = KeyValueParallel(heads, kv_heads)
     for name in ("attention.wo", "feed_forward.w2"):
         plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=between)
-    return plan | (dict.fromkeys(NORMS, LocalParameters()) if sequence_parallel else {})
+    if sequence_parallel:
+        plan |= dict.fromkeys(NORMS, LocalParameters())
+    return plan
 
 
-def attention_plan(queries: int, heads: int) -> dict[str, Any]:
-    """The plan of :class:`Attention`."""
+def make_attention_plan(queries: int, heads: int) -> dict[str, Any]:
+    """Make a plan for :class:`Attention`."""
     kv = KeyValueParallel(queries, heads)
     return {"wq": ColwiseParallel(), "wk": kv, "wv": kv, "wo": RowwiseParallel()}

@@ -1,8 +1,9 @@
-"""Tensor parallelism: strict plans of torch's parallel styles, with a fast path on local tensors."""
+"""Tensor parallelism: strict plans of parallel styles, with a fast path on local tensors."""
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.tensor_parallel.experts import ExpertParallel, ExpertTensorParallel
+from namedmesh.tensor_parallel.fused import split_linear
 from namedmesh.tensor_parallel.gradients import reduce_gradients, register_gradient_check
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.loss import cross_entropy, entropy, logsumexp, token_log_probs
@@ -14,7 +15,6 @@ from namedmesh.tensor_parallel.styles import (
     KeyValueParallel,
     RowwiseParallel,
     SharedInput,
-    split_linear,
 )
 from namedmesh.tensor_parallel.verification import VerifyReport, verify
 

@@ -1,4 +1,4 @@
-"""Warn about buffers that no checkpoint fills, after a model was created on the meta device."""
+"""Warn about uncomputed buffers of a model that was created on the meta device."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def _mark_computed(module: nn.Module, name: str, buffer: torch.Tensor | None) ->
 
 
 def _warn_of_uncomputed(model: nn.Module, _args: Any) -> None:
+    """Warn about buffers that are still uncomputed: a pre-hook of the first forward."""
     # A copy of the model has the hook, but it is not in the table.
     if torch.compiler.is_compiling() or model not in _forward_hooks:
         return

@@ -189,7 +189,7 @@ def _shard_experts(param: Tensor, mesh: DeviceMesh, src_data_rank: int | None) -
 
 
 class ExpertForward(LocalForward):
-    """Dispatches tokens to the ranks of their experts, runs the module, and combines the outputs.
+    """Dispatches tokens to the ranks of their experts, and combines the outputs.
 
     Args:
         module: the module, with its sharded parameters.
@@ -253,6 +253,7 @@ class ExpertForward(LocalForward):
         return _scale_gradient(weight, self.gradient_scale)
 
     def _check_tokens(self, tokens: Tensor) -> None:
+        """Compare the tokens once with the ranks along ep, and with the ranks along edp."""
         if self.forwards_to_skip:
             self.forwards_to_skip -= 1
             return
@@ -283,9 +284,9 @@ _SAME_TOKENS_RTOL = 5e-3
 
 
 def _tokens_differ(tokens: Tensor, group: Group) -> bool:
-    """Return whether the ranks of a group have different tokens; False if it cannot be decided yet.
+    """Return whether the ranks of a group have different tokens; False if it is not known.
 
-    It cannot be decided from tokens that are all equal, or not finite. Collective: every rank of
+    It is not known from tokens that are all equal, or not finite. Collective: every rank of
     ``group`` must call it.
 
     Raises:

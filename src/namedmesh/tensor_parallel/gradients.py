@@ -36,6 +36,7 @@ from namedmesh.errors import GradientError, format_items
 from namedmesh.fingerprints import fingerprint
 from namedmesh.sharding import find_placements, is_tp_shard
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
+from namedmesh.tensor_parallel.input_checks import InputCheck
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one of each optimizer.
 LAST_STEP = 1024
@@ -69,20 +70,19 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
         placements = _partial_placements(param)
         if not placements:
             continue
-        reduced = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
-        if reduced == param.placements:
-            grad = param if param.grad is None else param.grad
-            key = grad.device_mesh, placements, grad.dtype
-            buckets.setdefault(key, []).append(param)
-        else:
+        reduced = [Replicate() if isinstance(p, Partial) else p for p in placements]
+        if tuple(reduced) != param.placements:
             # The gradient is also sharded in another way than the parameter.
             param.grad = param.grad.redistribute(placements=param.placements)
+            continue
+        tensor = param if param.grad is None else param.grad
+        buckets.setdefault((tensor.device_mesh, placements, tensor.dtype), []).append(param)
     for (mesh, placements, _), params in buckets.items():
         _all_reduce_bucket(params, mesh, placements)
 
 
 def _partial_placements(param: Any) -> tuple[Placement, ...]:
-    """Return the placements of a partial gradient; an empty tuple if the gradient is not partial.
+    """Return the placements of a partial gradient; an empty tuple if it is not partial.
 
     A rank without a gradient, such as one whose tokens did not go to an expert, must take part in
     the all-reduce. This follows from the parameter: ``LocalParameters`` has set an attribute.
@@ -90,11 +90,13 @@ def _partial_placements(param: Any) -> tuple[Placement, ...]:
     if param.grad is None:
         is_partial = param.requires_grad and getattr(param, "gradient_is_partial", False)
         # After FSDP2 has sharded the parameter, its placements are different.
-        return (Partial(),) if is_partial and param.placements == (Replicate(),) else ()
-    if not isinstance(param.grad, DTensor):
+        if is_partial and param.placements == (Replicate(),):
+            return (Partial(),)
         return ()
-    placements = param.grad.placements
-    return placements if any(isinstance(p, Partial) for p in placements) else ()
+    if isinstance(param.grad, DTensor) and any(isinstance(p, Partial) for p in param.grad.placements):
+        placements: tuple[Placement, ...] = param.grad.placements
+        return placements
+    return ()
 
 
 def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
@@ -124,10 +126,10 @@ def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tupl
             param.grad = make_gradient(param, total.view_as(local_grad), param.placements)
 
 
-# All watches of this process, by number. Every rank creates them in the same order, and therefore
+# All checks of this process, by number. Every rank creates them in the same order, and therefore
 # compares in the same order.
-_watches: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary()
-_numbers = count()
+_checks: weakref.WeakValueDictionary[int, _GradientCheck] = weakref.WeakValueDictionary()
+_check_ids = count()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -161,7 +163,7 @@ def register_gradient_check(model: nn.Module, mesh: AxisMesh) -> None:
     mesh = one_axis(mesh, "tp", "register_gradient_check")
     install_optimizer_step_hook()
     if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
-        model.register_forward_pre_hook(_Watch(model, mesh))
+        model.register_forward_pre_hook(_GradientCheck(model, mesh))
 
 
 @cache
@@ -174,6 +176,7 @@ def install_optimizer_step_hook() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Reduce and compare the gradients of an optimizer: a pre-hook of its step."""
     params: list[Tensor] = []
     for param_group in optimizer.param_groups:
         params.extend(param_group["params"])
@@ -185,26 +188,37 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     is_power_of_two = step & (step - 1) == 0
     if step > LAST_STEP or not is_power_of_two:
         return
-    in_optimizer = {id(param) for param in params}
-    for watch in list(_watches.values()):
-        model = watch.model()
+    ids = set(map(id, params))
+    for check, model in _list_checks():
         # Look the parameters up again: fully_shard may have replaced them since.
-        named = {} if model is None else dict(model.named_parameters())
-        stepped = {name: param for name, param in named.items() if id(param) in in_optimizer}
+        stepped = {name: param for name, param in model.named_parameters() if id(param) in ids}
         if stepped:
-            watch.compare(stepped)
+            check.compare(stepped)
 
 
-def watched_models() -> list[nn.Module]:
+def list_checked_models() -> list[nn.Module]:
     """Return the models of this process whose gradients are compared."""
-    models = [watch.model() for watch in list(_watches.values())]
-    return [model for model in models if model is not None]
+    return [model for _, model in _list_checks()]
 
 
-class _Watch:
+def _list_checks() -> list[tuple[_GradientCheck, nn.Module]]:
+    """Return the checks of this process, and their models, which may be deleted at any time."""
+    checks = []
+    for check in list(_checks.values()):
+        model = check.model()
+        if model is not None:
+            checks.append((check, model))
+    return checks
+
+
+class _GradientCheck:
     """Compares the gradients of a model across an axis: a forward pre-hook of the model.
 
-    It is copied and pickled with the model. The copy starts over, like the watch of a new model.
+    It is copied and pickled with the model. The copy starts over, like the check of a new model.
+
+    Args:
+        model: the model.
+        mesh: the mesh with one axis.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -215,11 +229,11 @@ class _Watch:
 
     def _start(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)  # The global table must not keep models alive.
-        self.begun = False
-        self.inputs = _InputCheck(self.group, self.axis)
+        self.has_started = False
+        self.inputs = InputCheck(self.group, self.axis, RELATIVE_TOLERANCE)
         # Cached by mesh and placements: thousands of parameters share a few of them.
         self.replicated: dict[Any, bool] = {}
-        _watches[next(_numbers)] = self
+        _checks[next(_check_ids)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle. The model in it is replaced by its copy."""
@@ -232,25 +246,41 @@ class _Watch:
     def __call__(self, model: nn.Module, _args: Any) -> None:
         """Compare at the end of the backward of the first forward that trains.
 
-        It is not decided when the watch is made, because parameters may be frozen until then.
+        It is not decided when the check is made, because parameters may be frozen until then.
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_capturing():
             return
         self.inputs.expect(model)
-        if self.begun:
+        if self.has_started:
             return
-        parameters = dict(model.named_parameters())
-        if not all(param.is_leaf for param in parameters.values()):
+        params = dict(model.named_parameters())
+        if not all(param.is_leaf for param in params.values()):
             # torch.func.functional_call with computed weights, which have no gradients to compare.
-            # A later forward, with the parameters themselves, is watched.
+            # A later forward, with the parameters themselves, is checked.
             return
-        self.begun = True
-        replicated = {name: param for name, param in parameters.items() if self.is_replicated(param)}
+        self.has_started = True
+        replicated = {name: param for name, param in params.items() if self.is_replicated(param)}
         for param in replicated.values():
             if isinstance(param, DTensor) and set(param.placements) != {Replicate()}:
                 return  # FSDP2 sets gradients after the backward; the optimizer step compares.
+        trained = [param for param in params.values() if param.requires_grad and not param.is_meta]
+        self._compare_after_backward(trained, replicated)
+
+    def _compare_after_backward(
+        self, trained: Sequence[nn.Parameter], replicated: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Compare at the end of the next backward that accumulates a gradient.
+
+        torch.autograd.grad returns gradients without accumulating them, and is not compared.
+
+        Args:
+            trained: the parameters of the model that get gradients.
+            replicated: the parameters to compare, by name.
+        """
+        compare = partial(self.compare, replicated)
 
         def compare_at_end(_parameter: Tensor) -> None:
+            """Queue the comparison at the first gradient: a hook of every trained parameter."""
             if not handles or is_capturing():
                 return
             for handle in handles:
@@ -258,14 +288,16 @@ class _Watch:
             handles.clear()
             # DDP finishes its gradients in such a callback. One that is queued by a callback runs
             # after all others.
-            queue_backward_callback(partial(queue_backward_callback, partial(self.compare, replicated)))
+            queue_backward_callback(partial(queue_backward_callback, compare))
 
-        # torch.autograd.grad returns gradients without accumulating them, and is not compared.
-        trained = [param for param in parameters.values() if param.requires_grad and not param.is_meta]
         handles = [param.register_post_accumulate_grad_hook(compare_at_end) for param in trained]
 
     def is_replicated(self, tensor: Tensor) -> bool:
-        """Return whether a parameter or a gradient is replicated along the axis."""
+        """Return whether a tensor is replicated along the axis.
+
+        Args:
+            tensor: a parameter or a gradient.
+        """
         sharding = find_placements(tensor)
         if sharding is None:
             return not is_tp_shard(tensor)
@@ -274,9 +306,11 @@ class _Watch:
         return self.replicated[sharding]
 
     def _has_no_other_shards(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-        # The mesh of the tensor may be another view of the ranks, such as the view of experts. The
-        # tensor is replicated unless another rank of the axis holds another shard: a rank with
-        # other coordinates along dims that are not replicated.
+        """Return whether no other rank of the axis holds another shard of a tensor.
+
+        Such a rank would have other coordinates along dims that are not replicated. The mesh of the
+        tensor may be another view of the ranks than the axis, such as the view of experts.
+        """
         index: list[Any] = [*(mesh.get_coordinate() or ())]
         for dim, placement in enumerate(placements):
             if not isinstance(placement, Replicate):
@@ -285,10 +319,16 @@ class _Watch:
         return len(self.ranks.intersection(ranks_of_shards)) <= 1
 
     def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raise a GradientError if gradients or inputs differ across the axis.
+        """Compare the gradients of replicated parameters, and the inputs, across the axis.
 
         Collective: every rank of the axis, and of the meshes of the parameters, must call it. Under
         FSDP2 the ranks of another shard of a parameter raise the error too.
+
+        Args:
+            parameters: the parameters to compare, by name. The others are skipped.
+
+        Raises:
+            GradientError: gradients or inputs differ.
         """
         fingerprints = {}
         meshes: dict[DeviceMesh, None] = {}
@@ -299,105 +339,35 @@ class _Watch:
                 grad: Any = param.grad
                 is_compared = grad is not None and self.is_replicated(grad)
                 fingerprints[name] = fingerprint(grad) if is_compared else [0.0, 0.0]
-        reports = all_gather_object(get_group_by_name(self.group.name), (fingerprints, self.inputs.noted))
-        wrong = _different([found for found, _ in reports])
+        tp_group = get_group_by_name(self.group.name)
+        reports = all_gather_object(tp_group, (fingerprints, self.inputs.noted))
+        differences = _find_differences([report for report, _ in reports])
         problems = self.inputs.problems([noted for _, noted in reports])
-        # The result is passed on along every other axis of the parameters' meshes.
+        # Pass the result on along every other axis of the parameters' meshes.
         other_groups: dict[frozenset[int], dist.ProcessGroup] = {}
         for mesh in meshes:
             for group in mesh.get_all_groups():
                 other_groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
         other_groups.pop(self.ranks, None)
         for group in other_groups.values():
-            for found, noted in all_gather_object(group, (wrong, problems)):
-                wrong.update(found)
-                problems = problems or noted
-        if wrong and not problems:  # Different inputs explain different gradients.
+            for remote_differences, remote_problems in all_gather_object(group, (differences, problems)):
+                differences.update(remote_differences)
+                problems = problems or remote_problems
+        if differences and not problems:  # Different inputs explain different gradients.
+            largest = max(differences.values())
             problems.append(
-                f"{format_items(wrong)}: replicated on the {self.group.size} ranks of {self.axis}, but the "
-                f"gradients differ, by up to {max(wrong.values()):.2g} of their norm. Each rank has a "
+                f"{format_items(differences)}: replicated on the {self.group.size} ranks of {self.axis}, "
+                f"but the gradients differ, by up to {largest:.2g} of their norm. Each rank has a "
                 f"partial gradient, and the replicas would diverge. Give a module that works on a "
                 f"local shard of features or tokens LocalParameters(), which all-reduces its "
-                f"gradients, and a linear whose features it uses shard by shard ColwiseParallel(), or "
-                f"KeyValueParallel(...) for keys and values"
+                f"gradients, and a linear whose features it uses shard by shard ColwiseParallel(), "
+                f"or KeyValueParallel(...) for keys and values"
             )
         if problems:
             raise GradientError(*problems)
 
 
-class _InputCheck:
-    """Compares the input of the first layer in a forward that takes its input replicated.
-
-    Ranks with different samples would train on a mixture of them silently: a sharded embedding
-    all-reduces the vectors of different ids, and then all gradients agree. Shapes are compared in
-    the first forward, because collectives with different shapes end the process or hang. Values are
-    noted in the first two forwards, and compared with the first gradients: the first forward of a
-    pipeline stage may be the one in which torch infers shapes, on uninitialized memory.
-    """
-
-    def __init__(self, group: Group, axis: str) -> None:
-        self.group, self.axis = group, axis
-        self.forwards = 0
-        self.expected = False
-        self.noted: tuple[str, float, list[float]] | None = None
-        self.hooks: list[Any] = []
-
-    def expect(self, model: nn.Module) -> None:
-        """Prepare for a forward of the model; an input is noted in the first two."""
-        self.forwards += 1
-        self.expected = self.forwards <= 2  # noqa: PLR2004  the first two
-        if self.forwards == 1:
-            for name, module in model.named_modules():
-                layouts = getattr(module, "layouts", None)
-                if layouts is not None and layouts.input_dim is None and layouts.group == self.group:
-                    note = partial(self.note, name)
-                    self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
-        if not self.expected:
-            while self.hooks:
-                self.hooks.pop().remove()
-
-    def note(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the input of a layer: a forward pre-hook of every layer that may run first."""
-        if torch.compiler.is_compiling() or not self.expected:
-            return
-        self.expected = False
-        x = args[0] if args else next(iter(kwargs.values()))
-        if isinstance(x, DTensor):
-            if set(x.placements) != {Replicate()}:
-                return
-            x = x.to_local()
-        x = wait_if_async(x)
-        if type(x) is not Tensor or x.is_meta:  # Fake tensors have no values.
-            return
-        if self.forwards == 1:
-            shapes = dict.fromkeys(all_gather_object(get_group_by_name(self.group.name), tuple(x.shape)))
-            if len(shapes) > 1:
-                raise GradientError(self._problem(name, f" (shapes {format_items(shapes)})"))
-        # Layers before this one may round differently on each rank. Token ids must be equal.
-        tolerance = RELATIVE_TOLERANCE if x.is_floating_point() else 0.0
-        self.noted = name, tolerance, fingerprint(x, (1.0, 0.7, 0.3))
-
-    def problems(self, noted: Sequence[tuple[str, float, list[float]] | None]) -> list[str]:
-        """Return a message if the inputs that the ranks noted differ (empty if not)."""
-        known = [note for note in noted if note is not None]
-        if not known:
-            return []
-        name, tolerance, (norm, *_) = known[0]
-        by_rank = [numbers for _, _, numbers in known]
-        for values in zip(*by_rank, strict=True):
-            if max(values) - min(values) > tolerance * norm:
-                return [self._problem(name, "")]
-        return []
-
-    def _problem(self, name: str, detail: str) -> str:
-        return (
-            f"{name or 'the model'}: the {self.group.size} ranks of {self.axis} have different "
-            f"inputs{detail}, but must work on the same samples; give their samplers the rank on the "
-            f"data axes (training.sampler_kwargs(mesh)), and the same seed to dropout before this layer"
-        )
-
-
-def _different(reports: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+def _find_differences(reports: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Return the gradients that differ between ranks, among those that all ranks have.
 
     Args:
@@ -407,23 +377,24 @@ def _different(reports: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, fl
     Returns:
         The difference of each, relative to its norm; infinity if it is finite on some ranks only.
     """
-    wrong = {}
+    result = {}
     differences = {}
     norms = {}
     for name in reports[0]:
-        by_rank = [report[name] for report in reports if name in report]
-        finite = [math.isfinite(norm) for norm, *_ in by_rank]
+        fingerprints = [report[name] for report in reports if name in report]
+        finite = [math.isfinite(norm) for norm, *_ in fingerprints]
         # If a gradient is finite on no rank, the ranks agree, and the loss scaler skips the step.
-        if len(by_rank) < len(reports) or not any(finite):
+        if len(fingerprints) < len(reports) or not any(finite):
             continue
         if not all(finite):
-            wrong[name] = math.inf
+            result[name] = math.inf
             continue
-        spreads = [max(values) - min(values) for values in zip(*by_rank, strict=True)]
-        differences[name] = max(spreads)
-        norms[name] = max(norm for norm, *_ in by_rank)
+        # Column by column: the norms of all ranks, then each weighted sum of all ranks.
+        columns = list(zip(*fingerprints, strict=True))
+        norms[name] = max(columns[0])
+        differences[name] = max(max(column) - min(column) for column in columns)
     zero = ZERO_GRAD_THRESHOLD * max(norms.values(), default=0.0)
     for name, difference in differences.items():
         if difference > RELATIVE_TOLERANCE * norms[name] and difference > zero:
-            wrong[name] = difference / norms[name]
-    return wrong
+            result[name] = difference / norms[name]
+    return result

@@ -133,7 +133,7 @@ def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, Paral
 
 
 def _load_tp_plan(model: nn.Module) -> dict[str, str]:
-    """Return the names of styles in the ``_tp_plan`` of a model, by names of modules and parameters.
+    """Return the ``_tp_plan`` of a model: names of styles, by names of modules and parameters.
 
     If the model wraps others, their plans are merged, with the full names of modules.
     """
@@ -169,8 +169,8 @@ def _complete_tp_plan(model: nn.Module, module_plan: Mapping[str, str]) -> dict[
     shards_attention = any(".self_attn." in key for key in tp_plan)
     if model_type in _UNSHARDABLE_ATTENTION and shards_attention:
         raise PlanError(
-            f"attention cannot be sharded as the plan says: {_UNSHARDABLE_ATTENTION[model_type]}; take "
-            f"the entries of self_attn out of model._tp_plan"
+            f"attention cannot be sharded as the plan states: {_UNSHARDABLE_ATTENTION[model_type]}; "
+            f"remove the entries of self_attn from model._tp_plan"
         )
     for stated, missing in _MISSING_ENTRIES.get(model_type, {}).items():
         for key in list(tp_plan):
@@ -255,7 +255,7 @@ def _make_parameter_style(
 
 
 def _add_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Return the styles of a linear and of its LoRA adapters by name, or of a module without any.
+    """Return the styles of a module and of its LoRA adapters, by name.
 
     Raises:
         _UnsupportedStyleError: the adapters of the module cannot be sharded.
@@ -269,7 +269,7 @@ def _add_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str
     # Variants, such as DoRA, use the norm of the full weight.
     if not adapters or getattr(module, "lora_variant", None):
         raise _UnsupportedStyleError(
-            "is for a layer whose adapters are not plain LoRA of a linear; merge them"
+            "does not support adapters other than plain LoRA of a linear; merge them"
         )
     styles = {f"{fqn}.base_layer": style}
     for adapter in adapters:
@@ -281,7 +281,7 @@ def _add_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str
 
 
 def _add_key_value_groups(modules: Mapping[str, nn.Module], plan: dict[str, ParallelStyle]) -> None:
-    """Add a style for each sharded attention that reads the number of query heads for each kv head.
+    """Add a style for each sharded attention that reads its ``num_key_value_groups``.
 
     It also covers layers that use the keys and values of another layer.
     """

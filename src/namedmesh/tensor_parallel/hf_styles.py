@@ -46,10 +46,11 @@ class RowwiseEmbedding(RowwiseParallel):
 
 
 class KeyValueGroups(LocalParameters):
-    """Set the number of query heads for each kv head of an attention module to that on this rank.
+    """Set ``num_key_value_groups`` of an attention module to its value on this rank.
 
-    The number changes if ranks share kv heads (:class:`KeyValueParallel`). The own parameters of
-    the module, such as attention sinks, are local, as for :class:`LocalParameters`.
+    The number of query heads for each kv head changes if ranks share kv heads
+    (:class:`KeyValueParallel`). The own parameters of the module, such as attention sinks, are
+    local, as for :class:`LocalParameters`.
 
     Args:
         placements: the placement of each parameter that the module itself owns, by name.
@@ -97,5 +98,6 @@ class AllReduceTailGradient(ParallelStyle):
 def _copy_tail_to_tp_region(
     group: Group, width: int, _module: nn.Module, _args: Any, output: Tensor
 ) -> Tensor:
+    """Forward: identity. Backward: all-reduce for the last features. A forward hook."""
     rest, tail = output.split([output.shape[-1] - width, width], dim=-1)
     return torch.cat([rest, copy_to_tp_region(tail, group)], dim=-1)

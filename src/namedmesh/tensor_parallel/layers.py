@@ -185,21 +185,6 @@ class RowEmbedding(nn.Embedding):
         return to_output_layout(self, exit_tp_region(y, group, output_dim))
 
 
-class ConcatLinear(nn.ModuleList):
-    """Linears with the same input, whose outputs are concatenated. Made by :func:`split_linear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs of the linears, concatenated along the last dim.
-
-        Under column styles it is the local shard of each of them, and not a shard of the fused
-        output.
-
-        Args:
-            x: the input of the fused linear.
-        """
-        return torch.cat([linear(x) for linear in self], -1)
-
-
 def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = True) -> list[Any]:
     """Return the local tensors of a module's parameters.
 

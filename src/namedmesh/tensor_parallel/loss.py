@@ -192,6 +192,7 @@ def logits_problems(logits: Tensor) -> list[str]:
 
 
 def _check_logits(logits: Tensor) -> None:
+    """Raise a ShapeError if a tensor cannot be the local shard of logits."""
     problems = logits_problems(logits)
     if problems:
         raise ShapeError(*problems)
@@ -208,10 +209,11 @@ def _shift(logits: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """``lse(x) - (1 - s) x[target] - s mean(x)`` for each row x, with the label smoothing s, in ``dtype``.
+    """Computes ``lse(x) - (1 - s) x[target] - s mean(x)`` for each row x of logits.
 
-    The mean is over the full vocabulary. With ``smooth_over_shard`` it is over the local shard of
-    the vocabulary, as in Megatron; the loss then differs between ranks.
+    The label smoothing is s, ``lse`` the logsumexp. All of it is computed in ``dtype``. The mean
+    is over the full vocabulary. With ``smooth_over_shard`` it is over the local shard of the
+    vocabulary, as in Megatron; the loss then differs between ranks.
 
     Forward: two all-reduces. Backward: no communication, because the gradient of a local logit
     depends on the local shard and on sums that the forward has all-reduced.

@@ -77,6 +77,7 @@ def parallelize(
         applied = _apply_style(entry, mesh, src_data_rank)
         if entry.module is model:
             model = applied
+    # Each slot of a tied parameter has got a DTensor of its own.
     for (first_module, first_name), *others in ties:
         for module, name in others:
             module.register_parameter(name, first_module.get_parameter(first_name))

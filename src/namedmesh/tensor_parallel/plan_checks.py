@@ -103,7 +103,7 @@ def _check_placements(entry: PlanEntry, tp_size: int) -> Iterator[str]:
     for name, placement in compute_placements(entry, tp_size).items():
         if name not in params:
             got = f"{type(entry.style).__name__} names {name!r}, but {type(entry.module).__name__} owns"
-            remedy = "name what it owns, and remove a parametrization such as weight_norm first"
+            remedy = "name its own parameters, and remove a parametrization such as weight_norm first"
             yield f"{got} {tuple(params)}; {remedy}"
         elif is_lazy(params[name]):
             yield f"{name} has no shape yet; run a forward first, which initializes a lazy module"
@@ -121,6 +121,7 @@ def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
     """Return the reasons why parameters cannot be sharded as a style places them."""
     problems = []
     for name, param, placement in iter_placements(entry, tp_size):
+        # Only expert parallelism shards a parameter that is sharded over another axis already.
         if isinstance(param, DTensor) and not hasattr(entry.style, "takes_distributed"):
             remedy = "parallelize a model once, and before fully_shard"
             return [f"already parallelized ({name} is a DTensor); {remedy}"]
@@ -132,6 +133,7 @@ def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
         if not isinstance(placement, Shard) or is_linear_bias:
             continue
         size = param.shape[placement.dim]
+        # Each rank gets a shard of every block of a fused parameter.
         blocks = getattr(entry.style, "fused", {}).get(name, 1)
         unit = tp_size * blocks
         if size % unit:
@@ -150,9 +152,9 @@ class _Block(NamedTuple):
     """A module in which column-parallel layers feed row-parallel layers.
 
     Attributes:
-        columns: its column-parallel linears, except those of a block inside of it.
-        rows: its row-parallel linears, except those of a block inside of it.
-        all_columns: its column-parallel linears, with those of the blocks inside of it.
+        columns: the column-parallel linears inside of it, but not inside of an inner block.
+        rows: the row-parallel linears inside of it, but not inside of an inner block.
+        all_columns: all column-parallel linears inside of it.
     """
 
     columns: list[PlanEntry]
@@ -161,7 +163,7 @@ class _Block(NamedTuple):
 
 
 def _check_blocks(model: nn.Module, entries: Sequence[PlanEntry]) -> Iterator[tuple[str, str]]:
-    """Yield the column and row layers of a block whose numbers of features do not fit each other.
+    """Yield the layers of a block whose numbers of features do not fit each other.
 
     A column layer with more output features than the row layers take is a fused linear (q|k|v,
     gate|up). The shapes of its local shards fit nevertheless, and all ranks agree on the wrong
@@ -207,7 +209,7 @@ def _find_fused_columns(block: _Block, order: Mapping[nn.Module, int]) -> list[t
 
 
 def _find_blocks(entries: Sequence[PlanEntry]) -> list[_Block]:
-    """Return the innermost modules that contain both column-parallel and row-parallel linears."""
+    """Return the innermost modules with both column-parallel and row-parallel linears."""
     columns = []
     rows = []
     for entry in entries:
@@ -259,7 +261,7 @@ def _iter_parents(fqn: str) -> Iterator[str]:
 
 
 def _shards_features(module: nn.Module, layout: Placement) -> bool:
-    """Return whether an input or output layout leaves each rank a shard of a linear's features."""
+    """Return whether a layout leaves each rank a shard of the features of a linear."""
     # Activations usually have the dims batch, sequence and features.
     return isinstance(module, nn.Linear) and isinstance(layout, Shard) and layout.dim in {-1, 2}
 
@@ -270,7 +272,7 @@ def _count_features(entry: PlanEntry, attribute: str) -> int:
 
 
 def _has_head_count(entry: PlanEntry) -> bool:
-    """Return whether the style of a column layer states how many heads the features consist of."""
+    """Return whether the style of a column layer states its number of heads."""
     style: Any = entry.style
     return bool(getattr(style, "heads", None) or getattr(style, "kv_heads", None))
 
@@ -300,6 +302,7 @@ def _check_ties(
             placements[entry.module, name] = placement
     fqns = {module: fqn for fqn, module in model.named_modules()}
     for slots in ties:
+        # A slot outside of the plan stays a plain tensor, which differs from every placement.
         if len({placements.get(slot) for slot in slots}) == 1:
             continue
         formatted = []

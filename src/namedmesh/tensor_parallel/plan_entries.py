@@ -1,4 +1,4 @@
-"""The entries of a tensor-parallel plan: which modules it names, and how it places their parameters.
+"""Find the modules that a plan names, and the placements of their parameters.
 
 Nothing here changes the model or communicates.
 """
@@ -73,6 +73,7 @@ def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanE
         for fqn in fqns:
             module = modules[fqn]
             entry = entries.setdefault(module, PlanEntry(fqn, module, style, key))
+            # The same key may match a module under two names.
             if entry.key != key:
                 clashes[entry.key, key].append(fqn)
     for (first, second), fqns in clashes.items():
@@ -164,11 +165,14 @@ def compute_placements(entry: PlanEntry, tp_size: int) -> dict[str, Placement]:
 
 
 def iter_placements(entry: PlanEntry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Yield the name, the parameter and the placement of each parameter that a style replaces.
+    """Yield the parameters that a style replaces with DTensors.
 
     Args:
         entry: the module and its style.
         tp_size: the number of ranks.
+
+    Yields:
+        The name, the parameter and its placement.
     """
     placements = compute_placements(entry, tp_size)
     for name, param in entry.module.named_parameters(remove_duplicate=False):

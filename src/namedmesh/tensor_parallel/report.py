@@ -59,6 +59,7 @@ def plan_report(
             local_numels[param] = prod(local_shape)
             shapes = (_format_shape(param.shape), _format_shape(local_shape))
             rows.append((*module_cells, name, format_placement(placement), *shapes))
+    # Tied parameters count once: named_parameters() lists them under their first name only.
     total = 0
     per_rank = 0
     for fqn, param in model.named_parameters():
@@ -76,7 +77,7 @@ def plan_report(
 
 
 def _format_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield the lines of a table; modules that differ in the number of their layer share a line."""
+    """Yield the lines of a table; modules that differ only in a number share a line."""
     names_by_row: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, *cells in rows:
         row = (re.sub(r"\b\d+\b", "*", name), *cells)

@@ -1,4 +1,4 @@
-"""Column and row styles: torch's own, with a fast path on local tensors, and styles for attention.
+"""Styles for linears and embeddings: torch's own, with a fast path on local tensors.
 
 Each style is a subclass of torch's, with the same options, parameter names and results, so that it
 also works with ``torch.distributed.tensor.parallel.parallelize_module``.
@@ -7,7 +7,7 @@ also works with ``torch.distributed.tensor.parallel.parallelize_module``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import has_hooks
-from namedmesh.errors import PlanError
 from namedmesh.sizes import shared_heads
 from namedmesh.tensor_parallel.collectives import Group, enter_tp_region
 from namedmesh.tensor_parallel.layers import (
     PARTIAL,
     REPLICATED,
     ColumnLinear,
-    ConcatLinear,
     LayerLayouts,
     RowEmbedding,
     RowLinear,
@@ -56,7 +54,7 @@ def shard_parameters(
 
 
 def replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter, and keep ``requires_grad`` and the attributes that users set on it.
+    """Replace a parameter, and keep its ``requires_grad`` and its attributes.
 
     Args:
         module: the module that owns the parameter.
@@ -92,7 +90,7 @@ class _FastPathMixin:
             value = vars(module).get(option)
             if value:
                 messages.append(
-                    f"{type(self).__name__} cannot keep {option}={value} of an embedding; leave it out"
+                    f"{type(self).__name__} does not support {option}={value} of an embedding; remove it"
                 )
         if self.heads and self.heads % tp_size:
             got = f"{self.heads} heads are not divisible by the tp size {tp_size}"
@@ -162,7 +160,7 @@ def _wait_for_output(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
-    """Shard the output features of an ``nn.Linear``, or the embedding dim of an ``nn.Embedding``.
+    """Shard the output features of a linear, or the embedding dim of an embedding.
 
     Forward: identity, or all-gather of a sharded input; for a replicated output also all-gather of
     the features. Backward: all-reduce, or reduce-scatter, of the input's gradient.
@@ -203,7 +201,7 @@ class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
 
 
 class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
-    """Shard the input features of an ``nn.Linear``, or the vocabulary of an ``nn.Embedding``.
+    """Shard the input features of a linear, or the vocabulary of an embedding.
 
     Forward: all-reduce, or reduce-scatter, of the output. Backward: identity, or all-gather of the
     output's gradient; for a replicated input also all-gather of its gradient.
@@ -302,9 +300,6 @@ def _share_input(  # noqa: PLR0917  a hook's
     return args, kwargs | {name: replicate(kwargs[name])}
 
 
-# --- kv heads, and fused linears ----------------------------------------------------------------
-
-
 class KeyValueParallel(ColwiseParallel):
     """Shard a key or value linear; each rank gets the kv heads that its queries attend to.
 
@@ -374,60 +369,3 @@ class KeyValueParallel(ColwiseParallel):
             rows.extend(range(head * width, (head + 1) * width))
         applied.rows = rows
         return applied  # type: ignore[no-any-return]
-
-
-def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
-    """Replace a fused linear (q|k|v, gate|up, concatenated) with separate linears.
-
-    The new linears are modules ``{name}.0``, ``{name}.1`` and so on, to be named in a plan. Their
-    outputs are concatenated. The model's own ``chunk`` or ``split`` of the output must compute the
-    sizes from the shape. Names in the state dict change too: load a checkpoint of the fused linear
-    first; to write one, concatenate ``{name}.0.weight`` and the others along dim 0.
-
-    Args:
-        model: the model that contains the linear.
-        name: the name of the fused linear.
-        sizes: the output features of each of the new linears.
-
-    Raises:
-        PlanError: the module is not an ``nn.Linear`` with the forward of that class and without
-            hooks, its parameters are shared with other modules, or the sizes do not add up to its
-            output features.
-    """
-    fused = model.get_submodule(name)
-    if type(fused) is not nn.Linear or sum(sizes) != fused.out_features:
-        raise PlanError(
-            f"{name} is {fused}; give an nn.Linear and sizes that add up to its out_features, not "
-            f"{list(sizes)}"
-        )
-    params = dict(fused.named_parameters())
-    problems = []
-    if "forward" in vars(fused) or has_hooks(fused) or any(map(has_hooks, params.values())):
-        problems.append(f"{name} has hooks or a forward that its parts would not have; split it first")
-    for fqn, param in model.named_parameters(remove_duplicate=False):
-        module_name, _, key = fqn.rpartition(".")
-        if param is params.get(key) and model.get_submodule(module_name) is not fused:
-            got = f"{name}.{key} is shared with {fqn}, which would keep the fused one"
-            problems.append(f"{got}; untie them first")
-    if problems:
-        raise PlanError(*problems)
-    linears = _make_linears(fused, sizes)
-    # The fused linear may be registered under several names.
-    for fqn, module in list(model.named_modules(remove_duplicate=False)):
-        if module is fused:
-            model.set_submodule(fqn, linears)
-
-
-def _make_linears(fused: nn.Linear, sizes: Sequence[int]) -> ConcatLinear:
-    # On the meta device, because the values of the fused linear replace the initial values.
-    linears = ConcatLinear()
-    for size in sizes:
-        linears.append(nn.Linear(fused.in_features, size, fused.bias is not None, device="meta"))
-    for key, fused_param in fused.named_parameters():
-        fused_rows = fused_param.detach().split([*sizes])
-        for linear, rows in zip(linears, fused_rows, strict=True):
-            param = nn.Parameter(rows.clone(), requires_grad=fused_param.requires_grad)
-            vars(param).update(vars(fused_param))
-            linear.register_parameter(key, param)
-    linears.train(fused.training)
-    return linears

@@ -84,6 +84,7 @@ def verify(
             already, or returns no tensors.
     """
     mesh = one_axis(mesh, "tp", "verify")
+    # Before the copies are made: a plan that does not fit needs no memory.
     resolve_plan(model, mesh.size(), plan)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
@@ -91,6 +92,7 @@ def verify(
     reference = copy.deepcopy(model).eval().double()
     arguments = tree_map(_copy_argument, (inputs, named))
     _broadcast_values(reference, arguments, mesh)
+    # Without the comparison of gradients between ranks, which would raise at the first difference.
     sharded = parallelize(copy.deepcopy(reference), mesh, plan, check_gradients=False)
     expected = _run(reference, arguments)
     actual = _run(sharded, arguments)
@@ -120,6 +122,7 @@ def verify(
 def _broadcast_values(model: nn.Module, arguments: Any, mesh: DeviceMesh) -> None:
     """Give every rank the parameters, buffers and inputs of the first rank, in place."""
     for tensor in (*model.parameters(), *model.buffers(), *_list_tensors(arguments)):
+        # Integer parameters, such as quantized ones, cannot be drawn from a normal distribution.
         is_float_param = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         if is_float_param and not tensor.count_nonzero():
             generator = torch.Generator(tensor.device).manual_seed(0)
@@ -132,7 +135,7 @@ def _list_tensors(value: object) -> list[Tensor]:
 
 
 def _copy_argument(value: Any) -> Any:
-    """Copy a leaf of the inputs; a floating-point tensor in double precision and with a gradient."""
+    """Copy a leaf of the inputs; floating-point tensors in double precision, with a gradient."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = value.detach().clone()
@@ -153,6 +156,8 @@ def _run(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
     leaves = tree_map(_copy_argument, arguments)
     outputs = _run_forward(model, leaves)
     differentiable = [output for output in outputs if output.requires_grad]
+    # Random weights, because the gradient of a plain sum would be zero behind a softmax. They are
+    # drawn on the CPU, so that they do not depend on the device.
     generator = torch.Generator("cpu").manual_seed(0)
     weights = []
     for output in differentiable:
@@ -170,6 +175,7 @@ def _run(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
         if not tensor.requires_grad:
             continue
         grad: Any = tensor.grad
+        # A parameter that the forward does not use on this rank has no gradient.
         if grad is None:
             grad = torch.zeros_like(tensor)
         results[f"gradient of {name}"] = _to_full_tensor(grad).to_dense()
@@ -189,7 +195,7 @@ def _run_forward(model: nn.Module, leaves: Any) -> list[Tensor]:
     outputs = [_to_full_tensor(tensor) for tensor in _list_tensors(output)]
     if not outputs:
         kind = type(output).__name__
-        raise PlanError(f"no tensor is in the output, a {kind}; return some in plain containers")
+        raise PlanError(f"the output, of type {kind}, has no tensors; return them in plain containers")
     return outputs
 
 

@@ -28,7 +28,7 @@ from namedmesh.tensor_parallel.gradients import (
     LAST_STEP,
     RELATIVE_TOLERANCE,
     ZERO_GRAD_THRESHOLD,
-    watched_models,
+    list_checked_models,
 )
 
 _CAUSES = (
@@ -76,7 +76,7 @@ def _check_not_hidden(params: Sequence[Tensor]) -> None:
     given = {id(param) for param in params}
     if any(sharding_under_ddp(param) for param in params):
         return  # the local shards from before the first forward
-    for model in watched_models():
+    for model in list_checked_models():
         hidden = list(hidden_by_ddp(model))
         if hidden and (not given or given.intersection(id(param) for param in model.parameters())):
             raise TrainingError(
