@@ -239,7 +239,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: Layout.from_order("tp-dp", tp=2, cp=2, world_size=8),
         LayoutError,
-        "axis 'cp' has size 2 but no place in the order 'tp-dp'; did you mean 'tp'?",
+        "axis 'cp' has size 2 but is not in the order 'tp-dp'; did you mean 'tp'?",
     ),
     (
         lambda: Layout.from_order("tp-cp-pp", tp=2, world_size=8),
