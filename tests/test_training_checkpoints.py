@@ -34,8 +34,8 @@ from namedmesh import training
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
 from namedmesh.errors import CheckpointError
 from namedmesh.fingerprints import digest
-from namedmesh.training import checkpoint_files, seeds
-from namedmesh.training.checkpoint_files import Ranks
+from namedmesh.training import checkpoint_files, checkpoint_storage, seeds
+from namedmesh.training.checkpoint_ranks import CheckpointRanks
 from namedmesh.training.checkpoint_state import State
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> Non
     second = training.CheckpointManager(tmp_path, None, keep=1)
     for call in (lambda: second.resume_or_start(model, resume=False), lambda: second.save(1, model)):
         assert error_of(call) == (
-            f"CheckpointError: {tmp_path} holds another run, up to step-000003; go on with it by resume_or_start(), "
+            f"CheckpointError: {tmp_path} has another run, up to step-000003; resume it with resume_or_start(), "
             "or give this run a directory of its own"
         )
     assert files_left(tmp_path) == ["step-000003"]
@@ -86,7 +86,7 @@ def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> Non
     training.save(tmp_path / "mine", None, model)  # by itself, of no run of theirs
     second.save(5, model)
     assert error_of(lambda: second.resume_or_start(model, resume=tmp_path / "mine")) == (
-        f"CheckpointError: {tmp_path}/mine has no step to go on from; load it with training.load"
+        f"CheckpointError: {tmp_path}/mine has no step to resume from; load it with training.load"
     )
     assert files_left(tmp_path) == ["mine", "step-000005"]
     refused = error_of(lambda: training.CheckpointManager(tmp_path, None, keep=0))
@@ -109,7 +109,7 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(5, model)
     assert files_left(tmp_path) == ["step-000003", "step-000004", "step-000005"]
-    with pytest.raises(CheckpointError, match="no finished checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         training.load(tmp_path / "step-000003", None, model)
     run.save(3, model)
     assert files_left(tmp_path) == ["step-000003", "step-000005"]
@@ -142,7 +142,7 @@ def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
     kept = ["best", "step-000001", "step-000002", "step-000003-copy", "step-000005", "step-mine"]
     assert files_left(tmp_path) == kept
     assert run.latest() == tmp_path / "step-000005"
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="exists and is not a namedmesh checkpoint"):
         run.save(1, model)
     assert all(each.exists() for each in mine)
 
@@ -200,17 +200,17 @@ def test_a_damaged_one_is_refused_and_the_one_before_is_taken(tmp_path: Path) ->
             for call in (partial(training.load, last, None), partial(again.resume_or_start, resume=last)):
                 with pytest.raises(CheckpointError, match=file.name):
                     call(model)
-            with pytest.warns(UserWarning, match="left out"):
+            with pytest.warns(UserWarning, match="skipped"):
                 assert again.resume_or_start(model) == {"step": 1}
             if harm != flipped or file.name == "namedmesh.pt":  # without reading all of it
-                with pytest.warns(UserWarning, match="left out"):
+                with pytest.warns(UserWarning, match="skipped"):
                     assert again.latest() == good
             file.write_bytes(contents)
     for each in (good, last):
         (each / "namedmesh.pt").write_bytes(b"")
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="skipped"):
         said = error_of(lambda: again.resume_or_start(model))  # which does not begin again
-    assert said == f"CheckpointError: no checkpoint in {tmp_path} is whole; begin in another directory"
+    assert said == f"CheckpointError: no checkpoint in {tmp_path} is complete; start in another directory"
 
 
 def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
@@ -252,13 +252,13 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "harm").unlink(missing_ok=True)
     torch.save({"extra": Harm()}, written := io.BytesIO())
     for part, refused in (
-        ("values", "in the checkpoint"),
+        ("values", "is corrupted"),
         ("names", "not a part of a checkpoint"),
-        ("tensors", "not as it was written|could not be read"),
+        ("tensors", "failed its checksum|could not be read"),
     ):
         path = tmp_path / part
         training.save(path, None, model, things=[1, {"a": (2.0, None, "b")}, torch.ones(2)])
-        about = checkpoint_files.read_about(path)
+        about = checkpoint_files.read_manifest(path)
         (data,) = path.glob("data-*/*.distcp")
         if part == "values":
             (path / "namedmesh.pt").write_bytes(written.getvalue())
@@ -266,7 +266,7 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             (data.parent / ".metadata").write_bytes(pickle.dumps(Harm()))
             torch.save(about | {"metadata": zlib.crc32(pickle.dumps(Harm()))}, path / "namedmesh.pt")
         else:
-            places = checkpoint_files.read_metadata(path, about).storage_data.values()
+            places = checkpoint_storage.read_metadata(path, about).storage_data.values()
             last = max(each.offset for each in places)
             data.write_bytes(data.read_bytes()[:last] + written.getvalue())
         with pytest.raises(CheckpointError, match=refused):
@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2, bias=False)})
     path = tmp_path / "last"
     assert problems_of(lambda: training.load(path, None, saved)) == [
-        f"there is no finished checkpoint at {path}; name one that was saved"
+        f"there is no complete checkpoint at {path}; name one that was saved"
     ]
     training.save(path, None, saved)
     other = nn.ModuleDict({"a": nn.Linear(2, 4, bias=False), "c": nn.Linear(1, 1)})
@@ -461,14 +461,14 @@ def what_does_not_fit_is_refused_by_name(root: Path) -> None:
     torch.manual_seed(mesh.rank())
     stage = nn.Sequential(nn.Linear(2, 2, bias=False))
     assert error_of(lambda: training.save(root / "last", mesh, stage)) == (
-        "CheckpointError: '0.weight': other values on rank 1 than on rank 0, and a checkpoint holds one tensor of a name; replicas "
-        "have to be equal, a layer has its number in the whole model in its name (training.stage_layers), plain shards are marked "
-        "with tensor_model_parallel and partition_dim, and what an optimizer keeps for each rank is no DTensor"
+        "CheckpointError: '0.weight': other values on rank 1 than on rank 0, and a checkpoint has one tensor of each name. Replicas "
+        "must be equal; the name of a layer has its number in the full model (training.stage_layers); plain shards have the "
+        "attributes tensor_model_parallel and partition_dim; optimizer state that differs between ranks must not be a DTensor"
     )
     named = nn.ModuleDict({str(mesh.rank()): nn.Linear(2, 2, bias=False)})
     assert error_of(lambda: training.save(root / "last", mesh, named, place=mesh.rank())) == (
-        "CheckpointError: the extra values (place) are not on rank 1 what they are on rank 0; give every rank the same, such as a "
-        "list of what each of them has"
+        "CheckpointError: the extra values (place) differ on rank 1 from those on rank 0; give every rank the same, such as a list "
+        "of the values of all ranks"
     )
     training.save(root / "last", mesh, named, noise=torch.ones(3), step=1)
     renamed = nn.ModuleDict({str(mesh.rank() * 2): nn.Linear(2, 2, bias=False)})
@@ -490,7 +490,7 @@ def what_cannot_be_written_is_one_sentence(root: Path) -> None:
     full, below = (error_of(partial(save, root / name)) for name in ("full", "file/below"))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert full.startswith(f"CheckpointError: the checkpoint {root}/full could not be written by rank 1 (")
-    assert full.endswith("); see to room and permission there, and start the job again")
+    assert full.endswith("); check the disk space and the permissions there, and restart the job")
     assert full.count("could not be") == 1
     assert f"the checkpoint {root}/file/below could not be written by rank 0 (NotADirectoryError: " in below
     mesh.close()
@@ -527,7 +527,7 @@ def what_fails_on_one_rank_is_told_on_every_rank(root: Path) -> None:
         assert said == f"CheckpointError: rank 1: OddError: {method} failed"
     run = training.CheckpointManager(root / "run", mesh)
     assert run.resume_or_start(model, resume=second) == {"step": 0}  # what the first rank says
-    with mock.patch.object(State, "copy", side_effect=MemoryError("full") if second else None):
+    with mock.patch.object(State, "copy_to_cpu", side_effect=MemoryError("full") if second else None):
         said = error_of(lambda: training.save(root / "two", mesh, model, async_=True))
         assert said == "CheckpointError: rank 1: MemoryError: full"
     mesh.close()
@@ -643,7 +643,7 @@ def the_end_of_the_block_waits_for_the_last_save(root: Path) -> None:
     assert said.startswith(f"CheckpointError: the checkpoint {place} could not be written by rank 0 (")
     with pytest.raises(ZeroDivisionError):
         run("other", ZeroDivisionError)
-    Ranks.of(mesh).finish()
+    CheckpointRanks.of(mesh).wait_for_save()
     mesh.close()
 
 
@@ -810,8 +810,8 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     expected = job(1, None, None, 6)
     found = job(1, None, root / "1", 2) + job(2, root / "1", root / "2", 2) + job(1, root / "2", None, 2)
     assert found == [pytest.approx(each, abs=1e-9) for each in expected]
-    about = checkpoint_files.read_about(root / "2")
-    saved = checkpoint_files.read_metadata(root / "2", about).state_dict_metadata
+    about = checkpoint_files.read_manifest(root / "2")
+    saved = checkpoint_storage.read_metadata(root / "2", about).state_dict_metadata
     assert [name for name in saved if name.startswith("model.")] == ["model.embed.weight"]
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     model = Ends(mesh.is_first("pp"), mesh.is_last("pp"))
@@ -830,13 +830,13 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
 def a_rank_that_dies_after_the_end_leaves_the_checkpoint(root: Path) -> None:
     """The last broadcast of DCP fails, and the checkpoint is in its place: cleaning up must not remove it."""
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
-    finish = checkpoint_files.Writer.finish
+    finish = checkpoint_storage.StorageWriter.finish
 
     def die(self: Any, *arguments: Any, **named: Any) -> None:
         finish(self, *arguments, **named)
         raise RuntimeError("Connection closed by peer")
 
-    with mock.patch.object(checkpoint_files.Writer, "finish", die):
+    with mock.patch.object(checkpoint_storage.StorageWriter, "finish", die):
         said = error_of(lambda: training.save(root / "one", mesh, nn.Linear(2, 2), step=4))
     assert "closed by peer" in said
     assert training.load(root / "one", mesh, nn.Linear(2, 2)) == {"step": 4}

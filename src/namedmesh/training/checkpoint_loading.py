@@ -19,17 +19,17 @@ from namedmesh.errors import CheckpointError
 from namedmesh.fingerprints import fingerprint_sample
 from namedmesh.layout import Layout
 from namedmesh.training import seeds
-from namedmesh.training.checkpoint_files import by_ranks
-from namedmesh.training.checkpoint_plans import Mark, in_words, shared_name
+from namedmesh.training.checkpoint_plans import Summary, format_problems, strip_copy_prefix
+from namedmesh.training.checkpoint_ranks import group_by_rank
 from namedmesh.training.checkpoint_state import (
     GROUPS,
     Options,
     State,
-    by_parameter,
-    entry_of,
-    of_owner,
-    owner_and_key,
-    shown,
+    canonical_name,
+    display_name,
+    group_by_parameter,
+    make_entry_name,
+    split_entry_name,
 )
 
 # The messages about entries that a checkpoint does not have for this rank, by the kind of the
@@ -93,14 +93,14 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Find the entries of the checkpoint for everything that this rank has."""
         saved = metadata.state_dict_metadata
         self._saved = {self._prefix + name: entry for name, entry in saved.items()}
-        self._names = dict.fromkeys(map(shared_name, self._saved))
+        self._names = dict.fromkeys(map(strip_copy_prefix, self._saved))
         for name in self.state.values:
             if name.startswith("model."):
                 self._find_in_model(name)
             elif name.startswith(("data.", "random.")):
                 self._find(name)
         self._find_of_optimizers()  # after the model, so that its problems come first
-        # One parameter here may be two in the checkpoint: both are read, and refuse_untied()
+        # One parameter here may be two in the checkpoint: both are read, and check_tied()
         # compares them.
         for alias, whose in self._tied.items():
             name = f"model.{alias}"
@@ -143,12 +143,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if not self._is_valid_here(name):
             return ""
         if name not in self._saved and name not in self._about["copies"]:
-            name = of_owner(name, self._aliases)
+            name = canonical_name(name, self._aliases)
         source = self._copy(name) if name in self._about["copies"] else name
         return source if source in self._saved else ""
 
     def _note(self, name: str, wrong: str) -> None:
-        self._wrong.setdefault(wrong, []).append(shown(name))
+        self._wrong.setdefault(wrong, []).append(display_name(name))
 
     def _is_valid_here(self, name: str) -> bool:
         """Return whether a random state, or a place in the data, is valid in the current layout.
@@ -196,7 +196,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         parameter = self.state.parameter_of(name)
         if parameter is None:
             return True
-        saved = self._saved.get(self._source(f"model.{owner_and_key(name)[0]}"))
+        saved = self._saved.get(self._source(f"model.{split_entry_name(name)[0]}"))
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return False
         if not isinstance(parameter, DTensor):
@@ -211,8 +211,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             return None
         shape, dtype = tuple(saved.size), saved.properties.dtype
         if name.startswith("optimizer."):
-            return self._room_of_optimizer(name, shared_name(source), shape, dtype)
-        here: Any = self.state.values.get(of_owner(name, self.state.aliases))
+            return self._room_of_optimizer(name, strip_copy_prefix(source), shape, dtype)
+        here: Any = self.state.values.get(canonical_name(name, self.state.aliases))
         fits = isinstance(here, Tensor) and tuple(here.shape) == shape
         if name.startswith("model.") and not name.endswith("_extra_state"):
             if not fits:
@@ -244,7 +244,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             return torch.empty_like(parameter, dtype=dtype).detach()
         if is_local or not shape or not isinstance(parameter, DTensor):
             return torch.empty(shape, dtype=dtype, device="cpu")
-        if self.state.is_marked(name):  # which part of it belongs to a plain shard is unknown
+        if self.state.is_plain_shard(name):  # which part of it belongs to a plain shard is unknown
             self._note(name, _ABSENT["optimizer"].format(self._where))
         # This is, for example, one moment for each row. All placements of a DTensor are right.
         placements: list[Placement] = [Replicate()] * parameter.device_mesh.ndim
@@ -256,7 +256,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def _find_of_optimizers(self) -> None:
         """Find the entries for the optimizers, and note why one cannot resume from them."""
-        entries = by_parameter(self._names)
+        entries = group_by_parameter(self._names)
         options_of_groups: dict[int, Any] = {}
         positions: dict[int, set[int]] = {}  # of optimizers here, and of those that had their parameters
         for name, (kinds, _, group, _) in self.state.options.items():
@@ -280,7 +280,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             positions.setdefault(group // GROUPS, set()).add(group_before // GROUPS)
             source = name if name in entries else self._aliases.get(name, name)
             for key, entry in entries.get(source, {}).items():
-                self._find(entry_of(name, key), entry)
+                self._find(make_entry_name(name, key), entry)
         for position in range(len(self.state.optimizers)):
             self._find_own(position, positions.get(position, {position}))
 
@@ -307,7 +307,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 source = self._sources[item.storage_index.fqn].removeprefix(self._prefix)
                 items.append(replace(item, storage_index=replace(item.storage_index, fqn=source)))
         here = [*self.state.values, *(f"model.{alias}" for alias in self.state.aliases)]
-        return dcp.LoadPlan(items, planner_data=(in_words(self._wrong), here, self._missing))
+        return dcp.LoadPlan(items, planner_data=(format_problems(self._wrong), here, self._missing))
 
     def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """Raise the problems of all ranks: DCP calls it on the first, and all raise its error."""
@@ -318,7 +318,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             by_rank[rank], names, missing_here = plan.planner_data
             here.update(names)
             missing |= missing_here
-        problems = by_ranks(by_rank)
+        problems = group_by_rank(by_rank)
         unexpected = []
         for name in sorted(self._names.keys() - here):
             key = name.removeprefix("model.")
@@ -326,7 +326,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 unexpected.append(key)
         if unexpected and self._strict:
             how = f"in {self._where}, and on no rank in the model"
-            problems += in_words({how: map(repr, unexpected)})
+            problems += format_problems({how: map(repr, unexpected)})
         if problems:
             raise CheckpointError(*problems)
         return [replace(plan, planner_data=(list(missing), unexpected)) for plan in global_plan]
@@ -341,13 +341,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         loaded = torch.load(value, weights_only=True, map_location="cpu")
         self.state_dict[read_item.dest_index.fqn] = loaded
 
-    def refuse_untied(self) -> None:
+    def check_tied(self) -> None:
         """Reject a checkpoint that has two different tensors for one tied parameter."""
         problems = []
         for alias, whose in self._tied.items():
             names = [name for name in (f"model.{whose}", f"model.{alias}") if name in self._sources]
-            marks = [Mark(fingerprint_sample(self.state_dict[name])) for name in names]
-            if any(not mark.is_same(marks[0]) for mark in marks):
+            summaries = [Summary(fingerprint_sample(self.state_dict[name])) for name in names]
+            if not all(summary.matches(summaries[0]) for summary in summaries):
                 problems.append(
                     f"{whose!r} and {alias!r} are tied here, and are two weights with other values in "
                     f"{self._where}; untie them, or load another checkpoint"
@@ -355,9 +355,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if problems:
             raise CheckpointError(*problems)
 
-    def put(self) -> None:
-        """Give the loaded values to the model, the optimizers, the loaders and the generators."""
-        self.state.put(self.state_dict, self._options)
+    def apply(self) -> None:
+        """Load the values into the model, the optimizers, the data loaders and the generators."""
+        self.state.apply(self.state_dict, self._options)
 
 
 def _without(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The values that a rank saves and loads, under names that every layout knows.
 
-The names of entries are ``model.NAME``, ``optimizer.PARAMETER:KEY`` (see :func:`entry_of`),
+The names of entries are ``model.NAME``, ``optimizer.PARAMETER:KEY`` (see :func:`make_entry_name`),
 ``random.NAME`` and ``data.NUMBER``. ``optimizers.NUMBER`` is what an optimizer keeps in addition to
 the state of its parameters.
 """
@@ -100,7 +100,7 @@ class State:
         if value is None:
             return
         if not isinstance(value, Tensor):
-            value = plain(value, shown(name))
+            value = to_plain_data(value, display_name(name))
         elif isinstance(source, Tensor):
             self._sources.setdefault(name, source)
             value = self._as_shard(value, source)
@@ -114,18 +114,18 @@ class State:
                     "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
                     "the layers of pipeline stages with training.stage_layers"
                 )
-            raise CheckpointError(f"{shown(name)} is the name of two values; {remedy}")
+            raise CheckpointError(f"{display_name(name)} is the name of two values; {remedy}")
         self.values[name] = value
 
     def parameter_of(self, name: str) -> Any:
         """Return the parameter of an optimizer's entry, a marked one as a DTensor; else None."""
         if not name.startswith("optimizer."):
             return None
-        return self.values.get(f"model.{owner_and_key(name)[0]}")
+        return self.values.get(f"model.{split_entry_name(name)[0]}")
 
-    def is_marked(self, name: str) -> bool:
+    def is_plain_shard(self, name: str) -> bool:
         """Return whether the parameter of an optimizer's entry is a plain shard of Megatron's."""
-        source = self._sources.get(f"model.{owner_and_key(name)[0]}")
+        source = self._sources.get(f"model.{split_entry_name(name)[0]}")
         return isinstance(self.parameter_of(name), DTensor) and not isinstance(source, DTensor)
 
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
@@ -141,7 +141,7 @@ class State:
                 continue
             name, parameter = named[index]
             for key, value in kept.items():
-                self._add(entry_of(name, key), value, parameter)
+                self._add(make_entry_name(name, key), value, parameter)
         if own:
             self._add(f"optimizers.{number}", own)
         kinds = [each.__name__ for each in type(optimizer).__mro__]
@@ -149,7 +149,7 @@ class State:
         contents: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
             options = {key: each for key, each in group.items() if key not in {"params", "param_names"}}
-            contents.append(plain(options, "an option of the optimizer"))
+            contents.append(to_plain_data(options, "an option of the optimizer"))
         for position, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 name, place = self._names[id(parameter)], number * GROUPS + position
@@ -189,7 +189,7 @@ class State:
                 self.values[name] = value.redistribute(placements=reduced)
 
     @torch.no_grad()
-    def copy(self, pinned: dict[str, Tensor]) -> None:
+    def copy_to_cpu(self, pinned: dict[str, Tensor]) -> None:
         """Copy the tensors to the CPU, for a save in the background.
 
         Copies from an accelerator go to pinned memory and do not wait for each other. Pinned memory is
@@ -217,7 +217,7 @@ class State:
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 
-    def put(self, found: Mapping[str, Any], options: Options) -> None:
+    def apply(self, found: Mapping[str, Any], options: Options) -> None:
         """Give the loaded values to the model, the optimizers, the loaders and the generators.
 
         Args:
@@ -243,7 +243,7 @@ class State:
     def _as_here(self, name: str, value: Any) -> Any:
         source = self._sources.get(name)
         if source is None and name.startswith("optimizer."):
-            source = self._sources.get(f"model.{owner_and_key(name)[0]}")
+            source = self._sources.get(f"model.{split_entry_name(name)[0]}")
         if isinstance(value, DTensor) and source is not None and not isinstance(source, DTensor):
             return value.to_local()
         return value
@@ -252,7 +252,7 @@ class State:
         self, number: int, optimizer: Optimizer, found: Mapping[str, Any], options: Options
     ) -> None:
         named, packed = self._named(optimizer), optimizer.state_dict()
-        entries = by_parameter(found)
+        entries = group_by_parameter(found)
         own = dict(found.get(f"optimizers.{number}", {}))
         state = dict(own.pop("state", {}))
         for index, (name, _) in enumerate(named):
@@ -275,12 +275,12 @@ class State:
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
+def group_by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return the names of optimizers' entries, by parameter and key."""
     entries: dict[str, dict[str, str]] = {}
     for name in names:
         if name.startswith("optimizer."):
-            parameter, key = owner_and_key(name)
+            parameter, key = split_entry_name(name)
             entries.setdefault(parameter, {})[key] = name
     return entries
 
@@ -301,12 +301,12 @@ def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
     return name_of
 
 
-def entry_of(parameter: str, key: str) -> str:
+def make_entry_name(parameter: str, key: str) -> str:
     """Return the name of the entry of an optimizer for one parameter."""
     return f"optimizer.{_escaped(parameter)}:{_escaped(key)}"
 
 
-def owner_and_key(entry: str) -> tuple[str, str]:
+def split_entry_name(entry: str) -> tuple[str, str]:
     """Return the parameter and the key of ``optimizer.PARAMETER:KEY``."""
     # Older checkpoints do not escape a colon. It is in the parameter's name then: keys hardly ever
     # have one.
@@ -323,16 +323,16 @@ def _unescaped(name: str) -> str:
     return name.replace("%3A", ":").replace("%25", "%")
 
 
-def of_owner(name: str, aliases: Mapping[str, str]) -> str:
+def canonical_name(name: str, aliases: Mapping[str, str]) -> str:
     """Return the name under which a checkpoint has an entry of a parameter with several names."""
     kind, _, rest = name.partition(".")
     if kind == "optimizer":
-        parameter, key = owner_and_key(name)
-        return entry_of(aliases[parameter], key) if parameter in aliases else name
+        parameter, key = split_entry_name(name)
+        return make_entry_name(aliases[parameter], key) if parameter in aliases else name
     return f"model.{aliases[rest]}" if kind == "model" and rest in aliases else name
 
 
-def shown(name: str) -> str:
+def display_name(name: str) -> str:
     """Return the name of an entry as messages have it."""
     kind, _, rest = name.partition(".")
     if kind == "optimizers":
@@ -340,7 +340,7 @@ def shown(name: str) -> str:
     return repr(_unescaped(rest) if kind == "optimizer" else rest)
 
 
-def plain(value: object, what: str) -> Any:
+def to_plain_data(value: object, what: str) -> Any:
     """Return a copy of a value as a checkpoint gives it back; refuse what only code could read back."""
     written = io.BytesIO()
     try:

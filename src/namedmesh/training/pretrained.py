@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from namedmesh.errors import CheckpointError, format_items
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_files import Ranks
+from namedmesh.training.checkpoint_ranks import CheckpointRanks
+from namedmesh.training.checkpoint_storage import StorageReader, read_metadata
 
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = {"model-00001-of-00001.safetensors", _INDEX}  # by torch's writer, which makes one file
@@ -38,8 +39,8 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
             ``directory`` has other weights.
     """
     source, target = Path(path), Path(directory)
-    about = files.read_about(source)
-    reader = files.Reader(source, about | {"tensors": files.read_metadata(source, about)})
+    about = files.read_manifest(source)
+    reader = StorageReader(source, about | {"tensors": read_metadata(source, about)})
     saved = reader.read_metadata().state_dict_metadata
     entries: dict[str, str] = {}  # the entry of the checkpoint, by the name in the model
     for entry in saved:
@@ -54,7 +55,9 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
         kept = saved[entry]
         if isinstance(kept, dcp.TensorStorageMetadata):
             tensors[entry] = torch.empty(kept.size, dtype=kept.properties.dtype, device="cpu")
-    with Ranks.of(None).told(f"the model of {source} could not be written to {target}"):
+    with CheckpointRanks.of(None).reraise_on_all_ranks(
+        f"the model of {source} could not be written to {target}"
+    ):
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
         named = {name: tensors[entry] for name, entry in entries.items() if entry in tensors}
