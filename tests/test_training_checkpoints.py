@@ -359,8 +359,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(before, other.state_dict().values(), strict=True))
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(5))], lr=0.1)
     assert problems_of(lambda: training.save(path, None, saved, stranger)) == [
-        "the optimizer has parameters of shape (5,) that the model has not; make it from the parameters that "
-        "the model has now"
+        "the optimizer has parameters of shape (5,) that are not in the model; create it from the current parameters of the model, "
+        "after parallelize() and fully_shard()"
     ]
     grouped = [{"params": saved["a"].parameters(), "lr": 0.1}, {"params": saved["b"].parameters(), "lr": 0.2}]
     training.save(path, None, saved, torch.optim.SGD(grouped))

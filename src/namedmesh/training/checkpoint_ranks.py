@@ -169,7 +169,7 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
     """Return one error for the errors of all ranks, with a message for each cause and its ranks.
 
     Args:
-        error: the error of DCP, which has those of all ranks, or an error of this rank.
+        error: the error of DCP, which has the errors of all ranks, or an error of this rank.
         problem: what could not be done.
         rank: the rank of this process.
     """
