@@ -366,8 +366,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     training.save(path, None, saved, torch.optim.SGD(grouped))
     together = torch.optim.SGD(saved.parameters(), lr=0.1)
     assert problems_of(lambda: training.load(path, None, saved, together)) == [
-        f"'b.weight': in a group of the optimizer with others, that had other options in the checkpoint {path}; group them as they "
-        "were"
+        f"'b.weight': in one group of the optimizer with parameters that had other options in the checkpoint {path}; group them "
+        "as they were"
     ]
     assert files_left(tmp_path) == ["last"]
 
@@ -390,8 +390,8 @@ def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
     unlike = optimizers(0.3, torch.optim.Adagrad)
     said = error_of(lambda: training.load(tmp_path / "two", None, model, unlike))
     assert said == (
-        f"CheckpointError: '0.weight', '0.bias': optimized by RMSprop in the checkpoint {tmp_path}/two, and by Adagrad here; make that "
-        "one, or load without the optimizer"
+        f"CheckpointError: '0.weight', '0.bias': optimized by RMSprop in the checkpoint {tmp_path}/two, and by Adagrad here; create the "
+        "saved class, or load without the optimizer"
     )
     twice = [torch.optim.AdamW(model[1].parameters()), pair[1]]
     twice[0].step()
@@ -448,7 +448,7 @@ def test_a_weight_with_two_names_is_saved_once_and_loads_as_one_or_two(tmp_path:
         head.add_(1)
     training.save(tmp_path / "apart", None, two, other)
     assert error_of(lambda: training.load(tmp_path / "apart", None, one, optimizer)) == (
-        "CheckpointError: 'embed.weight' and 'head.weight' are tied here, and are two weights with other values in the checkpoint "
+        "CheckpointError: 'embed.weight' and 'head.weight' are tied here, and are two different weights in the checkpoint "
         f"{tmp_path}/apart; untie them, or load another checkpoint"
     )
 
@@ -777,7 +777,7 @@ def random_numbers_and_loaders_go_on_where_they_were(root: Path) -> None:
     mesh.close()
     mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
     refused = error_of(lambda: training.load(root / "one", mesh, model, data=loader))
-    assert "no place in the data for this rank in" in refused
+    assert "no state of the data loader for this rank in" in refused
     mesh.close()
 
 
