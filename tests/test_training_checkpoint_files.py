@@ -276,7 +276,7 @@ def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
         second.save(2, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
     no_locks = mock.patch.object(fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available"))
-    with no_locks, pytest.warns(UserWarning, match="can have no lock"):
+    with no_locks, pytest.warns(UserWarning, match="cannot be locked"):
         run.save(3, model)
 
 
