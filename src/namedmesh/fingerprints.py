@@ -1,8 +1,8 @@
 """Short summaries of tensors and other values, which ranks compare in place of the values.
 
 Replicated tensors may differ by rounding on several ranks. :func:`fingerprint` therefore returns
-numbers, which are compared up to a tolerance. :func:`digest` returns a hash, for values that must be
-equal.
+numbers, which are compared up to a tolerance. :func:`digest` returns a hash, for values that must
+be equal.
 """
 
 from __future__ import annotations

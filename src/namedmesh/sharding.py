@@ -10,8 +10,8 @@ attribute                             set by                      meaning
 ``partition_dim, partition_stride``   Megatron-LM                 its dim, and its number of blocks
 ``model_parallel``                    DeepSpeed, fairscale        a local shard over ``tp``
 ``allreduce`` (False)                 Megatron-LM, DeepSpeed      belongs to an expert
-``shared``                            Megatron-LM, tie_stages()   a copy of another stage's parameter
-``ds_pipe_replicated``                DeepSpeed                   a copy of another stage's parameter
+``shared``                            Megatron-LM, tie_stages()   a copy, of another stage
+``ds_pipe_replicated``                DeepSpeed                   a copy, of another stage
 ===================================== =========================== ==================================
 """
 
@@ -104,6 +104,7 @@ def find_plain_shard(param: Tensor, mesh: NamedMesh | None) -> PlainShard | None
     """
     if mesh is None or isinstance(param, DTensor) or not has_partition_dim(param):
         return None
+    # Without an axis etp, the mesh shards experts over tp, as it does everything else.
     axis = "etp" if is_expert(param) and "etp" in mesh.coords else "tp"
     if axis not in mesh.coords or mesh.size(axis) == 1:
         return None

@@ -211,13 +211,14 @@ def _describe_absence(path: Path) -> str:
     """Return a message about a path that has no complete checkpoint."""
     if path.is_file():
         return (
-            f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote. "
-            "Read a file of torch.save() with torch.load()."
+            f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() "
+            "wrote. Read a file of torch.save() with torch.load()."
         )
     if (path / ".metadata").exists():
         return (
-            f"{path} is a directory of torch.distributed.checkpoint without {MANIFEST_NAME}. Read it "
-            f"with torch.distributed.checkpoint.load(), or give the directory that has {MANIFEST_NAME}."
+            f"{path} is a directory of torch.distributed.checkpoint without {MANIFEST_NAME}. Read "
+            "it with torch.distributed.checkpoint.load(), or give the directory that has "
+            f"{MANIFEST_NAME}."
         )
     return f"there is no complete checkpoint at {path}; name one that was saved"
 
@@ -304,6 +305,7 @@ def _incomplete_files(path: Path) -> list[str]:
     Raises:
         MissingError: another job has removed the checkpoint in the meantime.
     """
+    # Sizes are enough here: the checksums of large files take long, and load() verifies them.
     manifest = _read_manifest_file(path)
     sizes: dict[str, int] = {}
     with suppress(FileNotFoundError):

@@ -38,11 +38,11 @@ _MISSING = {
     "model": "not in {}",
     "optimizer": "kept by the optimizer for the shard of one rank, and no rank has this shard now; "
     "load {} in its original layout, or without the optimizer",
-    "optimizers": "its state in addition to the state of its parameters is not in {}; create it from "
-    "the same parameters, or load without it",
-    "data": "no state of the data loader for this rank in {}, which was saved with other data ranks; "
-    "load it without data=, and skip the samples that were seen (a position that counts the samples "
-    "of all ranks can be an extra value)",
+    "optimizers": "its state in addition to the state of its parameters is not in {}; create it "
+    "from the same parameters, or load without it",
+    "data": "no state of the data loader for this rank in {}, which was saved with other data "
+    "ranks; load it without data=, and skip the samples that were seen (a position that counts the "
+    "samples of all ranks can be an extra value)",
 }
 
 
@@ -309,8 +309,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             if class_names[0] not in saved_classes and saved_classes[0] not in class_names:
                 self._add_problem(
                     f"model.{name}",
-                    f"optimized by {saved_classes[0]} in {self._checkpoint}, and by {class_names[0]} "
-                    "here; create the saved class, or load without the optimizer",
+                    f"optimized by {saved_classes[0]} in {self._checkpoint}, and by "
+                    f"{class_names[0]} here; create the saved class, or load without the optimizer",
                 )
             elif options_of_groups.setdefault(group, options) != options:
                 self._add_problem(
@@ -400,9 +400,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """
         problems = []
         for alias, tied_to in self._tied.items():
-            names = [name for name in (f"model.{tied_to}", f"model.{alias}") if name in self._sources]
-            summaries = [Summary(fingerprint_sample(self.state_dict[name])) for name in names]
-            if not all(summary.matches(summaries[0]) for summary in summaries):
+            first = f"model.{tied_to}"
+            second = f"model.{alias}"
+            if first not in self._sources or second not in self._sources:
+                continue  # the checkpoint has one entry for both, or they are not loaded
+            summary = Summary(fingerprint_sample(self.state_dict[first]))
+            if not summary.matches(Summary(fingerprint_sample(self.state_dict[second]))):
                 problems.append(
                     f"{tied_to!r} and {alias!r} are tied here, and are two different weights in "
                     f"{self._checkpoint}; untie them, or load another checkpoint"

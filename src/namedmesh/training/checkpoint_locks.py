@@ -77,8 +77,8 @@ def _lock(path: Path) -> int:
                 f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give this job a "
                 "directory of its own, or end that process."
             ) from None
-        # The process before may have removed the file after it was opened here. Then the lock is on a
-        # file without a name.
+        # The previous process may have removed the file after it was opened here. Then the lock is
+        # on a file without a name.
         if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
             return descriptor
         os.close(descriptor)

@@ -23,8 +23,8 @@ _STATE_TOLERANCE = 1e-2
 _REMEDY = (
     "and a checkpoint has one tensor of each name. Replicas must be equal; the name of a layer has "
     "its number in the full model (training.stage_layers); plain shards have the attributes "
-    "tensor_model_parallel and partition_dim; optimizer state that differs between ranks must not be "
-    "a DTensor"
+    "tensor_model_parallel and partition_dim; optimizer state that differs between ranks must not "
+    "be a DTensor"
 )
 
 
@@ -79,20 +79,24 @@ class SavePlanner(dcp.DefaultSavePlanner):
         if different:
             problems.append(
                 f"the extra values ({format_items(self._state.extra)}) differ on "
-                f"{format_ranks(different)} from those on rank 0; give every rank the same, such as a "
-                "list of the values of all ranks"
+                f"{format_ranks(different)} from those on rank 0; give every rank the same, such as "
+                "a list of the values of all ranks"
             )
         copies, mismatches = _compare_ranks(all_plans, self._aliases)
         problems += mismatches
         if problems:
             raise CheckpointError(*problems)
-        renamed = [_rename_items(plan, rank, copies, self._aliases) for rank, plan in enumerate(all_plans)]
+        renamed = []
+        for rank, plan in enumerate(all_plans):
+            renamed.append(_rename_items(plan, rank, copies, self._aliases))
+        # DCP removes items that several ranks have, and balances the writes.
         plans, metadata = super().create_global_plan(renamed)
         options: dict[str, Any] = {}
         local: set[str] = set()
         for report in reports:
             options |= report["options"]
             local |= report["local"]
+        # The writer has the manifest on rank 0, where this runs, and writes it at the end.
         self._writer.manifest |= {
             "options": options,
             "local": sorted(local),
@@ -148,6 +152,7 @@ def _summarize(state: State, name: str) -> Summary:
         local = to_local(value)
         if type(local) not in {Tensor, nn.Parameter}:
             return Summary([])  # quantized tensors support few operations
+        # Some optimizers keep DTensors, others plain tensors that replicas may or may not share.
         numbers = fingerprint_sample(local)
         return Summary(numbers, 0 if is_sharded else digest(numbers), _STATE_TOLERANCE)
     hashed = digest(value)

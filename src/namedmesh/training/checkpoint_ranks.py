@@ -23,7 +23,7 @@ from namedmesh.training.checkpoint_files import CorruptedError
 
 
 class CheckpointRanks:
-    """The ranks of a mesh, on a gloo group that only checkpoints use; or one process without a mesh.
+    """The ranks of a mesh on a gloo group of their own, or one process without a mesh.
 
     There is one object for each group, so a mesh has one save in the background at most.
 
@@ -81,7 +81,7 @@ class CheckpointRanks:
         Collective: every rank must call it.
 
         Args:
-            problem: what could not be done, for the message of an unexpected error.
+            problem: the start of the message for unexpected errors, such as "x could not be read".
             function: the function, which gets no arguments.
 
         Returns:
@@ -91,6 +91,7 @@ class CheckpointRanks:
             CheckpointError: on every rank, if the function raises an error on rank 0.
         """
         with self.reraise_on_all_ranks(problem):
+            # A wrapper for each call: it refers to the group, which is only held weakly here.
             wrapper = make_dcp_wrapper(**self.dcp_arguments)
             return wrapper.broadcast("checkpoint", partial(_call_with_sendable_error, function))
 
@@ -100,7 +101,7 @@ class CheckpointRanks:
         Collective: every rank must call it.
 
         Args:
-            problem: what could not be done, for the message of an unexpected error.
+            problem: the start of the message for unexpected errors, such as "x could not be read".
             function: the function, which gets no arguments.
 
         Returns:
@@ -120,7 +121,7 @@ class CheckpointRanks:
         DCP has gathered the errors of all ranks already, so this does not communicate.
 
         Args:
-            problem: what could not be done, for the message of an unexpected error.
+            problem: the start of the message for unexpected errors, such as "x could not be read".
         """
         is_single = self._group is None
         try:
@@ -170,7 +171,7 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
 
     Args:
         error: the error of DCP, which has the errors of all ranks, or an error of this rank.
-        problem: what could not be done.
+        problem: the start of the message for unexpected errors.
         rank: the rank of this process.
     """
     causes: dict[int, Any] = {rank: error}
@@ -181,6 +182,7 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
     expected: dict[int, Iterable[str]] = {}
     unexpected: dict[str, list[int]] = {}
     for failed, cause in sorted(causes.items()):
+        # Only errors of this package have messages for users. Others get the name of their class.
         if isinstance(cause, NamedMeshError):
             expected[failed] = cause.problems
         else:
@@ -191,5 +193,6 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
             f"{problem} by {format_ranks(ranks)} ({message}); check the disk space and the "
             "permissions there, and restart the job"
         )
+    # resume_or_start() tries an older checkpoint after a CorruptedError.
     is_corrupted = all(isinstance(cause, CorruptedError) for cause in causes.values())
     return CorruptedError(*problems) if is_corrupted else CheckpointError(*problems)

@@ -149,8 +149,8 @@ class State:
             remedy = "give a parameter to one optimizer"
             if name.startswith("model."):
                 remedy = (
-                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
-                    "the layers of pipeline stages with training.stage_layers"
+                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and "
+                    "number the layers of pipeline stages with training.stage_layers"
                 )
             raise CheckpointError(f"{display_name(name)} is the name of two values; {remedy}")
         self.values[name] = value
@@ -184,9 +184,9 @@ class State:
         unknown = [tuple(param.shape) for name, param in named if not name]
         if unknown:
             raise CheckpointError(
-                f"the optimizer has parameters of shape {format_items(unknown)} that are not in the "
-                "model; create it from the current parameters of the model, after parallelize() and "
-                "fully_shard()"
+                f"the optimizer has parameters of shape {format_items(unknown)} that are not in "
+                "the model; create it from the current parameters of the model, after "
+                "parallelize() and fully_shard()"
             )
         state_dict = optimizer.state_dict()
         own = {key: value for key, value in state_dict.items() if key not in {"state", "param_groups"}}
@@ -195,6 +195,7 @@ class State:
                 own.setdefault("state", {})[index] = values
                 continue
             name, param = named[index]
+            # The state of an optimizer is sharded as the parameter that it belongs to.
             for key, value in values.items():
                 self._add(make_entry_name(name, key), value, param)
         if own:
@@ -227,7 +228,7 @@ class State:
                 )
 
     def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        """Return an optimizer's parameters with their names, in the order in which torch numbers them.
+        """Return the names and parameters of an optimizer, in the order of torch's numbers.
 
         The name is empty if the parameter is not in the model.
         """
@@ -275,11 +276,12 @@ class State:
     def copy_to_cpu(self, pinned: dict[str, Tensor]) -> None:
         """Copy the tensors to the CPU, for a save in the background.
 
-        Copies from an accelerator go to pinned memory and do not wait for each other. Pinned memory is
-        slow to get, so the memory of the save before is used again.
+        Copies from an accelerator go to pinned memory and do not wait for each other. To allocate
+        pinned memory is slow, so the memory of the previous save is used again.
 
         Args:
-            pinned: the memory, by the names of entries. It is filled here; no other save may read it.
+            pinned: the memory, by the names of entries. It is filled here, so the previous save
+                must have finished.
         """
         devices: set[torch.device] = set()
         for name, value in self.values.items():
@@ -296,7 +298,10 @@ class State:
                 pinned[name] = memory
             memory.copy_(local, non_blocking=True)
             devices.add(local.device)
-            self.values[name] = replace_local_tensor(value, memory) if isinstance(value, DTensor) else memory
+            if isinstance(value, DTensor):
+                self.values[name] = replace_local_tensor(value, memory)
+            else:
+                self.values[name] = memory
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 
@@ -308,6 +313,7 @@ class State:
             options: the saved options of the parameters that are loaded.
         """
         local = {name: self._to_plain_shard(name, value) for name, value in loaded.items()}
+        # strict=False, because load() has checked the names of all ranks before it read anything.
         for module in self.modules:
             state_dict = {}
             name_of = _without_wrappers(module)
@@ -327,7 +333,7 @@ class State:
         seeds.set_random_state(random_state)
 
     def _to_plain_shard(self, name: str, value: Any) -> Any:
-        """Return the local tensor of a DTensor that was made from a plain shard, and other values."""
+        """Return the local tensor if collect() made a DTensor of a plain shard, else the value."""
         source = self._sources.get(name)
         if source is None and name.startswith("optimizer."):
             source = self._sources.get(f"model.{split_entry_name(name)[0]}")
@@ -464,12 +470,13 @@ def to_plain_data(value: object, name: str) -> Any:
     Raises:
         CheckpointError: the value needs code to be read, which a checkpoint never runs.
     """
+    # Writing and reading it once finds every value that the load would reject later.
     written = io.BytesIO()
     try:
         torch.save(value, written)
         written.seek(0)
         return torch.load(written, weights_only=True, map_location="cpu")
-    except Exception as error:  # noqa: BLE001  each type has its own error for "this cannot be pickled"
+    except Exception as error:  # noqa: BLE001  each type has its own error
         cause = str(error).strip().partition("\n")[0]
         remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
         raise CheckpointError(f"{name} is not plain data ({cause}); {remedy}") from None

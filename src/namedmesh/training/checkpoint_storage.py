@@ -61,7 +61,9 @@ class StorageWriter(dcp.FileSystemWriter):
         super().finish(metadata, results)
         data = self.target / self.manifest["data"]
         # Another host has written some of the files, and this one may see them late.
-        written = {result.storage_data.relative_path for of_rank in results for result in of_rank}
+        written: set[str] = set()
+        for results_of_rank in results:
+            written.update(result.storage_data.relative_path for result in results_of_rank)
         unseen = [name for name in sorted(written) if not files.wait_until_visible(data / name)]
         if unseen:
             raise CheckpointError(
@@ -163,6 +165,7 @@ class StorageReader(dcp.FileSystemReader):
         """
         for item in plan.items:
             self._read_item(item, planner)
+        # DCP waits for a future. Everything has been read already.
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done

@@ -105,7 +105,9 @@ def _save(
         on_finish: called on rank 0 after the checkpoint is complete.
     """
     ranks = CheckpointRanks.of(mesh)
+    # One save at a time: they share the pinned memory and the group.
     ranks.wait_for_save()
+    # Without a mesh, every call has its own CheckpointRanks, and could not wait for this save.
     in_background = async_ and mesh is not None
     state = State(mesh, *objects)
 
@@ -120,6 +122,7 @@ def _save(
             state.copy_to_cpu(ranks.pinned)
 
     problem = f"the checkpoint {path} could not be written"
+    # Two calls: reduce_partial() communicates, and all ranks must have collected without an error.
     aliases = merge_aliases(ranks.run_on_all_ranks(problem, collect))
     ranks.run_on_all_ranks(problem, prepare)
     name = ranks.run_on_rank0(problem, partial(files.make_data_directory, path))
@@ -150,7 +153,7 @@ def _save(
         thread = ThreadPoolExecutor(1)
         future = thread.submit(write)
         ranks.saving = future
-        thread.shutdown(wait=False)
+        thread.shutdown(wait=False)  # the thread ends after this one task
     else:
         future = Future()
         future.set_result(write())
@@ -277,6 +280,7 @@ def _load(
     reader = StorageReader(path, manifest) if manifest["data"] else PretrainedReader(path, manifest)
     with ranks.reraise_on_all_ranks(problem):
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.dcp_arguments)
+    # Nothing has changed until here. An error in apply() may leave some values loaded.
     ranks.run_on_all_ranks(problem, planner.check_tied)
     ranks.run_on_all_ranks(problem, planner.apply)
     loaded = Loaded(manifest["extra"])
@@ -293,12 +297,12 @@ class CheckpointManager:
     A run starts with the first save after a fresh start, and continues with every checkpoint that
     is loaded here. A save removes the oldest checkpoints of its run, and the files of interrupted
     saves. It removes nothing of another run, nothing with another name (such as ``best``), and
-    nothing behind a symbolic link. The end of a ``with`` block waits for the save in the background,
-    and raises its error.
+    nothing behind a symbolic link. The end of a ``with`` block waits for the save in the
+    background, and raises its error.
 
     From ``resume_or_start()`` or the first save to ``close()``, no other job can save in the
-    directory: it gets a CheckpointError that names this host and process. The lock of a job that was
-    killed does not stop the next one.
+    directory: it gets a CheckpointError that names this host and process. The lock of a job that
+    was killed does not stop the next one.
 
     Args:
         directory: the directory, on a file system that all hosts share.
@@ -382,8 +386,8 @@ class CheckpointManager:
             optimizer: as for :func:`load`.
             data: as for :func:`load`.
             resume: True to load the checkpoint that was finished last, or to start if there is
-                none, as a job that is queued again needs it. Corrupted checkpoints are skipped, with
-                a warning. False starts a run. A path is a checkpoint to resume from: its run
+                none, as a job that is queued again needs it. Corrupted checkpoints are skipped,
+                with a warning. False starts a run. A path is a checkpoint to resume from: its run
                 continues here, also if it is in another directory. From a directory of Hugging
                 Face, a run starts. The value of rank 0 counts.
             cast: as for :func:`load`.
@@ -396,6 +400,7 @@ class CheckpointManager:
                 the directory has another run; or another job saves there.
         """
         self._ranks.wait_for_save()
+        # All ranks try the same checkpoints, and load() raises the same error on every rank.
         manifest: dict[str, Any] = {}
         candidates = self._run_on_rank0(partial(self._find_candidates, resume))
         for path in candidates:
@@ -420,6 +425,7 @@ class CheckpointManager:
         self._lock = Lock.of(self.directory)
         if resume is False:
             return []
+        # Only the names that save() gives: a copy such as "best" may be newer.
         if resume is True:
             paths = [entry.path for entry in files.list_checkpoints(self.directory)]
             return [path for path in reversed(paths) if _NAME.fullmatch(path.name)]
@@ -481,8 +487,8 @@ class CheckpointManager:
             # Without a path, resume_or_start() only finds the names that save() gives.
             call = "resume_or_start()" if is_numbered else f"resume_or_start(..., resume={str(last)!r})"
             raise CheckpointError(
-                f"{self.directory} has another run, up to {last.name}; resume it with {call}, or give "
-                "this run a directory of its own"
+                f"{self.directory} has another run, up to {last.name}; resume it with {call}, or "
+                "give this run a directory of its own"
             )
         return self._run or secrets.token_hex(8)
 

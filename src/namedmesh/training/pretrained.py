@@ -26,9 +26,9 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
     """Write the model of a checkpoint in the format of Hugging Face's ``from_pretrained``.
 
     The format is safetensors. Call it in one process, which has the full model in memory. If the
-    ranks had different values of a buffer, such as the running mean of a BatchNorm, the value of the
-    lowest rank is written, as :func:`load` does for another layout. ``config.json`` is not written:
-    call ``model.config.save_pretrained()``.
+    ranks had different values of a buffer, such as the running mean of a BatchNorm, the value of
+    the lowest rank is written, as :func:`load` does for another layout. ``config.json`` is not
+    written: call ``model.config.save_pretrained()``.
 
     Args:
         path: a checkpoint of :func:`save`.
@@ -36,11 +36,12 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
             replaced.
 
     Raises:
-        CheckpointError: there is no checkpoint at ``path``; it is corrupted; it has adapters of PEFT,
-            which ``from_pretrained`` does not find under the names that they have in a checkpoint; or
-            ``directory`` has other weights.
+        CheckpointError: there is no checkpoint at ``path``; it is corrupted; it has adapters of
+            PEFT, which ``from_pretrained`` does not find under the names that they have in a
+            checkpoint; or ``directory`` has other weights.
     """
-    source, target = Path(path), Path(directory)
+    source = Path(path)
+    target = Path(directory)
     manifest = files.read_manifest(source)
     reader = StorageReader(source, manifest | {"tensors": read_metadata(source, manifest)})
     saved = reader.read_metadata().state_dict_metadata
@@ -53,6 +54,7 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
         if entry.startswith("model."):
             entries[entry.removeprefix("model.")] = f"copy.{copies[min(copies)]:x}.{entry}"
     _check_target(source, target, entries)
+    # Extra states are bytes, and from_pretrained() does not read them.
     tensors = {}
     for entry in entries.values():
         metadata = saved[entry]
@@ -74,17 +76,17 @@ def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
     adapters = [name for name in names if _is_of_adapter(name)]
     if adapters:
         problems.append(
-            f"The checkpoint {source} has adapters of PEFT, such as {adapters[0]!r}. from_pretrained() does "
-            "not find these names, and would start from random weights. Load the checkpoint into the model "
-            "in one process (training.load(path, None, model)) and call the model's own save_pretrained(), "
-            "or merge_and_unload() first."
+            f"The checkpoint {source} has adapters of PEFT, such as {adapters[0]!r}. "
+            "from_pretrained() does not find these names, and would start from random weights. Load "
+            "the checkpoint into the model in one process (training.load(path, None, model)) and "
+            "call the model's own save_pretrained(), or merge_and_unload() first."
         )
     weights = [*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")]
     others = sorted(file.name for file in weights if file.name not in _WRITTEN)
     if others:
         problems.append(
-            f"{target} has other weights ({format_items(others, 4)}), which from_pretrained() would read too, or "
-            "instead. Give a new directory, or remove them."
+            f"{target} has other weights ({format_items(others, 4)}), which from_pretrained() would "
+            "read too, or instead. Give a new directory, or remove them."
         )
     if problems:
         raise CheckpointError(*problems)
@@ -93,8 +95,10 @@ def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
 def _is_of_adapter(name: str) -> bool:
     """Return whether a weight belongs to a layer that PEFT has wrapped, or to an adapter."""
     parts = name.split(".")
-    wrapped = not {"base_layer", "modules_to_save"}.isdisjoint(parts)
-    return wrapped or name.startswith("base_model.model.") or any(part.startswith("lora_") for part in parts)
+    if name.startswith("base_model.model."):
+        return True
+    names_of_peft = ("base_layer", "modules_to_save")
+    return any(part in names_of_peft or part.startswith("lora_") for part in parts)
 
 
 class PretrainedReader(dcp.HuggingFaceStorageReader):
@@ -139,8 +143,10 @@ def read_pretrained(path: Path) -> dict[str, Any] | None:
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
         return None
     reader = dcp.HuggingFaceStorageReader(str(path))
+    # A directory may have weights that the index does not name, such as the weights of its base model.
     reader.fs = _SomeFiles(_weight_files(path))
     metadata = reader.read_metadata()
+    # DCP takes two tensors of one name for two shards of one tensor.
     duplicates = []
     for name, entry in metadata.state_dict_metadata.items():
         chunks = entry.chunks if isinstance(entry, dcp.TensorStorageMetadata) else []
@@ -148,8 +154,8 @@ def read_pretrained(path: Path) -> dict[str, Any] | None:
             duplicates.append(repr(name))
     if duplicates:
         raise CheckpointError(
-            f"{path} has {format_items(duplicates, 4)} in more than one file. Remove the files of another model, or "
-            f"name the files to read in {_INDEX}, as save_pretrained() does."
+            f"{path} has {format_items(duplicates, 4)} in more than one file. Remove the files of "
+            f"another model, or name the files to read in {_INDEX}, as save_pretrained() does."
         )
     return {
         "data": None,
@@ -164,7 +170,7 @@ def read_pretrained(path: Path) -> dict[str, Any] | None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the files that the index of a directory names, or all safetensors files without one."""
+    """Return the files that the index of a directory names; all files if it has no index."""
     if not (path / _INDEX).exists():
         return sorted(path.glob("*.safetensors"))
     named = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())

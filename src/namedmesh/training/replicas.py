@@ -144,11 +144,13 @@ def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
         positions, group = compared[axis], mesh.group(axis)
         most, least = _extremes([len(positions)], group, mesh.device)
         if most != least:
-            continue  # a rank has more parameters than others, such as the bias of a row-wise layer
+            continue  # a rank has more parameters than others, such as the bias of a sharded layer
         # Different weights have different gradients, so the weights come first.
         for kind in ("weights", "gradients"):
-            tensors = [params[at] if kind == "weights" else params[at].grad for at in positions]
-            numbers = [_summarize(tensor) for tensor in tensors]
+            numbers = []
+            for at in positions:
+                tensor = params[at] if kind == "weights" else params[at].grad
+                numbers.append(_summarize(tensor))
             different = _differences(*_extremes(numbers, group, mesh.device))
             if different:
                 described = _describe((positions[at], params[positions[at]]) for at in different)
@@ -219,8 +221,9 @@ def _differences(highest: list[list[float]], lowest: list[list[float]]) -> list[
     different = []
     for position, (high, low) in enumerate(zip(highest, lowest, strict=True)):
         far = max(high[0] - low[0], high[1] - low[1])
-        # If it is not finite on any rank, the ranks agree: the norm for clipping is not finite either.
-        if high[2] != low[2] or (far > RELATIVE_TOLERANCE * high[0] and far > ZERO_GRAD_THRESHOLD * largest):
+        # If it is finite on no rank, the ranks agree: the norm for clipping is not finite either.
+        is_far = far > RELATIVE_TOLERANCE * high[0] and far > ZERO_GRAD_THRESHOLD * largest
+        if high[2] != low[2] or is_far:
             different.append(position)
     return different
 

@@ -21,8 +21,8 @@ from namedmesh.sharding import is_copy_of_stage, set_copy_of_stage, to_local
 _numbers = count()
 
 # The tie of each parameter by its id, as long as the function that sums its gradients exists, which
-# keeps the parameter alive. The attribute alone is not enough: ``module.to(dtype)`` keeps the object
-# of a DTensor parameter, but replaces all its attributes. A weak reference would not do either,
+# keeps the parameter alive. The attribute is not enough: ``module.to(dtype)`` keeps the object of a
+# DTensor parameter, but replaces all its attributes. A weak reference would not do either,
 # because torch does not convert a parameter that has one.
 _ties: dict[int, tuple[str, str]] = {}
 
@@ -106,7 +106,10 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
                 param.grad = torch.zeros_like(param)
             grad = param.grad if param.requires_grad else None
             # The peer waits for a tensor, whether this end trains or not.
-            local_grads.append(torch.zeros_like(to_local(param)) if grad is None else to_local(grad))
+            if grad is None:
+                local_grads.append(torch.zeros_like(to_local(param)))
+            else:
+                local_grads.append(to_local(grad))
         for grad, peer_grad in zip(local_grads, _exchange(local_grads, mesh, peer), strict=True):
             grad.add_(peer_grad)
 
@@ -140,9 +143,9 @@ def _check_ends(by_rank: list[dict[str, Any]], here: dict[str, Tensor]) -> int:
                 ends.append(descriptions[end])
     if len(ranks["first"]) != 1 or len(ranks["last"]) != 1 or ends[0] != ends[1]:
         raise ShapeError(
-            f"the ranks {ranks['first']} and {ranks['last']} of pp tie {ends}; give one parameter of "
-            "the first stage and one of the last, of one shape and dtype, both trained or both frozen, "
-            "and None on the other ranks"
+            f"the ranks {ranks['first']} and {ranks['last']} of pp tie {ends}; give one parameter "
+            "of the first stage and one of the last, of one shape and dtype, both trained or both "
+            "frozen, and None on the other ranks"
         )
     return ranks["last" if "first" in here else "first"][0]
 
