@@ -122,11 +122,10 @@ def _add(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
         _add(hasher, _state_of(value), (*enclosing, id(value)))
 
 
-def _from_numpy(value: Any) -> object:
+def _from_numpy(value: Any) -> Any:
     """Return an array of numbers as a tensor, and everything else as Python's objects."""
     if value.ndim == 0 or value.dtype.kind not in "biufc":  # such as strings, dates and records
-        converted: object = value.tolist()
-        return converted
+        return value.tolist()
     # torch takes neither negative strides, as of flipped images, nor another order of bytes.
     return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
 

@@ -102,10 +102,8 @@ def sync_directory(directory: Path) -> None:
 
 def make_corrupted_error(name: str, path: Path) -> CorruptedError:
     """Return the error for a file of the checkpoint at ``path``."""
-    return CorruptedError(
-        f"the checkpoint {path} is corrupted: {name} is missing, or failed its checksum; load an "
-        "older checkpoint"
-    )
+    problem = f"the checkpoint {path} is corrupted: {name} is missing, or failed its checksum"
+    return CorruptedError(f"{problem}; load an older checkpoint")
 
 
 def verify_archive(contents: bytes) -> io.BytesIO:
@@ -188,38 +186,32 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _read_manifest_file(path: Path) -> dict[str, Any]:
     try:
-        return _parse_manifest((path / MANIFEST_NAME).read_bytes())
+        manifest: dict[str, Any] = _parse_manifest((path / MANIFEST_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise MissingError(_describe_absence(path)) from None
     except Exception as error:
         raise make_corrupted_error(MANIFEST_NAME, path) from error
+    return manifest
 
 
-def _parse_manifest(contents: bytes) -> dict[str, Any]:
-    manifest: dict[str, Any]
+def _parse_manifest(contents: bytes) -> Any:
     if zipfile.is_zipfile(io.BytesIO(contents)):  # of an earlier release
-        manifest = torch.load(verify_archive(contents), weights_only=True)
-        return manifest
+        return torch.load(verify_archive(contents), weights_only=True)
     checksum, _, text = contents.partition(b"\n")
     if int(checksum) != zlib.crc32(text):
         raise ValueError(checksum)
-    manifest = json.loads(text)
-    return manifest
+    return json.loads(text)
 
 
 def _describe_absence(path: Path) -> str:
     """Return a message about a path that has no complete checkpoint."""
     if path.is_file():
-        return (
-            f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() "
-            "wrote. Read a file of torch.save() with torch.load()."
-        )
+        problem = f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote"
+        return f"{problem}. Read a file of torch.save() with torch.load()."
     if (path / ".metadata").exists():
-        return (
-            f"{path} is a directory of torch.distributed.checkpoint without {MANIFEST_NAME}. Read "
-            "it with torch.distributed.checkpoint.load(), or give the directory that has "
-            f"{MANIFEST_NAME}."
-        )
+        problem = f"{path} is a directory of torch.distributed.checkpoint without {MANIFEST_NAME}"
+        remedy = f"with torch.distributed.checkpoint.load(), or give the directory that has {MANIFEST_NAME}"
+        return f"{problem}. Read it {remedy}."
     return f"there is no complete checkpoint at {path}; name one that was saved"
 
 

@@ -36,13 +36,13 @@ from namedmesh.training.checkpoint_state import (
 # Random states are not among them: without one, the generators keep their state.
 _MISSING = {
     "model": "not in {}",
-    "optimizer": "kept by the optimizer for the shard of one rank, and no rank has this shard now; "
-    "load {} in its original layout, or without the optimizer",
-    "optimizers": "its state in addition to the state of its parameters is not in {}; create it "
-    "from the same parameters, or load without it",
-    "data": "no state of the data loader for this rank in {}, which was saved with other data "
-    "ranks; load it without data=, and skip the samples that were seen (a position that counts the "
-    "samples of all ranks can be an extra value)",
+    "optimizer": "kept by the optimizer for the shard of one rank, and no rank has this shard now; load {} in its "
+    "original layout, or without the optimizer",
+    "optimizers": "its state in addition to the state of its parameters is not in {}; create it from the same "
+    "parameters, or load without it",
+    "data": "no state of the data loader for this rank in {}, which was saved with other data ranks; load it "
+    "without data=, and skip the samples that were seen (a position that counts the samples of all ranks can be "
+    "an extra value)",
 }
 
 
@@ -250,11 +250,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return torch.empty_like(here, dtype=dtype).detach()
 
     def _allocate_for_optimizer(
-        self,
-        name: str,
-        saved: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
+        self, name: str, saved: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         """Return uninitialized memory for an optimizer's entry.
 
@@ -286,9 +282,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 continue
             if shape[placement.dim] == parameter.shape[placement.dim]:
                 placements[mesh_dim] = placement
-        return torch.distributed.tensor.empty(
-            shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements
-        )
+        where: dict[str, Any] = {"device_mesh": parameter.device_mesh, "placements": placements}
+        return torch.distributed.tensor.empty(shape, dtype=dtype, **where)
 
     def _find_optimizer_entries(self) -> None:
         """Find the entries for the optimizers, and note why one cannot resume from them."""
@@ -307,17 +302,14 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 continue
             saved_classes, options, saved_group = before[:3]
             if class_names[0] not in saved_classes and saved_classes[0] not in class_names:
-                self._add_problem(
-                    f"model.{name}",
-                    f"optimized by {saved_classes[0]} in {self._checkpoint}, and by "
-                    f"{class_names[0]} here; create the saved class, or load without the optimizer",
+                problem = (
+                    f"optimized by {saved_classes[0]} in {self._checkpoint}, and by {class_names[0]} here"
                 )
+                remedy = "create the saved class, or load without the optimizer"
+                self._add_problem(f"model.{name}", f"{problem}; {remedy}")
             elif options_of_groups.setdefault(group, options) != options:
-                self._add_problem(
-                    f"model.{name}",
-                    f"in one group of the optimizer with parameters that had other options in "
-                    f"{self._checkpoint}; group them as they were",
-                )
+                problem = "in one group of the optimizer with parameters that had other options in"
+                self._add_problem(f"model.{name}", f"{problem} {self._checkpoint}; group them as they were")
             # Older checkpoints do not have the options of all groups.
             self._options[name] = (*before, [])[:4]
             positions.setdefault(group // GROUPS, set()).add(saved_group // GROUPS)
@@ -400,16 +392,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """
         problems = []
         for alias, tied_to in self._tied.items():
-            first = f"model.{tied_to}"
-            second = f"model.{alias}"
+            first, second = f"model.{tied_to}", f"model.{alias}"
             if first not in self._sources or second not in self._sources:
                 continue  # the checkpoint has one entry for both, or they are not loaded
             summary = Summary(fingerprint_sample(self.state_dict[first]))
             if not summary.matches(Summary(fingerprint_sample(self.state_dict[second]))):
-                problems.append(
-                    f"{tied_to!r} and {alias!r} are tied here, and are two different weights in "
-                    f"{self._checkpoint}; untie them, or load another checkpoint"
-                )
+                problem = f"{tied_to!r} and {alias!r} are tied here, and are two different weights in"
+                problems.append(f"{problem} {self._checkpoint}; untie them, or load another checkpoint")
         if problems:
             raise CheckpointError(*problems)
 

@@ -35,7 +35,8 @@ class Lock:
     def __init__(self, directory: Path) -> None:
         path = directory / _NAME
         self.descriptor = _lock(path)
-        _write_holder(self.descriptor)
+        os.ftruncate(self.descriptor, 0)
+        os.write(self.descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
         finalize(self, _release, self.descriptor, path, os.getpid())
 
     @classmethod
@@ -82,11 +83,6 @@ def _lock(path: Path) -> int:
         if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
             return descriptor
         os.close(descriptor)
-
-
-def _write_holder(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
 
 
 def _release(descriptor: int, path: Path, process: int) -> None:

@@ -21,10 +21,9 @@ _TOLERANCE = 1e-3
 # Relative tolerance for the state of optimizers: gradients in half precision differ by more.
 _STATE_TOLERANCE = 1e-2
 _REMEDY = (
-    "and a checkpoint has one tensor of each name. Replicas must be equal; the name of a layer has "
-    "its number in the full model (training.stage_layers); plain shards have the attributes "
-    "tensor_model_parallel and partition_dim; optimizer state that differs between ranks must not "
-    "be a DTensor"
+    "and a checkpoint has one tensor of each name. Replicas must be equal; the name of a layer has its "
+    "number in the full model (training.stage_layers); plain shards have the attributes tensor_model_parallel "
+    "and partition_dim; optimizer state that differs between ranks must not be a DTensor"
 )
 
 
@@ -57,12 +56,13 @@ class SavePlanner(dcp.DefaultSavePlanner):
     def create_local_plan(self) -> dcp.SavePlan:
         """Return this rank's writes, and a report about its values, which DCP sends to rank 0."""
         plan = super().create_local_plan()
-        report = {
-            "extra": digest(self._state.extra),
-            "options": self._state.options,
-            "local": self._state.local,
-            "summaries": [_summarize(self._state, item.index.fqn) for item in plan.items],
+        state = self._state
+        report: dict[str, Any] = {
+            "extra": digest(state.extra),
+            "options": state.options,
+            "local": state.local,
         }
+        report["summaries"] = [_summarize(state, item.index.fqn) for item in plan.items]
         return replace(plan, planner_data=report)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
@@ -75,20 +75,17 @@ class SavePlanner(dcp.DefaultSavePlanner):
         reports = [plan.planner_data for plan in all_plans]
         problems = []
         first = reports[0]["extra"]
-        different = [rank for rank, report in enumerate(reports) if report["extra"] != first]
-        if different:
-            problems.append(
-                f"the extra values ({format_items(self._state.extra)}) differ on "
-                f"{format_ranks(different)} from those on rank 0; give every rank the same, such as "
-                "a list of the values of all ranks"
+        if different := [rank for rank, report in enumerate(reports) if report["extra"] != first]:
+            problem = (
+                f"the extra values ({format_items(self._state.extra)}) differ on {format_ranks(different)}"
             )
+            remedy = "give every rank the same, such as a list of the values of all ranks"
+            problems.append(f"{problem} from those on rank 0; {remedy}")
         copies, mismatches = _compare_ranks(all_plans, self._aliases)
         problems += mismatches
         if problems:
             raise CheckpointError(*problems)
-        renamed = []
-        for rank, plan in enumerate(all_plans):
-            renamed.append(_rename_items(plan, rank, copies, self._aliases))
+        renamed = [_rename_items(plan, rank, copies, self._aliases) for rank, plan in enumerate(all_plans)]
         # DCP removes items that several ranks have, and balances the writes.
         plans, metadata = super().create_global_plan(renamed)
         options: dict[str, Any] = {}
@@ -97,13 +94,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
             options |= report["options"]
             local |= report["local"]
         # The writer has the manifest on rank 0, where this runs, and writes it at the end.
-        self._writer.manifest |= {
-            "options": options,
-            "local": sorted(local),
-            "extra": self._state.extra,
-            "aliases": self._aliases,
-            "copies": copies,
-        }
+        names = {"local": sorted(local), "aliases": self._aliases, "copies": copies}
+        self._writer.manifest |= {"options": options, "extra": self._state.extra} | names
         return plans, metadata
 
     def lookup_object(self, index: Any) -> Any:
@@ -147,8 +139,7 @@ def _summarize(state: State, name: str) -> Summary:
     is_sharded = isinstance(value, DTensor)
     if name in state.parameters or (is_sharded and parameter is None):
         return Summary(fingerprint_sample(value))
-    has_shape = isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None)
-    if is_sharded or has_shape:
+    if is_sharded or (isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None)):
         local = to_local(value)
         if type(local) not in {Tensor, nn.Parameter}:
             return Summary([])  # quantized tensors support few operations
@@ -190,9 +181,8 @@ def _compare_ranks(
     summaries: dict[Any, list[tuple[int, Summary]]] = {}
     for rank, plan in enumerate(plans):
         for item, summary in zip(plan.items, plan.planner_data["summaries"], strict=True):
-            name = canonical_name(item.index.fqn, aliases)
             # The index also has the offsets of a shard, so only equal shards are compared.
-            index = replace(item.index, fqn=name)
+            index = replace(item.index, fqn=canonical_name(item.index.fqn, aliases))
             summaries.setdefault(index, []).append((rank, summary))
     copies: dict[str, dict[int, int]] = {}
     names_by_problem: dict[str, dict[str, None]] = {}
@@ -232,7 +222,4 @@ def strip_copy_prefix(name: str) -> str:
 
 def format_problems(names_by_problem: Mapping[str, Iterable[str]]) -> list[str]:
     """Return a message for each problem, with the names that have it."""
-    messages = []
-    for problem, names in names_by_problem.items():
-        messages.append(f"{format_items(names)}: {problem}")
-    return messages
+    return [f"{format_items(names)}: {problem}" for problem, names in names_by_problem.items()]

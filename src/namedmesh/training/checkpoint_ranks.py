@@ -63,15 +63,14 @@ class CheckpointRanks:
         if group is None:
             raise CheckpointError(
                 "The default group was destroyed, and the group of checkpoints with it. Before "
-                "destroy_process_group(), wait for a save in the background: get its result(), or "
-                "leave the 'with' block of CheckpointManager."
+                "destroy_process_group(), wait for a save in the background: get its result(), or leave the "
+                "'with' block of CheckpointManager."
             )
         return {"no_dist": False, "process_group": group}
 
     def wait_for_save(self) -> None:
         """Wait for the save in the background, and raise its error once, the same on every rank."""
-        saving = self.saving
-        self.saving = None
+        saving, self.saving = self.saving, None
         if saving is not None:
             saving.result()
 
@@ -111,8 +110,8 @@ class CheckpointRanks:
             CheckpointError: on every rank, if the function raises an error on any rank.
         """
         with self.reraise_on_all_ranks(problem):
-            wrapper = make_dcp_wrapper(**self.dcp_arguments)
-            return wrapper.all_gather("checkpoint", partial(_call_with_sendable_error, function))
+            call = partial(_call_with_sendable_error, function)
+            return make_dcp_wrapper(**self.dcp_arguments).all_gather("checkpoint", call)
 
     @contextmanager
     def reraise_on_all_ranks(self, problem: str) -> Iterator[None]:
@@ -146,10 +145,8 @@ def group_by_rank(problems: Mapping[int, Iterable[str]]) -> list[str]:
     for rank, messages in problems.items():
         for message in messages:
             ranks_by_message.setdefault(message, []).append(rank)
-    grouped = []
-    for message, ranks in ranks_by_message.items():
-        grouped.append(message if 0 in ranks else f"{format_ranks(ranks)}: {message}")
-    return grouped
+    grouped = ranks_by_message.items()
+    return [text if 0 in ranks else f"{format_ranks(ranks)}: {text}" for text, ranks in grouped]
 
 
 def _call_with_sendable_error(function: Callable[[], Any]) -> Any:
@@ -195,4 +192,4 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
         )
     # resume_or_start() tries an older checkpoint after a CorruptedError.
     is_corrupted = all(isinstance(cause, CorruptedError) for cause in causes.values())
-    return CorruptedError(*problems) if is_corrupted else CheckpointError(*problems)
+    return (CorruptedError if is_corrupted else CheckpointError)(*problems)

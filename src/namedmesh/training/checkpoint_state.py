@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -103,8 +103,8 @@ class State:
                     on_meta.append(key)
                 self._add_to_model(name_of(key), value)
         if on_meta:
-            remedy = "call model.to_empty(device=...) first"
-            raise CheckpointError(f"{format_items(on_meta, 4)}: on the meta device; {remedy}")
+            names = format_items(on_meta, 4)
+            raise CheckpointError(f"{names}: on the meta device; call model.to_empty(device=...) first")
         for number, optimizer in enumerate(self.optimizers):
             self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
@@ -149,9 +149,9 @@ class State:
             remedy = "give a parameter to one optimizer"
             if name.startswith("model."):
                 remedy = (
-                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and "
-                    "number the layers of pipeline stages with training.stage_layers"
+                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
                 )
+                remedy += "the layers of pipeline stages with training.stage_layers"
             raise CheckpointError(f"{display_name(name)} is the name of two values; {remedy}")
         self.values[name] = value
 
@@ -181,13 +181,14 @@ class State:
             optimizer: the optimizer.
         """
         named = self._named_parameters(optimizer)
-        unknown = [tuple(param.shape) for name, param in named if not name]
-        if unknown:
-            raise CheckpointError(
-                f"the optimizer has parameters of shape {format_items(unknown)} that are not in "
-                "the model; create it from the current parameters of the model, after "
-                "parallelize() and fully_shard()"
+        if unknown := [tuple(param.shape) for name, param in named if not name]:
+            problem = (
+                f"the optimizer has parameters of shape {format_items(unknown)} that are not in the model"
             )
+            remedy = (
+                "create it from the current parameters of the model, after parallelize() and fully_shard()"
+            )
+            raise CheckpointError(f"{problem}; {remedy}")
         state_dict = optimizer.state_dict()
         own = {key: value for key, value in state_dict.items() if key not in {"state", "param_groups"}}
         for index, values in state_dict["state"].items():
@@ -208,33 +209,23 @@ class State:
         The groups of another layout may have other parameters, so groups are not entries.
         """
         # A checkpoint may be loaded into a base class of its optimizer, or into a subclass.
-        class_names = []
-        for base in type(optimizer).__mro__:
-            if base is Optimizer:
-                break
-            class_names.append(base.__name__)
+        bases = type(optimizer).__mro__
+        class_names = [base.__name__ for base in bases[: bases.index(Optimizer)]]
         options_of_groups: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
             options_of_groups.append(to_plain_data(options, "an option of the optimizer"))
         for position, group in enumerate(optimizer.param_groups):
-            group_number = number * GROUPS + position
+            entry = (class_names, options_of_groups[position], number * GROUPS + position, options_of_groups)
             for param in group["params"]:
-                self.options[self._names[id(param)]] = (
-                    class_names,
-                    options_of_groups[position],
-                    group_number,
-                    options_of_groups,
-                )
+                self.options[self._names[id(param)]] = entry
 
     def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return the names and parameters of an optimizer, in the order of torch's numbers.
 
         The name is empty if the parameter is not in the model.
         """
-        params: list[Tensor] = []
-        for group in optimizer.param_groups:
-            params += group["params"]
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         return [(self._names.get(id(param), ""), param) for param in params]
 
     def _as_shard(self, tensor: Tensor, param: Tensor) -> Tensor:
@@ -263,13 +254,8 @@ class State:
         Collective: every rank must call it, after all ranks have collected.
         """
         for name, value in self.values.items():
-            if not isinstance(value, DTensor):
-                continue
-            if any(placement.is_partial() for placement in value.placements):
-                reduced: list[Placement] = list(value.placements)
-                for dim, placement in enumerate(reduced):
-                    if placement.is_partial():
-                        reduced[dim] = Replicate()
+            if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
+                reduced = [Replicate() if place.is_partial() else place for place in value.placements]
                 self.values[name] = value.redistribute(placements=reduced)
 
     @torch.no_grad()
@@ -298,10 +284,7 @@ class State:
                 pinned[name] = memory
             memory.copy_(local, non_blocking=True)
             devices.add(local.device)
-            if isinstance(value, DTensor):
-                self.values[name] = replace_local_tensor(value, memory)
-            else:
-                self.values[name] = memory
+            self.values[name] = replace_local_tensor(value, memory) if isinstance(value, DTensor) else memory
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 
@@ -326,11 +309,8 @@ class State:
             self._apply_to_optimizer(number, optimizer, local, options)
         for number, loader in enumerate(self.loaders):
             loader.load_state_dict(local[f"data.{number}"])
-        random_state = {}
-        for name, value in local.items():
-            if name.startswith("random."):
-                random_state[name.removeprefix("random.")] = value
-        seeds.set_random_state(random_state)
+        random = {name: value for name, value in local.items() if name.startswith("random.")}
+        seeds.set_random_state({name.removeprefix("random."): value for name, value in random.items()})
 
     def _to_plain_shard(self, name: str, value: Any) -> Any:
         """Return the local tensor if collect() made a DTensor of a plain shard, else the value."""
@@ -377,8 +357,7 @@ class State:
         # torch converts all state except "step" to the dtype of the parameter. Restore the dtype.
         for name, param in named:
             for key, entry in entries.get(name, {}).items():
-                value = loaded[entry]
-                converted = optimizer.state[param][key]
+                value, converted = loaded[entry], optimizer.state[param][key]
                 if isinstance(value, Tensor) and converted.dtype != value.dtype:
                     optimizer.state[param][key] = value.to(converted.device)
 

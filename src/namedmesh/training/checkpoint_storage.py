@@ -7,6 +7,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,12 @@ class StorageWriter(dcp.FileSystemWriter):
         super().finish(metadata, results)
         data = self.target / self.manifest["data"]
         # Another host has written some of the files, and this one may see them late.
-        written: set[str] = set()
-        for results_of_rank in results:
-            written.update(result.storage_data.relative_path for result in results_of_rank)
-        unseen = [name for name in sorted(written) if not files.wait_until_visible(data / name)]
-        if unseen:
-            raise CheckpointError(
-                f"rank 0 does not see {format_items(unseen, 4)} in {data}, which other ranks have "
-                f"written; {_REMEDY}"
+        written = {result.storage_data.relative_path for result in chain.from_iterable(results)}
+        if unseen := [name for name in sorted(written) if not files.wait_until_visible(data / name)]:
+            problem = (
+                f"rank 0 does not see {format_items(unseen, 4)} in {data}, which other ranks have written"
             )
+            raise CheckpointError(f"{problem}; {_REMEDY}")
         self._write_manifest(data)
         # The rename makes the checkpoint complete. Everything that the manifest names has to be on
         # the disk before, and the new name after it: an older checkpoint may be removed next.
@@ -96,21 +94,17 @@ class StorageWriter(dcp.FileSystemWriter):
         files.write_file(data / files.MANIFEST_NAME, b"%d\n%s" % (zlib.crc32(contents), contents))
 
 
+# The classes and functions in a pickled ``.metadata`` in addition to DCP's own classes and dtypes.
+# pathlib._local is the module of pathlib's classes in Python 3.13.
+_ALLOWED = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+_ALLOWED |= {("pathlib._local", "PosixPath"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads the pickled ``.metadata`` of DCP, and rejects everything that could run other code."""
 
-    _ALLOWED = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),  # the same in Python 3.13
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        }
-    )
-
     def find_class(self, module: str, name: str) -> Any:
-        is_allowed = (module, name) in self._ALLOWED
+        is_allowed = (module, name) in _ALLOWED
         if module == "torch":
             is_allowed = is_allowed or isinstance(getattr(torch, name, None), torch.dtype)
         elif module == dcp_metadata.__name__:

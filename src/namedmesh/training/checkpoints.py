@@ -238,14 +238,12 @@ def load(
     """
     path, mesh = checkpoint_place(path, mesh, "load")
     objects = (model, optimizer, data)
-    loaded, _ = _load(Path(path), mesh, objects, cast=cast, strict=strict, select=select)
-    return loaded
+    return _load(Path(path), mesh, objects, cast=cast, strict=strict, select=select)[0]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint or of a Hugging Face directory, with DCP's metadata."""
-    pretrained = None if files.is_complete(path) else read_pretrained(path)
-    if pretrained is not None:
+    if not files.is_complete(path) and (pretrained := read_pretrained(path)) is not None:
         return pretrained
     manifest = files.read_manifest(path)
     return manifest | {"tensors": read_metadata(path, manifest)}
@@ -270,9 +268,8 @@ def _load(
 
     def collect() -> Names:
         if not files.wait_until_visible(path / (manifest["data"] or "")):
-            raise CheckpointError(
-                f"{path} is visible on rank 0, but not here; put it on a file system that all hosts share"
-            )
+            remedy = "put it on a file system that all hosts share"
+            raise CheckpointError(f"{path} is visible on rank 0, but not here; {remedy}")
         return state.collect()
 
     aliases = merge_aliases(ranks.run_on_all_ranks(problem, collect))
@@ -456,15 +453,9 @@ class CheckpointManager:
         """
         self._ranks.wait_for_save()
         self._run = self._run_on_rank0(self._prepare_directory)
-        return _save(
-            self.directory / f"step-{step:06}",
-            self.mesh,
-            (model, optimizer, data),
-            {"step": step} | extra,
-            async_=self.async_,
-            run=self._run,
-            on_finish=self._remove_older,
-        )
+        path = self.directory / f"step-{step:06}"
+        how: dict[str, Any] = {"async_": self.async_, "run": self._run, "on_finish": self._remove_older}
+        return _save(path, self.mesh, (model, optimizer, data), {"step": step} | extra, **how)
 
     def _run_on_rank0(self, function: Callable[[], Any]) -> Any:
         return self._ranks.run_on_rank0(f"{self.directory} could not be read", function)
@@ -486,10 +477,8 @@ class CheckpointManager:
             is_numbered = any(_NAME.fullmatch(path.name) for path, _ in runs)
             # Without a path, resume_or_start() only finds the names that save() gives.
             call = "resume_or_start()" if is_numbered else f"resume_or_start(..., resume={str(last)!r})"
-            raise CheckpointError(
-                f"{self.directory} has another run, up to {last.name}; resume it with {call}, or "
-                "give this run a directory of its own"
-            )
+            problem = f"{self.directory} has another run, up to {last.name}; resume it with {call}"
+            raise CheckpointError(f"{problem}, or give this run a directory of its own")
         return self._run or secrets.token_hex(8)
 
     def _prepare_directory(self) -> str:
@@ -502,13 +491,11 @@ class CheckpointManager:
         return run
 
     def _remove_older(self) -> None:
-        if self.keep is None:
-            return
         runs = self._list_runs()
         paths = [path for path, run in runs if run == self._run and _NAME.fullmatch(path.name)]
-        for path in paths[: -self.keep]:
-            if path.is_symlink():
-                continue  # the checkpoint was moved to an archive
-            # The manifest goes first. An interrupted removal leaves no checkpoint then.
-            (path / files.MANIFEST_NAME).unlink()
-            shutil.rmtree(path, ignore_errors=True)
+        for path in paths[: -self.keep] if self.keep else []:
+            # A checkpoint behind a link was moved to an archive.
+            if not path.is_symlink():
+                # The manifest goes first. An interrupted removal leaves no checkpoint then.
+                (path / files.MANIFEST_NAME).unlink()
+                shutil.rmtree(path, ignore_errors=True)

@@ -40,8 +40,7 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
             PEFT, which ``from_pretrained`` does not find under the names that they have in a
             checkpoint; or ``directory`` has other weights.
     """
-    source = Path(path)
-    target = Path(directory)
+    source, target = Path(path), Path(directory)
     manifest = files.read_manifest(source)
     reader = StorageReader(source, manifest | {"tensors": read_metadata(source, manifest)})
     saved = reader.read_metadata().state_dict_metadata
@@ -57,10 +56,9 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
     # Extra states are bytes, and from_pretrained() does not read them.
     tensors = {}
     for entry in entries.values():
-        metadata = saved[entry]
-        if isinstance(metadata, dcp.TensorStorageMetadata):
-            dtype = metadata.properties.dtype
-            tensors[entry] = torch.empty(metadata.size, dtype=dtype, device="cpu")
+        stored = saved[entry]
+        if isinstance(stored, dcp.TensorStorageMetadata):
+            tensors[entry] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
     with CheckpointRanks.of(None).reraise_on_all_ranks(
         f"the model of {source} could not be written to {target}"
     ):
@@ -73,8 +71,7 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
 def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
     """Raise CheckpointError if ``from_pretrained`` would not read the weights of the checkpoint."""
     problems = []
-    adapters = [name for name in names if _is_of_adapter(name)]
-    if adapters:
+    if adapters := [name for name in names if _is_of_adapter(name)]:
         problems.append(
             f"The checkpoint {source} has adapters of PEFT, such as {adapters[0]!r}. "
             "from_pretrained() does not find these names, and would start from random weights. Load "
@@ -82,8 +79,7 @@ def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
             "call the model's own save_pretrained(), or merge_and_unload() first."
         )
     weights = [*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")]
-    others = sorted(file.name for file in weights if file.name not in _WRITTEN)
-    if others:
+    if others := sorted(file.name for file in weights if file.name not in _WRITTEN):
         problems.append(
             f"{target} has other weights ({format_items(others, 4)}), which from_pretrained() would "
             "read too, or instead. Give a new directory, or remove them."
@@ -95,10 +91,8 @@ def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
 def _is_of_adapter(name: str) -> bool:
     """Return whether a weight belongs to a layer that PEFT has wrapped, or to an adapter."""
     parts = name.split(".")
-    if name.startswith("base_model.model."):
-        return True
-    names_of_peft = ("base_layer", "modules_to_save")
-    return any(part in names_of_peft or part.startswith("lora_") for part in parts)
+    wrapped = not {"base_layer", "modules_to_save"}.isdisjoint(parts)
+    return wrapped or name.startswith("base_model.model.") or any(part.startswith("lora_") for part in parts)
 
 
 class PretrainedReader(dcp.HuggingFaceStorageReader):
@@ -157,16 +151,8 @@ def read_pretrained(path: Path) -> dict[str, Any] | None:
             f"{path} has {format_items(duplicates, 4)} in more than one file. Remove the files of "
             f"another model, or name the files to read in {_INDEX}, as save_pretrained() does."
         )
-    return {
-        "data": None,
-        "layout": None,
-        "run": None,
-        "options": {},
-        "aliases": {},
-        "copies": {},
-        "extra": {"step": 0},
-        "tensors": metadata,
-    }
+    values = {"options": {}, "aliases": {}, "copies": {}, "extra": {"step": 0}, "tensors": metadata}
+    return {"data": None, "layout": None, "run": None, **values}
 
 
 def _weight_files(path: Path) -> list[Path]:

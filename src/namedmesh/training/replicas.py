@@ -147,10 +147,8 @@ def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
             continue  # a rank has more parameters than others, such as the bias of a sharded layer
         # Different weights have different gradients, so the weights come first.
         for kind in ("weights", "gradients"):
-            numbers = []
-            for at in positions:
-                tensor = params[at] if kind == "weights" else params[at].grad
-                numbers.append(_summarize(tensor))
+            chosen = [params[at] if kind == "weights" else params[at].grad for at in positions]
+            numbers = [_summarize(tensor) for tensor in chosen]
             different = _differences(*_extremes(numbers, group, mesh.device))
             if different:
                 described = _describe((positions[at], params[positions[at]]) for at in different)
@@ -184,13 +182,8 @@ def _replicated_over(param: Tensor, mesh: NamedMesh) -> list[str]:
                 index[dim] = slice(None)
         own_ranks.update(ranks.flatten().tolist())
         replicas.update(ranks[tuple(index)].flatten().tolist())
-    replicated = []
-    for axis in axes:
-        if axis not in mesh or axis in attribute_axes or mesh.size(axis) == 1:
-            continue
-        if own_ranks.intersection(mesh.ranks(axis)) <= replicas:
-            replicated.append(axis)
-    return replicated
+    axes = [axis for axis in axes if axis in mesh and axis not in attribute_axes and mesh.size(axis) > 1]
+    return [axis for axis in axes if own_ranks.intersection(mesh.ranks(axis)) <= replicas]
 
 
 def _summarize(tensor: Tensor | None) -> list[float]:

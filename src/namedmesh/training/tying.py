@@ -106,10 +106,7 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
                 param.grad = torch.zeros_like(param)
             grad = param.grad if param.requires_grad else None
             # The peer waits for a tensor, whether this end trains or not.
-            if grad is None:
-                local_grads.append(torch.zeros_like(to_local(param)))
-            else:
-                local_grads.append(to_local(grad))
+            local_grads.append(torch.zeros_like(to_local(param)) if grad is None else to_local(grad))
         for grad, peer_grad in zip(local_grads, _exchange(local_grads, mesh, peer), strict=True):
             grad.add_(peer_grad)
 
@@ -143,9 +140,8 @@ def _check_ends(by_rank: list[dict[str, Any]], here: dict[str, Tensor]) -> int:
                 ends.append(descriptions[end])
     if len(ranks["first"]) != 1 or len(ranks["last"]) != 1 or ends[0] != ends[1]:
         raise ShapeError(
-            f"the ranks {ranks['first']} and {ranks['last']} of pp tie {ends}; give one parameter "
-            "of the first stage and one of the last, of one shape and dtype, both trained or both "
-            "frozen, and None on the other ranks"
+            f"the ranks {ranks['first']} and {ranks['last']} of pp tie {ends}; give one of the first stage "
+            "and one of the last, of one shape and dtype, both trained or both frozen; None on other ranks"
         )
     return ranks["last" if "first" in here else "first"][0]
 
