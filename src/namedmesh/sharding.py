@@ -46,8 +46,7 @@ def find_placements(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] |
 
 def is_tp_shard(param: Tensor) -> bool:
     """Return whether the attributes of a parameter make it a local shard over ``tp``."""
-    attributes = ("tensor_model_parallel", "model_parallel")
-    return any(getattr(param, attribute, False) for attribute in attributes)
+    return has_partition_dim(param) or bool(getattr(param, "model_parallel", False))
 
 
 def is_expert(param: Tensor) -> bool:
@@ -61,7 +60,7 @@ def is_expert(param: Tensor) -> bool:
 
 def is_copy_of_stage(param: Tensor) -> bool:
     """Return whether a parameter is a copy of another pipeline stage's by its attributes."""
-    return any(getattr(param, attribute, False) for attribute in ("shared", "ds_pipe_replicated"))
+    return bool(getattr(param, "shared", False) or getattr(param, "ds_pipe_replicated", False))
 
 
 def set_copy_of_stage(param: Any, is_copy: bool) -> None:

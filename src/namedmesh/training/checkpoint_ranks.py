@@ -191,5 +191,5 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
             "permissions there, and restart the job"
         )
     # resume_or_start() tries an older checkpoint after a CorruptedError.
-    is_corrupted = all(isinstance(cause, CorruptedError) for cause in causes.values())
+    is_corrupted = set(map(type, causes.values())) == {CorruptedError}
     return (CorruptedError if is_corrupted else CheckpointError)(*problems)

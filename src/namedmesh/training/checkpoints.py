@@ -424,8 +424,8 @@ class CheckpointManager:
             return []
         # Only the names that save() gives: a copy such as "best" may be newer.
         if resume is True:
-            paths = [entry.path for entry in files.list_checkpoints(self.directory)]
-            return [path for path in reversed(paths) if _NAME.fullmatch(path.name)]
+            entries = reversed(files.list_checkpoints(self.directory))
+            return [entry.path for entry in entries if _NAME.fullmatch(entry.path.name)]
         if "step" not in _read_manifest(Path(resume))["extra"]:
             raise CheckpointError(f"{resume} has no step to resume from; load it with training.load")
         return [Path(resume)]
