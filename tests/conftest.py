@@ -42,6 +42,7 @@ LONGEST = (
     "test_mesh_training",
     "test_mesh_states",
     "test_training_checkpoints",
+    "test_training_checkpoint_integrity",
     "test_legacy_groups",
     "test_mesh_ranks",
 )

@@ -33,7 +33,7 @@ from namedmesh import training
 from namedmesh.compat import megatron
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files, seeds
-from namedmesh.training.checkpoint_files import Ranks
+from namedmesh.training.checkpoint_ranks import CheckpointRanks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,7 +134,7 @@ def test_copies_for_the_background_are_in_pinned_memory_that_is_used_again(tmp_p
     with mesh_of_one_gpu(tmp_path) as mesh:
         model: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
         other: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
-        pinned = Ranks.of(mesh).pinned
+        pinned = CheckpointRanks.of(mesh).pinned
         places = []
         for number in (1, 2):
             with torch.no_grad():
@@ -276,7 +276,7 @@ def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
         second.save(2, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
     no_locks = mock.patch.object(fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available"))
-    with no_locks, pytest.warns(UserWarning, match="can have no lock"):
+    with no_locks, pytest.warns(UserWarning, match="cannot be locked"):
         run.save(3, model)
 
 
@@ -311,7 +311,7 @@ def test_earlier_checkpoints_are_read_and_the_run_goes_on(tmp_path: Path) -> Non
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     run = training.CheckpointManager(tmp_path, None)
     path = run.save(3, model, note="kept").result()
-    about = checkpoint_files.read_about(path)
+    about = checkpoint_files.read_manifest(path)
     for name in ("namedmesh.pt", f"{about['data']}/values.pt"):
         (path / name).unlink()
     del about["values"], about["files"]["values.pt"]
@@ -366,7 +366,7 @@ def test_messages_name_what_is_there_and_what_helps(tmp_path: Path) -> None:
         dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     said = error_of(lambda: training.load(tmp_path / "dcp", None, model))
     assert said.startswith(
-        f"CheckpointError: {tmp_path}/dcp is a folder of torch.distributed.checkpoint without"
+        f"CheckpointError: {tmp_path}/dcp is a directory of torch.distributed.checkpoint without"
     )
     said = error_of(lambda: training.save(tmp_path / "pair", None, [model, nn.Linear(1, 1)]))
     assert "'weight' is the name of two values; save two models as one, nn.ModuleDict(" in said
@@ -401,7 +401,7 @@ def a_folder_is_seen_late(root: Path) -> list[str]:
         told.append(error_of(lambda: training.save(root / "one", mesh, model)))
         told.append(error_of(lambda: training.load(root / "one", mesh, model)))
     never = mock.patch.object(Path, "exists", return_value=False) if mesh.rank() == 1 else nullcontext()
-    with never, mock.patch.object(checkpoint_files, "LATE", 0.1):
+    with never, mock.patch.object(checkpoint_files, "VISIBILITY_TIMEOUT", 0.1):
         told.append(error_of(lambda: training.save(root / "two", mesh, model)))
     mesh.close()
     return told
@@ -411,5 +411,5 @@ def test_a_host_may_see_a_new_folder_late(tmp_path: Path) -> None:
     for saved, loaded, refused in run_ranks(2, a_folder_is_seen_late, tmp_path):
         assert (saved, loaded) == ("", "")
         assert refused.startswith(
-            f"CheckpointError: rank 1: {tmp_path}/two is another directory than on rank 0; "
+            f"CheckpointError: rank 1: {tmp_path}/two is a different directory than on rank 0; "
         )

@@ -237,7 +237,7 @@ def unsharded(path: str) -> str:
         if isinstance(module, FSDPModule):
             module.reshard()
     assert apart(clip(model, mesh), expected.clamp(max=1.0)) < 1e-5
-    assert "make it from the parameters that the model has now" in error_of(
+    assert "create it from the current parameters of the model" in error_of(
         partial(training.save, path, mesh, model, optimizer)
     )
     mesh.close()

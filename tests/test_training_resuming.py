@@ -179,7 +179,7 @@ def test_keys_of_an_optimizer_its_empty_groups_and_any_names_are_kept(tmp_path: 
     both = Own(model.parameters(), lr=0.5)
     for name in ("one", "without"):  # of two optimizers, and of one that has none
         said = error_of(partial(training.load, tmp_path / name, None, model, both))
-        assert "optimizer 0: what it keeps in addition to the state of its parameters is not in" in said
+        assert "optimizer 0: its state in addition to the state of its parameters is not in" in said
 
 
 def what_each_rank_keeps_comes_back_to_it_or_is_rejected(root: Path) -> None:
@@ -225,7 +225,7 @@ def what_each_rank_keeps_comes_back_to_it_or_is_rejected(root: Path) -> None:
     )
     mesh.close()
     mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
-    assert "optimizer 0: what it keeps" in error_of(partial(training.load, root / "own", mesh, model, own))
+    assert "optimizer 0: its state" in error_of(partial(training.load, root / "own", mesh, model, own))
     mesh.close()
 
 
@@ -348,7 +348,7 @@ def numbers_and_samples_of_ranks_that_did_not_exist_are_not_repeated(root: Path)
         loader = Loader()
         said = error_of(partial(training.load, root / source, mesh, model, data=loader))
         if {source, target} in ({"one", "two"}, {"stages", "two"}):
-            assert "'0': no place in the data for this rank in" in said
+            assert "'0': no state of the data loader for this rank in" in said
         else:
             assert (said, loader.place) == ("", 7)
         mesh.close()

@@ -284,7 +284,7 @@ def _unshared(place: str) -> list[str]:
     with two_hosts.mounted(Path(place, f"of-host-{rank}"), own):
         mesh = namedmesh.init_mesh(dp=2, device="cpu")
         net = tiny.model()
-        checkpoint_files.LATE = 0.2  # the seconds for which a folder may be seen late
+        checkpoint_files.VISIBILITY_TIMEOUT = 0.2  # the seconds for which a folder may be seen late
         run = training.CheckpointManager(own, mesh, keep=1)
         told = [error_of(lambda: run.save(1, net))]
         run.close()
@@ -301,7 +301,7 @@ def test_a_checkpoint_directory_that_not_all_hosts_see_is_refused(hosts: Hosts, 
         (tmp_path / name).mkdir()
     for said, left, after in hosts.run(1, _unshared, str(tmp_path)):
         assert said.startswith(
-            f"CheckpointError: rank 1: {tmp_path}/own/step-000001 is another directory than on rank 0; "
+            f"CheckpointError: rank 1: {tmp_path}/own/step-000001 is a different directory than on rank 0; "
         )
         assert left == "[]"
         assert after == ""

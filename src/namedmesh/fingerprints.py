@@ -1,8 +1,8 @@
 """Short summaries of tensors and other values, which ranks compare in place of the values.
 
 Replicated tensors may differ by rounding on several ranks. :func:`fingerprint` therefore returns
-numbers, which are compared up to a tolerance. :func:`digest` returns a hash, for values that must be
-equal.
+numbers, which are compared up to a tolerance. :func:`digest` returns a hash, for values that must
+be equal.
 """
 
 from __future__ import annotations
@@ -122,11 +122,10 @@ def _add(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
         _add(hasher, _state_of(value), (*enclosing, id(value)))
 
 
-def _from_numpy(value: Any) -> object:
+def _from_numpy(value: Any) -> Any:
     """Return an array of numbers as a tensor, and everything else as Python's objects."""
     if value.ndim == 0 or value.dtype.kind not in "biufc":  # such as strings, dates and records
-        converted: object = value.tolist()
-        return converted
+        return value.tolist()
     # torch takes neither negative strides, as of flipped images, nor another order of bytes.
     return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
 

@@ -10,8 +10,8 @@ attribute                             set by                      meaning
 ``partition_dim, partition_stride``   Megatron-LM                 its dim, and its number of blocks
 ``model_parallel``                    DeepSpeed, fairscale        a local shard over ``tp``
 ``allreduce`` (False)                 Megatron-LM, DeepSpeed      belongs to an expert
-``shared``                            Megatron-LM, tie_stages()   a copy of another stage's parameter
-``ds_pipe_replicated``                DeepSpeed                   a copy of another stage's parameter
+``shared``                            Megatron-LM, tie_stages()   a copy, of another stage
+``ds_pipe_replicated``                DeepSpeed                   a copy, of another stage
 ===================================== =========================== ==================================
 """
 
@@ -46,8 +46,7 @@ def find_placements(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] |
 
 def is_tp_shard(param: Tensor) -> bool:
     """Return whether the attributes of a parameter make it a local shard over ``tp``."""
-    attributes = ("tensor_model_parallel", "model_parallel")
-    return any(getattr(param, attribute, False) for attribute in attributes)
+    return has_partition_dim(param) or bool(getattr(param, "model_parallel", False))
 
 
 def is_expert(param: Tensor) -> bool:
@@ -61,7 +60,7 @@ def is_expert(param: Tensor) -> bool:
 
 def is_copy_of_stage(param: Tensor) -> bool:
     """Return whether a parameter is a copy of another pipeline stage's by its attributes."""
-    return any(getattr(param, attribute, False) for attribute in ("shared", "ds_pipe_replicated"))
+    return bool(getattr(param, "shared", False) or getattr(param, "ds_pipe_replicated", False))
 
 
 def set_copy_of_stage(param: Any, is_copy: bool) -> None:
@@ -104,6 +103,7 @@ def find_plain_shard(param: Tensor, mesh: NamedMesh | None) -> PlainShard | None
     """
     if mesh is None or isinstance(param, DTensor) or not has_partition_dim(param):
         return None
+    # Without an axis etp, the mesh shards experts over tp, as it does everything else.
     axis = "etp" if is_expert(param) and "etp" in mesh.coords else "tp"
     if axis not in mesh.coords or mesh.size(axis) == 1:
         return None

@@ -1,4 +1,4 @@
-"""Locks on directories of checkpoints: one process at a time writes there, also of several hosts."""
+"""Locks on directories of checkpoints: one process at a time writes there, on any host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ _NAME = ".namedmesh.lock"
 
 
 class Lock:
-    """The right of this process to write in a directory, until nothing refers to the lock any more.
+    """A lock on a directory, which this process has until nothing refers to the object any more.
 
-    The operating system holds it (``fcntl.lockf``, which NFS and Lustre know, too), and ends it with
-    the process. Therefore the file of a process that was killed is stale, and the next job takes it
-    over.
+    The operating system keeps the lock (``fcntl.lockf``, also on NFS and Lustre), and releases it
+    when the process ends. The lock file of a process that was killed is therefore stale, and the
+    next job takes it over.
+
+    Args:
+        directory: the directory, which exists.
+
+    Raises:
+        CheckpointError: another process has the lock.
     """
 
     _held: ClassVar[WeakValueDictionary[tuple[int, Path], Lock]] = WeakValueDictionary()
@@ -29,18 +35,22 @@ class Lock:
     def __init__(self, directory: Path) -> None:
         path = directory / _NAME
         self.descriptor = _lock(path)
-        _write_holder(self.descriptor)
+        os.ftruncate(self.descriptor, 0)
+        os.write(self.descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
         finalize(self, _release, self.descriptor, path, os.getpid())
 
     @classmethod
     def of(cls, directory: Path) -> Lock:
-        """Return the lock of this process on a directory, which is made.
+        """Return the lock of this process on a directory.
+
+        Args:
+            directory: the directory, which is made if it does not exist.
 
         Raises:
             CheckpointError: another process has the lock.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        # A forked process has the memory of the first one, but not its locks.
+        # A forked process has the memory of its parent, but not its locks.
         key = os.getpid(), directory.resolve()
         lock = cls._held.get(key)
         if lock is None:
@@ -56,9 +66,9 @@ def _lock(path: Path) -> int:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in {errno.EACCES, errno.EAGAIN}:
-                # Such as Lustre that is mounted without flock.
+                # The file system has no locks, such as Lustre that is mounted without flock.
                 warnings.warn(
-                    f"{path.parent} can have no lock ({error}); let one job at a time save there",
+                    f"{path.parent} cannot be locked ({error}); make sure that one job at a time saves there",
                     stacklevel=2,
                 )
                 return descriptor
@@ -68,16 +78,11 @@ def _lock(path: Path) -> int:
                 f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give this job a "
                 "directory of its own, or end that process."
             ) from None
-        # The process before may have removed the file after it was opened here. Then the lock is on a
-        # file without a name.
+        # The previous process may have removed the file after it was opened here. Then the lock is
+        # on a file without a name.
         if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
             return descriptor
         os.close(descriptor)
-
-
-def _write_holder(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
 
 
 def _release(descriptor: int, path: Path, process: int) -> None:

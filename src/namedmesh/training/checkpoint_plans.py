@@ -1,4 +1,4 @@
-"""What DCP saves and loads: its planners with our checks in their steps, so that every rank hears of every problem."""
+"""DCP's save planner, which compares the values that several ranks have under one name."""
 
 from __future__ import annotations
 
@@ -13,117 +13,154 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, format_items, format_ranks
 from namedmesh.fingerprints import digest, fingerprint_sample
 from namedmesh.sharding import to_local
-from namedmesh.training.checkpoint_files import Writer
-from namedmesh.training.checkpoint_state import Names, State, of_owner, shown
+from namedmesh.training.checkpoint_state import Names, State, canonical_name, display_name
+from namedmesh.training.checkpoint_storage import StorageWriter
 
-_TOLERANCE = 1e-3  # replicas may differ by what rounding adds up to over a run; different tensors by more
-_STATE_TOLERANCE = 1e-2  # gradients in half precision differ by more than the parameters
+# Relative tolerance for parameters: rounding adds up over a run. Different tensors differ by more.
+_TOLERANCE = 1e-3
+# Relative tolerance for the state of optimizers: gradients in half precision differ by more.
+_STATE_TOLERANCE = 1e-2
 _REMEDY = (
-    "and a checkpoint holds one tensor of a name; replicas have to be equal, a layer has its number in "
-    "the whole model in its name (training.stage_layers), plain shards are marked with "
-    "tensor_model_parallel and partition_dim, and what an optimizer keeps for each rank is no DTensor"
+    "and a checkpoint has one tensor of each name. Replicas must be equal; the name of a layer has its "
+    "number in the full model (training.stage_layers); plain shards have the attributes tensor_model_parallel "
+    "and partition_dim; optimizer state that differs between ranks must not be a DTensor"
 )
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's planner, which compares the values that several ranks have under one name.
+    """DCP's save planner, which also compares replicas and saves values that differ for each rank.
 
-    Parameters and all DTensors have to be the same on all ranks that have the same shard. Of other
-    values that differ (buffers, generators, the place in the data, plain tensors of optimizers), a
-    checkpoint has every copy, and the manifest ``about`` says which rank has which.
+    Parameters and all DTensors must be equal on all ranks that have the same shard. If other values
+    differ (buffers, random states, data loaders, plain tensors of optimizers), the checkpoint has
+    every distinct copy, and the manifest says which rank has which.
+
+    Args:
+        state: this rank's collected state.
+        aliases: further names of parameters on any rank, and the names that they are saved under.
+        writer: the storage writer, whose manifest is completed on rank 0.
     """
 
-    def __init__(self, state: State, aliases: Mapping[str, str], writer: Writer) -> None:
+    def __init__(self, state: State, aliases: Mapping[str, str], writer: StorageWriter) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._state, self._aliases, self._writer = state, aliases, writer
+        self._state = state
+        self._aliases = aliases
+        self._writer = writer
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
-        """Take what this rank has; DCP writes two entries of a log for each value that is given to its ``save``."""
+        """Use the values of the state, and not those that were given to DCP.
+
+        DCP's ``save`` logs every value that it is given.
+        """
         super().set_up_planner(self._state.values, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> dcp.SavePlan:
-        """Say what this rank has."""
-        plan, state = super().create_local_plan(), self._state
-        told: dict[str, Any] = {"extra": digest(state.extra), "options": state.options}
-        told["local"] = state.local
-        told["marks"] = [_mark(state, item.index.fqn) for item in plan.items]
-        return replace(plan, planner_data=told)
+        """Return this rank's writes, and a report about its values, which DCP sends to rank 0."""
+        plan = super().create_local_plan()
+        state = self._state
+        report: dict[str, Any] = {
+            "extra": digest(state.extra),
+            "options": state.options,
+            "local": state.local,
+        }
+        report["summaries"] = [_summarize(state, item.index.fqn) for item in plan.items]
+        return replace(plan, planner_data=report)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
-        """Compare, on the first rank, and let each rank save what only it has."""
-        told = [plan.planner_data for plan in all_plans]
-        extra, aliases = self._state.extra, self._aliases
+        """Compare the reports of all ranks, and complete the manifest. DCP calls it on rank 0.
+
+        Raises:
+            CheckpointError: values that must be equal differ between ranks. DCP raises the error of
+                rank 0 on every rank.
+        """
+        reports = [plan.planner_data for plan in all_plans]
         problems = []
-        if others := [rank for rank, each in enumerate(told) if each["extra"] != told[0]["extra"]]:
-            problems.append(
-                f"the extra values ({format_items(extra)}) are not on {format_ranks(others)} what they are on rank 0; give "
-                "every rank the same, such as a list of what each of them has"
+        first = reports[0]["extra"]
+        if different := [rank for rank, report in enumerate(reports) if report["extra"] != first]:
+            problem = (
+                f"the extra values ({format_items(self._state.extra)}) differ on {format_ranks(different)}"
             )
-        copies, contradictions = _compared(all_plans, aliases)
-        problems += contradictions
+            remedy = "give every rank the same, such as a list of the values of all ranks"
+            problems.append(f"{problem} from those on rank 0; {remedy}")
+        copies, mismatches = _compare_ranks(all_plans, self._aliases)
+        problems += mismatches
         if problems:
             raise CheckpointError(*problems)
-        own = [_own(plan, rank, copies, aliases) for rank, plan in enumerate(all_plans)]
-        plans, metadata = super().create_global_plan(own)
+        renamed = [_rename_items(plan, rank, copies, self._aliases) for rank, plan in enumerate(all_plans)]
+        # DCP removes items that several ranks have, and balances the writes.
+        plans, metadata = super().create_global_plan(renamed)
         options: dict[str, Any] = {}
         local: set[str] = set()
-        for report in told:
+        for report in reports:
             options |= report["options"]
             local |= report["local"]
-        about = {"options": options, "local": sorted(local), "extra": extra}
-        self._writer.about |= about | {"aliases": aliases, "copies": copies}
+        # The writer has the manifest on rank 0, where this runs, and writes it at the end.
+        names = {"local": sorted(local), "aliases": self._aliases, "copies": copies}
+        self._writer.manifest |= {"options": options, "extra": self._state.extra} | names
         return plans, metadata
 
     def lookup_object(self, index: Any) -> Any:
-        """Find a value, also of a name of its own."""
-        return super().lookup_object(replace(index, fqn=shared_name(index.fqn)))
+        """Return the value for an item, which may be this rank's copy."""
+        return super().lookup_object(replace(index, fqn=strip_copy_prefix(index.fqn)))
 
 
-class Mark(NamedTuple):
-    """A summary of a value, which ranks compare."""
+class Summary(NamedTuple):
+    """A summary of a value, which ranks compare.
 
-    numbers: list[float] | int  # floats may differ by rounding; an int is a hash
-    copy: int = 0  # identifies this rank's copy of the value; 0 if the ranks have to agree
+    Attributes:
+        numbers: floats that may differ by rounding, or the hash of the value.
+        copy: identifies this rank's copy of the value; 0 if the ranks must agree.
+        tolerance: the relative tolerance for floats.
+    """
+
+    numbers: list[float] | int
+    copy: int = 0
     tolerance: float = _TOLERANCE
 
-    def is_same(self, other: Mark) -> bool:
-        """Return whether two values are the same, up to rounding."""
-        one, two = self.numbers, other.numbers
-        if isinstance(one, int) or isinstance(two, int):
-            return one == two
-        limit = self.tolerance * max((abs(number) for number in (*one, *two)), default=0.0)
-        return all(abs(a - b) <= limit for a, b in zip(one, two, strict=True))
+    def matches(self, other: Summary) -> bool:
+        """Return whether two values are equal, up to rounding."""
+        if isinstance(self.numbers, int) or isinstance(other.numbers, int):
+            return self.numbers == other.numbers
+        limit = self.tolerance * max(map(abs, [*self.numbers, *other.numbers]), default=0.0)
+        pairs = zip(self.numbers, other.numbers, strict=True)
+        return all(abs(own - others) <= limit for own, others in pairs)
 
 
-def _mark(state: State, name: str) -> Mark:
-    """Return the summary of a value that ranks compare.
+def _summarize(state: State, name: str) -> Summary:
+    """Return the summary of an entry.
 
-    Parameters and DTensors have to agree, up to rounding. A plain tensor of an optimizer that has
-    its parameter's shape either agrees in the same way, or each rank keeps its own. All other
-    values are equal, or each rank keeps its own.
+    Parameters and DTensors must agree, up to rounding. A plain tensor of an optimizer that has its
+    parameter's shape either agrees in the same way, or is saved for each rank. All other values
+    are equal, or are saved for each rank.
     """
     if state.mesh is None:
-        return Mark([])  # one process has nothing to compare with
-    value, parameter = state.values[name], state.parameter_of(name)
+        return Summary([])  # a single process has nothing to compare with
+    value = state.values[name]
+    parameter = state.parameter_of(name)
     is_sharded = isinstance(value, DTensor)
     if name in state.parameters or (is_sharded and parameter is None):
-        return Mark(fingerprint_sample(value))
+        return Summary(fingerprint_sample(value))
     if is_sharded or (isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None)):
         local = to_local(value)
         if type(local) not in {Tensor, nn.Parameter}:
-            return Mark([])  # quantized tensors support few operations
+            return Summary([])  # quantized tensors support few operations
+        # Some optimizers keep DTensors, others plain tensors that replicas may or may not share.
         numbers = fingerprint_sample(local)
-        return Mark(numbers, 0 if is_sharded else digest(numbers), _STATE_TOLERANCE)
+        return Summary(numbers, 0 if is_sharded else digest(numbers), _STATE_TOLERANCE)
     hashed = digest(value)
-    return Mark(hashed, hashed)
+    return Summary(hashed, hashed)
 
 
-def joined_aliases(by_rank: Iterable[Names]) -> dict[str, str]:
-    """Return all further names of parameters, of one rank or tied over two, and whose they are."""
+def merge_aliases(names_by_rank: Iterable[Names]) -> dict[str, str]:
+    """Return the further names of parameters on all ranks, and the names that they are saved under.
+
+    Args:
+        names_by_rank: the names of each rank: parameters with several names there, and parameters
+            that tie_stages() has tied across two ranks.
+    """
     aliases: dict[str, str] = {}
     ends: dict[tuple[str, str], str] = {}
-    for own, ties in by_rank:
-        aliases |= own
+    for aliases_of_rank, ties in names_by_rank:
+        aliases |= aliases_of_rank
         ends |= ties
     for (tie, end), name in ends.items():
         first = ends.get((tie, "first"), name)
@@ -132,47 +169,57 @@ def joined_aliases(by_rank: Iterable[Names]) -> dict[str, str]:
     return aliases
 
 
-def _compared(
+def _compare_ranks(
     plans: Sequence[dcp.SavePlan], aliases: Mapping[str, str]
 ) -> tuple[dict[str, dict[int, int]], list[str]]:
-    """Return of what each rank has its own, and what contradicts itself."""
-    held: dict[Any, list[tuple[int, Mark]]] = {}
-    wrong: dict[str, dict[str, None]] = {}
+    """Compare the summaries of all ranks.
+
+    Returns:
+        The entries that are saved for each rank, with the copy of each rank; and a message for each
+            mismatch of values that must be equal.
+    """
+    summaries: dict[Any, list[tuple[int, Summary]]] = {}
     for rank, plan in enumerate(plans):
-        for item, mark in zip(plan.items, plan.planner_data["marks"], strict=True):
-            name = of_owner(item.index.fqn, aliases)
-            held.setdefault(replace(item.index, fqn=name), []).append((rank, mark))
+        for item, summary in zip(plan.items, plan.planner_data["summaries"], strict=True):
+            # The index also has the offsets of a shard, so only equal shards are compared.
+            index = replace(item.index, fqn=canonical_name(item.index.fqn, aliases))
+            summaries.setdefault(index, []).append((rank, summary))
     copies: dict[str, dict[int, int]] = {}
-    for index, marks in held.items():
-        first, mark = marks[0]
-        differ = [rank for rank, other in marks if not mark.is_same(other)]
-        if differ and not mark.copy:
-            how = f"other values on rank {differ[0]} than on rank {first}"
-            wrong.setdefault(f"{how}, {_REMEDY}", {})[index.fqn] = None
-        elif differ:
-            copies[index.fqn] = {rank: other.copy for rank, other in marks}
-    found = in_words({how: map(shown, names) for how, names in wrong.items()})
-    return copies, found
+    names_by_problem: dict[str, dict[str, None]] = {}
+    for index, by_rank in summaries.items():
+        first_rank, first = by_rank[0]
+        different = [rank for rank, summary in by_rank if not first.matches(summary)]
+        if different and not first.copy:
+            problem = f"other values on rank {different[0]} than on rank {first_rank}, {_REMEDY}"
+            names_by_problem.setdefault(problem, {})[display_name(index.fqn)] = None
+        elif different:
+            copies[index.fqn] = {rank: summary.copy for rank, summary in by_rank}
+    return copies, format_problems(names_by_problem)
 
 
-def _own(
+def _rename_items(
     plan: dcp.SavePlan, rank: int, copies: dict[str, dict[int, int]], aliases: Mapping[str, str]
 ) -> dcp.SavePlan:
-    """Give a name of its own to each different copy, and leave out what another name's entry has; equal ones DCP saves once."""
+    """Return a rank's plan without aliases, and with a separate name for each distinct copy.
+
+    Copies that are equal have the same name, so DCP saves them once.
+    """
     items = []
     for item in plan.items:
         name = item.index.fqn
-        if of_owner(name, aliases) == name:
-            own = f"copy.{copies[name][rank]:x}.{name}" if name in copies else name
-            items.append(replace(item, index=replace(item.index, fqn=own)))
+        if canonical_name(name, aliases) != name:
+            continue  # another rank, or another entry of this one, saves it
+        if name in copies:
+            name = f"copy.{copies[name][rank]:x}.{name}"
+        items.append(replace(item, index=replace(item.index, fqn=name)))
     return replace(plan, items=items, planner_data=None)
 
 
-def shared_name(name: str) -> str:
-    """Return the name of what a rank has a copy of its own of."""
+def strip_copy_prefix(name: str) -> str:
+    """Return the name of an entry without the ``copy.NUMBER.`` of a rank's copy."""
     return name.split(".", 2)[2] if name.startswith("copy.") else name
 
 
-def in_words(wrong: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return a message for each thing that is wrong, with the names that it is wrong of."""
-    return [f"{format_items(names)}: {how}" for how, names in wrong.items()]
+def format_problems(names_by_problem: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return a message for each problem, with the names that have it."""
+    return [f"{format_items(names)}: {problem}" for problem, names in names_by_problem.items()]

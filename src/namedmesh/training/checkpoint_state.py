@@ -1,20 +1,25 @@
-"""The values that a rank saves and loads, under names that every layout knows.
+"""The values that a rank saves and loads, under names that do not depend on the layout.
 
-The names of entries are ``model.NAME``, ``optimizer.PARAMETER:KEY`` (see :func:`entry_of`),
-``random.NAME`` and ``data.NUMBER``. ``optimizers.NUMBER`` is what an optimizer keeps in addition to
-the state of its parameters.
+The names of entries are
+
+- ``model.NAME``: a parameter, a buffer or an extra state;
+- ``optimizer.PARAMETER:KEY``: the state of an optimizer for one parameter, see
+  :func:`make_entry_name`;
+- ``optimizers.NUMBER``: the state of an optimizer that belongs to no parameter;
+- ``data.NUMBER``: the state of a data loader;
+- ``random.NAME``: the state of a random generator.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -36,11 +41,28 @@ GROUPS = 10**6
 """The group at a position of an optimizer has the number ``GROUPS * optimizer + position``."""
 
 Names: TypeAlias = tuple[dict[str, str], dict[tuple[str, str], str]]
-"""Further names of parameters, which have no values, and whose they are; what tie_stages() has tied, by the tie and the end of it."""
+"""The further names of parameters of a rank, and the names that they are saved under; and the names
+of parameters that tie_stages() has tied, by the tie and its end."""
 
 
 class State:
-    """A model, its optimizers, the random generators and the place in the data of this rank."""
+    """The model, optimizers, data loaders and random states of this rank, as entries with names.
+
+    Args:
+        mesh: the mesh; None in a process without process groups.
+        model: the model, or a list.
+        optimizers: the optimizer, or a list.
+        data: the data loader, or a list.
+
+    Attributes:
+        extra: the extra values of the caller.
+        values: the entries: tensors (shards as DTensors), and copies of all other values.
+        parameters: the entries of the model's parameters, whose replicas must be equal.
+        aliases: the further names of parameters, as in ``Names``.
+        ties: the names of tied parameters, as in ``Names``.
+        options: the options of optimized parameters.
+        local: the entries that are plain tensors, of an optimizer whose parameter is a DTensor.
+    """
 
     def __init__(
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
@@ -49,31 +71,40 @@ class State:
         self.modules = [model] if isinstance(model, nn.Module) else list(model)
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
         loaders: Any = data if isinstance(data, list | tuple) else [data]
-        self.loaders = [each for each in loaders if each is not None]
-        self.extra: dict[str, Any] = {}  # values of the caller
-        self.values: dict[str, Any] = {}  # tensors (shards as DTensors), and copies of what is none
-        self.parameters: set[str] = set()  # of the model: replicas of them have to be equal
-        self.aliases: dict[str, str] = {}  # as in Names
+        self.loaders = [loader for loader in loaders if loader is not None]
+        self.extra: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        self.parameters: set[str] = set()
+        self.aliases: dict[str, str] = {}
         self.ties: dict[tuple[str, str], str] = {}
         self.options: Options = {}
-        # Names of plain tensors that optimizers keep for parameters that are DTensors.
         self.local: set[str] = set()
-        self._names: dict[int, str] = {}  # of parameters, by identity
-        self._sources: dict[str, Tensor] = {}  # by name, the parameter of which an entry is a part
+        # The name of each parameter, by its id: a parameter may have several names.
+        self._names: dict[int, str] = {}
+        # For each entry, the tensor of the model or the optimizer that it was made from.
+        self._sources: dict[str, Tensor] = {}
 
     def collect(self) -> Names:
-        """Find all values, and return the names that ranks tell each other: the further ones, and those of ties."""
+        """Find all values. Does not communicate.
+
+        Returns:
+            ``aliases`` and ``ties``, which the ranks exchange.
+
+        Raises:
+            CheckpointError: a parameter is on the meta device; two values have the same name; an
+                optimizer has parameters that are not in the model; or a value is not plain data.
+        """
         on_meta = []
         for module in self.modules:
             name_of = _without_wrappers(module)
-            # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
-            for raw, value in module.state_dict(keep_vars=True).items():
+            # keep_vars keeps the parameters themselves, whose attributes and ids are needed.
+            for key, value in module.state_dict(keep_vars=True).items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    on_meta.append(raw)
-                self._add_to_model(name_of(raw), value)
+                    on_meta.append(key)
+                self._add_to_model(name_of(key), value)
         if on_meta:
-            remedy = "call model.to_empty(device=...) first"
-            raise CheckpointError(f"{format_items(on_meta, 4)}: on the meta device; {remedy}")
+            names = format_items(on_meta, 4)
+            raise CheckpointError(f"{names}: on the meta device; call model.to_empty(device=...) first")
         for number, optimizer in enumerate(self.optimizers):
             self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
@@ -85,7 +116,7 @@ class State:
     def _add_to_model(self, name: str, value: Any) -> None:
         entry = f"model.{name}"
         if value is not None and self._sources.get(entry) is value:
-            return  # two modules of a rank share it
+            return  # two modules of this rank share the parameter
         if isinstance(value, nn.Parameter):
             if self._names.setdefault(id(value), name) != name:
                 self.aliases[name] = self._names[id(value)]
@@ -97,80 +128,122 @@ class State:
         self._add(entry, value, value)
 
     def _add(self, name: str, value: Any, source: object = None) -> None:
+        """Add an entry.
+
+        Args:
+            name: the name of the entry.
+            value: its value; None adds nothing.
+            source: the parameter that the value belongs to, whose attributes say how it is sharded.
+        """
         if value is None:
             return
         if not isinstance(value, Tensor):
-            value = plain(value, shown(name))
+            value = to_plain_data(value, display_name(name))
         elif isinstance(source, Tensor):
             self._sources.setdefault(name, source)
             value = self._as_shard(value, source)
-            of_shard = isinstance(self.parameter_of(name), DTensor)
-            if of_shard and value.ndim and not isinstance(value, DTensor):
+            is_of_shard = isinstance(self.parameter_of(name), DTensor)
+            if is_of_shard and value.ndim and not isinstance(value, DTensor):
                 self.local.add(name)
         if name in self.values:
             remedy = "give a parameter to one optimizer"
             if name.startswith("model."):
                 remedy = (
                     "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
-                    "the layers of pipeline stages with training.stage_layers"
                 )
-            raise CheckpointError(f"{shown(name)} is the name of two values; {remedy}")
+                remedy += "the layers of pipeline stages with training.stage_layers"
+            raise CheckpointError(f"{display_name(name)} is the name of two values; {remedy}")
         self.values[name] = value
 
     def parameter_of(self, name: str) -> Any:
-        """Return the parameter of an optimizer's entry, a marked one as a DTensor; else None."""
+        """Return the parameter that an optimizer's entry belongs to.
+
+        Args:
+            name: the name of the entry.
+
+        Returns:
+            The parameter, as a DTensor if it is a shard; None for other entries.
+        """
         if not name.startswith("optimizer."):
             return None
-        return self.values.get(f"model.{owner_and_key(name)[0]}")
+        return self.values.get(f"model.{split_entry_name(name)[0]}")
 
-    def is_marked(self, name: str) -> bool:
-        """Return whether the parameter of an optimizer's entry is a plain shard of Megatron's."""
-        source = self._sources.get(f"model.{owner_and_key(name)[0]}")
+    def is_plain_shard(self, name: str) -> bool:
+        """Return whether the parameter of an optimizer's entry is a plain shard with attributes."""
+        source = self._sources.get(f"model.{split_entry_name(name)[0]}")
         return isinstance(self.parameter_of(name), DTensor) and not isinstance(source, DTensor)
 
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
-        named = self._named(optimizer)
-        if unknown := [tuple(each.shape) for name, each in named if not name]:
-            what = f"the optimizer has parameters of shape {format_items(unknown)} that the model has not"
-            raise CheckpointError(f"{what}; make it from the parameters that the model has now")
-        packed = optimizer.state_dict()
-        own = {key: value for key, value in packed.items() if key not in {"state", "param_groups"}}
-        for index, kept in packed["state"].items():
+        """Add the state of an optimizer and the options of its parameters.
+
+        Args:
+            number: the position of the optimizer.
+            optimizer: the optimizer.
+        """
+        named = self._named_parameters(optimizer)
+        if unknown := [tuple(param.shape) for name, param in named if not name]:
+            problem = (
+                f"the optimizer has parameters of shape {format_items(unknown)} that are not in the model"
+            )
+            remedy = (
+                "create it from the current parameters of the model, after parallelize() and fully_shard()"
+            )
+            raise CheckpointError(f"{problem}; {remedy}")
+        state_dict = optimizer.state_dict()
+        own = {key: value for key, value in state_dict.items() if key not in {"state", "param_groups"}}
+        for index, values in state_dict["state"].items():
             if not isinstance(index, int):  # torch numbers the parameters and keeps all other keys
-                own.setdefault("state", {})[index] = kept
+                own.setdefault("state", {})[index] = values
                 continue
-            name, parameter = named[index]
-            for key, value in kept.items():
-                self._add(entry_of(name, key), value, parameter)
+            name, param = named[index]
+            # The state of an optimizer is sharded as the parameter that it belongs to.
+            for key, value in values.items():
+                self._add(make_entry_name(name, key), value, param)
         if own:
             self._add(f"optimizers.{number}", own)
-        kinds = [each.__name__ for each in type(optimizer).__mro__]
-        kinds = kinds[: kinds.index("Optimizer")]
-        contents: list[dict[str, Any]] = []
+        self._add_options(number, optimizer)
+
+    def _add_options(self, number: int, optimizer: Optimizer) -> None:
+        """Add the options of an optimizer, for each of its parameters.
+
+        The groups of another layout may have other parameters, so groups are not entries.
+        """
+        # A checkpoint may be loaded into a base class of its optimizer, or into a subclass.
+        bases = type(optimizer).__mro__
+        class_names = [base.__name__ for base in bases[: bases.index(Optimizer)]]
+        options_of_groups: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
-            options = {key: each for key, each in group.items() if key not in {"params", "param_names"}}
-            contents.append(plain(options, "an option of the optimizer"))
+            options = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+            options_of_groups.append(to_plain_data(options, "an option of the optimizer"))
         for position, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                name, place = self._names[id(parameter)], number * GROUPS + position
-                self.options[name] = kinds, contents[position], place, contents
+            entry = (class_names, options_of_groups[position], number * GROUPS + position, options_of_groups)
+            for param in group["params"]:
+                self.options[self._names[id(param)]] = entry
 
-    def _named(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        """Return an optimizer's parameters with their names, in the order in which torch numbers them."""
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return [(self._names.get(id(each), ""), each) for each in parameters]
+    def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """Return the names and parameters of an optimizer, in the order of torch's numbers.
 
-    def _as_shard(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """Return a plain shard with Megatron's marks as a DTensor on the same memory, and any other tensor as it is."""
+        The name is empty if the parameter is not in the model.
+        """
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        return [(self._names.get(id(param), ""), param) for param in params]
+
+    def _as_shard(self, tensor: Tensor, param: Tensor) -> Tensor:
+        """Return a plain shard as a DTensor on the same memory, and any other tensor as it is.
+
+        Args:
+            tensor: the parameter, or a tensor that an optimizer keeps for it.
+            param: the parameter, whose attributes say how it is sharded.
+        """
         if isinstance(tensor, DTensor):
             return tensor  # to detach one takes as long as to copy it
         tensor = tensor.detach()
-        shard = find_plain_shard(parameter, self.mesh)
-        if shard is None or tensor.shape != parameter.shape:
+        shard = find_plain_shard(param, self.mesh)
+        if shard is None or tensor.shape != param.shape:
             return tensor
         if shard.num_blocks > 1:
             raise CheckpointError(
-                f"a shard of {shard.num_blocks} blocks (partition_stride); make a parameter of each"
+                f"a shard of {shard.num_blocks} fused blocks (partition_stride); make each block a parameter"
             )
         return DTensor.from_local(tensor, shard.mesh, [Shard(shard.dim)], run_check=False)
 
@@ -182,21 +255,19 @@ class State:
         """
         for name, value in self.values.items():
             if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
-                reduced: list[Placement] = list(value.placements)
-                for dim, place in enumerate(reduced):
-                    if place.is_partial():
-                        reduced[dim] = Replicate()
+                reduced = [Replicate() if place.is_partial() else place for place in value.placements]
                 self.values[name] = value.redistribute(placements=reduced)
 
     @torch.no_grad()
-    def copy(self, pinned: dict[str, Tensor]) -> None:
+    def copy_to_cpu(self, pinned: dict[str, Tensor]) -> None:
         """Copy the tensors to the CPU, for a save in the background.
 
-        Copies from an accelerator go to pinned memory and do not wait for each other. Pinned memory is
-        slow to get, so the memory of the save before is used again.
+        Copies from an accelerator go to pinned memory and do not wait for each other. To allocate
+        pinned memory is slow, so the memory of the previous save is used again.
 
         Args:
-            pinned: the memory, by the names of entries. It is filled here; no other save may read it.
+            pinned: the memory, by the names of entries. It is filled here, so the previous save
+                must have finished.
         """
         devices: set[torch.device] = set()
         for name, value in self.values.items():
@@ -217,137 +288,174 @@ class State:
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 
-    def put(self, found: Mapping[str, Any], options: Options) -> None:
-        """Give the loaded values to the model, the optimizers, the loaders and the generators.
+    def apply(self, loaded: Mapping[str, Any], options: Options) -> None:
+        """Load values into the model, the optimizers, the data loaders and the generators.
 
         Args:
-            found: the values, by the names of entries.
+            loaded: the values, by the names of entries.
             options: the saved options of the parameters that are loaded.
         """
-        local = {name: self._as_here(name, value) for name, value in found.items()}
+        local = {name: self._to_plain_shard(name, value) for name, value in loaded.items()}
+        # strict=False, because load() has checked the names of all ranks before it read anything.
         for module in self.modules:
-            own = {}
+            state_dict = {}
             name_of = _without_wrappers(module)
-            for raw in module.state_dict(keep_vars=True):
-                entry = f"model.{name_of(raw)}"
+            for key in module.state_dict(keep_vars=True):
+                entry = f"model.{name_of(key)}"
                 if entry in local and entry in self.values:
-                    own[raw] = local[entry]
-            module.load_state_dict(own, strict=False)
+                    state_dict[key] = local[entry]
+            module.load_state_dict(state_dict, strict=False)
         for number, optimizer in enumerate(self.optimizers):
-            self._put_optimizer(number, optimizer, local, options)
+            self._apply_to_optimizer(number, optimizer, local, options)
         for number, loader in enumerate(self.loaders):
             loader.load_state_dict(local[f"data.{number}"])
-        random = {name: each for name, each in local.items() if name.startswith("random.")}
-        seeds.set_random_state({name.removeprefix("random."): each for name, each in random.items()})
+        random = {name: value for name, value in local.items() if name.startswith("random.")}
+        seeds.set_random_state({name.removeprefix("random."): value for name, value in random.items()})
 
-    def _as_here(self, name: str, value: Any) -> Any:
+    def _to_plain_shard(self, name: str, value: Any) -> Any:
+        """Return the local tensor if collect() made a DTensor of a plain shard, else the value."""
         source = self._sources.get(name)
         if source is None and name.startswith("optimizer."):
-            source = self._sources.get(f"model.{owner_and_key(name)[0]}")
+            source = self._sources.get(f"model.{split_entry_name(name)[0]}")
         if isinstance(value, DTensor) and source is not None and not isinstance(source, DTensor):
             return value.to_local()
         return value
 
-    def _put_optimizer(
-        self, number: int, optimizer: Optimizer, found: Mapping[str, Any], options: Options
+    def _apply_to_optimizer(
+        self, number: int, optimizer: Optimizer, loaded: Mapping[str, Any], options: Options
     ) -> None:
-        named, packed = self._named(optimizer), optimizer.state_dict()
-        entries = by_parameter(found)
-        own = dict(found.get(f"optimizers.{number}", {}))
+        """Load the state and the options of an optimizer.
+
+        Parameters that are not loaded keep their state and options.
+
+        Args:
+            number: the position of the optimizer.
+            optimizer: the optimizer.
+            loaded: the values, by the names of entries.
+            options: the saved options of the parameters that are loaded.
+        """
+        named = self._named_parameters(optimizer)
+        state_dict = optimizer.state_dict()
+        entries = group_by_parameter(loaded)
+        own = dict(loaded.get(f"optimizers.{number}", {}))
         state = dict(own.pop("state", {}))
         for index, (name, _) in enumerate(named):
             if name in entries:
-                state[index] = {key: found[entry] for key, entry in entries[name].items()}
-            elif name not in options and index in packed["state"]:  # not loaded: it stays as it is
-                state[index] = packed["state"][index]
-        loaded = [options[name] for name, _ in named if name in options]
-        for position, group in enumerate(packed["param_groups"]):
+                state[index] = {key: loaded[entry] for key, entry in entries[name].items()}
+            elif name not in options and index in state_dict["state"]:
+                state[index] = state_dict["state"][index]
+        known = [options[name] for name, _ in named if name in options]
+        for position, group in enumerate(state_dict["param_groups"]):
             names = [named[index][0] for index in group["params"]]
             saved = [options[name][1] for name in names if name in options]
-            if loaded and not names:  # an empty group: all groups are known from any parameter
-                saved = loaded[0][3][position : position + 1]
-            group.update(saved[0] if saved else {})
-        optimizer.load_state_dict({**packed, **own, "state": state})
-        for name, parameter in named:  # torch gives what is no step the type of the parameter
+            if known and not names:
+                # Every parameter has the options of all groups, also of groups without parameters.
+                saved = known[0][3][position : position + 1]
+            if saved:
+                group.update(saved[0])
+        optimizer.load_state_dict({**state_dict, **own, "state": state})
+        # torch converts all state except "step" to the dtype of the parameter. Restore the dtype.
+        for name, param in named:
             for key, entry in entries.get(name, {}).items():
-                value, now = found[entry], optimizer.state[parameter][key]
-                if isinstance(value, Tensor) and now.dtype != value.dtype:
-                    optimizer.state[parameter][key] = value.to(now.device)
+                value, converted = loaded[entry], optimizer.state[param][key]
+                if isinstance(value, Tensor) and converted.dtype != value.dtype:
+                    optimizer.state[param][key] = value.to(converted.device)
 
 
-def by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the names of optimizers' entries, by parameter and key."""
+def group_by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the entry names of optimizers, by parameter and key. Other names are skipped."""
     entries: dict[str, dict[str, str]] = {}
     for name in names:
         if name.startswith("optimizer."):
-            parameter, key = owner_and_key(name)
-            entries.setdefault(parameter, {})[key] = name
+            param_name, key = split_entry_name(name)
+            entries.setdefault(param_name, {})[key] = name
     return entries
 
 
 def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
     """Return a function from a key of a state dict to its name without torch's wrappers."""
-    replicated = []
+    prefixes = []  # of the modules that DDP wraps
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, DistributedDataParallel):
-            replicated.append(f"{name}." if name else "")
+            prefixes.append(f"{name}." if name else "")
 
     def name_of(key: str) -> str:
-        for wrapper in reversed(replicated):  # inner ones first: their names contain the outer ones
-            if key.startswith(f"{wrapper}module."):
-                key = wrapper + key.removeprefix(f"{wrapper}module.")
+        for prefix in reversed(prefixes):  # inner ones first: their names contain the outer ones
+            if key.startswith(f"{prefix}module."):
+                key = prefix + key.removeprefix(f"{prefix}module.")
         return seeds.plain_name(key)
 
     return name_of
 
 
-def entry_of(parameter: str, key: str) -> str:
-    """Return the name of the entry of an optimizer for one parameter."""
-    return f"optimizer.{_escaped(parameter)}:{_escaped(key)}"
+def make_entry_name(param_name: str, key: str) -> str:
+    """Return the entry name of an optimizer's state for one parameter.
+
+    Args:
+        param_name: the name of the parameter.
+        key: the key of the state, such as ``exp_avg``.
+    """
+    return f"optimizer.{_escape(param_name)}:{_escape(key)}"
 
 
-def owner_and_key(entry: str) -> tuple[str, str]:
-    """Return the parameter and the key of ``optimizer.PARAMETER:KEY``."""
-    # Older checkpoints do not escape a colon. It is in the parameter's name then: keys hardly ever
-    # have one.
-    parameter, _, key = entry.removeprefix("optimizer.").rpartition(":")
-    return _unescaped(parameter), _unescaped(key)
+def split_entry_name(entry: str) -> tuple[str, str]:
+    """Return the parameter name and the key of ``optimizer.PARAMETER:KEY``."""
+    # Older checkpoints do not escape a colon. It belongs to the name of the parameter then: keys
+    # hardly ever have one.
+    param_name, _, key = entry.removeprefix("optimizer.").rpartition(":")
+    return _unescape(param_name), _unescape(key)
 
 
-def _escaped(name: str) -> str:
-    """Return a name without the separator, as modules and optimizers may use any characters."""
+def _escape(name: str) -> str:
+    """Escape the separator: names of modules and keys of optimizers may have any characters."""
     return name.replace("%", "%25").replace(":", "%3A")
 
 
-def _unescaped(name: str) -> str:
+def _unescape(name: str) -> str:
     return name.replace("%3A", ":").replace("%25", "%")
 
 
-def of_owner(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the name under which a checkpoint has an entry of a parameter with several names."""
+def canonical_name(name: str, aliases: Mapping[str, str]) -> str:
+    """Return the name under which a checkpoint has an entry of a parameter with several names.
+
+    Args:
+        name: the name of an entry.
+        aliases: the further names of parameters, and the names that they are saved under.
+    """
     kind, _, rest = name.partition(".")
     if kind == "optimizer":
-        parameter, key = owner_and_key(name)
-        return entry_of(aliases[parameter], key) if parameter in aliases else name
-    return f"model.{aliases[rest]}" if kind == "model" and rest in aliases else name
+        param_name, key = split_entry_name(name)
+        return make_entry_name(aliases[param_name], key) if param_name in aliases else name
+    if kind == "model" and rest in aliases:
+        return f"model.{aliases[rest]}"
+    return name
 
 
-def shown(name: str) -> str:
-    """Return the name of an entry as messages have it."""
+def display_name(name: str) -> str:
+    """Return the name of an entry for messages."""
     kind, _, rest = name.partition(".")
     if kind == "optimizers":
         return f"optimizer {rest}"
-    return repr(_unescaped(rest) if kind == "optimizer" else rest)
+    return repr(_unescape(rest) if kind == "optimizer" else rest)
 
 
-def plain(value: object, what: str) -> Any:
-    """Return a copy of a value as a checkpoint gives it back; refuse what only code could read back."""
+def to_plain_data(value: object, name: str) -> Any:
+    """Return a copy of a value as a checkpoint returns it.
+
+    Args:
+        value: numbers, strings, tensors, and lists, tuples and dicts of them.
+        name: the name of the value, for messages.
+
+    Raises:
+        CheckpointError: the value needs code to be read, which a checkpoint never runs.
+    """
+    # Writing and reading it once finds every value that the load would reject later.
     written = io.BytesIO()
     try:
         torch.save(value, written)
         written.seek(0)
         return torch.load(written, weights_only=True, map_location="cpu")
-    except Exception as error:  # noqa: BLE001  of many kinds, by what torch finds
+    except Exception as error:  # noqa: BLE001  each type has its own error
         cause = str(error).strip().partition("\n")[0]
-        remedy = "give numbers, texts, tensors, and lists, tuples and dicts of them"
-        raise CheckpointError(f"{what} is not plain data ({cause}); {remedy}") from None
+        remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
+        raise CheckpointError(f"{name} is not plain data ({cause}); {remedy}") from None

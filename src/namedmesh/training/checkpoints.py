@@ -1,4 +1,4 @@
-"""Checkpoints that any layout reads, over torch.distributed.checkpoint, and a directory of them as one run."""
+"""Checkpoints that any layout can load, over torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from namedmesh.arguments import checkpoint_place
 from namedmesh.errors import CheckpointError
 from namedmesh.mesh import NamedMesh
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_files import DamagedError, Ranks
+from namedmesh.training.checkpoint_files import CorruptedError
 from namedmesh.training.checkpoint_loading import LoadPlanner
 from namedmesh.training.checkpoint_locks import Lock
-from namedmesh.training.checkpoint_plans import SavePlanner, joined_aliases
-from namedmesh.training.checkpoint_state import Model, Names, Optimizers, State, plain
+from namedmesh.training.checkpoint_plans import SavePlanner, merge_aliases
+from namedmesh.training.checkpoint_ranks import CheckpointRanks
+from namedmesh.training.checkpoint_state import Model, Names, Optimizers, State, to_plain_data
+from namedmesh.training.checkpoint_storage import StorageReader, StorageWriter, read_metadata
 from namedmesh.training.pretrained import PretrainedReader, read_pretrained
 
 _NAME = re.compile(r"step-\d+")
@@ -40,33 +42,42 @@ def save(
     async_: bool = False,
     **extra: Any,
 ) -> Future[Path]:
-    """Write a model, its optimizers, the random states and any values of yours; every rank of the mesh calls this.
+    """Write a model, its optimizers, the random states and extra values to a checkpoint.
 
-    DCP writes what each rank has to a new directory in ``path``; the file ``namedmesh.pt``, which names it, is put in its place last.
-    Parameters have to be the same on all ranks that have the same shard of them, and so does every
-    DTensor that an optimizer keeps. Other values may differ, and are saved for each rank: buffers, plain
-    tensors of optimizers, random states, the place in the data. A parameter with two names, or tied by
-    :func:`tie_stages`, is one weight.
+    Collective: every rank of the mesh must call it.
+
+    DCP writes the local shards of each rank to a new data directory in ``path``. The manifest
+    ``namedmesh.pt``, which names this directory, is replaced last: the checkpoint is complete or
+    absent.
+
+    Parameters, and all DTensors of optimizers, must be equal on all ranks that have the same shard.
+    Buffers, plain tensors of optimizers, random states and the state of data loaders may differ
+    between ranks. If they do, they are saved for each rank. A parameter with two names, or tied by
+    :func:`tie_stages`, is saved once.
 
     Args:
-        path: a directory of the checkpoint's own, on a file system that all ranks see.
+        path: the directory of this checkpoint, on a file system that all hosts share.
         mesh: the mesh; None in a process without process groups.
-        model: what this rank has, or a list of it (several stages of a pipeline). Plain tensors with Megatron's marks are
-            saved as the whole tensors that they are shards of, over ``tp`` (experts: ``etp``).
-        optimizer: the model's, stepped or not, or a list.
-        data: what knows the place in the data, or a list of such; anything with ``state_dict()`` and ``load_state_dict()``.
-        async_: write in the background, once the tensors are copied to the CPU. Copies from an
-            accelerator go to pinned memory, which is kept for the next save. The next save or load
-            waits for it, and raises its error on every rank. Get the ``result()`` before
+        model: the model of this rank, or a list, such as several pipeline stages. Plain tensors
+            with Megatron-LM's attributes are saved as full tensors, which they shard over ``tp``
+            (experts: ``etp``).
+        optimizer: the optimizer of the model, or a list.
+        data: the data loader or sampler, or a list: anything with ``state_dict()`` and
+            ``load_state_dict()``.
+        async_: whether to write in the background, once the tensors are copied to the CPU. Copies
+            from an accelerator go to pinned memory, which is kept for the next save. The next save
+            or load waits for it, and raises its error on every rank. Get the ``result()`` before
             ``destroy_process_group()``.
-        **extra: values that are the same on every rank, such as the number of the step or ``scheduler.state_dict()``:
-            numbers, texts, tensors, and lists, tuples and dicts of them.
+        **extra: values that are equal on every rank, such as the number of the step or
+            ``scheduler.state_dict()``: numbers, strings, tensors, and lists, tuples and dicts of
+            them.
 
     Returns:
-        A future, done already unless ``async_``; its ``result()`` is the path.
+        A future with the path, which is done already unless ``async_`` is set.
 
     Raises:
-        CheckpointError: on every rank, with all problems at once; what was there before is kept.
+        CheckpointError: on every rank, with all problems at once. An earlier checkpoint at ``path``
+            is kept.
     """
     path, mesh = checkpoint_place(path, mesh, "save")
     return _save(Path(path), mesh, (model, optimizer, data), extra, async_=async_)
@@ -75,57 +86,74 @@ def save(
 def _save(
     path: Path,
     mesh: NamedMesh | None,
-    saved: tuple[Any, ...],
+    objects: tuple[Any, ...],
     extra: dict[str, Any],
     *,
     async_: bool,
     run: str | None = None,
-    finished: Callable[[], None] = lambda: None,
+    on_finish: Callable[[], None] = lambda: None,
 ) -> Future[Path]:
-    ranks = Ranks.of(mesh)
-    ranks.finish()
-    background = async_ and mesh is not None
-    state = State(mesh, *saved)
+    """Save a model, its optimizers and data loaders (``objects``) and extra values.
+
+    Args:
+        path: as for :func:`save`, as all others but these.
+        mesh: see there.
+        objects: the arguments of :class:`State`.
+        extra: see there.
+        async_: see there.
+        run: the run that the checkpoint belongs to.
+        on_finish: called on rank 0 after the checkpoint is complete.
+    """
+    ranks = CheckpointRanks.of(mesh)
+    # One save at a time: they share the pinned memory and the group.
+    ranks.wait_for_save()
+    # Without a mesh, every call has its own CheckpointRanks, and could not wait for this save.
+    in_background = async_ and mesh is not None
+    state = State(mesh, *objects)
 
     def collect() -> Names:
         names = state.collect()
-        state.extra = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
+        state.extra = {key: to_plain_data(value, f"the extra value {key}") for key, value in extra.items()}
         return names
 
     def prepare() -> None:
         state.reduce_partial()
-        if background:
-            state.copy(ranks.pinned)
+        if in_background:
+            state.copy_to_cpu(ranks.pinned)
 
-    what = f"the checkpoint {path} could not be written"
-    aliases = joined_aliases(ranks.from_all(what, collect))
-    ranks.from_all(what, prepare)
-    name = ranks.from_first(what, partial(files.new_directory, path))
+    problem = f"the checkpoint {path} could not be written"
+    # Two calls: reduce_partial() communicates, and all ranks must have collected without an error.
+    aliases = merge_aliases(ranks.run_on_all_ranks(problem, collect))
+    ranks.run_on_all_ranks(problem, prepare)
+    name = ranks.run_on_rank0(problem, partial(files.make_data_directory, path))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
-    writer = files.Writer(path, {"data": name, "layout": layout, "run": run}, finished, on_cpu=background)
-    # A new thread begins with the first accelerator of the host, and would take memory there.
+    manifest = {"data": name, "layout": layout, "run": run}
+    writer = StorageWriter(path, manifest, on_finish, on_cpu=in_background)
+    # The current device of a new thread is device 0, on which it would allocate memory.
     device = None
-    if mesh is not None and mesh.device.type != "cpu" and background:
+    if mesh is not None and mesh.device.type != "cpu" and in_background:
         device = torch.accelerator.current_device_index()
 
     def write() -> Path:
         try:
             if device is not None:
                 torch.accelerator.set_device_index(device)
-            with ranks.told(what):
+            with ranks.reraise_on_all_ranks(problem):
                 planner = SavePlanner(state, aliases, writer)
-                dcp.save({}, storage_writer=writer, planner=planner, **ranks.arguments)
-        except BaseException:  # what is interrupted, too
-            # The checkpoint may be in its place: where a peer dies after finish(), only DCP's last broadcast fails.
+                dcp.save({}, storage_writer=writer, planner=planner, **ranks.dcp_arguments)
+        except BaseException:  # also if it is interrupted
+            # The checkpoint may be complete nevertheless: if a rank dies after finish(), only the
+            # last broadcast of DCP fails. remove_leftovers() keeps a complete checkpoint.
             if ranks.rank == 0:
-                files.clear(path)
+                files.remove_leftovers(path)
             raise
         return path
 
-    if background:
+    if in_background:
         thread = ThreadPoolExecutor(1)
-        ranks.saving = future = thread.submit(write)
-        thread.shutdown(wait=False)
+        future = thread.submit(write)
+        ranks.saving = future
+        thread.shutdown(wait=False)  # the thread ends after this one task
     else:
         future = Future()
         future.set_result(write())
@@ -133,12 +161,15 @@ def _save(
 
 
 class Loaded(dict[str, Any]):
-    """The extra values of a checkpoint, and the names that were not loaded."""
+    """The extra values of a checkpoint, and the names that were not loaded.
+
+    Attributes:
+        missing_keys: parameters and buffers of the model, on any rank, that keep their values.
+        unexpected_keys: parameters and buffers that only the checkpoint has.
+    """
 
     missing_keys: list[str]
-    """Parameters and buffers of the model, on any rank, that keep their values."""
     unexpected_keys: list[str]
-    """Parameters and buffers that only the checkpoint has."""
 
 
 def load(
@@ -161,9 +192,9 @@ def load(
 
     - Random states are restored if the axes that they depend on have the same sizes as when they
       were saved. Otherwise the generators stay as :func:`seed_all` has seeded them.
-    - The place in the data is restored if the number of data ranks is the same. Otherwise it raises
-      CheckpointError, because a sampler counts the samples of one rank. A position that counts the
-      samples of all ranks can be an extra value.
+    - The state of data loaders is restored if the number of data ranks is the same. Otherwise it
+      raises CheckpointError, because a sampler counts the samples of one rank. A position that
+      counts the samples of all ranks can be an extra value.
     - A tensor that an optimizer keeps for the shard of one rank is restored if a rank has that
       shard now. Otherwise it raises CheckpointError.
 
@@ -172,14 +203,15 @@ def load(
     several times the bytes that it keeps.
 
     Args:
-        path: what :func:`save` wrote, or a directory in the format of Hugging Face's ``save_pretrained`` (safetensors), which
-            holds no optimizer. No code that a file names is run.
+        path: a checkpoint of :func:`save`, or a directory in the format of Hugging Face's
+            ``save_pretrained`` (safetensors), which has no optimizer. No code that a file names is
+            run.
         mesh: the current mesh.
         model: as for :func:`save`. It must not be on the meta device: call
             ``model.to_empty(device=...)`` first.
-        optimizer: the same, of the kinds that were saved.
-        data: the same.
-        cast: whether tensors may have another type in the model than in the checkpoint.
+        optimizer: as for :func:`save`, of the classes that were saved.
+        data: as for :func:`save`.
+        cast: whether tensors may have another dtype in the model than in the checkpoint.
         strict: whether the model and the checkpoint must have the same names. If it is False, a new
             layer keeps its values, and a layer that the model no longer has is skipped. A tensor of
             another shape is still an error.
@@ -188,14 +220,14 @@ def load(
             values, and may have other shapes, or be in the model or the checkpoint only.
 
     Returns:
-        The extra values, as a dict with two more attributes, as from ``load_state_dict()``.
-        ``missing_keys`` are the names in the model that were not loaded, ``unexpected_keys`` those
-        that only the checkpoint has. The optimizer keeps the state of parameters that were not
+        The extra values, as a dict with two more attributes, as from ``load_state_dict()``:
+        ``missing_keys`` (names in the model that were not loaded) and ``unexpected_keys`` (names
+        that only the checkpoint has). The optimizer keeps the state of parameters that were not
         loaded.
 
     Raises:
-        CheckpointError: on every rank, with all problems at once, before anything is changed: a file is missing or not as it was
-            written, or something does not fit.
+        CheckpointError: on every rank, with all problems at once, before anything is changed: a
+            file is missing or corrupted, or an entry does not fit.
 
     Example:
         A pretrained backbone under a new head::
@@ -205,65 +237,78 @@ def load(
             print(loaded.missing_keys)  # ["head.weight", "head.bias"]
     """
     path, mesh = checkpoint_place(path, mesh, "load")
-    filled = (model, optimizer, data)
-    loaded, _ = _load(Path(path), mesh, filled, cast=cast, strict=strict, select=select)
-    return loaded
+    objects = (model, optimizer, data)
+    return _load(Path(path), mesh, objects, cast=cast, strict=strict, select=select)[0]
 
 
-def _about(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, or of a folder of Hugging Face, with DCP's metadata."""
-    pretrained = None if files.is_whole(path) else read_pretrained(path)
-    if pretrained is not None:
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint or of a Hugging Face directory, with DCP's metadata."""
+    if not files.is_complete(path) and (pretrained := read_pretrained(path)) is not None:
         return pretrained
-    about = files.read_about(path)
-    return about | {"tensors": files.read_metadata(path, about)}
+    manifest = files.read_manifest(path)
+    return manifest | {"tensors": read_metadata(path, manifest)}
 
 
 def _load(
-    path: Path, mesh: NamedMesh | None, filled: tuple[Any, ...], **how: Any
+    path: Path, mesh: NamedMesh | None, objects: tuple[Any, ...], **options: Any
 ) -> tuple[Loaded, dict[str, Any]]:
-    ranks = Ranks.of(mesh)
-    ranks.finish()
-    what = f"the checkpoint {path} could not be read"
-    about: dict[str, Any] = ranks.from_first(what, partial(_about, path))
+    """Load a checkpoint, and return its extra values and its manifest.
 
-    state = State(mesh, *filled)
+    Args:
+        path: as for :func:`load`.
+        mesh: as for :func:`load`.
+        objects: the arguments of :class:`State`.
+        **options: the options of :class:`LoadPlanner`.
+    """
+    ranks = CheckpointRanks.of(mesh)
+    ranks.wait_for_save()
+    problem = f"the checkpoint {path} could not be read"
+    manifest: dict[str, Any] = ranks.run_on_rank0(problem, partial(_read_manifest, path))
+    state = State(mesh, *objects)
 
     def collect() -> Names:
-        if not files.appears(path / (about["data"] or "")):
-            raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
+        if not files.wait_until_visible(path / (manifest["data"] or "")):
+            remedy = "put it on a file system that all hosts share"
+            raise CheckpointError(f"{path} is visible on rank 0, but not here; {remedy}")
         return state.collect()
 
-    aliases = joined_aliases(ranks.from_all(what, collect))
-    planner = LoadPlanner(state, aliases, about, path, **how)
-    reader = files.Reader(path, about) if about["data"] else PretrainedReader(path, about)
-    with ranks.told(what):
-        dcp.load({}, storage_reader=reader, planner=planner, **ranks.arguments)
-    ranks.from_all(what, planner.refuse_untied)
-    ranks.from_all(what, planner.put)
-    loaded = Loaded(about["extra"])
+    aliases = merge_aliases(ranks.run_on_all_ranks(problem, collect))
+    planner = LoadPlanner(state, aliases, manifest, path, **options)
+    reader = StorageReader(path, manifest) if manifest["data"] else PretrainedReader(path, manifest)
+    with ranks.reraise_on_all_ranks(problem):
+        dcp.load({}, storage_reader=reader, planner=planner, **ranks.dcp_arguments)
+    # Nothing has changed until here. An error in apply() may leave some values loaded.
+    ranks.run_on_all_ranks(problem, planner.check_tied)
+    ranks.run_on_all_ranks(problem, planner.apply)
+    loaded = Loaded(manifest["extra"])
     loaded.missing_keys = planner.missing_keys
     loaded.unexpected_keys = planner.unexpected_keys
-    return loaded, about
+    return loaded, manifest
 
 
 class CheckpointManager:
-    """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
+    """A directory of the checkpoints of one run: ``step-000100`` and so on.
 
-    A run begins with the first save after a fresh start, and goes on with every checkpoint that is
-    loaded here. Nothing of another run, or of another name (``best``), or behind a symbolic link, is
-    ever removed; leftovers of interrupted saves are, at the next save. The end of a ``with`` block
-    waits for what is written, and raises its error.
+    Collective: every rank of the mesh must create one, and must call its methods.
+
+    A run starts with the first save after a fresh start, and continues with every checkpoint that
+    is loaded here. A save removes the oldest checkpoints of its run, and the files of interrupted
+    saves. It removes nothing of another run, nothing with another name (such as ``best``), and
+    nothing behind a symbolic link. The end of a ``with`` block waits for the save in the
+    background, and raises its error.
 
     From ``resume_or_start()`` or the first save to ``close()``, no other job can save in the
-    directory: it gets a CheckpointError that names this host and process. The lock of a job that was
-    killed does not stop the next one.
+    directory: it gets a CheckpointError that names this host and process. The lock of a job that
+    was killed does not stop the next one.
 
     Args:
-        directory: on a file system that all ranks see.
+        directory: the directory, on a file system that all hosts share.
         mesh: the mesh; None in a process without process groups.
-        keep: how many checkpoints of the run stay, those that were finished last; None for all.
+        keep: how many checkpoints of the run to keep, those that were finished last; None for all.
         async_: as for :func:`save`.
+
+    Raises:
+        CheckpointError: ``keep`` is less than 1.
     """
 
     def __init__(
@@ -277,35 +322,48 @@ class CheckpointManager:
         directory, mesh = checkpoint_place(directory, mesh, "CheckpointManager")
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
-        self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
-        self._ranks = Ranks.of(mesh)
+        self.directory = Path(directory)
+        self.mesh = mesh
+        self.keep = keep
+        self.async_ = async_
+        self._ranks = CheckpointRanks.of(mesh)
         self._run = ""
-        self._lock: Lock | None = None  # of the first rank
+        self._lock: Lock | None = None  # only rank 0 has it
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # or the ranks that failed would be waited for
+        # After an error, a save in the background may wait for ranks that have failed.
+        if kind is None:
             self.close()
         self._lock = None
 
     def close(self) -> None:
-        """Wait for the save in the background, and raise its error; then another job may save here."""
+        """Wait for the save in the background, and let another job save in the directory.
+
+        Raises:
+            CheckpointError: on every rank, if the save has failed.
+        """
         try:
-            self._ranks.finish()
+            self._ranks.wait_for_save()
         finally:
             self._lock = None
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that was finished last, after what is written now; None if there is none.
+        """Return the checkpoint that was finished last, after the save in the background.
 
-        After a run went back to step 800, the first one that it saves is the last, and not an older one of step 1000. One of which
-        files are missing or cut off is left out, with a warning; :func:`load` checks what is in them.
+        The order is the order of saving, not of steps: after a run went back to step 800, its next
+        checkpoint is the latest one, even if there is an older one of step 1000. It skips
+        checkpoints with missing or truncated files, with a warning. Their contents are only
+        verified by :func:`load`.
+
+        Returns:
+            The path, or None if there is no checkpoint.
         """
         if self._ranks.saving is not None:
-            self._ranks.saving.exception()  # which the next save or load raises, on every rank
-        return files.latest(self.directory)
+            self._ranks.saving.exception()  # the next save or load raises it on every rank
+        return files.find_latest(self.directory)
 
     def resume_or_start(
         self,
@@ -316,94 +374,128 @@ class CheckpointManager:
         resume: bool | str | os.PathLike[str] = True,
         cast: bool = False,
     ) -> dict[str, Any]:
-        """Go on from the last checkpoint, or begin; every rank calls this, with the arguments of :func:`load`.
+        """Resume from the latest checkpoint, or start a run if there is none.
 
-        ``resume`` is True for the checkpoint that was finished last, or to begin if there is none, as a job that is queued again
-        wants it; one that is damaged is left out, with a warning. False begins. A path goes on from there: a checkpoint of this
-        directory, or of another one, whose run then goes on here, or Hugging Face's, from which a run begins. The first rank's
-        counts.
+        Collective: every rank of the mesh must call it.
+
+        Args:
+            model: as for :func:`load`.
+            optimizer: as for :func:`load`.
+            data: as for :func:`load`.
+            resume: True to load the checkpoint that was finished last, or to start if there is
+                none, as a job that is queued again needs it. Corrupted checkpoints are skipped,
+                with a warning. False starts a run. A path is a checkpoint to resume from: its run
+                continues here, also if it is in another directory. From a directory of Hugging
+                Face, a run starts. The value of rank 0 counts.
+            cast: as for :func:`load`.
 
         Returns:
-            The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
+            The extra values of the checkpoint, and its ``step``; ``{"step": 0}`` at the start.
+
+        Raises:
+            CheckpointError: on every rank: as for :func:`load`; all checkpoints are corrupted;
+                the directory has another run; or another job saves there.
         """
-        self._ranks.finish()
-        about: dict[str, Any] = {}
-        candidates = self._from_first(partial(self._candidates, resume))
+        self._ranks.wait_for_save()
+        # All ranks try the same checkpoints, and load() raises the same error on every rank.
+        manifest: dict[str, Any] = {}
+        candidates = self._run_on_rank0(partial(self._find_candidates, resume))
         for path in candidates:
             try:
-                _, about = _load(path, self.mesh, (model, optimizer, data), cast=cast)
+                _, manifest = _load(path, self.mesh, (model, optimizer, data), cast=cast)
                 break
-            except DamagedError as error:
+            except CorruptedError as error:
                 if resume is not True:
                     raise
                 if self._ranks.rank == 0:
-                    warnings.warn(f"left out: {error}", stacklevel=2)
-        if candidates and not about:
-            raise CheckpointError(f"no checkpoint in {self.directory} is whole; begin in another directory")
-        self._run = about.get("run") or ""
-        self._run = self._from_first(self._own_run)
-        return dict(about.get("extra", {"step": 0}))
+                    warnings.warn(f"skipped: {error}", stacklevel=2)
+        if candidates and not manifest:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is complete; start in another directory"
+            )
+        self._run = manifest.get("run") or ""
+        self._run = self._run_on_rank0(self._check_run)
+        return dict(manifest.get("extra", {"step": 0}))
 
-    def _candidates(self, resume: bool | str | os.PathLike[str]) -> list[Path]:
-        """Return the checkpoints to load until one is whole; the first rank calls this."""
+    def _find_candidates(self, resume: bool | str | os.PathLike[str]) -> list[Path]:
+        """Return the checkpoints to try, the latest first, and lock the directory, on rank 0."""
         self._lock = Lock.of(self.directory)
         if resume is False:
             return []
+        # Only the names that save() gives: a copy such as "best" may be newer.
         if resume is True:
-            known = reversed(files.in_order(self.directory))
-            return [path for path, _ in known if _NAME.fullmatch(path.name)]
-        if "step" not in _about(Path(resume))["extra"]:
-            raise CheckpointError(f"{resume} has no step to go on from; load it with training.load")
+            entries = reversed(files.list_checkpoints(self.directory))
+            return [entry.path for entry in entries if _NAME.fullmatch(entry.path.name)]
+        if "step" not in _read_manifest(Path(resume))["extra"]:
+            raise CheckpointError(f"{resume} has no step to resume from; load it with training.load")
         return [Path(resume)]
 
     def save(
         self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
     ) -> Future[Path]:
-        """Save after ``step`` steps, which is one of the extra values; every rank calls this, with the arguments of :func:`save`.
+        """Save a checkpoint after ``step`` steps, and remove the oldest ones of this run.
 
-        A directory that holds another run is refused.
+        Collective: every rank of the mesh must call it.
+
+        Args:
+            step: the number of steps, which becomes one of the extra values.
+            model: as for :func:`namedmesh.training.save`, as all others.
+            optimizer: see there.
+            data: see there.
+            **extra: see there.
+
+        Returns:
+            A future with the path, which is done already unless ``async_`` is set.
+
+        Raises:
+            CheckpointError: on every rank: as for :func:`namedmesh.training.save`; the directory
+                has another run; or another job saves there.
         """
-        self._ranks.finish()
-        self._run = self._from_first(self._ready)
-        how: dict[str, Any] = {"async_": self.async_, "run": self._run, "finished": self._remove_older}
-        saved, values = (model, optimizer, data), {"step": step} | extra
-        return _save(self.directory / f"step-{step:06}", self.mesh, saved, values, **how)
+        self._ranks.wait_for_save()
+        self._run = self._run_on_rank0(self._prepare_directory)
+        path = self.directory / f"step-{step:06}"
+        how: dict[str, Any] = {"async_": self.async_, "run": self._run, "on_finish": self._remove_older}
+        return _save(path, self.mesh, (model, optimizer, data), {"step": step} | extra, **how)
 
-    def _from_first(self, function: Callable[[], Any]) -> Any:
-        return self._ranks.from_first(f"{self.directory} could not be read", function)
+    def _run_on_rank0(self, function: Callable[[], Any]) -> Any:
+        return self._ranks.run_on_rank0(f"{self.directory} could not be read", function)
 
-    def _runs(self) -> list[tuple[Path, str]]:
-        """Return the checkpoints of runs, as they were finished, and the run of each."""
-        known = files.in_order(self.directory)
-        return [(path, about["run"]) for path, about in known if about.get("run")]
+    def _list_runs(self) -> list[tuple[Path, str]]:
+        """Return the checkpoints that belong to a run, in order, and the run of each."""
+        entries = files.list_checkpoints(self.directory)
+        return [(entry.path, entry.run) for entry in entries if entry.run]
 
-    def _own_run(self) -> str:
-        """Return what the run is called; refuse a directory that holds another one."""
-        runs = self._runs()
+    def _check_run(self) -> str:
+        """Return the identifier of this run, a new one at the start.
+
+        Raises:
+            CheckpointError: the directory has checkpoints, and none of this run.
+        """
+        runs = self._list_runs()
         if runs and self._run not in {run for _, run in runs}:
             last = runs[-1][0]
-            numbered = [path for path, _ in runs if _NAME.fullmatch(path.name)]
-            # Without a path, resume_or_start() looks for the names that save() gives.
-            call = "resume_or_start()" if numbered else f"resume_or_start(..., resume={str(last)!r})"
-            remedy = f"go on with it by {call}, or give this run a directory of its own"
-            raise CheckpointError(f"{self.directory} holds another run, up to {last.name}; {remedy}")
+            is_numbered = any(_NAME.fullmatch(path.name) for path, _ in runs)
+            # Without a path, resume_or_start() only finds the names that save() gives.
+            call = "resume_or_start()" if is_numbered else f"resume_or_start(..., resume={str(last)!r})"
+            problem = f"{self.directory} has another run, up to {last.name}; resume it with {call}"
+            raise CheckpointError(f"{problem}, or give this run a directory of its own")
         return self._run or secrets.token_hex(8)
 
-    def _ready(self) -> str:
-        """Remove what interrupted saves have left, and return what the run is called."""
+    def _prepare_directory(self) -> str:
+        """Lock the directory, remove the files of interrupted saves, and return the run."""
         self._lock = Lock.of(self.directory)
-        run = self._own_run()
+        run = self._check_run()
         for path in self.directory.glob("step-*"):
             if not path.is_symlink():
-                files.clear(path)
+                files.remove_leftovers(path)
         return run
 
     def _remove_older(self) -> None:
-        own = [path for path, run in self._runs() if run == self._run and _NAME.fullmatch(path.name)]
-        older = own[: -self.keep] if self.keep else []
-        for path in older:
-            if path.is_symlink():
-                continue  # somebody has moved the checkpoint to an archive
-            # First, so that an interruption leaves nothing that is taken for a checkpoint.
-            (path / files.ABOUT).unlink()
-            shutil.rmtree(path, ignore_errors=True)
+        runs = self._list_runs()
+        paths = [path for path, run in runs if run == self._run and _NAME.fullmatch(path.name)]
+        for path in paths[: -self.keep] if self.keep else []:
+            # A checkpoint behind a link was moved to an archive.
+            if not path.is_symlink():
+                # The manifest goes first. An interrupted removal leaves no checkpoint then.
+                (path / files.MANIFEST_NAME).unlink()
+                shutil.rmtree(path, ignore_errors=True)

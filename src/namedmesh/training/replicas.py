@@ -1,4 +1,4 @@
-"""Weights and gradients that must be equal on several ranks, and the calls that compare them."""
+"""Compare the weights and gradients that must be equal on several ranks."""
 
 from __future__ import annotations
 
@@ -45,23 +45,30 @@ _calls: weakref.WeakKeyDictionary[NamedMesh, int] = weakref.WeakKeyDictionary()
 
 
 def layout_key(param: Tensor) -> object:
-    """Return a key that is equal for parameters that are sharded over the same ranks."""
+    """Return a key that is equal for parameters that are sharded in the same way.
+
+    Args:
+        param: a DTensor or a plain tensor, whose attributes count.
+    """
     return find_placements(param), *find_attribute_axes(param)
 
 
 def check_sharded(without_grad: dict[int, Tensor]) -> None:
-    """Raise TrainingError if FSDP2 holds parameters unsharded.
+    """Check that FSDP2 does not have the parameters unsharded.
 
-    Their gradients belong to the sharded parameters, which the model does not show at that time.
+    The gradients belong to the sharded parameters, which are not in the model at that time.
 
     Args:
         without_grad: the parameters that have no gradient, by position.
+
+    Raises:
+        TrainingError: some of them are unsharded.
     """
     is_trained = any(param.requires_grad for param in without_grad.values())
     if torch.compiler.is_compiling() or not is_trained:
         return
-    held = {id(param) for param in iter_unsharded_parameters()}
-    hidden = {at: param for at, param in without_grad.items() if id(param) in held}
+    unsharded = {id(param) for param in iter_unsharded_parameters()}
+    hidden = {at: param for at, param in without_grad.items() if id(param) in unsharded}
     if hidden:
         raise TrainingError(
             f"Parameters {_describe(hidden.items())} are unsharded by FSDP2, as after a forward "
@@ -73,12 +80,14 @@ def check_sharded(without_grad: dict[int, Tensor]) -> None:
 
 def _check_not_hidden(params: Sequence[Tensor]) -> None:
     """Raise TrainingError if DDP over tensor parallelism has taken parameters out of the model."""
-    given = {id(param) for param in params}
+    ids = {id(param) for param in params}
     if any(sharding_under_ddp(param) for param in params):
-        return  # the local shards from before the first forward
+        return  # the caller has kept the local shards from before the first forward
     for model in list_checked_models():
         hidden = list(hidden_by_ddp(model))
-        if hidden and (not given or given.intersection(id(param) for param in model.parameters())):
+        # Only a model that has some of these parameters concerns this call.
+        is_of_call = not ids or ids.intersection(id(param) for param in model.parameters())
+        if hidden and is_of_call:
             raise TrainingError(
                 f"{len(hidden)} sharded parameters are missing: the first forward of "
                 "DistributedDataParallel over tensor parallelism took them out of the model. Keep "
@@ -88,9 +97,13 @@ def _check_not_hidden(params: Sequence[Tensor]) -> None:
 
 
 def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
-    """Compare weights and gradients over each axis along which they must be equal, on some calls.
+    """Compare replicated weights and gradients along each axis, on calls 1, 2, 4 and so on.
 
-    Collective: every rank of the mesh must call it. The ranks compare on calls 1, 2, 4 and so on.
+    Collective: every rank of the mesh must call it.
+
+    Args:
+        params: the parameters, in the same order on every rank.
+        mesh: the mesh.
 
     Raises:
         GradientError: on every rank of the mesh, with all differences.
@@ -113,7 +126,10 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
 
 
 def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
-    """Return a message for each axis along which weights or gradients of this rank differ."""
+    """Return a message for each axis along which weights or gradients differ.
+
+    Collective: every rank of the mesh must call it.
+    """
     known: dict[object, list[str]] = {}
     compared: dict[str, list[int]] = {}
     for position, param in enumerate(params):
@@ -128,48 +144,49 @@ def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
         positions, group = compared[axis], mesh.group(axis)
         most, least = _extremes([len(positions)], group, mesh.device)
         if most != least:
-            continue  # a rank has parameters that others lack, such as the bias of a sharded layer
+            continue  # a rank has more parameters than others, such as the bias of a sharded layer
         # Different weights have different gradients, so the weights come first.
         for kind in ("weights", "gradients"):
             chosen = [params[at] if kind == "weights" else params[at].grad for at in positions]
-            numbers = [_numbers_of(tensor) for tensor in chosen]
+            numbers = [_summarize(tensor) for tensor in chosen]
             different = _differences(*_extremes(numbers, group, mesh.device))
             if different:
-                shown = _describe((positions[at], params[positions[at]]) for at in different)
+                described = _describe((positions[at], params[positions[at]]) for at in different)
                 stage = f" of stage {mesh.rank('pp')}" if "pp" in mesh.layout else ""
-                where = f"{shown}{stage} differ between the ranks of {axis}"
+                where = f"{described}{stage} differ between the ranks of {axis}"
                 problems.append(f"The {kind} of parameters {where}. {_CAUSES}")
                 break
     return problems
 
 
 def _replicated_over(param: Tensor, mesh: NamedMesh) -> list[str]:
-    """Return the axes whose ranks must have the same of a parameter."""
+    """Return the axes along which a parameter must be replicated."""
     own_mesh, placements = find_placements(param) or (mesh.device_mesh, ())
     names = (own_mesh.mesh_dim_names or ())[: len(placements)]
-    marked = find_attribute_axes(param)
-    is_expert = "ep" in marked or any(name in EXPERT_AXES for name in names)
+    attribute_axes = find_attribute_axes(param)
+    is_expert = "ep" in attribute_axes or any(name in EXPERT_AXES for name in names)
     # The meaning of other axes is not known, except in a DTensor that is replicated over them.
     axes = ["edp", "etp"] if is_expert else [*TOKEN_AXES, "tp"]
     for name, placement in zip(names, placements, strict=False):
         if isinstance(placement, Replicate) and name not in axes:
             axes.append(name)
-    # The ranks of the parameter's own mesh, and those of them that have copies of this shard.
-    everyone: set[int] = set()
-    copies: set[int] = set()
+    # The ranks of the parameter's own mesh, and the ranks that have replicas of this shard. A plain
+    # tensor has none, and is replicated along every axis that its attributes do not name.
+    own_ranks: set[int] = set()
+    replicas: set[int] = set()
     if placements:
         ranks = own_mesh.mesh
-        place: list[Any] = [*(own_mesh.get_coordinate() or ())]
+        index: list[Any] = [*(own_mesh.get_coordinate() or ())]
         for dim, placement in enumerate(placements):
             if isinstance(placement, Replicate):
-                place[dim] = slice(None)
-        everyone.update(ranks.flatten().tolist())
-        copies.update(ranks[tuple(place)].flatten().tolist())
-    axes = [axis for axis in axes if axis in mesh and axis not in marked and mesh.size(axis) > 1]
-    return [axis for axis in axes if everyone.intersection(mesh.ranks(axis)) <= copies]
+                index[dim] = slice(None)
+        own_ranks.update(ranks.flatten().tolist())
+        replicas.update(ranks[tuple(index)].flatten().tolist())
+    axes = [axis for axis in axes if axis in mesh and axis not in attribute_axes and mesh.size(axis) > 1]
+    return [axis for axis in axes if own_ranks.intersection(mesh.ranks(axis)) <= replicas]
 
 
-def _numbers_of(tensor: Tensor | None) -> list[float]:
+def _summarize(tensor: Tensor | None) -> list[float]:
     """Return the norm of a tensor, a weighted sum, and 1 if both are finite; zeros for None."""
     if tensor is None:
         return [0.0, 0.0, 1.0]
@@ -181,9 +198,9 @@ def _numbers_of(tensor: Tensor | None) -> list[float]:
 def _extremes(
     numbers: list[Any], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[Any], list[Any]]:
-    """Return the highest and the lowest value of each number over the ranks, in one all-reduce.
+    """Return the highest and the lowest value of each number over the ranks.
 
-    Its cost does not grow with the number of ranks, as that of a gather would.
+    Collective: one all-reduce, whose cost does not grow with the number of ranks.
     """
     values = torch.tensor(numbers, dtype=torch.float64, device=device)
     both = torch.stack([values, -values])
@@ -197,12 +214,13 @@ def _differences(highest: list[list[float]], lowest: list[list[float]]) -> list[
     different = []
     for position, (high, low) in enumerate(zip(highest, lowest, strict=True)):
         far = max(high[0] - low[0], high[1] - low[1])
-        # If it is NaN or infinite on every rank, the norm says so.
-        if high[2] != low[2] or (far > RELATIVE_TOLERANCE * high[0] and far > ZERO_GRAD_THRESHOLD * largest):
+        # If it is finite on no rank, the ranks agree: the norm for clipping is not finite either.
+        is_far = far > RELATIVE_TOLERANCE * high[0] and far > ZERO_GRAD_THRESHOLD * largest
+        if high[2] != low[2] or is_far:
             different.append(position)
     return different
 
 
 def _describe(params: Iterable[tuple[int, Tensor]]) -> str:
-    """Return parameters by their position among those that were given, and their shape."""
+    """Return parameters by their position in the call, and their shape."""
     return format_items(f"{position} {tuple(param.shape)}" for position, param in params)

@@ -1,4 +1,4 @@
-"""One weight in the first and in the last pipeline stage: its values, gradient and marks."""
+"""Weights that the first and the last pipeline stage share: values, gradients and attributes."""
 
 from __future__ import annotations
 
@@ -17,31 +17,41 @@ from namedmesh.errors import ShapeError
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import is_copy_of_stage, set_copy_of_stage, to_local
 
-# Every rank of a pipeline ties in the same order, so the ranks count alike.
+# Every rank of a pipeline ties in the same order, so the numbers are equal on all ranks.
 _numbers = count()
 
-# The marks by the parameter's id, while the function that sums its gradients lives, which keeps the
-# parameter alive. ``module.to(dtype)`` keeps the object of a DTensor parameter and replaces all its
-# attributes. torch refuses to convert a parameter that has a weak reference.
-_marks: dict[int, tuple[str, str]] = {}
+# The tie of each parameter by its id, as long as the function that sums its gradients exists, which
+# keeps the parameter alive. The attribute is not enough: ``module.to(dtype)`` keeps the object of a
+# DTensor parameter, but replaces all its attributes. A weak reference would not do either,
+# because torch does not convert a parameter that has one.
+_ties: dict[int, tuple[str, str]] = {}
 
 
 def tie_of(parameter: Tensor) -> tuple[str, str] | None:
-    """Return the tie of a parameter and its end, ``"first"`` or ``"last"``; None if it is not tied.
+    """Return the tie of a parameter, and its end of the tie: ``"first"`` or ``"last"``.
 
     Copies of the parameter (``copy.deepcopy``, ``pickle``) have the same tie.
+
+    Args:
+        parameter: any tensor.
+
+    Returns:
+        None if the parameter is not tied.
     """
-    mark: tuple[str, str] | None = getattr(parameter, "tied_stages", None)
-    if mark is None and _marks:
-        mark = _marks.get(id(parameter))
-    return mark
+    tie: tuple[str, str] | None = getattr(parameter, "tied_stages", None)
+    if tie is None and _ties:
+        tie = _ties.get(id(parameter))
+    return tie
 
 
 def is_counted_elsewhere(parameter: Tensor) -> bool:
-    """Return whether another pipeline stage counts the gradient of this parameter.
+    """Return whether the gradient of this parameter is counted on another pipeline stage.
 
-    True for the last stage's end of :func:`tie_stages`, and for copies that Megatron or DeepSpeed
-    marked with ``shared`` or ``ds_pipe_replicated``.
+    True for the last stage's end of :func:`tie_stages`, and for copies to which Megatron-LM or
+    DeepSpeed gave the attribute ``shared`` or ``ds_pipe_replicated``.
+
+    Args:
+        parameter: any tensor.
     """
     if is_copy_of_stage(parameter):
         return True
@@ -66,8 +76,8 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
         mesh: a mesh with an axis ``pp``.
 
     Returns:
-        A function that sums the two gradients: every rank calls it once a step, before clipping.
-            A frozen parameter gets no gradient.
+        A function that sums the two gradients. Collective: every rank must call it once a step,
+            before clipping. A frozen parameter gets no gradient.
 
     Raises:
         ShapeError: on every rank, if not exactly one rank gives each end, or if the ends differ in
@@ -81,7 +91,7 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
         trained = "trained" if param.requires_grad else "frozen"
         descriptions[end] = (tuple(to_local(param).shape), str(param.dtype), trained)
     by_rank = all_gather_object(mesh.group("pp"), (descriptions, next(_numbers)))
-    peer = _check_ends([found for found, _ in by_rank], here)
+    peer = _check_ends([reported for reported, _ in by_rank], here)
     number = str(by_rank[0][1])
     if not here or first is last:  # with pp=1 both may be one parameter
         return lambda: None
@@ -90,61 +100,71 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
     def sum_gradients() -> None:
         local_grads: list[Tensor] = []
         for end, param in here.items():
-            _mark(param, (number, end))  # again, for copies of parameters that were converted since
+            # Again, because the parameter may have been converted since.
+            _set_attributes(param, (number, end))
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
             grad = param.grad if param.requires_grad else None
             # The peer waits for a tensor, whether this end trains or not.
             local_grads.append(torch.zeros_like(to_local(param)) if grad is None else to_local(grad))
-        for grad, other in zip(local_grads, _exchange(local_grads, mesh, peer), strict=True):
-            grad.add_(other)
+        for grad, peer_grad in zip(local_grads, _exchange(local_grads, mesh, peer), strict=True):
+            grad.add_(peer_grad)
 
     for end, param in here.items():
-        mark = (number, end)
-        _mark(param, mark)
-        _marks[id(param)] = mark
-        weakref.finalize(sum_gradients, _forget, id(param), mark).atexit = False
-    others = _exchange([to_local(param) for param in here.values()], mesh, peer)
+        tie = (number, end)
+        _set_attributes(param, tie)
+        _ties[id(param)] = tie
+        weakref.finalize(sum_gradients, _forget, id(param), tie).atexit = False
+    peer_values = _exchange([to_local(param) for param in here.values()], mesh, peer)
     if last is not None:
-        to_local(last).copy_(others[-1])
+        to_local(last).copy_(peer_values[-1])
     return sum_gradients
 
 
 def _check_ends(by_rank: list[dict[str, Any]], here: dict[str, Tensor]) -> int:
-    """Return the group rank of the other end; raise unless there is one of each, and they match."""
+    """Return the group rank of the other end.
+
+    Args:
+        by_rank: the shape, the dtype and ``requires_grad`` of the ends that each rank has.
+        here: the ends that this rank has.
+
+    Raises:
+        ShapeError: there is not exactly one of each end, or they do not match.
+    """
     ranks: dict[str, list[int]] = {"first": [], "last": []}
-    found: list[Any] = []
-    for end, of_end in ranks.items():
+    ends: list[Any] = []
+    for end, ranks_of_end in ranks.items():
         for rank, descriptions in enumerate(by_rank):
             if end in descriptions:
-                of_end.append(rank)
-                found.append(descriptions[end])
-    if len(ranks["first"]) != 1 or len(ranks["last"]) != 1 or found[0] != found[1]:
-        remedy = (
-            "give one of the first stage and one of the last, of one shape and type, both trained "
-            "or both frozen; None elsewhere"
+                ranks_of_end.append(rank)
+                ends.append(descriptions[end])
+    if len(ranks["first"]) != 1 or len(ranks["last"]) != 1 or ends[0] != ends[1]:
+        raise ShapeError(
+            f"the ranks {ranks['first']} and {ranks['last']} of pp tie {ends}; give one of the first stage "
+            "and one of the last, of one shape and dtype, both trained or both frozen; None on other ranks"
         )
-        of_first, of_last = ranks.values()
-        raise ShapeError(f"the ranks {of_first} and {of_last} of pp tie {found}; {remedy}")
     return ranks["last" if "first" in here else "first"][0]
 
 
-def _mark(parameter: Any, mark: tuple[str, str]) -> None:
-    parameter.tied_stages = mark
-    set_copy_of_stage(parameter, mark[1] == "last")
+def _set_attributes(parameter: Any, tie: tuple[str, str]) -> None:
+    parameter.tied_stages = tie
+    set_copy_of_stage(parameter, tie[1] == "last")
     if type(parameter) is nn.Parameter:
         # torch copies a plain parameter without its attributes. Without a ``__deepcopy__`` it is
         # copied the way it is pickled, which keeps them. A DTensor keeps them anyway.
         vars(parameter)["__deepcopy__"] = None
 
 
-def _forget(number: int, mark: tuple[str, str]) -> None:
-    if _marks.get(number) == mark:  # unless the parameter was tied again
-        del _marks[number]
+def _forget(param_id: int, tie: tuple[str, str]) -> None:
+    if _ties.get(param_id) == tie:  # unless the parameter was tied again
+        del _ties[param_id]
 
 
 def _exchange(here: list[Tensor], mesh: NamedMesh, peer: int) -> list[Tensor]:
-    """Return the other end's tensors: the peer's, or copies if this rank has both ends."""
+    """Return the tensors of the other end: the peer's, or copies if this rank has both ends.
+
+    Collective: both ends of the tie must call it.
+    """
     if len(here) > 1:
         return [tensor.clone() for tensor in reversed(here)]
     group = mesh.group("pp")

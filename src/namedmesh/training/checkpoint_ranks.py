@@ -1,0 +1,195 @@
+"""The ranks that save or load a checkpoint together: they call functions, and raise one error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from namedmesh._internal import get_groups
+from namedmesh._torch import make_dcp_wrapper
+from namedmesh.errors import CheckpointError, NamedMeshError, format_ranks
+from namedmesh.mesh import NamedMesh
+from namedmesh.training.checkpoint_files import CorruptedError
+
+
+class CheckpointRanks:
+    """The ranks of a mesh on a gloo group of their own, or one process without a mesh.
+
+    There is one object for each group, so a mesh has one save in the background at most.
+
+    Attributes:
+        rank: the group rank, 0 without a mesh.
+        saving: the save in the background whose error nobody has seen yet, or None.
+        pinned: the pinned memory into which saves in the background copy, by entry name.
+    """
+
+    _instances: ClassVar[WeakKeyDictionary[dist.ProcessGroup, CheckpointRanks]] = WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        # A weak reference, because destroy_process_group() has to end the group with its threads.
+        self._group = None if group is None else ref(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.saving: Future[Path] | None = None
+        self.pinned: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, mesh: NamedMesh | None) -> CheckpointRanks:
+        """Return the ranks of a mesh. Collective: every rank of the mesh must call it."""
+        if mesh is None:
+            return cls(None)
+        group = get_groups(mesh).get_checkpoint_group(mesh.layout)
+        return cls._instances.setdefault(group, cls(group))
+
+    @property
+    def dcp_arguments(self) -> dict[str, Any]:
+        """The arguments ``no_dist`` and ``process_group`` of DCP.
+
+        Raises:
+            CheckpointError: the default group was destroyed.
+        """
+        if self._group is None:
+            return {"no_dist": True, "process_group": None}
+        group = self._group()
+        if group is None:
+            raise CheckpointError(
+                "The default group was destroyed, and the group of checkpoints with it. Before "
+                "destroy_process_group(), wait for a save in the background: get its result(), or leave the "
+                "'with' block of CheckpointManager."
+            )
+        return {"no_dist": False, "process_group": group}
+
+    def wait_for_save(self) -> None:
+        """Wait for the save in the background, and raise its error once, the same on every rank."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
+
+    def run_on_rank0(self, problem: str, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0, and broadcast its result.
+
+        Collective: every rank must call it.
+
+        Args:
+            problem: the start of the message for unexpected errors, such as "x could not be read".
+            function: the function, which gets no arguments.
+
+        Returns:
+            The result of the function on rank 0.
+
+        Raises:
+            CheckpointError: on every rank, if the function raises an error on rank 0.
+        """
+        with self.reraise_on_all_ranks(problem):
+            # A wrapper for each call: it refers to the group, which is only held weakly here.
+            wrapper = make_dcp_wrapper(**self.dcp_arguments)
+            return wrapper.broadcast("checkpoint", partial(_call_with_sendable_error, function))
+
+    def run_on_all_ranks(self, problem: str, function: Callable[[], Any]) -> Any:
+        """Call a function on every rank, and all-gather the results.
+
+        Collective: every rank must call it.
+
+        Args:
+            problem: the start of the message for unexpected errors, such as "x could not be read".
+            function: the function, which gets no arguments.
+
+        Returns:
+            The results in the order of the ranks.
+
+        Raises:
+            CheckpointError: on every rank, if the function raises an error on any rank.
+        """
+        with self.reraise_on_all_ranks(problem):
+            call = partial(_call_with_sendable_error, function)
+            return make_dcp_wrapper(**self.dcp_arguments).all_gather("checkpoint", call)
+
+    @contextmanager
+    def reraise_on_all_ranks(self, problem: str) -> Iterator[None]:
+        """Context manager that raises the errors of a collective call of DCP as a CheckpointError.
+
+        DCP has gathered the errors of all ranks already, so this does not communicate.
+
+        Args:
+            problem: the start of the message for unexpected errors, such as "x could not be read".
+        """
+        is_single = self._group is None
+        try:
+            # With a group this may run in a thread, and warning filters are global.
+            with warnings.catch_warnings() if is_single else nullcontext():
+                if is_single:  # on purpose, and DCP warns about it
+                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                yield
+        except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
+            raise _make_error(error, problem, self.rank) from None
+
+
+def group_by_rank(problems: Mapping[int, Iterable[str]]) -> list[str]:
+    """Return each problem once, with the ranks that have it.
+
+    A problem that rank 0 has names no ranks, because it usually concerns all of them.
+
+    Args:
+        problems: the messages of each rank.
+    """
+    ranks_by_message: dict[str, list[int]] = {}
+    for rank, messages in problems.items():
+        for message in messages:
+            ranks_by_message.setdefault(message, []).append(rank)
+    grouped = ranks_by_message.items()
+    return [text if 0 in ranks else f"{format_ranks(ranks)}: {text}" for text, ranks in grouped]
+
+
+def _call_with_sendable_error(function: Callable[[], Any]) -> Any:
+    """Call a function, and convert errors that may be impossible to pickle for another rank."""
+    try:
+        return function()
+    except (NamedMeshError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(_first_line(error)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
+    """Return one error for the errors of all ranks, with a message for each cause and its ranks.
+
+    Args:
+        error: the error of DCP, which has the errors of all ranks, or an error of this rank.
+        problem: the start of the message for unexpected errors.
+        rank: the rank of this process.
+    """
+    causes: dict[int, Any] = {rank: error}
+    if isinstance(error, dcp.api.CheckpointException):
+        causes = {failed: cause for failed, (cause, _) in error.failures.items()}
+    if isinstance(causes.get(rank), KeyboardInterrupt | SystemExit):  # DCP catches these, too
+        return causes[rank]  # type: ignore[no-any-return]
+    expected: dict[int, Iterable[str]] = {}
+    unexpected: dict[str, list[int]] = {}
+    for failed, cause in sorted(causes.items()):
+        # Only errors of this package have messages for users. Others get the name of their class.
+        if isinstance(cause, NamedMeshError):
+            expected[failed] = cause.problems
+        else:
+            unexpected.setdefault(_first_line(cause), []).append(failed)
+    problems = group_by_rank(expected)
+    for message, ranks in unexpected.items():
+        problems.append(
+            f"{problem} by {format_ranks(ranks)} ({message}); check the disk space and the "
+            "permissions there, and restart the job"
+        )
+    # resume_or_start() tries an older checkpoint after a CorruptedError.
+    is_corrupted = set(map(type, causes.values())) == {CorruptedError}
+    return (CorruptedError if is_corrupted else CheckpointError)(*problems)

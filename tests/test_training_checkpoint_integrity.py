@@ -1,0 +1,300 @@
+"""Directories of checkpoints: interrupted saves, corrupted files, and files that nobody may remove."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import traceback
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from checkpoint_checks import DISK_FULL, INTERRUPTED, distinct_values, list_files, make_constant_job
+from messages import error_of
+from torch import nn
+
+from namedmesh import training
+from namedmesh.errors import CheckpointError
+from namedmesh.training import checkpoint_files, checkpoint_storage
+
+
+def test_a_run_resumes_from_the_checkpoint_that_was_finished_last(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    run = training.CheckpointManager(tmp_path, None, keep=4)
+    assert run.resume_or_start(model) == {"step": 0}
+    for step in (600, 800, 1000):
+        run.save(step, model, note=f"first {step}")
+    again = training.CheckpointManager(tmp_path, None, keep=4)
+    assert again.resume_or_start(model, resume=tmp_path / "step-000800")["step"] == 800
+    again.save(850, model)
+    requeued = training.CheckpointManager(tmp_path, None, keep=3)
+    assert requeued.latest() == tmp_path / "step-000850"
+    assert requeued.resume_or_start(model)["step"] == 850
+    requeued.save(900, model)  # three are left: what was finished last
+    assert list_files(tmp_path) == ["step-000850", "step-000900", "step-001000"]
+
+
+def test_a_directory_of_another_run_is_rejected_and_kept(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    first = training.CheckpointManager(tmp_path, None, keep=1)
+    assert first.latest() is None
+    assert training.CheckpointManager(tmp_path / "none", None).latest() is None
+    first.save(3, model)
+    second = training.CheckpointManager(tmp_path, None, keep=1)
+    for call in (lambda: second.resume_or_start(model, resume=False), lambda: second.save(1, model)):
+        assert error_of(call) == (
+            f"CheckpointError: {tmp_path} has another run, up to step-000003; resume it with resume_or_start(), "
+            "or give this run a directory of its own"
+        )
+    assert list_files(tmp_path) == ["step-000003"]
+    assert second.resume_or_start(model) == {"step": 3}  # what the sentence says
+    second.save(4, model)
+    training.save(tmp_path / "mine", None, model)  # by itself, of no run of theirs
+    second.save(5, model)
+    assert error_of(lambda: second.resume_or_start(model, resume=tmp_path / "mine")) == (
+        f"CheckpointError: {tmp_path}/mine has no step to resume from; load it with training.load"
+    )
+    assert list_files(tmp_path) == ["mine", "step-000005"]
+    refused = error_of(lambda: training.CheckpointManager(tmp_path, None, keep=0))
+    assert refused.startswith("CheckpointError: keep is 0; ")
+
+
+def test_files_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    run = training.CheckpointManager(tmp_path, None, keep=2)
+    with DISK_FULL, pytest.raises(CheckpointError, match="No space left"):
+        run.save(1, model)
+    assert list_files(tmp_path) == []
+    with INTERRUPTED, pytest.raises(KeyboardInterrupt):
+        run.save(2, model)
+    assert list_files(tmp_path) == []
+    assert run.latest() is None
+    for step in (3, 4):
+        run.save(step, model)
+    # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
+    with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run.save(5, model)
+    assert list_files(tmp_path) == ["step-000003", "step-000004", "step-000005"]
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        training.load(tmp_path / "step-000003", None, model)
+    run.save(3, model)
+    assert list_files(tmp_path) == ["step-000003", "step-000005"]
+    # Replaced, and the replacement interrupted: the one before is whole all the while.
+    with INTERRUPTED, pytest.raises(KeyboardInterrupt):
+        run.save(5, model)
+    assert len(list_files(tmp_path / "step-000005")) == 2
+    assert training.load(tmp_path / "step-000005", None, model) == {"step": 5}
+    (tmp_path / "step-000005" / "tokenizer.json").touch()
+    for step in (5, 6, 7):  # what somebody put there stays with it, and goes with it
+        assert (tmp_path / "step-000005" / "tokenizer.json").exists()
+        run.save(step, model)
+    assert list_files(tmp_path) == ["step-000006", "step-000007"]
+    assert [len(list_files(tmp_path / name)) for name in list_files(tmp_path)] == [2, 2]
+
+
+def test_foreign_files_and_renamed_checkpoints_are_not_removed(tmp_path: Path) -> None:
+    """Directories of others, and checkpoints that somebody copied or renamed."""
+    model = nn.Linear(1, 1)
+    mine = [tmp_path / name / "notes" for name in ("step-000001/data-mine", "step-000002", "step-mine")]
+    for each in mine:
+        each.parent.mkdir(parents=True)
+        each.touch()
+    run = training.CheckpointManager(tmp_path, None, keep=1)
+    run.save(3, model)
+    shutil.copytree(tmp_path / "step-000003", tmp_path / "step-000003-copy")
+    (tmp_path / "step-000003").rename(tmp_path / "best")
+    for step in (4, 5):
+        run.save(step, model)
+    kept = ["best", "step-000001", "step-000002", "step-000003-copy", "step-000005", "step-mine"]
+    assert list_files(tmp_path) == kept
+    assert run.latest() == tmp_path / "step-000005"
+    with pytest.raises(CheckpointError, match="exists and is not a namedmesh checkpoint"):
+        run.save(1, model)
+    assert all(each.exists() for each in mine)
+
+
+def test_an_unreadable_checkpoint_is_not_removed(tmp_path: Path) -> None:
+    """An I/O error is not the absence of a file, which it is for is_file() of Python 3.14."""
+    model = nn.Linear(1, 1)
+    run = training.CheckpointManager(tmp_path, None)
+    run.save(1, model)
+    stat = Path.stat
+
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path == tmp_path / "step-000001" / "namedmesh.pt":
+            raise OSError(5, "Input/output error")
+        return stat(path, **options)
+
+    with (
+        mock.patch.object(Path, "stat", failing),
+        mock.patch.object(Path, "is_file", os.path.isfile),
+        pytest.raises(CheckpointError, match="Input/output error"),
+    ):
+        run.save(2, model)
+    assert training.load(tmp_path / "step-000001", None, model) == {"step": 1}
+
+
+def test_corrupted_checkpoints_are_rejected_and_an_older_one_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    run = training.CheckpointManager(tmp_path, None, keep=None)
+    good, last = (run.save(step, model).result() for step in (1, 2))
+    again = training.CheckpointManager(tmp_path, None)
+    for file in [each for each in last.rglob("*") if each.is_file()]:
+        contents, middle = file.read_bytes(), file.stat().st_size // 2
+        flipped = contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
+        for harm in (contents[:9], flipped, None):
+            if harm is None and file.name == "namedmesh.pt":
+                continue  # then it is no checkpoint
+            file.unlink()
+            if harm is not None:
+                file.write_bytes(harm)
+            for call in (partial(training.load, last, None), partial(again.resume_or_start, resume=last)):
+                with pytest.raises(CheckpointError, match=file.name):
+                    call(model)
+            with pytest.warns(UserWarning, match="skipped"):
+                assert again.resume_or_start(model) == {"step": 1}
+            if harm != flipped or file.name == "namedmesh.pt":  # without reading all of it
+                with pytest.warns(UserWarning, match="skipped"):
+                    assert again.latest() == good
+            file.write_bytes(contents)
+    for each in (good, last):
+        (each / "namedmesh.pt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="skipped"):
+        message = error_of(lambda: again.resume_or_start(model))  # which does not begin again
+    assert message == f"CheckpointError: no checkpoint in {tmp_path} is complete; start in another directory"
+
+
+def test_a_flipped_bit_is_detected_or_does_not_matter(tmp_path: Path) -> None:
+    """Of what a checkpoint has, all but padding and what torch does not read."""
+    model, optimizer = make_constant_job(1)
+    training.save(tmp_path / "one", None, model, optimizer, number=1)
+    files = [each for each in (tmp_path / "one").rglob("*") if each.is_file()]
+    bytes_of = {each: each.read_bytes() for each in files}
+    flips, refused = random.Random(0), 0
+    for number in range(240):
+        file = files[number % len(files)]
+        changed = bytearray(bytes_of[file])
+        changed[flips.randrange(len(changed))] ^= 1 << flips.randrange(8)
+        file.write_bytes(changed)
+        other = make_constant_job(2)
+        try:
+            training.load(tmp_path / "one", None, *other)
+        except CheckpointError:
+            refused += 1
+            assert distinct_values(*other) == {2.0}
+        else:
+            assert distinct_values(*other) == {1.0}
+        file.write_bytes(bytes_of[file])
+    assert refused > 190
+
+
+class RunsCode:
+    """What runs code when it is read."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(os.environ["HARM"]),)
+
+
+def test_loading_runs_no_code_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARM", str(tmp_path / "harm"))
+    model = nn.Linear(1, 1)
+    message = error_of(lambda: training.save(tmp_path / "one", None, model, thing=RunsCode()))
+    assert message.startswith("CheckpointError: the extra value thing is not plain data (")
+    (tmp_path / "harm").unlink(missing_ok=True)
+    torch.save({"extra": RunsCode()}, written := io.BytesIO())
+    for part, refused in (
+        ("values", "is corrupted"),
+        ("names", "not a part of a checkpoint"),
+        ("tensors", "failed its checksum|could not be read"),
+    ):
+        path = tmp_path / part
+        training.save(path, None, model, things=[1, {"a": (2.0, None, "b")}, torch.ones(2)])
+        about = checkpoint_files.read_manifest(path)
+        (data,) = path.glob("data-*/*.distcp")
+        if part == "values":
+            (path / "namedmesh.pt").write_bytes(written.getvalue())
+        elif part == "names":
+            (data.parent / ".metadata").write_bytes(pickle.dumps(RunsCode()))
+            torch.save(about | {"metadata": zlib.crc32(pickle.dumps(RunsCode()))}, path / "namedmesh.pt")
+        else:
+            places = checkpoint_storage.read_metadata(path, about).storage_data.values()
+            last = max(each.offset for each in places)
+            data.write_bytes(data.read_bytes()[:last] + written.getvalue())
+        with pytest.raises(CheckpointError, match=refused):
+            training.load(path, None, model)
+    assert not (tmp_path / "harm").exists()
+
+
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+def save_until_killed(directory: Path, number: int, at: int) -> bool:
+    """Save in a child that is killed before it does so much to the file system; whether it was."""
+    child = os.fork()
+    if child == 0:
+        left = [at]
+
+        def before(event: str, about: tuple[Any, ...]) -> None:
+            if event in WRITES or (event == "open" and about[2] & (os.O_WRONLY | os.O_RDWR)):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            run = training.CheckpointManager(directory, None, keep=1)
+            run.resume_or_start(*make_constant_job(0))
+            sys.addaudithook(before)
+            run.save(number, *make_constant_job(number))
+            os._exit(0)
+        except BaseException:  # noqa: BLE001  nothing of pytest's may run twice
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_complete_checkpoint_loads_after_a_kill_at_any_write(tmp_path: Path) -> None:
+    training.CheckpointManager(tmp_path, None, keep=1).save(1, *make_constant_job(1))
+    at, number = 0, 2
+    while save_until_killed(tmp_path, number, at):
+        model, optimizer = make_constant_job(-1)
+        found = training.CheckpointManager(tmp_path, None).resume_or_start(model, optimizer)["step"]
+        assert found in {number - 1, number}
+        assert distinct_values(model, optimizer) == {found}
+        number, at = found + 1, at + 1
+    assert at > 10
+    assert list_files(tmp_path) == [f"step-{number:06}"]  # nothing is left of all that were killed
+
+
+def test_all_files_are_synced_before_the_manifest_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files, the pointer too, and their names are on the disk before it gets its name; then that name is."""
+    events: list[
+        Any
+    ] = []  # files and directories that were synced, by number; of a rename all in the directory
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        events.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append({each.stat().st_ino for each in (path.parent, *path.parent.iterdir())})
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    training.save(tmp_path / "one", None, *make_constant_job(1))
+    (place,) = (number for number, each in enumerate(events) if isinstance(each, set))
+    assert events[place] <= {*events[:place]}
+    assert len(events[place]) > 3
+    assert {each.stat().st_ino for each in (tmp_path, tmp_path / "one")} <= {*events[place + 1 :]}
