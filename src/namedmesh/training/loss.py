@@ -117,12 +117,12 @@ def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
         raise TrainingError(
             f"losses must be a tensor, or tensors, got {losses!r}; give the losses that backward() was called on"
         )
-    total = sum_of(parts, mesh)
+    total = sum_losses(parts, mesh)
     axes = [*_token_axes(mesh), *(["pp"] if "pp" in mesh.layout else [])]
     return sum_over_axes(total, mesh, axes) / _token_ranks(mesh)
 
 
-def sum_of(losses: Iterable[Tensor], mesh: NamedMesh) -> Tensor:
+def sum_losses(losses: Iterable[Tensor], mesh: NamedMesh) -> Tensor:
     """Return the sum of losses on this rank, in float64 and without a graph."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for loss in losses:
