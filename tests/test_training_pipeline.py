@@ -338,11 +338,16 @@ def normalize_loss_takes_a_sum_of_losses() -> None:
     assert training.normalize_loss(partial_sum, num_tokens, mesh) == 1
     errors = [
         problems_of(lambda: training.normalize_loss(torch.ones(2, 3), num_tokens, mesh)),
+        problems_of(lambda: training.normalize_loss(2.0, 3, mesh)),  # type: ignore[arg-type]
     ]
     dist.barrier()
     mesh.close()
     assert errors == [
-        ['a loss of shape (2, 3) is no sum; give it reduction="sum"'],
+        ['loss_sum must be a tensor without dims, got shape (2, 3); pass reduction="sum" to the loss'],
+        [
+            "loss_sum must be a tensor, got float; pass the summed loss itself, without float() or item()",
+            "num_tokens must be a tensor, got int; pass the result of count_tokens",
+        ],
     ]
 
 
