@@ -94,18 +94,16 @@ def normalize_loss(loss_sum: Tensor, num_tokens: Tensor, mesh: NamedMesh) -> Ten
             in half precision.
     """
     mesh = named_mesh(mesh, "normalize_loss")
-    problems: list[str] = []
-    if not isinstance(loss_sum, Tensor):
-        problems.append(
-            f"loss_sum must be a tensor, got {type(loss_sum).__name__}; pass the summed loss itself, "
-            "without float() or item()"
-        )
-    elif loss_sum.ndim:
+    problems = _check_is_tensor(
+        "loss_sum", loss_sum, "pass the summed loss itself, without float() or item()"
+    )
+    is_tensor = not problems
+    if is_tensor and loss_sum.ndim:
         problems.append(
             f"loss_sum must be a tensor without dims, got shape {tuple(loss_sum.shape)}; pass "
             'reduction="sum" to the loss'
         )
-    elif loss_sum.dtype in (torch.bfloat16, torch.float16):
+    if is_tensor and loss_sum.dtype in (torch.bfloat16, torch.float16):
         # The sum and its gradient, 1 / num_tokens, would be rounded to 8 bits in bfloat16. The
         # gradients of the step would all have the same relative error of up to 0.4 %, which does
         # not average out.
@@ -113,10 +111,7 @@ def normalize_loss(loss_sum: Tensor, num_tokens: Tensor, mesh: NamedMesh) -> Ten
             f"loss_sum must be in float32 or float64, got {loss_sum.dtype}, which is not exact enough; "
             "compute the loss from logits.float()"
         )
-    if not isinstance(num_tokens, Tensor):
-        problems.append(
-            f"num_tokens must be a tensor, got {type(num_tokens).__name__}; pass the result of count_tokens"
-        )
+    problems += _check_is_tensor("num_tokens", num_tokens, "pass the result of count_tokens")
     if problems:
         raise ShapeError(*problems)
     if isinstance(loss_sum, DTensor):
@@ -125,6 +120,13 @@ def normalize_loss(loss_sum: Tensor, num_tokens: Tensor, mesh: NamedMesh) -> Ten
     # gradient NaN, on every rank.
     divisor = (num_tokens + (num_tokens == 0)).double()
     return (loss_sum.double() * (_count_token_ranks(mesh) / divisor)).to(loss_sum.dtype)
+
+
+def _check_is_tensor(name: str, value: object, remedy: str) -> list[str]:
+    """Return the reason why an argument is not valid (empty if it is a tensor)."""
+    if isinstance(value, Tensor):
+        return []
+    return [f"{name} must be a tensor, got {type(value).__name__}; {remedy}"]
 
 
 def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
