@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, product
@@ -46,9 +46,9 @@ def _derive_seed(seed: int, name: str, key: object = "") -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _select_coords(mesh: NamedMesh, axes: Iterable[str]) -> dict[str, int]:
-    """Return this rank's coordinates along some axes, in their order."""
-    return {axis: mesh.rank(axis) for axis in axes}
+def _derive_default_seed(seed: int, name: str, mesh: NamedMesh, same_axes: Sequence[str]) -> int:
+    """Return a seed that differs along all axes of the mesh except the given ones."""
+    return _derive_seed(seed, name, {axis: mesh.rank(axis) for axis in mesh.layout if axis not in same_axes})
 
 
 def seed_all(seed: int, mesh: NamedMesh) -> None:
@@ -65,17 +65,14 @@ def seed_all(seed: int, mesh: NamedMesh) -> None:
         MeshError: ``mesh`` is not a NamedMesh.
     """
     mesh = named_mesh(mesh, "seed_all")
-    same_axes = axes_with_equal_state("cpu")
-    different_axes = [axis for axis in mesh.layout if axis not in same_axes]
-    local_seed = _derive_seed(seed, "default", _select_coords(mesh, different_axes))
-    # "tensor" and "expert" differ along these axes in addition to those of the default values.
+    local_seed = _derive_default_seed(seed, "default", mesh, axes_with_equal_state("cpu"))
+    # "tensor" and "expert" differ along these axes, in addition to the axes of the default values.
     tensor_axes = [axis for axis in ("tp",) if axis in mesh.coords]
     expert_axes = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords]
     for name, axes in (("tensor", tensor_axes), ("expert", expert_axes or tensor_axes)):
-        _stream_keys[name] = f"{name} {_select_coords(mesh, axes)}"
-    same_axes = axes_with_equal_state("data")
-    different_axes = [axis for axis in mesh.layout if axis not in same_axes]
-    _data_generator.manual_seed(_derive_seed(seed, "data", _select_coords(mesh, different_axes)))
+        _stream_keys[name] = f"{name} { {axis: mesh.rank(axis) for axis in axes} }"
+    data_seed = _derive_default_seed(seed, "data", mesh, axes_with_equal_state("data"))
+    _data_generator.manual_seed(data_seed)
     _devices.clear()
     if mesh.device.type not in {"cpu", "meta"}:
         _devices.append(mesh.device)
@@ -193,7 +190,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
     Args:
         state: the states, as :func:`random_state` returns them. Generators that are missing here or
-            in this process, such as those of an accelerator, are not changed.
+            in this process, such as the generator of an accelerator, are not changed.
     """
     setters: dict[str, Callable[[Any], object]] = {
         "cpu": torch.set_rng_state,
@@ -243,7 +240,7 @@ def init_parameters(
 
     Call it after the model was parallelized and sharded. Each value depends on the seed, the name of
     the parameter and the position in the full parameter only, so each rank draws just its shards,
-    on the CPU in float32. Shards are those of DTensors, and of plain tensors with Megatron's
+    on the CPU in float32. Local shards belong to DTensors, or to plain tensors with Megatron's
     attributes, which are sharded over the tp axis (experts: etp) of the current mesh. The parameters
     of a pipeline stage must have the names of the full model, as with :func:`stage_layers`. Buffers
     are not changed. Does not communicate.
