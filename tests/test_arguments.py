@@ -131,7 +131,7 @@ def test_a_mesh_of_the_wrong_kind_is_named_with_the_function() -> None:
                 save(Mlp(), 1)
         mesh = namedmesh.init_mesh(dp=8)
         for losses in (2.5, [2.5]):
-            text = f"losses must be a tensor, or tensors, got {losses}; give the losses that backward() was called on"
+            text = f"losses must be a tensor or an iterable of tensors, got {losses}; ..."
             with pytest.raises(TrainingError, match=says(text)):
                 training.mean_loss(losses, mesh)  # type: ignore[arg-type]
         with pytest.raises(AxisError, match=says("axis 'tp' is not one of ('dp',)")):

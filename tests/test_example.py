@@ -154,7 +154,7 @@ def status(words: str, off: float = 0.0) -> object:
 REFUSED = {
     "--batch 3": "--batch 3 is not divisible by dp=2",
     "--ep 2": "--ep and --etp are for experts; give --moe, too",
-    "--pp 2 --layers 1": "1 layers cannot fill 2 stages; give every stage one at least",
+    "--pp 2 --layers 1": "cannot split 1 layers into 2 stages; each stage needs at least one layer",
 }
 
 

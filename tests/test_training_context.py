@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over ranks: outputs and gradients of one process."""
+"""Attention over sequences that are sharded over ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -31,100 +31,115 @@ if TYPE_CHECKING:
 HEADS = 8
 
 
-def whole_tensors(length: int, kv_heads: int) -> list[Tensor]:
-    heads = HEADS, kv_heads, kv_heads, HEADS
-    return [numbers(2, each, length, 4, seed=length + number) for number, each in enumerate(heads)]
+def make_full_tensors(length: int, kv_heads: int) -> list[Tensor]:
+    """Return query, key, value, and the weights of the output in a loss."""
+    shapes = [(2, heads, length, 4) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    return [numbers(*shape, seed=length + number) for number, shape in enumerate(shapes)]
 
 
-def check(mesh: DeviceMesh, length: int, *, attend: Any = training.context_attention, **how: Any) -> None:
-    """Output and gradients are those of one process, on this rank's part."""
-    kv_heads = HEADS if how.pop("same_heads") else HEADS // 2
-    *whole, weights = whole_tensors(length, kv_heads)
-    for each in whole:
-        each.requires_grad_()
-    causal, mask = how["is_causal"], how.get("attn_mask")
-    q, k, v = whole
-    expected = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=kv_heads != HEADS)
+def check(
+    mesh: DeviceMesh,
+    length: int,
+    *,
+    kv_heads: int = HEADS // 2,
+    attend: Any = training.context_attention,
+    **options: Any,
+) -> None:
+    """Output and gradients of this rank's shard equal one process."""
+    *full_inputs, weights = make_full_tensors(length, kv_heads)
+    for tensor in full_inputs:
+        tensor.requires_grad_()
+    q, k, v = full_inputs
+    expected = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        options.get("attn_mask"),
+        is_causal=options["is_causal"],
+        enable_gqa=kv_heads != HEADS,
+    )
     (expected * weights).sum().backward()
-    *parts, places = training.shard_sequence(*(each.detach() for each in whole), mesh=mesh, dim=2)
-    q, k, v = (part.requires_grad_() for part in parts)
-    got = attend(q, k, v, mesh, **how)
-    (got * weights[:, :, places]).sum().backward()
-    found: list[Any] = [(got, expected)]
-    found += [(part.grad, each.grad) for part, each in zip(parts, whole, strict=True)]
-    for one, all_ in found:
-        assert apart(one, all_[:, :, places]) < 1e-13, (mesh, length, how)
+    detached = [tensor.detach() for tensor in full_inputs]
+    *shards, positions = training.shard_sequence(*detached, mesh=mesh, dim=2)
+    q, k, v = (shard.requires_grad_() for shard in shards)
+    output = attend(q, k, v, mesh, **options)
+    (output * weights[:, :, positions]).sum().backward()
+    pairs: list[Any] = [(output, expected)]
+    for shard, full in zip(shards, full_inputs, strict=True):
+        pairs.append((shard.grad, full.grad))
+    for local, full in pairs:
+        assert apart(local, full[:, :, positions]) < 1e-13, (mesh, length, options)
 
 
-def check_all() -> None:
+def check_layouts_and_options() -> None:
     layouts: list[dict[str, Any]] = [{"cp": 4}, {"cp": 2, "tp": 2}]
     for sizes in layouts:
         mesh = namedmesh.init_mesh(**sizes, device="cpu")
-        for causal, ulysses, same_heads, length in product(*[[True, False]] * 3, (16, 24)):
-            how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": same_heads}
-            check(mesh["cp"], length, **how)
+        flags = (True, False)
+        for causal, ulysses, kv_heads, length in product(flags, flags, (HEADS, HEADS // 2), (16, 24)):
+            check(mesh["cp"], length, kv_heads=kv_heads, is_causal=causal, ulysses=ulysses)
         if sizes == {"cp": 4}:
-            for ulysses in (True, False):
-                how = {"is_causal": False, "ulysses": ulysses, "same_heads": False}
-                check(mesh["cp"], 16, attn_mask=within_documents(16), **how)
+            for ulysses in flags:
+                mask = make_document_mask(16)
+                check(mesh["cp"], 16, is_causal=False, ulysses=ulysses, attn_mask=mask)
             check_dropout(mesh["cp"])
-            check_what_is_left_of_gathered(mesh["cp"])
+            check_gathered_tensors_are_freed(mesh["cp"])
         mesh.close()
 
 
-def check_modes() -> None:
-    """Attention is that of one process in compiled code and under dispatch modes, and makes no mask for all queries."""
+def check_compiled_code_and_dispatch_modes() -> None:
+    """Results equal one process, and no mask for all queries is materialized."""
     mesh = namedmesh.init_mesh(cp=2, device="cpu")
 
-    def attend_by_name(q: Tensor, k: Tensor, v: Tensor, _: DeviceMesh, **how: Any) -> Tensor:
-        return training.context_attention(q, k, v, mesh["cp"], **how)
+    def attend_on_global_mesh(q: Tensor, k: Tensor, v: Tensor, _: DeviceMesh, **options: Any) -> Tensor:
+        return training.context_attention(q, k, v, mesh["cp"], **options)
 
-    def recompute(*args: Any, **how: Any) -> Any:
+    def attend_with_recomputation(*args: Any, **options: Any) -> Any:
         policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-        return checkpoint(training.context_attention, *args, use_reentrant=False, context_fn=policy, **how)
+        return checkpoint(
+            training.context_attention, *args, use_reentrant=False, context_fn=policy, **options
+        )
 
-    def count_operations(*args: Any, **how: Any) -> Tensor:
+    def attend_and_count_flops(*args: Any, **options: Any) -> Tensor:
         with FlopCounterMode(display=False):
-            return training.context_attention(*args, **how)
+            return training.context_attention(*args, **options)
 
     for causal, ulysses in ((True, False), (False, True)):
         torch._dynamo.reset()
-        compiled = torch.compile(attend_by_name, backend="aot_eager", fullgraph=True)
-        how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": False}
-        for attend in (compiled, recompute, count_operations):
-            check(mesh["cp"], 8, attend=attend, **how)
+        compiled = torch.compile(attend_on_global_mesh, backend="aot_eager", fullgraph=True)
+        for attend in (compiled, attend_with_recomputation, attend_and_count_flops):
+            check(mesh["cp"], 8, attend=attend, is_causal=causal, ulysses=ulysses)
     length = 4096
-    whole = [numbers(1, 1, length, 8, seed=number) for number in range(3)]
-    *parts, places = training.shard_sequence(*whole, mesh=mesh["cp"], dim=2)
-    q, k, v = parts
-    with Largest() as made:  # type: ignore[no-untyped-call]  # torch's
+    full_inputs = [numbers(1, 1, length, 8, seed=seed) for seed in range(3)]
+    q, k, v, positions = training.shard_sequence(*full_inputs, mesh=mesh["cp"], dim=2)
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]  # torch's
         output = training.context_attention(q, k, v, mesh["cp"])
-    q, k, v = whole
+    q, k, v = full_inputs
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert apart(output, expected[:, :, places]) < 1e-13
-    assert made.numbers <= length * length / 8
+    assert apart(output, expected[:, :, positions]) < 1e-13
+    assert largest.numel <= length * length / 8
     torch.distributed.barrier()
     mesh.close()
 
 
-class Largest(TorchDispatchMode):
-    """Notes the size of the largest tensor that an operation makes."""
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operation returns."""
 
-    numbers = 0
+    numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
-            self.numbers = max(self.numbers, made.numel())
-        return made
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
 
 
-def test_attention_in_compiled_code_and_under_dispatch_modes_is_that_of_one_process() -> None:
-    run_ranks(2, check_modes)
+def test_compiled_code_and_dispatch_modes_equal_one_process() -> None:
+    run_ranks(2, check_compiled_code_and_dispatch_modes)
 
 
-def test_what_the_kernels_of_attention_return_is_kept() -> None:
-    """Of which two are called directly where a causal mask is aligned to the last key."""
+def test_outputs_of_attention_kernels_are_saved() -> None:
+    """Two of the kernels are called directly, with a causal mask that is aligned to the last key."""
     aten = torch.ops.aten
     kernels = [
         aten._scaled_dot_product_flash_attention,
@@ -133,83 +148,94 @@ def test_what_the_kernels_of_attention_return_is_kept() -> None:
         aten._efficient_attention_forward,
         aten._flash_attention_forward,
     ]
-    kept = [context._keep_attention(None, kernel.default) for kernel in kernels]
-    assert kept == [CheckpointPolicy.MUST_SAVE] * 5
-    assert context._keep_attention(None, aten.mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
+    policies = [context._save_attention_outputs(None, kernel.default) for kernel in kernels]
+    assert policies == [CheckpointPolicy.MUST_SAVE] * 5
+    assert context._save_attention_outputs(None, aten.mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def test_the_kernels_of_an_accelerator_get_the_last_queries_under_a_dispatch_mode() -> None:
-    q, k, v, _ = whole_tensors(10, HEADS // 2)
+def test_lower_right_attention_runs_under_a_dispatch_mode() -> None:
+    q, k, v, _ = make_full_tensors(10, HEADS // 2)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    for queries in (6, 10):
+    for num_queries in (6, 10):
         with FlopCounterMode(display=False):
-            found = attend_lower_right(q[:, :, -queries:], k, v, None)
-        assert apart(found, expected[:, :, -queries:]) < 1e-13
+            output = attend_lower_right(q[:, :, -num_queries:], k, v, None)
+        assert apart(output, expected[:, :, -num_queries:]) < 1e-13
 
 
-def within_documents(length: int) -> Tensor:
+def make_document_mask(length: int) -> Tensor:
+    """Return a causal mask within documents of five tokens."""
     document = torch.arange(length) // 5
     return (document[:, None] == document) & torch.ones(length, length, dtype=torch.bool).tril()
 
 
 def check_dropout(mesh: DeviceMesh) -> None:
     q, k, v = (torch.ones(1, HEADS, 4, 4) for _ in range(3))
-    assert training.context_attention(q, k, v, mesh, ulysses=True, dropout_p=0.9).eq(0).any()
-    refused: dict[str, Any] = {"attn_mask": within_documents(16), "dropout_p": 0.5}
-    for name, given in refused.items():
+    output = training.context_attention(q, k, v, mesh, ulysses=True, dropout_p=0.9)
+    assert output.eq(0).any()
+    # Neither is supported with the other options' default values.
+    invalid: dict[str, Any] = {"attn_mask": make_document_mask(16), "dropout_p": 0.5}
+    for name, value in invalid.items():
         with pytest.raises(ShapeError, match=name):
-            training.context_attention(q, k, v, mesh, **{name: given})
+            training.context_attention(q, k, v, mesh, **{name: value})
 
 
-def check_what_is_left_of_gathered(mesh: DeviceMesh) -> None:
-    """Gathered keys and values are gone before the backward."""
-    *parts, _, _ = training.shard_sequence(*whole_tensors(64, HEADS), mesh=mesh, dim=2)
-    q, k, v = (each.requires_grad_() for each in parts)
-    gathered: list[StorageWeakRef] = []
-    real = context._in_order
+def check_gathered_tensors_are_freed(mesh: DeviceMesh) -> None:
+    """All-gathered keys and values do not live until the backward."""
+    q, k, v, _, _ = training.shard_sequence(*make_full_tensors(64, HEADS), mesh=mesh, dim=2)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    storages: list[StorageWeakRef] = []
+    all_gather = context._all_gather_sequence
 
-    def remember(*args: Any, **how: Any) -> Tensor:
-        whole = real(*args, **how)
-        gathered.append(StorageWeakRef(whole.untyped_storage()))
-        return whole
+    def record_storage(*args: Any) -> Tensor:
+        gathered = all_gather(*args)
+        storages.append(StorageWeakRef(gathered.untyped_storage()))
+        return gathered
 
-    with mock.patch.object(context, "_in_order", remember):
+    with mock.patch.object(context, "_all_gather_sequence", record_storage):
         output = training.context_attention(q, k, v, mesh)
-        assert [each.expired() for each in gathered] == [True, True]
+        assert [storage.expired() for storage in storages] == [True, True]
         output.sum().backward()
 
 
-def test_attention_is_that_of_one_process() -> None:
-    run_ranks(4, check_all)
+def test_attention_equals_one_process() -> None:
+    run_ranks(4, check_layouts_and_options)
 
 
 @pytest.mark.parametrize(
-    ("rank", "parts"),
+    ("rank", "expected"),
     [
         (0, [[0, 1, 6, 7], [1, 2, 7, 8], [0, 1, 6, 7]]),
         (1, [[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]]),
     ],
 )
-def test_parts_of_a_sequence_and_what_is_refused(rank: int, parts: list[Any]) -> None:
+def test_each_rank_gets_an_early_and_a_late_chunk(rank: int, expected: list[list[int]]) -> None:
     tokens = torch.arange(8)[None]
-    query, key = torch.zeros(1, 3, 3, 4), torch.zeros(1, 1, 3, 4)
     with fake_world(2, rank):
         mesh = namedmesh.init_mesh(cp=2, device="cpu")
-        found = training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])
-        assert [each.flatten().tolist() for each in found] == parts
+        shards = training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])
+        assert [shard.flatten().tolist() for shard in shards] == expected
+        mesh.close()
+
+
+def test_lengths_and_heads_that_cannot_be_sharded_are_errors() -> None:
+    tokens = torch.arange(8)[None]
+    query, key = torch.zeros(1, 3, 3, 4), torch.zeros(1, 1, 3, 4)
+    with fake_world(2):
+        mesh = namedmesh.init_mesh(cp=2, device="cpu")
         calls = (
             lambda: training.shard_sequence(tokens[:, :6], mesh=mesh["cp"]),
             lambda: training.shard_sequence(tokens, tokens[:, :4], mesh=mesh["cp"]),
             lambda: training.context_attention(query, key, key, mesh["cp"], ulysses=True),
         )
-        told = list(map(problems_of, calls))
+        problems = list(map(problems_of, calls))
         mesh.close()
-    lengths = "lengths along dim 1: {}; give one length, a multiple of 4"
-    assert told == [
+    lengths = "the lengths along dim 1 must be equal and a multiple of 4, got {}; pad the sequences"
+    assert problems == [
         [lengths.format([6])],
         [lengths.format([4, 8])],
         [
-            "a part of 3 tokens is not two chunks; cut with shard_sequence",
-            "3 heads and 1 of keys and values cannot be divided among 2 ranks; leave ulysses out",
+            "query must have two chunks of equal length, got 3 tokens; shard the sequence with shard_sequence",
+            "3 heads and 1 kv heads are not divisible by 2 ranks; pass ulysses=False",
         ],
     ]

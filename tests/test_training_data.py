@@ -1,4 +1,4 @@
-"""Which ranks have the same samples, and over which mesh their gradients are averaged."""
+"""Samples of each rank, the mesh that averages gradients, and losses normalized by tokens."""
 
 from __future__ import annotations
 
@@ -22,56 +22,62 @@ from namedmesh import training
 from namedmesh.errors import ShapeError
 from namedmesh.fingerprints import digest
 
-PLACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+# The sizes of the axes, and by rank the position of its sampler.
+SAMPLERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "dp": ({"dp": 8}, tuple(range(8))),
     "tp": ({"dp": 4, "tp": 2}, (0, 0, 1, 1, 2, 2, 3, 3)),
     "hybrid": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, (0, 0, 1, 1, 2, 2, 3, 3)),
     "cp": ({"dp": 2, "cp": 2, "tp": 2}, (0, 0, 0, 0, 1, 1, 1, 1)),
     "pp": ({"pp": 2, "dp": 2, "tp": 2}, (0, 0, 1, 1, 0, 0, 1, 1)),
-    "no data": ({"pp": 4, "tp": 2}, (0,) * 8),
+    "no data axis": ({"pp": 4, "tp": 2}, (0,) * 8),
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_differ_along_data_axes_only(name: str) -> None:
-    sizes, places = PLACES[name]
+    sizes, positions = SAMPLERS[name]
+    num_replicas = max(positions) + 1
     dataset: Any = range(8)
-    for rank in range(8):
+    for rank, position in enumerate(positions):
         with fake_world(8, rank):
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
-            place = training.sampler_kwargs(mesh)
-            assert place == {"num_replicas": max(places) + 1, "rank": places[rank]}
-            sampler: Any = DistributedSampler(dataset, shuffle=False, **place)
-            loaded = [int(each) for each in DataLoader(dataset, sampler=sampler)]
-            assert loaded == list(range(places[rank], 8, max(places) + 1))
+            kwargs = training.sampler_kwargs(mesh)
+            assert kwargs == {"num_replicas": num_replicas, "rank": position}
+            sampler: Any = DistributedSampler(dataset, shuffle=False, **kwargs)
+            samples = [int(sample) for sample in DataLoader(dataset, sampler=sampler)]
+            assert samples == list(range(position, 8, num_replicas))
             mesh.close()
 
 
-def test_an_axis_that_nobody_knows_is_refused() -> None:
+def test_an_axis_of_unknown_meaning_is_an_error() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(data=2, pp=1, model=4, extra=1, device="cpu")
-        known = "('dp', 'dp_replicate', 'dp_shard', 'pp', 'cp', 'tp')"
-        tail = (
-            "so it is not known whether samples differ along it; make the mesh with these names, and add what has "
-            "others with mesh.add_view(...)"
+        known_axes = "('dp', 'dp_replicate', 'dp_shard', 'pp', 'cp', 'tp')"
+        message = (
+            f"axis {{}} is none of {known_axes}, so it is not known whether samples differ along it; make "
+            "the mesh with these names, and add an axis of another name with mesh.add_view(...)"
         )
-        calls: tuple[Any, ...] = (training.sampler_kwargs, training.fsdp_mesh)
-        calls += tuple(partial(call, torch.ones(())) for call in (training.mean_loss, training.count_tokens))
-        calls += (partial(training.normalize_loss, torch.ones(()), torch.tensor(1)),)
+        one = torch.ones(())
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: training.sampler_kwargs(mesh),
+            lambda: training.fsdp_mesh(mesh),
+            lambda: training.mean_loss(one, mesh),
+            lambda: training.count_tokens(one, mesh),
+            lambda: training.normalize_loss(one, one, mesh),
+        )
         for call in calls:
-            assert problems_of(partial(call, mesh)) == [
-                f"axis {axis!r} is none of {known}, {tail}" for axis in ("data", "model")
-            ]
+            assert problems_of(call) == [message.format("'data'"), message.format("'model'")]
         mesh.close()
 
 
 def test_fsdp_needs_an_axis_to_shard_over() -> None:
     with fake_world(8):
-        refused: tuple[dict[str, Any], ...] = ({"pp": 4, "tp": 2}, {"dp_replicate": 8})
-        for sizes in refused:
+        layouts: tuple[dict[str, Any], ...] = ({"pp": 4, "tp": 2}, {"dp_replicate": 8})
+        for sizes in layouts:
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
             assert error_of(partial(training.fsdp_mesh, mesh)) == (
-                f"AxisError: {mesh.layout} has no axis to shard parameters over; add dp, dp_shard or cp, if of size 1"
+                f"AxisError: {mesh.layout} has no axis to shard parameters over; add dp, dp_shard or cp, "
+                "if only of size 1"
             )
             mesh.close()
         mesh = namedmesh.init_mesh(dp_replicate=8, dp_shard=1, device="cpu")
@@ -80,25 +86,39 @@ def test_fsdp_needs_an_axis_to_shard_over() -> None:
         mesh.close()
 
 
-def test_tokens_are_counted_by_masks_and_numbers_and_their_mean_is_exact() -> None:
+def test_count_tokens_takes_a_boolean_mask_or_a_number() -> None:
     with fake_world(2):
         mesh = namedmesh.init_mesh(dp=1, cp=1, tp=2, device="cpu")
         targets = torch.tensor([[7, -100], [3, 5]])
         mask = targets != -100
-        for counted in (mask, 3, torch.tensor(3), mask.float().sum()):
-            assert training.count_tokens(counted, mesh).item() == 3
+        for mask_or_count in (mask, 3, torch.tensor(3), mask.float().sum()):
+            assert training.count_tokens(mask_or_count, mesh).item() == 3
         assert problems_of(lambda: training.count_tokens(targets, mesh)) == [
-            "mask_or_count must be a mask of booleans, or a number, got torch.int64 of shape (2, 2); give a mask such as "
-            "targets != -100, or the sum of a mask of another type"
+            "mask_or_count must be a boolean mask or a number, got torch.int64 of shape (2, 2); pass a mask "
+            "such as targets != -100, or the sum of a mask of another dtype"
         ]
-        with pytest.raises(ShapeError, match=r"a sum of losses in torch.bfloat16 is not exact"):
+        mesh.close()
+
+
+def test_sums_in_half_precision_are_errors_and_means_are_exact() -> None:
+    with fake_world(2):
+        mesh = namedmesh.init_mesh(dp=1, cp=1, tp=2, device="cpu")
+        with pytest.raises(ShapeError, match=r"must be in float32 or float64, got torch\.bfloat16"):
             training.normalize_loss(torch.ones((), dtype=torch.bfloat16), torch.tensor(3), mesh)
-        halves = [torch.tensor(each, dtype=torch.bfloat16) for each in (256.0, 1.0)]
-        assert training.mean_loss(halves, mesh) == 257
+        # Their sum is not a number of bfloat16.
+        losses = [torch.tensor(value, dtype=torch.bfloat16) for value in (256.0, 1.0)]
+        assert training.mean_loss(losses, mesh) == 257
+        mesh.close()
+
+
+def test_a_step_without_supervised_tokens_has_zero_loss_and_gradients() -> None:
+    with fake_world(2):
+        mesh = namedmesh.init_mesh(dp=1, cp=1, tp=2, device="cpu")
         logits = torch.randn(4, 10, requires_grad=True)
-        nothing = torch.full((4,), -100)
-        total = torch.nn.functional.cross_entropy(logits, nothing, reduction="sum")
-        loss = training.normalize_loss(total, training.count_tokens(nothing != -100, mesh), mesh)
+        targets = torch.full((4,), -100)
+        loss_sum = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        num_tokens = training.count_tokens(targets != -100, mesh)
+        loss = training.normalize_loss(loss_sum, num_tokens, mesh)
         loss.backward()
         assert loss == 0
         assert logits.grad is not None
@@ -106,51 +126,56 @@ def test_tokens_are_counted_by_masks_and_numbers_and_their_mean_is_exact() -> No
         mesh.close()
 
 
-def test_the_mean_over_tokens_is_compiled_as_one_graph() -> None:
+def test_normalize_loss_compiles_to_one_graph() -> None:
     with fake_world(4):
         mesh = namedmesh.init_mesh(dp=2, cp=2, device="cpu")
-        mean = torch.compile(training.normalize_loss, backend="eager", fullgraph=True)
-        assert mean(torch.tensor(3.0), torch.tensor(6), mesh) == 2
+        compiled = torch.compile(training.normalize_loss, backend="eager", fullgraph=True)
+        assert compiled(torch.tensor(3.0), torch.tensor(6), mesh) == 2
         mesh.close()
 
 
-def batch(seed: int) -> dict[str, Any]:
+def make_batch(seed: int) -> dict[str, Any]:
     tokens = torch.randint(100, (2, 8), generator=torch.Generator().manual_seed(seed))
     return {"tokens": tokens.t(), "names": ["a", "b"], "mask": (tokens > 50, torch.empty(0), None)}
 
 
-def compare_batches() -> list[str]:
+def find_batch_errors() -> list[str]:
+    """Return the error of each batch, on a mesh whose ranks 0, 1, 4, 5 must load the same."""
     mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
-    rank, told = dist.get_rank(), list[str]()
+    rank = dist.get_rank()
+    errors: list[str] = []
 
-    def check(value: object) -> None:
-        told.append(error_of(lambda: training.check_same_batch(value, mesh)))
+    def check(batch: object) -> None:
+        errors.append(error_of(lambda: training.check_same_batch(batch, mesh)))
 
-    mine = batch(mesh.rank("dp"))
-    check(mine)
-    check(dict(reversed(mine.items())))
-    check(None if rank in {2, 3, 4, 5} else mine)
-    check(batch(rank if rank in {1, 2} else mesh.rank("dp") + 10))
-    check(mine | {"names": ["a", "c"] if rank == 7 else ["a", "b"]})
-    check(mine | {"tokens": mine["tokens"].contiguous().view(2, 8) if rank == 7 else mine["tokens"]})
-    check(mine | {"tokens": mine["tokens"].float() if rank == 7 else mine["tokens"]})
-    long = np.arange(5000) + mesh.rank("dp") * 10
+    batch = make_batch(mesh.rank("dp"))
+    tokens = batch["tokens"]
+    check(batch)
+    check(dict(reversed(batch.items())))
+    check(None if rank in {2, 3, 4, 5} else batch)
+    check(make_batch(rank if rank in {1, 2} else mesh.rank("dp") + 10))
+    check(batch | {"names": ["a", "c"] if rank == 7 else ["a", "b"]})
+    check(batch | {"tokens": tokens.contiguous().view(2, 8) if rank == 7 else tokens})
+    check(batch | {"tokens": tokens.float() if rank == 7 else tokens})
+    array = np.arange(5000) + mesh.rank("dp") * 10
     if rank == 7:
-        long[2500] += 1
-    check({"array": long})
+        array[2500] += 1
+    check({"array": array})
     check(Sample(torch.arange(3) + mesh.rank("dp"), {"a": {rank // 7}}))
-    check(batch(5))
-    check(mine | {"image": Image(mesh.rank("dp")), "how": [masked, partial(masked, []), lambda: 0, dict]})
-    check(mine | {"image": Image(rank % 2), "reader": iter([1]), "lines": (line for line in [rank])})
+    check(make_batch(5))
+    functions = [load_with_random_values, partial(load_with_random_values, []), lambda: 0, dict]
+    check(batch | {"image": Image(mesh.rank("dp")), "functions": functions})
+    check(batch | {"image": Image(rank % 2), "reader": iter([1]), "lines": (line for line in [rank])})
     mesh.close()
-    return told
+    return errors
 
 
 class Image:
-    """Pixels behind a description that has their place in memory, and that points back to itself."""
+    """Pixels in an object whose repr has its address in memory, and that refers to itself."""
 
     def __init__(self, color: int) -> None:
-        self.pixels, self.parent = bytes([color] * 8), self
+        self.pixels = bytes([color] * 8)
+        self.parent = self
 
     def __repr__(self) -> str:
         return f"<Image at {id(self):#x}>"
@@ -159,27 +184,31 @@ class Image:
 @dataclass
 class Sample:
     tokens: Tensor
-    more: object
+    extra: object
 
 
-def test_ranks_with_other_samples_are_named() -> None:
-    by_rank = run_ranks(8, compare_batches)
-    tail = "loaded different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed"
-    seven = f"AgreementError: ranks 2, 3, 6 and ranks 7 {tail}"
-    both = f"AgreementError: 2 problems:\n  - ranks 0, 4, 5 and ranks 1 {tail}\n  - ranks 2 and ranks 3, 6, 7 {tail}"
-    alike = (
-        "AgreementError: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7 loaded the same samples, and must load different ones; give their "
-        "samplers sampler_kwargs(mesh)"
+def test_ranks_with_wrong_batches_are_named() -> None:
+    by_rank = run_ranks(8, find_batch_errors)
+    different = "loaded different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed"
+    equal = "loaded the same samples, and must load different ones; give their samplers sampler_kwargs(mesh)"
+    rank_7 = f"AgreementError: ranks 2, 3, 6 and rank 7 {different}"
+    ranks_1_and_2 = (
+        "AgreementError: 2 problems:\n"
+        f"  - ranks 0, 4, 5 and rank 1 {different}\n"
+        f"  - rank 2 and ranks 3, 6, 7 {different}"
     )
-    stages = "AgreementError: 2 problems:\n" + "\n".join(
-        f"  - ranks {first} and ranks {second} {tail}"
-        for first, second in (("0, 4", "1, 5"), ("2, 6", "3, 7"))
+    both_shares = f"AgreementError: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7 {equal}"
+    odd_ranks = (
+        "AgreementError: 2 problems:\n"
+        f"  - ranks 0, 4 and ranks 1, 5 {different}\n"
+        f"  - ranks 2, 6 and ranks 3, 7 {different}"
     )
-    expected = ["", "", "", both, *[seven] * 5, alike, "", stages]
-    assert all(told == expected for told in by_rank), by_rank[0]
+    expected = ["", "", "", ranks_1_and_2, *[rank_7] * 5, both_shares, "", odd_ranks]
+    for errors in by_rank:
+        assert errors == expected
 
 
-def test_a_conjugate_is_another_value() -> None:
+def test_a_conjugate_has_another_digest() -> None:
     z = torch.tensor([1 + 2j])
     assert digest(z) != digest(z.conj()) == digest(z.conj().resolve_conj())
 
@@ -205,26 +234,34 @@ def test_arrays_and_tensors_of_every_kind_have_digests() -> None:
         assert digest(make(torch.eye(3))) == digest(make(torch.eye(3))) != digest(make(2 * torch.eye(3)))
 
 
-def masked(rows: list[int]) -> tuple[list[int], list[float], float]:
-    """A batch with numbers that are drawn for it, in the main process or in a worker."""
+def load_with_random_values(rows: list[int]) -> tuple[list[int], list[float], float]:
+    """Return a batch with values that are drawn for it, in the main process or in a worker."""
+    in_worker = torch.utils.data.get_worker_info() is not None
     with training.rng_stream("data"):
-        return rows, torch.rand(2).tolist(), random.random() if torch.utils.data.get_worker_info() else 0.0
+        return rows, torch.rand(2).tolist(), random.random() if in_worker else 0.0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
-@pytest.mark.parametrize("workers", [0, 1])
-def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
-    told = {}
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork while threads run
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loaders_draw_the_same_values_along_pp_and_cp(num_workers: int) -> None:
+    epochs_by_rank: dict[int, list[list[Any]]] = {}
+    rows: Any = range(6)
     for rank in range(8):
         with fake_world(8, rank):
             mesh = namedmesh.init_mesh(pp=2, dp=2, cp=2, device="cpu")
             training.seed_all(5, mesh)
-            rows: Any = range(6)
-            drawn = training.data_generator()
-            how: dict[str, Any] = {"collate_fn": masked, "num_workers": workers, "generator": drawn}
-            loader = DataLoader(rows, 2, shuffle=True, **how)
-            told[rank] = [list(loader) for _ in range(2)]
-            assert told[rank] == told[mesh.rank("dp") * 2]
+            loader = DataLoader(
+                rows,
+                batch_size=2,
+                shuffle=True,
+                collate_fn=load_with_random_values,
+                num_workers=num_workers,
+                generator=training.data_generator(),
+            )
+            epochs_by_rank[rank] = [list(loader), list(loader)]
+            first_rank = mesh.rank("dp") * 2
+            assert epochs_by_rank[rank] == epochs_by_rank[first_rank]
             mesh.close()
-    assert told[0] != told[2]
-    assert told[0][0] != told[0][1]
+    assert epochs_by_rank[0] != epochs_by_rank[2]
+    first_epoch, second_epoch = epochs_by_rank[0]
+    assert first_epoch != second_epoch

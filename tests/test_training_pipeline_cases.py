@@ -1,4 +1,4 @@
-"""Pipelines, tied stages and loss scaling where they were silently wrong, against one process."""
+"""Pipelines, tied stages and loss scaling compared with one process, in cases that were once wrong."""
 
 from __future__ import annotations
 
@@ -29,221 +29,235 @@ if TYPE_CHECKING:
 WIDTH = 4
 
 
-def linears(count: int) -> list[nn.Linear]:
+def make_linears(count: int) -> list[nn.Linear]:
     torch.manual_seed(0)
     return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(count)]
 
 
-def mean(output: Tensor, target: Tensor) -> Tensor:
+def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def register_gradient_check(found: nn.Module, expected: nn.Module) -> None:
-    wanted = dict(expected.named_parameters())
-    for name, param in found.named_parameters():
-        assert apart(param.grad, wanted[name].grad) < 1e-12, name
+def assert_gradients_equal(module: nn.Module, reference: nn.Module) -> None:
+    reference_params = dict(reference.named_parameters())
+    for name, param in module.named_parameters():
+        assert apart(param.grad, reference_params[name].grad) < 1e-12, name
 
 
-class Masked(nn.Module):
-    """A stage with nested arguments, and one that is not cut; the last one has two outputs."""
+class NestedInputs(nn.Module):
+    """A stage with nested arguments and one that is not split. The last stage has two outputs."""
 
-    def __init__(self, layers: nn.ModuleDict, last: bool) -> None:
+    def __init__(self, layers: nn.ModuleDict, is_last: bool) -> None:
         super().__init__()
-        self.layers, self.last = layers, last
+        self.layers = layers
+        self.is_last = is_last
 
     def forward(self, x: Tensor, masks: dict[str, Any], scale: list[Tensor]) -> Any:
         full, (other,) = masks["full"], masks["other"]
         for layer in self.layers.values():
             x = layer(x) * full * scale[0] + other
-        return (x, x.cos()) if self.last else x
+        return (x, x.cos()) if self.is_last else x
 
 
-def two_outputs(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    return mean(output[0], target) + (output[1] * target).mean()
+def two_output_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return mean_squared_error(output[0], target) + (output[1] * target).mean()
 
 
-def nested_arguments_and_several_outputs_are_cut_by_rows() -> None:
+def nested_inputs_and_several_outputs_equal_one_process() -> None:
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
-    stage = Masked(training.stage_layers(linears(4), mesh), mesh.is_last("pp"))
-    alone = Masked(training.stage_layers(linears(4), None, stage=0, stages=1), last=True)
-    pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=two_outputs, replicate_kwargs=("scale",))
-    for rows in (6, 8):
-        x, full, other, y = (numbers(rows, WIDTH, seed=seed) for seed in range(4))
+    stage = NestedInputs(training.stage_layers(make_linears(4), mesh), mesh.is_last("pp"))
+    all_layers = training.stage_layers(make_linears(4), None, stage=0, stages=1)
+    reference = NestedInputs(all_layers, is_last=True)
+    pipe = training.Pipeline(
+        stage, mesh, n_microbatches=4, loss_fn=two_output_loss, replicate_kwargs=("scale",)
+    )
+    for batch_size in (6, 8):
+        x, full, other, y = (numbers(batch_size, WIDTH, seed=seed) for seed in range(4))
         masks = {"full": full, "other": (other,)}
-        given: dict[str, Any] = {"masks": masks, "scale": [torch.tensor(0.5)]}
+        kwargs: dict[str, Any] = {"masks": masks, "scale": [torch.tensor(0.5)]}
         stage.zero_grad()
-        alone.zero_grad()
-        outputs = alone(x, **given)
-        expected = two_outputs(outputs, y)
-        expected.backward()
-        assert apart(training.mean_loss(pipe.step(x, target=y, **given), mesh), expected) < 1e-12
-        register_gradient_check(stage, alone)
-        evaluated = pipe.eval(x, target=y, **given)
-        assert evaluated is not None
-        assert apart(training.mean_loss(evaluated, mesh), expected) < 1e-12
-        found = pipe.eval(x, **given)
-        assert (found is None) == mesh.is_first("pp")
-        if found is not None:
-            assert len(found) == 2
-            for output, wanted in zip(found, outputs, strict=True):
-                assert apart(output, wanted) < 1e-12
+        reference.zero_grad()
+        expected_outputs = reference(x, **kwargs)
+        expected_loss = two_output_loss(expected_outputs, y)
+        expected_loss.backward()
+        assert apart(training.mean_loss(pipe.step(x, target=y, **kwargs), mesh), expected_loss) < 1e-12
+        assert_gradients_equal(stage, reference)
+        assert apart(training.mean_loss(pipe.eval(x, target=y, **kwargs), mesh), expected_loss) < 1e-12
+        outputs = pipe.eval(x, **kwargs)
+        assert (outputs is None) == mesh.is_first("pp")
+        if outputs is not None:
+            assert len(outputs) == 2
+            for output, expected in zip(outputs, expected_outputs, strict=True):
+                assert apart(output, expected) < 1e-12
     dist.barrier()
     mesh.close()
 
 
-class Returning(nn.Module):
-    """A stage whose output is what a function makes of it; the first one passes its input on."""
+class LinearStage(nn.Module):
+    """A linear layer, whose output a function changes."""
 
-    def __init__(self, returns: Callable[[Tensor], Any] | None) -> None:
+    def __init__(self, change_output: Callable[[Tensor], Any] | None) -> None:
         super().__init__()
-        self.layer = linears(1)[0]
-        self.returns = returns
+        self.layer = make_linears(1)[0]
+        self.change_output = change_output
 
     def forward(self, x: Tensor, mask: object = None) -> Any:
         assert mask is None
-        x = self.layer(x)
-        return x if self.returns is None else self.returns(x)
+        output = self.layer(x)
+        return output if self.change_output is None else self.change_output(output)
 
 
-def what_cannot_be_cut_is_rejected_on_every_rank() -> None:
-    # torch finds out the shapes with uninitialized memory, which this fills with NaN.
+def values_that_cannot_be_split_are_errors_on_every_rank() -> None:
+    # torch infers the shapes with uninitialized memory. This setting fills it with NaN.
     torch.use_deterministic_algorithms(True)
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     x, y = numbers(6, WIDTH, seed=0), numbers(6, WIDTH, seed=1)
-    blocks = create_block_mask(lambda _b, _h, q, k: q >= k, 6, None, 128, 128, device="cpu")
+    block_mask = create_block_mask(lambda _b, _h, q, k: q >= k, 6, None, 128, 128, device="cpu")
 
-    def new(loss: Callable[..., Tensor], returns: Callable[[Tensor], Any] | None = None) -> Any:
-        stage = Returning(returns if mesh.is_last("pp") else None)
-        return training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=loss)
+    def make_pipe(
+        loss_fn: Callable[..., Tensor], change_output: Callable[[Tensor], Any] | None = None
+    ) -> Any:
+        stage = LinearStage(change_output if mesh.is_last("pp") else None)
+        return training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=loss_fn)
 
-    def with_auxiliary(x: Tensor) -> Any:
-        return x, x.mean()
+    def add_auxiliary_loss(output: Tensor) -> Any:
+        return output, output.mean()
 
-    def first(output: Any, target: Tensor) -> Tensor:
-        return mean(output[0], target)
+    def loss_of_first_output(output: Any, target: Tensor) -> Tensor:
+        return mean_squared_error(output[0], target)
 
-    def of_rows(output: Tensor, target: Tensor) -> Tensor:
+    def loss_per_row(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean(1)
 
     def token_loss(output: Tensor, target: Tensor) -> Tensor:
         return training.normalize_loss((output - target).square().sum(), torch.tensor(24), mesh)
 
-    returns_dict = new(mean, lambda x: {"logits": x})
-    auxiliary = new(first, with_auxiliary)
-    told = [
-        error_of(lambda: new(mean).step(x, target=y, mask=blocks)),
-        # Only one rank has another target.
-        error_of(lambda: new(mean).step(x, target=y[: 6 - mesh.rank("pp")])),
-        error_of(lambda: returns_dict.step(x, target=y)),
-        error_of(lambda: returns_dict.eval(x)),
-        error_of(lambda: new(of_rows).step(x, target=y)),
-        error_of(lambda: new(of_rows).eval(x, target=y)),
-        error_of(lambda: auxiliary.step(x, target=y)),
-        error_of(lambda: auxiliary.eval(x)),
-        error_of(lambda: auxiliary.eval(x[:4], target=y[:4])),  # which fill the micro-batches
-        error_of(lambda: auxiliary.eval(x[:3], target=y[:3])),
-        error_of(lambda: new(token_loss).step(x, target=y)),
+    with_dict = make_pipe(mean_squared_error, lambda output: {"logits": output})
+    with_auxiliary = make_pipe(loss_of_first_output, add_auxiliary_loss)
+    errors = [
+        error_of(lambda: make_pipe(mean_squared_error).step(x, target=y, mask=block_mask)),
+        # The target has another size on one rank only.
+        error_of(lambda: make_pipe(mean_squared_error).step(x, target=y[: 6 - mesh.rank("pp")])),
+        error_of(lambda: with_dict.step(x, target=y)),
+        error_of(lambda: with_dict.eval(x)),
+        error_of(lambda: make_pipe(loss_per_row).step(x, target=y)),
+        error_of(lambda: make_pipe(loss_per_row).eval(x, target=y)),
+        error_of(lambda: with_auxiliary.step(x, target=y)),
+        error_of(lambda: with_auxiliary.eval(x)),
+        # This batch fills its micro-batches, so nothing has to be split.
+        error_of(lambda: with_auxiliary.eval(x[:4], target=y[:4])),
+        error_of(lambda: with_auxiliary.eval(x[:3], target=y[:3])),
+        error_of(lambda: make_pipe(token_loss).step(x, target=y)),
     ]
     by_rank: list[Any] = [None, None]
-    dist.all_gather_object(by_rank, told)
+    dist.all_gather_object(by_rank, errors)
     mesh.close()
     assert by_rank[0] == by_rank[1]
-    mask, target, *others = told
-    assert mask.startswith(
-        "ShapeError: the argument mask is a BlockMask, which cannot be cut into micro-batches; "
-    )
-    assert target.startswith("ShapeError: the batch has [5, 6] rows; ")
-    returned = "TrainingError: the last stage must return a tensor, or a tuple of tensors, got "
-    loss = "TrainingError: loss_fn must return a tensor of one number, got ("
-    rowless = "ShapeError: the last stage returns a tensor without the rows of its micro-batch, "
-    reduction = "TrainingError: the loss of a row that is given twice is 2 times its loss, as of a "
-    starts = [returned, returned, loss, loss, rowless, rowless, "", rowless, reduction]
-    for text, start in zip(others, starts, strict=True):
+    not_tensors = "TrainingError: the last stage must return a tensor, or a tuple of tensors, got "
+    not_scalar = "TrainingError: loss_fn must return a tensor with one element, got ("
+    unbatched = "ShapeError: the last stage returns a tensor without the batch dim of its micro-batch, "
+    starts = [
+        "ShapeError: the argument mask is a BlockMask, which cannot be split into micro-batches; ",
+        "ShapeError: the batch sizes of the inputs and the target are [5, 6]; ",
+        not_tensors,
+        not_tensors,
+        not_scalar,
+        not_scalar,
+        unbatched,
+        unbatched,
+        "",
+        unbatched,
+        "TrainingError: loss_fn returns a sum, as the loss of a duplicated row is 2 times ",
+    ]
+    for text, start in zip(errors, starts, strict=True):
         assert text.startswith(start), text
         assert bool(text) == bool(start), text
 
 
-def a_schedule_is_made_anew_when_what_it_depends_on_changes() -> None:
-    """Autocast, and which parameters train: of the other rank, too."""
+def autocast_and_frozen_parameters_rebuild_the_schedule() -> None:
+    """Also if only parameters of the other rank are frozen."""
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     x, y = numbers(8, WIDTH, seed=0).float(), numbers(8, WIDTH, seed=1).float()
-    layers = linears(2)
-    alone = nn.Sequential(*layers).float()
-    stage = linears(2)[mesh.rank("pp")].float()
+    layers = make_linears(2)
+    reference = nn.Sequential(*layers).float()
+    stage = make_linears(2)[mesh.rank("pp")].float()
 
-    def compare(pipe: training.pipelines.Pipeline, enabled: bool) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            evaluated = pipe.eval(x, target=y)
-            expected = mean(alone(x), y)
-        assert evaluated is not None
-        # Micro-batches and the whole batch round alike.
-        assert apart(training.mean_loss(evaluated, mesh).float(), expected.float()) < 1e-6, enabled
+    def compare_losses(pipe: training.Pipeline, autocast: bool) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = pipe.eval(x, target=y)
+            expected = mean_squared_error(reference(x), y)
+        # Micro-batches and the full batch are rounded in the same way.
+        assert apart(training.mean_loss(loss, mesh).float(), expected.float()) < 1e-6, autocast
 
     for order in ((False, True), (True, False)):
-        pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=mean)
-        for enabled in order:
-            compare(pipe, enabled)
-    for frozen in (0, None, 0, 1):  # the stage, one after the other
-        for number, layer in enumerate(alone):
-            layer.requires_grad_(number != frozen)
-        stage.requires_grad_(mesh.rank("pp") != frozen)
-        alone.zero_grad()
+        pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=mean_squared_error)
+        for autocast in order:
+            compare_losses(pipe, autocast)
+    for frozen_stage in (0, None, 0, 1):
+        for index, layer in enumerate(reference):
+            layer.requires_grad_(index != frozen_stage)
+        stage.requires_grad_(mesh.rank("pp") != frozen_stage)
+        reference.zero_grad()
         stage.zero_grad()
-        mean(alone(x), y).backward()
+        mean_squared_error(reference(x), y).backward()
         pipe.step(x, target=y)
-        wanted = layers[mesh.rank("pp")].weight.grad
-        assert (stage.weight.grad is None) == (wanted is None)
-        assert apart(stage.weight.grad, wanted) < 1e-6
+        expected_grad = layers[mesh.rank("pp")].weight.grad
+        assert (stage.weight.grad is None) == (expected_grad is None)
+        assert apart(stage.weight.grad, expected_grad) < 1e-6
     dist.barrier()
     mesh.close()
 
 
-def frozen_first_stages_are_right_or_rejected() -> None:
+def frozen_first_stages_train_correctly_or_are_errors() -> None:
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     x, y = numbers(8, WIDTH, seed=0), numbers(8, WIDTH, seed=1)
-    told: list[str] = []
+    errors: list[str] = []
     for schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV", "Interleaved1F1B"):
-        layers = linears(4)
-        alone = nn.Sequential(*layers)
-        alone[:2].requires_grad_(False)
-        mean(alone(x), y).backward()
-        indices = training.stage_indices(mesh, schedule, 2)
-        stages = [layers[index] for index in indices]
-        wanted = [copy.deepcopy(stage.weight.grad) for stage in stages]
-        alone.zero_grad()
-        pipe = training.Pipeline(stages, mesh, schedule, n_microbatches=4, loss_fn=mean)
-        told.append(error_of(partial(pipe.step, x, target=y)).partition(",")[0])
-        if not told[-1]:
-            for stage, expected in zip(stages, wanted, strict=True):
+        layers = make_linears(4)
+        reference = nn.Sequential(*layers)
+        reference[:2].requires_grad_(False)
+        mean_squared_error(reference(x), y).backward()
+        stages = [layers[index] for index in training.stage_indices(mesh, schedule, 2)]
+        expected_grads = [copy.deepcopy(stage.weight.grad) for stage in stages]
+        reference.zero_grad()
+        pipe = training.Pipeline(stages, mesh, schedule, n_microbatches=4, loss_fn=mean_squared_error)
+        errors.append(error_of(partial(pipe.step, x, target=y)).partition(",")[0])
+        if not errors[-1]:
+            for stage, expected in zip(stages, expected_grads, strict=True):
                 assert apart(stage.weight.grad, expected) < 1e-12
     dist.barrier()
     mesh.close()
-    assert told == ["TrainingError: stage 2 is the first that trains"] * 3 + [""]
+    assert errors == ["TrainingError: stage 2 is the first that trains"] * 3 + [""]
 
 
-class Scaled(nn.Module):
+class ScaledStage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = linears(1)[0]
+        self.layer = make_linears(1)[0]
         self.fails = False
 
     def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
         if self.fails:
-            raise ValueError("as it was told")
+            raise ValueError("the test makes this stage fail")
         output: Tensor = self.layer(x)
         return output if scale is None else output * scale
 
 
-def test_a_pipeline_leaves_nothing_in_its_stages() -> None:
+def test_a_pipeline_leaves_no_state_in_its_stages() -> None:
     x, y, scale = numbers(4, WIDTH, seed=0), numbers(4, WIDTH, seed=1), torch.tensor(3.0)
     with fake_world(1):
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
-        stage = Scaled()
-        expected = mean(stage(x, scale=scale), y)
-        new = partial(
-            training.Pipeline, stage, mesh, n_microbatches=2, loss_fn=mean, replicate_kwargs=("scale",)
+        stage = ScaledStage()
+        expected = mean_squared_error(stage(x, scale=scale), y)
+        make_pipe = partial(
+            training.Pipeline,
+            stage,
+            mesh,
+            n_microbatches=2,
+            loss_fn=mean_squared_error,
+            replicate_kwargs=("scale",),
         )
-        for pipe in (new(), new()):
+        for pipe in (make_pipe(), make_pipe()):
             assert apart(pipe.step(x, target=y, scale=scale), expected) < 1e-12
         pickled = pickle.loads(pickle.dumps(stage))  # noqa: S301  of this test
         copies = [copy.deepcopy(stage), AveragedModel(stage).module, pickled]
@@ -253,44 +267,45 @@ def test_a_pipeline_leaves_nothing_in_its_stages() -> None:
         stage.fails = False
         for module in (stage, *copies):
             assert apart(module(x), module.layer(x)) == 0
-        assert apart(pipe.step(x, target=y), mean(stage(x), y)) < 1e-12
+        assert apart(pipe.step(x, target=y), mean_squared_error(stage(x), y)) < 1e-12
         mesh.close()
 
 
-@pytest.mark.parametrize("rows", [4, 3])
-def test_a_loss_that_is_reduced_otherwise_than_said_is_rejected(rows: int) -> None:
-    x, y = numbers(rows, WIDTH, seed=0), numbers(rows, WIDTH, seed=1)
+@pytest.mark.parametrize("batch_size", [4, 3])
+def test_a_loss_with_the_other_reduction_is_an_error(batch_size: int) -> None:
+    x, y = numbers(batch_size, WIDTH, seed=0), numbers(batch_size, WIDTH, seed=1)
     with fake_world(1):
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
 
-        def summed(output: Tensor, target: Tensor) -> Tensor:
-            total = (output - target).square().sum()
-            return training.normalize_loss(total, torch.tensor(rows * WIDTH), mesh)
+        def token_loss(output: Tensor, target: Tensor) -> Tensor:
+            loss_sum = (output - target).square().sum()
+            return training.normalize_loss(loss_sum, torch.tensor(batch_size * WIDTH), mesh)
 
-        new = partial(training.Pipeline, linears(1)[0], mesh, n_microbatches=4)
+        make_pipe = partial(training.Pipeline, make_linears(1)[0], mesh, n_microbatches=4)
 
-        def said(loss: Callable[..., Tensor], reduction: Any) -> str:
-            pipe = new(loss_fn=loss, reduction=reduction)
+        def find_remedy(loss_fn: Callable[..., Tensor], reduction: Any) -> str:
+            pipe = make_pipe(loss_fn=loss_fn, reduction=reduction)
             return error_of(lambda: pipe.step(x, target=y)).partition("; ")[2]
 
-        assert said(mean, "mean") == said(summed, "sum") == ""
-        assert said(summed, "mean") == 'pass reduction="sum"'
-        how = 'return the mean of the rows, undivided, and pass reduction="mean"'
-        assert said(mean, "sum") == how
-        text = error_of(lambda: new(loss_fn=mean, reduction="average"))  # type: ignore[arg-type]
+        assert not find_remedy(mean_squared_error, "mean")
+        assert not find_remedy(token_loss, "sum")
+        assert find_remedy(token_loss, "mean") == 'pass reduction="sum"'
+        expected = 'return the mean over the rows, undivided, and pass reduction="mean"'
+        assert find_remedy(mean_squared_error, "sum") == expected
+        text = error_of(lambda: make_pipe(loss_fn=mean_squared_error, reduction="average"))  # type: ignore[arg-type]
         assert text == 'TrainingError: reduction must be "mean" or "sum", got \'average\''
         mesh.close()
 
 
 @pytest.mark.parametrize(("stage", "stages"), [(5, 2), (2, 2), (-1, 2), (0, 0)])
-def test_stages_that_do_not_exist_have_no_layers(stage: int, stages: int) -> None:
+def test_a_stage_that_does_not_exist_is_an_error(stage: int, stages: int) -> None:
     text = error_of(lambda: training.stage_layers(8, None, stage=stage, stages=stages))
     wrong = f"stage must be at least 0 and less than stages={stages}, got {stage}"
     assert text == f"LayoutError: {wrong}"
 
 
-class End(nn.Module):
-    """The weight of one end, of which dp may have shards."""
+class TiedStage(nn.Module):
+    """One of two tied weights, optionally sharded over dp."""
 
     def __init__(self, mesh: namedmesh.NamedMesh, *, sharded: bool) -> None:
         super().__init__()
@@ -300,46 +315,53 @@ class End(nn.Module):
         self.register_parameter("embed" if mesh.is_first("pp") else "head", nn.Parameter(weight))
 
 
-def marks_of_ties_stay_with_converted_and_copied_weights(root: Path) -> None:
+def converted_and_copied_weights_stay_tied(root: Path) -> None:
     mesh = namedmesh.init_mesh(pp=2, dp=1, device="cpu")
 
-    def check(module: nn.Module, path: Path) -> None:
-        """The weight counts once in the norm, and one process finds it once in the checkpoint."""
+    def tie(weight: Tensor) -> Callable[[], None]:
+        if mesh.is_first("pp"):
+            return training.tie_stages(weight, None, mesh)
+        return training.tie_stages(None, weight, mesh)
+
+    def check_norm_and_checkpoint(module: nn.Module, path: Path) -> None:
+        """The norm counts the weight once, and one process finds it once in the checkpoint."""
         for param in module.parameters():
             param.grad = torch.full_like(param, 3.0)
         norm = training.clip_grad_norm_(module.parameters(), math.inf, mesh)
         assert apart(norm, torch.tensor(6.0, dtype=torch.float64)) < 1e-12
         training.save(path, mesh, module)
-        alone = nn.ParameterDict({"embed": torch.zeros(2, 2, dtype=torch.float64)})
-        training.load(path, None, alone)
-        assert alone["embed"].sum() == 4
+        loaded = nn.ParameterDict({"embed": torch.zeros(2, 2, dtype=torch.float64)})
+        training.load(path, None, loaded)
+        assert loaded["embed"].sum() == 4
 
     for sharded in (False, True):
-        stage = End(mesh, sharded=sharded)
+        stage = TiedStage(mesh, sharded=sharded)
         (weight,) = stage.parameters()
-        ends = (weight, None) if mesh.is_first("pp") else (None, weight)
-        sum_tied = training.tie_stages(ends[0], ends[1], mesh)
-        check(stage.to(torch.float64), root / f"converted{sharded}")
-        sum_tied()
+        sum_gradients = tie(weight)
+        check_norm_and_checkpoint(stage.to(torch.float64), root / f"converted{sharded}")
+        sum_gradients()
         (weight,) = stage.parameters()
         assert apart(weight.grad, torch.full((2, 2), 6.0, dtype=torch.float64)) == 0
-        check(copy.deepcopy(stage), root / f"copied{sharded}")
-        # Frozen, it has no gradient, and an optimizer leaves it alone.
+        check_norm_and_checkpoint(copy.deepcopy(stage), root / f"copied{sharded}")
+        # A frozen weight gets no gradient, so that an optimizer does not change it.
         for param in stage.parameters():
             param.grad = None
             param.requires_grad_(False)
-        sum_tied()
+        sum_gradients()
         assert [param.grad for param in stage.parameters()] == [None]
-    weight = nn.Parameter(torch.ones(2), requires_grad=mesh.is_first("pp"))
-    ends = (weight, None) if mesh.is_first("pp") else (None, weight)
-    text = error_of(lambda: training.tie_stages(ends[0], ends[1], mesh))
+    frozen_on_one_rank = nn.Parameter(torch.ones(2), requires_grad=mesh.is_first("pp"))
+    text = error_of(lambda: tie(frozen_on_one_rank))
     dist.barrier()
     mesh.close()
     assert text.startswith("ShapeError: the ranks [0] and [1] of pp tie ")
 
 
 def ranks_skip_the_same_steps(axis: str) -> None:
-    """A gradient of one rank is infinite once. torch looks at the first one's placements only."""
+    """A gradient is infinite on one rank in one step.
+
+    torch's GradScaler looks at the placements of the first gradient only, so the second one is
+    infinite.
+    """
     mesh = namedmesh.init_mesh({axis: 2}, device="cpu")
     params = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     if axis == "tp":
@@ -351,35 +373,35 @@ def ranks_skip_the_same_steps(axis: str) -> None:
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
     text = error_of(lambda: training.sync_found_inf(scaler, optimizer, mesh))
-    told: list[tuple[float, float]] = []
+    scales_and_weights: list[tuple[float, float]] = []
     for step in range(3):
         for param in params:
             param.grad = torch.ones_like(param) * scaler.scale(torch.ones(()))
         if step == 1 and mesh.rank(axis) == 1:
-            whole_or_local: Any = params[1].grad
-            getattr(whole_or_local, "_local_tensor", whole_or_local).fill_(math.inf)
+            grad: Any = params[1].grad
+            getattr(grad, "_local_tensor", grad).fill_(math.inf)
         if step == 2 and axis == "pp" and mesh.rank(axis) == 1:
-            optimizer.zero_grad()  # a stage that gets no gradient
+            optimizer.zero_grad()  # this stage gets no gradient in this step
         scaler.unscale_(optimizer)
         training.sync_found_inf(scaler, optimizer, mesh)
         scaler.step(optimizer)
         scaler.update()
-        told.append((scaler.get_scale(), whole(params[0]).mean().item()))
+        scales_and_weights.append((scaler.get_scale(), whole(params[0]).mean().item()))
     training.sync_found_inf(torch.amp.GradScaler("cpu", enabled=False), optimizer, mesh)
     dist.barrier()
     mesh.close()
     assert text.startswith("TrainingError: the gradients are still scaled; ")
-    last = 0.0 if axis == "pp" and dist.get_rank() == 1 else -1.0
-    assert told == [(32.0, 0.0), (16.0, 0.0), (32.0, last)]
+    last_weight = 0.0 if axis == "pp" and dist.get_rank() == 1 else -1.0
+    assert scales_and_weights == [(32.0, 0.0), (16.0, 0.0), (32.0, last_weight)]
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        nested_arguments_and_several_outputs_are_cut_by_rows,
-        what_cannot_be_cut_is_rejected_on_every_rank,
-        a_schedule_is_made_anew_when_what_it_depends_on_changes,
-        frozen_first_stages_are_right_or_rejected,
+        nested_inputs_and_several_outputs_equal_one_process,
+        values_that_cannot_be_split_are_errors_on_every_rank,
+        autocast_and_frozen_parameters_rebuild_the_schedule,
+        frozen_first_stages_train_correctly_or_are_errors,
         partial(ranks_skip_the_same_steps, "pp"),
         partial(ranks_skip_the_same_steps, "tp"),
     ],
@@ -388,5 +410,5 @@ def test_on_two_ranks(check: Callable[[], None]) -> None:
     run_ranks(2, check, timeout=40.0)
 
 
-def test_marks_of_ties(tmp_path: Path) -> None:
-    run_ranks(2, marks_of_ties_stay_with_converted_and_copied_weights, tmp_path, timeout=40.0)
+def test_tied_weights_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(2, converted_and_copied_weights_stay_tied, tmp_path, timeout=40.0)

@@ -1,4 +1,4 @@
-"""Random numbers: which ranks draw the same, blocks beside the default ones, and first weights."""
+"""Random values: the ranks that draw the same ones, RNG streams, and initial weights of any layout."""
 
 from __future__ import annotations
 
@@ -31,48 +31,49 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def draw(name: str | None = None) -> float:
-    with nullcontext() if name is None else training.rng_stream(name):
+def draw(stream: str | None = None) -> float:
+    with nullcontext() if stream is None else training.rng_stream(stream):
         return torch.rand(()).item()
 
 
-def numbers_of_all() -> list[float]:
-    numpys = float(np.random.rand())  # noqa: NPY002  the state that a job has
-    return [random.random(), numpys, *map(draw, (None, "tensor", "expert", "data", "data"))]
+def draw_from_all_generators() -> list[float]:
+    from_numpy = float(np.random.rand())  # noqa: NPY002  seed_all seeds the global generator
+    return [random.random(), from_numpy, *map(draw, (None, "tensor", "expert", "data", "data"))]
 
 
-def drawn(sizes: dict[str, Any], **view: Any) -> list[list[float]]:
-    """What all ranks draw: by default, in Python, and from the streams of tensors and of experts."""
-    found = []
-    ranks = prod(sizes.values())
-    for rank in range(ranks):
-        with fake_world(ranks, rank):
+def draw_on_all_ranks(sizes: dict[str, Any], **expert_view: Any) -> list[list[float]]:
+    """Return the values of all ranks from torch, Python, and the streams "tensor" and "expert"."""
+    by_rank: list[list[float]] = []
+    world_size = prod(sizes.values())
+    for rank in range(world_size):
+        with fake_world(world_size, rank):
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
-            if view:
-                mesh.add_view("expert", **view)
+            if expert_view:
+                mesh.add_view("expert", **expert_view)
             training.seed_all(7, mesh)
-            found.append([draw(), random.random(), draw("tensor"), draw("expert")])
+            by_rank.append([draw(), random.random(), draw("tensor"), draw("expert")])
             mesh.close()
-    return [list(each) for each in zip(*found, strict=True)]
+    return [list(values) for values in zip(*by_rank, strict=True)]
 
 
 @pytest.mark.parametrize("sizes", [sizes for sizes, *_ in ON_FOUR + ON_EIGHT], ids=str)
-def test_the_ranks_of_a_tensor_parallel_group_draw_the_same_by_default(sizes: dict[str, Any]) -> None:
-    default, python, tensor, _ = drawn(sizes)
-    ranks = range(len(default))
-    first_of_group = [rank - rank % sizes["tp"] for rank in ranks]  # tp is the last axis everywhere
-    for numbers in (default, python):
-        assert [numbers.index(each) for each in numbers] == first_of_group
-    assert len({*default, *tensor}) == len({*first_of_group}) + len(ranks)
+def test_default_values_are_equal_in_a_tp_group_only(sizes: dict[str, Any]) -> None:
+    from_torch, from_python, from_tensor_stream, _ = draw_on_all_ranks(sizes)
+    ranks = range(len(from_torch))
+    first_of_group = [rank - rank % sizes["tp"] for rank in ranks]  # tp is the last axis in all layouts
+    for values in (from_torch, from_python):
+        assert [values.index(value) for value in values] == first_of_group
+    num_different = len({*first_of_group}) + len(ranks)
+    assert len({*from_torch, *from_tensor_stream}) == num_different
 
 
-@pytest.mark.parametrize(("ep", "etp", "different"), [(2, 2, 8), (2, 1, 8), (1, 1, 4)])
-def test_ranks_of_one_tp_group_draw_by_their_experts(ep: int, etp: int, different: int) -> None:
-    *_, experts = drawn({"dp": 4, "tp": 2}, edp=-1, ep=ep, etp=etp)
-    assert len({*experts}) == different
+@pytest.mark.parametrize(("ep", "etp", "num_different"), [(2, 2, 8), (2, 1, 8), (1, 1, 4)])
+def test_the_expert_stream_differs_along_ep_and_etp(ep: int, etp: int, num_different: int) -> None:
+    *_, from_expert_stream = draw_on_all_ranks({"dp": 4, "tp": 2}, edp=-1, ep=ep, etp=etp)
+    assert len({*from_expert_stream}) == num_different
 
 
-def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> None:
+def test_a_stream_draws_one_default_number_and_states_can_be_restored() -> None:
     with fake_world(1):
         mesh = namedmesh.init_mesh(tp=1, device="cpu")
         training.seed_all(3, mesh)
@@ -80,66 +81,70 @@ def test_a_block_leaves_the_default_numbers_and_the_state_brings_all_back() -> N
             torch.rand(100)
         with training.rng_stream("data"):
             torch.rand(100)
-        after = torch.rand(3)
+        expected = torch.rand(3)
         training.seed_all(3, mesh)
         with training.rng_stream("tensor"), suppress(ZeroDivisionError), training.rng_stream("expert"):
             raise ZeroDivisionError
-        assert torch.equal(torch.rand(3), after)  # outside: one number was drawn for the outer block
+        # The outer block has drawn one default number, also this time.
+        assert torch.equal(torch.rand(3), expected)
         state = copy.deepcopy(seeds.random_state())
         assert sorted(state) == ["cpu", "data", "numpy", "python"]
-        numbers = numbers_of_all()
-        assert len(set(numbers)) == len(numbers)
+        values = draw_from_all_generators()
+        assert len(set(values)) == len(values)
         seeds.set_random_state(state)
-        assert numbers_of_all() == numbers
-        said = error_of(training.rng_stream("tenor").__enter__)
+        assert draw_from_all_generators() == values
+        text = error_of(training.rng_stream("tenor").__enter__)
         mesh.close()
-    assert said == "TrainingError: there is no stream 'tenor'; seed_all() makes tensor, expert and data"
+    assert text == "TrainingError: stream 'tenor' does not exist; seed_all() creates tensor, expert and data"
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_recomputation_draws_from_streams_as_the_forward_did(inside: bool) -> None:
+@pytest.mark.parametrize("inside_stream", [False, True])
+def test_recomputation_draws_the_same_values_from_streams(inside_stream: bool) -> None:
     def layer(x: Tensor) -> Tensor:
         x = nn.functional.dropout(x.sin())
         with training.rng_stream("tensor"):
             return nn.functional.dropout(x * x)
 
-    def gradient(recompute: bool) -> Tensor:
+    def compute_gradient(recompute: bool) -> Tensor:
         training.seed_all(0, mesh)
         x = torch.ones(64, requires_grad=True)
-        with training.rng_stream("expert") if inside else nullcontext():
-            out = x
+        with training.rng_stream("expert") if inside_stream else nullcontext():
+            output = x
             for _ in range(2):
-                out = checkpoint(layer, out, use_reentrant=False) if recompute else layer(out)
-        (grad,) = torch.autograd.grad(out.sum(), x)
+                output = checkpoint(layer, output, use_reentrant=False) if recompute else layer(output)
+        (grad,) = torch.autograd.grad(output.sum(), x)
         with training.rng_stream("tensor"):
             return torch.cat([grad, torch.rand(1)])
 
     with fake_world(1):
         mesh = namedmesh.init_mesh(tp=1, device="cpu")
-        expected, found = gradient(recompute=False), gradient(recompute=True)
+        expected = compute_gradient(recompute=False)
+        recomputed = compute_gradient(recompute=True)
         mesh.close()
     assert 0 < (expected == 0).sum() < 64
-    assert torch.equal(found, expected)
+    assert torch.equal(recomputed, expected)
 
 
-def test_blocks_for_data_repeat_no_numbers_and_leave_the_order_of_samples_alone() -> None:
+def test_the_data_stream_repeats_no_values_and_no_order_of_samples() -> None:
     with fake_world(1):
         mesh = namedmesh.init_mesh(tp=1, device="cpu")
         training.seed_all(3, mesh)
-        orders, numbers = [], []
+        orders: list[Tensor] = []
+        values: list[float] = []
         for _ in range(2):
-            with training.rng_stream("data"):  # no number of the block's own is drawn
+            with training.rng_stream("data"):
+                # Only the generator that seeds the stream is used inside of the block.
                 orders += [torch.randperm(50, generator=training.data_generator()) for _ in range(2)]
         for _ in range(2):
             with training.rng_stream("data"):
-                numbers += [draw(), draw("data"), draw()]
+                values += [draw(), draw("data"), draw()]
         mesh.close()
     assert len({tuple(order.tolist()) for order in orders}) == 4
-    assert len({*numbers}) == 6
+    assert len({*values}) == 6
 
 
-class Accelerator:
-    """Devices with generators, and a current device for each thread, as ``torch.cuda``."""
+class FakeAccelerator:
+    """A device module with four devices, and a current device per thread, like ``torch.cuda``."""
 
     def __init__(self) -> None:
         self.generators = [torch.Generator().manual_seed(5) for _ in range(4)]
@@ -165,50 +170,52 @@ class Accelerator:
         return True
 
 
-def test_an_accelerator_in_a_thread_in_a_capture_and_with_random_operations_on_dtensors(
+def test_streams_seed_an_accelerator_in_every_thread_but_not_in_a_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake = Accelerator()
+    fake = FakeAccelerator()
     monkeypatch.setattr(torch, "get_device_module", lambda *_: fake)
     monkeypatch.setattr(torch.distributed.tensor._random, "_get_device_handle", lambda _: fake)
     monkeypatch.setattr(torch.distributed.tensor._random, "_rng_tracker", None)
-    resolved = torch.device("cuda", 3)
-    monkeypatch.setattr(torch.distributed.tensor._random, "_resolve_device", lambda *_, **__: resolved)
-    found: list[float] = []
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.distributed.tensor._random, "_resolve_device", lambda *_, **__: device)
+    values: list[float] = []
 
     def draw_on_device_3() -> None:
         for name in ("tensor", "expert"):
             with training.rng_stream(name):
-                found.append(torch.rand((), generator=fake.generators[3]).item())
+                values.append(torch.rand((), generator=fake.generators[3]).item())
 
     with fake_world(2), monkeypatch.context() as patch:
         mesh = namedmesh.init_mesh(tp=2, device="cpu")
-        mesh.device = torch.device("cuda", 3)
-        broadcast = mock.Mock(side_effect=AssertionError("of rank 0's generator"))
+        mesh.device = device
+        broadcast = mock.Mock(side_effect=AssertionError("the generator of rank 0 is broadcast"))
         patch.setattr(torch.distributed, "broadcast", broadcast)
         training.seed_all(3, mesh)
-        # What makes a tracker that broadcasts is that there is none.
+        # If there were no tracker, torch would create one that broadcasts.
         assert torch.distributed.tensor._random._rng_tracker is not None
         thread = threading.Thread(target=draw_on_device_3)
         thread.start()
         thread.join()
         draw_on_device_3()
-        assert len({*found}) == 4
-        fresh = torch.Generator().manual_seed(5).get_state()
-        assert all(torch.equal(generator.get_state(), fresh) for generator in fake.generators)
+        assert len({*values}) == 4
+        fresh_state = torch.Generator().manual_seed(5).get_state()
+        for generator in fake.generators:
+            assert torch.equal(generator.get_state(), fresh_state)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        said = error_of(training.rng_stream("tensor").__enter__)
+        text = error_of(training.rng_stream("tensor").__enter__)
         mesh.device = torch.device("cpu")
         training.seed_all(3, mesh)
         mesh.close()
-    assert said == (
-        "TrainingError: rng_stream('tensor') was entered while a CUDA graph is captured, which cannot seed generators and would "
-        "replay the same numbers; capture only code without rng_stream, or do not capture this step"
+    assert text == (
+        "TrainingError: rng_stream('tensor') was entered while a CUDA graph is captured, which cannot seed "
+        "generators and would replay the same numbers; capture only code without rng_stream, or do not "
+        "capture this step"
     )
 
 
-def test_nothing_follows_the_default_device_or_type() -> None:
+def test_the_default_device_and_dtype_have_no_effect() -> None:
     layer = nn.Linear(20, 300)
     training.init_parameters(layer, 4)
     expected = layer.weight.clone()
@@ -233,38 +240,43 @@ def test_nothing_follows_the_default_device_or_type() -> None:
     assert torch.equal(layer.weight, expected)
 
 
-class Fused(nn.Module):
+class FusedLinear(nn.Module):
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns))
         self.scale = nn.Parameter(torch.empty(()))
 
 
-def test_megatrons_shards_are_shards_of_the_same_weights() -> None:
-    whole = Fused(8, 6)
-    training.init_parameters(whole, 1, distribution=lambda *_: (0.5, 2.0))
-    assert len(whole.weight.unique()) == 48
+def init_with_test_distribution(module: nn.Module) -> None:
+    training.init_parameters(module, 1, distribution=lambda *_: (0.5, 2.0))
+
+
+def test_plain_shards_of_megatron_are_shards_of_the_full_weights() -> None:
+    full = FusedLinear(8, 6)
+    init_with_test_distribution(full)
+    assert len(full.weight.unique()) == 48
     for rank in range(2):
         with fake_world(2, rank):
             mesh = namedmesh.init_mesh(tp=2, device="cpu")
             mesh.add_view("expert", ep=2, etp=1)
-            rows, columns, expert = Fused(4, 6), Fused(8, 3), Fused(8, 6)
+            rows, columns, expert = FusedLinear(4, 6), FusedLinear(8, 3), FusedLinear(8, 6)
             for module, dim, stride in ((rows, 0, 2), (columns, 1, 1), (expert, 0, 1)):
-                marks: dict[str, Any] = {"tensor_model_parallel": True, "allreduce": module is not expert}
-                marks |= {"partition_dim": dim, "partition_stride": stride}
-                for name, value in marks.items():
-                    setattr(module.weight, name, value)
-                training.init_parameters(module, 1, distribution=lambda *_: (0.5, 2.0))
-                assert torch.equal(module.scale, whole.scale)
-            blocks = whole.weight.unflatten(0, (2, 2, 2))[:, rank].flatten(0, 1)
+                weight: Any = module.weight
+                weight.tensor_model_parallel = True
+                weight.partition_dim = dim
+                weight.partition_stride = stride
+                weight.allreduce = module is not expert
+                init_with_test_distribution(module)
+                assert torch.equal(module.scale, full.scale)
+            blocks = full.weight.unflatten(0, (2, 2, 2))[:, rank].flatten(0, 1)
             assert torch.equal(rows.weight, blocks)
-            assert torch.equal(columns.weight, whole.weight.chunk(2, 1)[rank])
-            assert torch.equal(expert.weight, whole.weight)  # cut over etp, which is 1
+            assert torch.equal(columns.weight, full.weight.chunk(2, 1)[rank])
+            assert torch.equal(expert.weight, full.weight)  # sharded over etp, which has size 1
             mesh.close()
 
 
-class Drawn(TorchDispatchMode):
-    """Counts the random numbers that are drawn."""
+class RandomNumberCounter(TorchDispatchMode):
+    """Counts the normal random numbers that are drawn."""
 
     count = 0
 
@@ -274,7 +286,7 @@ class Drawn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# The shape, the placements over dp and tp, and the number of tiles that a rank may draw.
+# The global shape, the placements over dp and tp, and the number of tiles that a rank may draw.
 SHARDED: list[tuple[tuple[int, ...], list[Any], int]] = [
     ((512, 2048), [Shard(0), Shard(1)], 32),
     ((70, 603), [Shard(1), Replicate()], 6),
@@ -289,56 +301,59 @@ SHARDED: list[tuple[tuple[int, ...], list[Any], int]] = [
 ]
 
 
-def test_first_weights_are_shards_of_those_of_one_process_and_no_rank_draws_all() -> None:
-    for shape, placements, tiles in SHARDED:
-        whole = nn.ParameterDict({"w": nn.Parameter(torch.empty(shape))})
-        training.init_parameters(whole, 1, distribution=lambda *_: (0.5, 2.0))
-        assert len(whole["w"].unique()) > whole["w"].numel() * 0.97
+def test_initial_weights_are_shards_of_one_process_and_no_rank_draws_all() -> None:
+    for shape, placements, max_tiles in SHARDED:
+        full = nn.ParameterDict({"w": nn.Parameter(torch.empty(shape))})
+        init_with_test_distribution(full)
+        assert len(full["w"].unique()) > full["w"].numel() * 0.97
         for rank in range(4):
             with fake_world(4, rank):
-                clear_dtensor_op_cache()  # those of another rank, on an equal mesh
+                # DTensor caches layouts by mesh, and the mesh of another rank is equal to this one.
+                clear_dtensor_op_cache()
                 mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
                 expected, empty = (
-                    distribute_tensor(full, mesh["dp", "tp"], placements, src_data_rank=None)
-                    for full in (whole["w"].detach(), torch.zeros(shape))
+                    distribute_tensor(tensor, mesh["dp", "tp"], placements, src_data_rank=None)
+                    for tensor in (full["w"].detach(), torch.zeros(shape))
                 )
                 sharded = nn.ParameterDict({"w": nn.Parameter(empty)})
-                with Drawn() as drawn:  # type: ignore[no-untyped-call]  # torch's
-                    training.init_parameters(sharded, 1, distribution=lambda *_: (0.5, 2.0))
+                with RandomNumberCounter() as counter:  # type: ignore[no-untyped-call]  # torch's
+                    init_with_test_distribution(sharded)
                 assert torch.equal(sharded["w"].to_local(), expected.to_local()), (shape, placements)
-                assert drawn.count <= tiles * 8192, (shape, placements)
+                assert counter.count <= max_tiles * 8192, (shape, placements)
                 mesh.close()
 
 
-def test_rows_that_pad_a_vocabulary_leave_the_others_as_they_are() -> None:
+def test_rows_that_pad_a_vocabulary_do_not_change_the_others() -> None:
     short, long = nn.Embedding(100, 300), nn.Embedding(128, 300)
     for embedding in (short, long):
         training.init_parameters(embedding, 0)
     assert torch.equal(short.weight, long.weight[:100])
 
 
-def test_first_weights_have_the_distribution_and_the_name_of_the_parameter() -> None:
+def test_initial_weights_depend_on_the_seed_and_the_name_only() -> None:
     layer: Any = nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100))
     training.init_parameters(layer, 0)
     assert layer[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert layer[0].bias.tolist() + layer[1].bias.tolist() == [0] * 200
     assert layer[1].weight.tolist() == [1] * 100
-    first = layer[0].weight.clone()
+    weight = layer[0].weight.clone()
     compiled: Any = torch.compile(layer, backend="eager")
     training.init_parameters(compiled, 0)
-    assert torch.equal(layer[0].weight, first)
+    assert torch.equal(layer[0].weight, weight)
     training.init_parameters(layer.double(), 0)
-    assert torch.equal(layer[0].weight.float(), first)
+    assert torch.equal(layer[0].weight.float(), weight)
     training.init_parameters(layer, 1)
-    assert not torch.equal(layer[0].weight.float(), first)
+    assert not torch.equal(layer[0].weight.float(), weight)
+
+
+def test_a_wrong_seed_and_the_meta_device_are_errors() -> None:
     with torch.device("meta"):
-        nothing = nn.Linear(2, 2)
-    wrong: Any = object()
-    said = error_of(lambda: training.init_parameters(nn.Linear(1, 1), wrong))
-    assert said == (
+        on_meta = nn.Linear(2, 2)
+    seed: Any = object()
+    assert error_of(lambda: training.init_parameters(nn.Linear(1, 1), seed)) == (
         "TrainingError: seed of init_parameters must be an int, got object; "
         "call init_parameters(model, seed=0)"
     )
-    assert error_of(lambda: training.init_parameters(nothing, 0)) == (
+    assert error_of(lambda: training.init_parameters(on_meta, 0)) == (
         "TrainingError: weight, bias: on the meta device; call model.to_empty(device=...) first"
     )

@@ -1,7 +1,7 @@
-"""What each axis means: the names that the field uses, and the roles that they play in a training job.
+"""The meaning of each axis: the usual names, and their roles in a training job.
 
-An axis may have any name. The roles below are known for the usual names only, and this module is the one place that says
-which name plays which role. It imports nothing.
+An axis may have any name. The roles below are known for the usual names only, and this is the only
+module that assigns names to roles. It imports nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ USUAL_AXES = (*DENSE_AXES, *EXPERT_AXES)
 """Every axis whose role is known."""
 
 DATA_PARTS = ("dp_replicate", "dp_shard")
-"""The two axes that ``dp`` is split into for hybrid sharding (HSDP): replicas of the model, and the shards of each."""
+"""The two axes into which HSDP splits ``dp``: replicas of the model, and the shards of a replica."""
 
 DATA_AXES = ("dp", *DATA_PARTS)
 """Ranks along these axes have different samples."""
@@ -25,29 +25,36 @@ SAME_SAMPLE_AXES = ("pp", "cp", "tp")
 """Ranks along these axes have the same samples."""
 
 SAME_TOKEN_AXES = ("pp", "tp")
-"""Ranks along these axes have the same tokens, so no gradients are averaged over them."""
+"""Ranks along these axes have the same tokens, so gradients are not averaged over them."""
 
 TOKEN_AXES = (*DATA_AXES, "cp")
-"""Ranks along these axes have different tokens: other samples, or along ``cp`` other parts of the same sequences. The loss is a
-mean over these axes, and the gradients of everything except the experts are averaged over them."""
+"""Ranks along these axes have different tokens.
+
+Along the data axes they have different samples, and along ``cp`` different shards of the same
+sequences. The loss is a mean over these axes, and the gradients of everything except the experts
+are averaged over them.
+"""
 
 FSDP_AXES = ("dp", "dp_shard", "cp")
-"""FSDP2 shards parameters over these axes; along ``dp_replicate`` it keeps a replica of every shard."""
+"""FSDP2 shards parameters over these axes. Along ``dp_replicate`` shards are replicated."""
 
 SHARDING_AXES = ("pp", "dp_shard", "tp")
-"""Ranks along these axes hold different parts of one copy of the parameters, whatever the trainer shards in addition."""
+"""Ranks along these axes have different shards of one replica of the parameters.
+
+A trainer may shard parameters over other axes in addition, such as ``dp`` with ZeRO.
+"""
 
 EXPERT_MODEL_AXES = ("ep", "etp")
-"""Ranks along these axes hold different experts, or different shards of the same experts."""
+"""Ranks along these axes have different experts, or different shards of the same experts."""
 
 EXPERT_SHARDING_AXES = ("pp", *EXPERT_MODEL_AXES)
-"""Ranks along these axes hold different parts of one copy of the experts."""
+"""Ranks along these axes have different shards of one replica of the experts."""
 
 LAYER_AXES = ("tp", *EXPERT_MODEL_AXES)
-"""Ranks along these axes exchange activations inside every layer, so they need the fastest links."""
+"""Ranks along these axes exchange activations within every layer, so they need the fastest links."""
 
 DENSE_COUNTERPARTS = {"etp": "tp", "edp": "dp"}
-"""The experts' axes that take the place of an axis of the dense layout, and that axis."""
+"""The axes of the experts that replace an axis of the dense layout, and the axis they replace."""
 
 LEGACY_AXES = {"dp_replicate": "dp", "dp_shard": "dp", "sp": "cp"}
-"""The axes that legacy APIs know under a coarser name, and that name. ``sp`` is DeepSpeed's sequence parallelism."""
+"""Axes that legacy APIs know under a coarser name, and this name. ``sp`` is DeepSpeed's."""

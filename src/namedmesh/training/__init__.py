@@ -1,4 +1,4 @@
-"""What every training job needs beside a mesh: few functions over torch, each usable alone."""
+"""Tools for the training loop, each usable by itself: small functions over torch and a mesh."""
 
 from namedmesh.training.checkpoints import CheckpointManager, load, save
 from namedmesh.training.clipping import clip_grad_norm_

@@ -1,9 +1,10 @@
-"""Clipping by one norm over the whole model, whatever meshes and stages hold the gradients."""
+"""Gradient clipping by one norm over the full model, on any meshes and pipeline stages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,16 +21,17 @@ from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training import replicas
 from namedmesh.training.tying import is_counted_elsewhere
 
-# The type of the factor by which gradients of a type are scaled, if it is not float32. On CUDA
-# torch's fused kernel takes a factor of the gradients' own type only. float16 is the exception,
-# with a kernel for each gradient: a small factor would be rounded to zero.
-_FACTOR_TYPES = {
+# The dtype of the factor by which gradients of a dtype are scaled, if it is not float32. On CUDA
+# torch's fused kernel needs a factor of the gradients' own dtype. float16 is the exception, with one
+# kernel for each gradient, because a small factor would be rounded to zero.
+_FACTOR_DTYPES = {
     torch.bfloat16: torch.bfloat16,
     torch.float64: torch.float64,
     torch.complex128: torch.float64,
 }
 
-Groups = tuple[ProcessGroup, ...]
+# The process groups over which a parameter is sharded.
+ShardGroups = tuple[ProcessGroup, ...]
 
 
 @torch.no_grad()
@@ -43,168 +45,199 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does.
+    """Clip gradients by the norm over the full model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    Every number of the model's gradient counts once. DTensors count by their placements, on any
-    slice or view of the mesh. Plain tensors count as replicas, except those with the attributes of
-    Megatron and DeepSpeed: ``tensor_model_parallel`` and ``model_parallel`` for shards over tp,
-    ``allreduce = False`` for experts over ep and etp. Every stage of ``pp`` counts, except copies
-    of another stage's parameter with ``shared`` (by :func:`tie_stages`) or ``ds_pipe_replicated``.
-    There is one small reduction for each axis that parameters are sharded over.
+    Every element of the model's gradient counts once, whatever mesh its parameter is on:
 
-    On the first call with a mesh, and on calls 2, 4, 8 and so on up to 1024, the ranks also compare
-    the weights and the gradients of parameters that must be equal on several ranks.
+    - DTensors count by their placements. Partial gradients are all-reduced first.
+    - Plain tensors are replicated, except those with the attributes of Megatron-LM and DeepSpeed:
+      ``tensor_model_parallel`` or ``model_parallel`` for shards over tp, and ``allreduce = False``
+      for experts, which are sharded over ep and etp.
+    - All stages of ``pp`` are summed. A copy of another stage's parameter does not count, if
+      :func:`tie_stages` tied it or it has the attribute ``shared`` or ``ds_pipe_replicated``.
+
+    The norm needs one small all-gather for each group over which parameters are sharded. On the
+    first call with a mesh, and on calls 2, 4, 8 and so on up to 1024, the ranks also compare weights
+    and gradients of replicated parameters.
 
     Collective: every rank of the mesh must call it, with the same parameters in the same order. A
     rank may lack some of the gradients.
 
     Args:
-        parameters: a tensor, or several, such as ``model.parameters()``.
+        parameters: a tensor, or an iterable of tensors such as ``model.parameters()``.
         max_norm: the largest norm that is not scaled down.
         mesh: the mesh.
-        norm_type: the order of the norm, greater than 0; ``math.inf`` for the largest value.
+        norm_type: the order of the norm, greater than 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
-        foreach: False for one kernel per gradient instead of one per device and type.
+        foreach: False to use one kernel per gradient instead of one per device and dtype.
         check: whether the ranks compare weights and gradients on the calls above. Pass False if
             replicas are meant to differ, for example if gradients are averaged after clipping.
 
     Returns:
-        The norm that the gradients had, the same on every rank: a tensor without dims, in float32,
-        or in float64 if a parameter is.
+        The norm before clipping, identical on every rank: a tensor without dims, in float32, or in
+        float64 if a parameter is.
 
     Raises:
-        TrainingError: on every rank, and nothing is scaled: the norm is not finite and
-            ``error_if_nonfinite`` is set, ``norm_type`` is not greater than 0, or FSDP2 holds
-            parameters unsharded, or DDP over tensor parallelism has taken them out of the model,
-            so that their gradients cannot be seen.
-        GradientError: on every rank, and nothing is scaled: weights or gradients differ between
-            ranks that must have the same.
+        MeshError: ``mesh`` is not a NamedMesh.
+        TrainingError: on every rank, before any gradient is scaled: ``norm_type`` is not greater
+            than 0, the norm is not finite and ``error_if_nonfinite`` is set, or gradients cannot be
+            read because FSDP2 has not resharded parameters, or because DDP over tensor parallelism
+            has replaced them by local shards.
+        GradientError: on every rank, before any gradient is scaled: weights or gradients of
+            replicated parameters differ between ranks. As in torch, parameters have no names here,
+            so the message has their positions in ``parameters`` and their shapes.
     """
     mesh = named_mesh(mesh, "clip_grad_norm_")
     if not norm_type > 0:
-        raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
+        raise TrainingError(f"norm_type must be greater than 0, or math.inf, got {norm_type}")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     reduce_gradients(params)
     grads = [param.grad for param in params]
-    replicas.check_sharded({at: params[at] for at, grad in enumerate(grads) if grad is None})
+    without_grad: dict[int, Tensor] = {}
+    for position, grad in enumerate(grads):
+        if grad is None:
+            without_grad[position] = params[position]
+    replicas.check_sharded(without_grad)
     if check:
         replicas.compare(params, mesh)
-    total = _total_power(_counted_shards(params, grads, mesh), norm_type, mesh, foreach)
-    norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
+    norm = _compute_power_of_model(_group_local_grads(params, grads, mesh), norm_type, mesh, foreach)
+    if not math.isinf(norm_type):
+        norm = norm ** (1 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
-        remedy = "skip this step, or pass error_if_nonfinite=False"
-        value = norm.item()
-        raise TrainingError(f"the norm of order {norm_type} of all gradients is {value}; {remedy}")
+        raise TrainingError(
+            f"the gradient norm of order {norm_type} is {norm.item()}; skip this step, or pass "
+            "error_if_nonfinite=False"
+        )
+    # torch's formula. It does not compare the norm, so that the host need not wait for a device.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     local_grads = [to_local(grad) for grad in grads if grad is not None]
-    for (device, dtype), some in _by_device_and_type(local_grads).items():
-        scale_(some, factor.to(device, _FACTOR_TYPES.get(dtype, torch.float32)), foreach)
-    return norm if any(param.dtype == torch.float64 for param in params) else norm.float()
+    for (device, dtype), tensors in _group_by_device_and_dtype(local_grads).items():
+        scale_(tensors, factor.to(device, _FACTOR_DTYPES.get(dtype, torch.float32)), foreach)
+    has_double = any(param.dtype == torch.float64 for param in params)
+    return norm if has_double else norm.float()
 
 
-def _counted_shards(
+def _group_local_grads(
     params: Sequence[Any], grads: Sequence[Tensor | None], mesh: NamedMesh
-) -> dict[Groups, list[Tensor]]:
-    """Return the local gradients that count, by the groups whose ranks have the other shards.
+) -> dict[ShardGroups, list[Tensor]]:
+    """Return the local gradients that this rank counts, by the groups that shard their parameters.
 
-    The groups follow from the parameters: a rank without gradients, such as one whose experts got
-    no tokens, takes part in the same reductions as the others.
+    The keys depend on the parameters only. So a rank without gradients, for example because its
+    experts got no tokens, takes part in the same collectives as the other ranks.
     """
-    shards: dict[Groups, list[Tensor]] = {}
-    known: dict[object, Groups] = {}
+    local_grads: dict[ShardGroups, list[Tensor]] = {}
+    # The parameters of a model have few different layouts, so the groups are found once for each.
+    groups_by_layout: dict[object, ShardGroups] = {}
     for param, grad in zip(params, grads, strict=True):
         if is_counted_elsewhere(param):
             continue
-        key = replicas.layout_key(param)
-        if key not in known:
-            known[key] = _sharding_groups(param, mesh)
-        counted = shards.setdefault(known[key], [])
+        layout = replicas.layout_key(param)
+        if layout not in groups_by_layout:
+            groups_by_layout[layout] = _find_shard_groups(param, mesh)
+        same_groups = local_grads.setdefault(groups_by_layout[layout], [])
         if isinstance(grad, DTensor) and grad.placements != param.placements:
-            # torch's operators may leave a gradient in another layout than the parameter's.
+            # torch's operators may return a gradient with other placements than the parameter's.
             grad = grad.redistribute(placements=param.placements)  # noqa: PLW2901
         if grad is not None:
-            counted.append(to_local(grad))
-    return shards
+            same_groups.append(to_local(grad))
+    return local_grads
 
 
-def _sharding_groups(param: Tensor, mesh: NamedMesh) -> Groups:
-    """Return the groups that a parameter is sharded over, by its placements and its attributes."""
-    own_mesh, placements = find_placements(param) or (None, ())
+def _find_shard_groups(param: Tensor, mesh: NamedMesh) -> ShardGroups:
+    """Return the groups over which a parameter is sharded, by its placements and attributes."""
+    device_mesh, placements = find_placements(param) or (None, ())
     groups: list[ProcessGroup] = []
-    own_ranks: set[int] = set()
-    if own_mesh is not None:
+    ranks_of_placements: set[int] = set()
+    attribute_axes = [axis for axis in find_attribute_axes(param) if axis in mesh]
+    if device_mesh is not None:
         for dim, placement in enumerate(placements):
             if not isinstance(placement, Replicate):
-                groups.append(own_mesh.get_group(dim))
-    marked = [axis for axis in find_attribute_axes(param) if axis in mesh]
-    if own_mesh is not None and marked:
-        own_ranks.update(own_mesh.mesh.flatten().tolist())
-    # The mesh of a DTensor may have such an axis already, with a placement of its own.
-    new = [axis for axis in marked if len(own_ranks.intersection(mesh.ranks(axis))) <= 1]
-    groups += [mesh.group(axis) for axis in new]
+                groups.append(device_mesh.get_group(dim))
+        if attribute_axes:
+            ranks_of_placements.update(device_mesh.mesh.flatten().tolist())
+    for axis in attribute_axes:
+        # If the DTensor's own mesh has this axis, its placement decides, and not the attribute.
+        shared_ranks = ranks_of_placements.intersection(mesh.ranks(axis))
+        if len(shared_ranks) <= 1:
+            groups.append(mesh.group(axis))
     return tuple(groups)
 
 
-def _total_power(
-    shards: dict[Groups, list[Tensor]], norm_type: float, mesh: NamedMesh, foreach: bool | None
-) -> Tensor:
-    """Return the sum of powers, or the largest absolute value, over all gradients of the model.
+# The power of gradients is the sum of |g| ** norm_type over their elements, or the largest |g| if
+# norm_type is infinite. Powers of shards can be combined, in contrast to norms.
 
-    Collective: one all-gather for each group, and one over ``pp``.
+
+def _compute_power_of_model(
+    local_grads: dict[ShardGroups, list[Tensor]],
+    norm_type: float,
+    mesh: NamedMesh,
+    foreach: bool | None,
+) -> Tensor:
+    """Return the power of all gradients of the model, in float64, identical on every rank.
+
+    Collective: one all-gather for each group that shards parameters, and one over ``pp``.
     """
-    powers: dict[Groups, Tensor] = {}
-    for groups, some in shards.items():
-        powers[groups] = _local_power(some, norm_type, mesh.device, foreach)
-    every_group = dict.fromkeys(group for groups in shards for group in groups)
-    for group in every_group:
-        spread = [groups for groups in shards if group in groups]
-        together = _join_ranks(torch.stack([powers[groups] for groups in spread]), norm_type, group)
-        powers.update(zip(spread, together, strict=True))
-    total = _join([*powers.values()], norm_type, mesh.device)
+    powers: dict[ShardGroups, Tensor] = {}
+    for groups, grads in local_grads.items():
+        powers[groups] = _compute_local_power(grads, norm_type, mesh.device, foreach)
+    # After the all-gather over a group, the power of its shards is identical on its ranks. A
+    # parameter that several groups shard takes part in the all-gather of each of them.
+    for group in dict.fromkeys(chain.from_iterable(local_grads)):
+        keys = [groups for groups in powers if group in groups]
+        local_powers = torch.stack([powers[groups] for groups in keys])
+        combined = _combine_over_ranks(local_powers, norm_type, group)
+        powers.update(zip(keys, combined, strict=True))
+    total = _combine([*powers.values()], norm_type, mesh.device)
     if "pp" in mesh.layout:
-        total = _join_ranks(total[None], norm_type, mesh.group("pp"))[0]
+        total = _combine_over_ranks(total[None], norm_type, mesh.group("pp"))[0]
     return total
 
 
-def _local_power(
-    shards: list[Tensor], norm_type: float, device: torch.device, foreach: bool | None
+def _compute_local_power(
+    grads: list[Tensor], norm_type: float, device: torch.device, foreach: bool | None
 ) -> Tensor:
-    """Return the sum of powers, or the largest absolute value, over local tensors, in float64."""
+    """Return the power of local gradients, in float64."""
+    # An empty shard has no largest element: torch's norm raises if norm_type is infinite.
+    not_empty = [grad for grad in grads if grad.numel()]
     powers: list[Tensor] = []
-    # An empty shard has no largest value.
-    for some in _by_device_and_type([shard for shard in shards if shard.numel()]).values():
-        norms = torch.stack(compute_norms(some, norm_type, foreach))
-        norm = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64).to(device)
-        powers.append(norm if math.isinf(norm_type) else norm.pow(norm_type))
-    return _join(powers, norm_type, device)
+    for tensors in _group_by_device_and_dtype(not_empty).values():
+        norms = torch.stack(compute_norms(tensors, norm_type, foreach))
+        power = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64).to(device)
+        if not math.isinf(norm_type):
+            power = power.pow(norm_type)
+        powers.append(power)
+    return _combine(powers, norm_type, device)
 
 
-def _by_device_and_type(
+def _group_by_device_and_dtype(
     tensors: list[Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Return lists of tensors that one kernel takes together."""
-    together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    """Return lists of tensors that one fused kernel can process together."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        together.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return together
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
 
 
-def _join(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the sum of powers, or the largest absolute value; zero if there is none."""
+def _combine(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the power of several sets of gradients; zero if there are none."""
     if not powers:
         return torch.zeros((), dtype=torch.float64, device=device)
     if len(powers) == 1:
         return powers[0]
-    together = torch.stack(powers)
-    return together.amax() if math.isinf(norm_type) else together.sum()
+    stacked = torch.stack(powers)
+    return stacked.amax() if math.isinf(norm_type) else stacked.sum()
 
 
-def _join_ranks(powers: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
-    """Join each power with those of the other ranks of a group."""
-    if group.size() == 1:
-        return powers
-    # They are gathered, because the maximum of some backends loses NaN.
+def _combine_over_ranks(powers: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
+    """Combine each power with the same power of the other ranks of a group.
+
+    Collective: one all-gather over ``group``.
+    """
     size = group.size()
+    if size == 1:
+        return powers
+    # All-gather instead of all-reduce: the MAX of some backends loses NaN.
     gathered = functional_collective("all_gather_into_tensor", powers, size, group.group_name)
     by_rank = gathered.view(size, -1)
     return by_rank.amax(0) if math.isinf(norm_type) else by_rank.sum(0)

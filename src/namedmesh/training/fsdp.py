@@ -9,29 +9,38 @@ from namedmesh.arguments import named_mesh
 from namedmesh.axes import FSDP_AXES
 from namedmesh.errors import AxisError
 from namedmesh.mesh import NamedMesh
-from namedmesh.training.data import data_axes
+from namedmesh.training.data import find_data_axes
 
 
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
-    """Return the mesh that ``fully_shard(mesh=...)`` wants.
+    """Return the mesh for ``fully_shard(module, mesh=...)``.
 
-    It is 1-D, over dp (or dp_shard) times cp, whose ranks see other tokens of the same samples;
-    with ``dp_replicate`` it is 2-D, for HSDP. Axes of one rank are left out. Call ``fully_shard``
-    after tensor parallelism.
+    Its ranks are the product of dp (or dp_shard) and cp: ranks along cp have different tokens of
+    the same samples, so their gradients are averaged, too. With ``dp_replicate`` the mesh is 2-D,
+    for HSDP, otherwise 1-D. Axes of size 1 are omitted. Call ``fully_shard`` after tensor
+    parallelism.
 
-    Collective: every rank must call it. The first call makes a group if the mesh has dp and cp.
+    Collective: every rank of the mesh must call it. The first call creates a process group if the
+    mesh has both dp and cp.
+
+    Args:
+        mesh: the mesh.
 
     Raises:
-        AxisError: no axis to shard parameters over, or an axis of unknown meaning.
+        MeshError: ``mesh`` is not a NamedMesh.
+        AxisError: the mesh has no axis to shard parameters over, or an axis of unknown meaning.
     """
     mesh = named_mesh(mesh, "fsdp_mesh")
-    data_axes(mesh)
-    shard = [axis for axis in mesh.layout if axis in FSDP_AXES]
-    if not shard:
+    find_data_axes(mesh)  # an axis of unknown meaning is an error
+    shard_axes = [axis for axis in mesh.layout if axis in FSDP_AXES]
+    if not shard_axes:
         raise AxisError(
-            f"{mesh.layout} has no axis to shard parameters over; add dp, dp_shard or cp, if of size 1"
+            f"{mesh.layout} has no axis to shard parameters over; add dp, dp_shard or cp, if only of size 1"
         )
-    sharded = mesh.flatten(*([axis for axis in shard if mesh.size(axis) > 1] or shard[:1]))
+    # Axes of size 1 would only make the name of the flattened axis longer. If all have size 1, one
+    # of them remains, because fully_shard needs a mesh.
+    larger_axes = [axis for axis in shard_axes if mesh.size(axis) > 1]
+    shard_mesh = mesh.flatten(*larger_axes or shard_axes[:1])
     if "dp_replicate" not in mesh.layout or mesh.size("dp_replicate") == 1:
-        return sharded
-    return concatenate_meshes([mesh["dp_replicate"], sharded])
+        return shard_mesh
+    return concatenate_meshes([mesh["dp_replicate"], shard_mesh])

@@ -1,4 +1,4 @@
-"""A batch on its way through a pipeline: its rows, and the arguments and outputs of its stages."""
+"""Split a batch into micro-batches along dim 0, and check that inputs and outputs have this dim."""
 
 from __future__ import annotations
 
@@ -14,100 +14,139 @@ from torch.distributed.pipelining import PipelineStage
 
 from namedmesh._torch import tree_leaves
 
-ROWLESS = (
-    "the last stage returns a tensor without the rows of its micro-batch, which can be neither cut "
-    "nor joined; give a target, and as many rows as fill the micro-batches, or return rows"
+UNBATCHED_OUTPUT = (
+    "the last stage returns a tensor without the batch dim of its micro-batch, which can be neither "
+    "split nor concatenated; pass a target and a batch that fills every micro-batch, or return "
+    "tensors with a batch dim"
 )
 
 
 @dataclass
-class Built:
-    """One of torch's schedules, and what it was built for."""
+class BuiltSchedule:
+    """One of torch's schedules with its stages, and the inputs that it was built for.
 
-    key: object
-    rows: int  # of one micro-batch
+    Attributes:
+        inputs_key: everything on this rank that the tensors between the stages depend on.
+        microbatch_size: the size of dim 0 of every micro-batch.
+        stages: this rank's stages.
+        schedule: torch's schedule over these stages.
+        has_unbatched_output: whether the last stage returns a tensor without a batch dim, such as
+            an auxiliary loss.
+    """
+
+    inputs_key: object
+    microbatch_size: int
     stages: list[PipelineStage]
     schedule: Any
-    # Whether the last stage returns a tensor without rows, such as an auxiliary loss.
-    rowless: bool = False
+    has_unbatched_output: bool = False
 
 
 @dataclass
-class Batch:
-    """One call of ``step`` or ``eval``. torch hands it on to the loss of each micro-batch."""
+class PipelineBatch:
+    """The inputs of one call of ``step`` or ``eval``, and the problems that are found on the way.
+
+    Attributes:
+        args: positional arguments, whose tensors have the batch dim.
+        split_kwargs: keyword arguments whose tensors have the batch dim.
+        replicate_kwargs: keyword arguments that every micro-batch gets unchanged.
+        target: the target of the loss; None if there is no loss.
+        backward: whether the schedule runs backward passes.
+        size: the size of the batch dim; 0 if the tensors do not have one size.
+        problems: the reasons why this rank cannot run the batch.
+        checks_output: whether to check the output of the last stage: in the first run of a
+            schedule.
+        checks_reduction: whether to check the reduction of the loss: in the first run with a
+            backward.
+    """
 
     args: tuple[Any, ...]
-    by_row: dict[str, Any]
-    whole: dict[str, Any]  # keyword arguments that are not cut
+    split_kwargs: dict[str, Any]
+    replicate_kwargs: dict[str, Any]
     target: Any
     backward: bool
-    count: int = 0  # of rows
+    size: int = 0
     problems: list[str] = field(default_factory=list)
-    # Only in the first run of a schedule.
     checks_output: bool = False
     checks_reduction: bool = False
 
     def __post_init__(self) -> None:
-        """Count the rows, and find the values that cannot be cut into micro-batches."""
-        named: dict[object, Any] = dict(enumerate(self.args))
-        named.update(self.by_row)
-        named["target"] = self.target
-        counts: set[int] = set()
-        for name, value in named.items():
+        """Find the batch size, and the values that cannot be split into micro-batches."""
+        values: dict[object, Any] = dict(enumerate(self.args))
+        values.update(self.split_kwargs)
+        values["target"] = self.target
+        sizes: set[int] = set()
+        for name, value in values.items():
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):
-                    counts.add(leaf.shape[0] if leaf.ndim else 0)
-                elif tensors_of(list(getattr(leaf, "__dict__", {}).values())):
-                    # torch gives objects whole to every micro-batch, and cuts a BlockMask without
-                    # the rows that fill up the last micro-batches.
+                    sizes.add(leaf.shape[0] if leaf.ndim else 0)
+                elif find_tensors(list(getattr(leaf, "__dict__", {}).values())):
+                    # torch passes such objects unchanged to every micro-batch. It does split a
+                    # BlockMask, but without the padding rows of the last micro-batches.
                     self.problems.append(
-                        f"the argument {name} is a {type(leaf).__name__}, which cannot be cut into "
-                        "micro-batches; give tensors, or name it in Pipeline(..., replicate_kwargs=...)"
+                        f"the argument {name} is a {type(leaf).__name__}, which cannot be split into "
+                        "micro-batches; pass tensors, or name it in Pipeline(..., replicate_kwargs=...)"
                     )
-        if len(counts) != 1 or not self.args or 0 in counts:
-            remedy = (
-                "give all as many, one at least; name keyword arguments without rows in "
-                "Pipeline(..., replicate_kwargs=...)"
+        if len(sizes) != 1 or not self.args or 0 in sizes:
+            self.problems.append(
+                f"the batch sizes of the inputs and the target are {sorted(sizes)}; pass at least one "
+                "positional input, and tensors of one batch size of at least 1; name keyword arguments "
+                "without a batch dim in Pipeline(..., replicate_kwargs=...)"
             )
-            self.problems.append(f"the batch has {sorted(counts)} rows; {remedy}")
-        self.count = max(counts, default=0)
+        self.size = max(sizes, default=0)
 
 
-def tensors_of(values: Any) -> list[Tensor]:
+def find_tensors(values: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def describe(dims_of_rows: int, value: Any) -> object:
-    """Return what the shapes between stages may depend on: of numbers and objects, their types."""
+def shape_key(value: Any, *, skip_batch_dim: bool) -> object:
+    """Return the properties of an input that the shapes between stages may depend on.
+
+    Args:
+        value: a leaf of the inputs.
+        skip_batch_dim: whether dim 0 of a tensor is the batch dim, which changes from batch to
+            batch.
+
+    Returns:
+        Shape, dtype and ``requires_grad`` of a tensor; the value itself of flags and text; the type
+        of everything else, as a model may get a new number or object with each batch.
+    """
     if isinstance(value, Tensor):
-        return value.shape[dims_of_rows:], value.dtype, value.requires_grad
-    return value if value is None or isinstance(value, bool | str) else type(value)
+        shape = value.shape[1:] if skip_batch_dim else value.shape
+        return shape, value.dtype, value.requires_grad
+    if value is None or isinstance(value, bool | str):
+        return value
+    return type(value)
 
 
-def take_rows(rows: slice | Tensor, value: Any) -> Any:
-    """Return some rows of a tensor; other values as they are."""
-    return value[rows] if isinstance(value, Tensor) and value.ndim else value
+def select_rows(rows: slice | Tensor, value: Any) -> Any:
+    """Return the given indices of dim 0 of a tensor; other values and scalars unchanged."""
+    if isinstance(value, Tensor) and value.ndim:
+        return value[rows]
+    return value
 
 
-def twice(value: Any) -> Any:
-    """Return the rows of a tensor twice; other values as they are."""
-    return torch.cat([value, value]) if isinstance(value, Tensor) and value.ndim else value
+def repeat_rows(value: Any) -> Any:
+    """Return a tensor concatenated with itself along dim 0; other values and scalars unchanged."""
+    if isinstance(value, Tensor) and value.ndim:
+        return torch.cat([value, value])
+    return value
 
 
 @contextmanager
-def stage_hooks(modules: list[nn.Module], batch: Batch, built: Built) -> Iterator[None]:
-    """Give the stages the keyword arguments that are not cut, and check the output in a first run.
+def stage_hooks(modules: list[nn.Module], batch: PipelineBatch, built: BuiltSchedule) -> Iterator[None]:
+    """Context manager: stages get ``replicate_kwargs``, and the first output is checked.
 
-    torch is not given these arguments: it drops the gradients of all that it knows after each
-    micro-batch.
+    These arguments are not passed through torch's schedule, which sets the gradients of all inputs
+    that it knows to None after each micro-batch.
     """
 
     def add_arguments(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | batch.whole
+        return args, kwargs | batch.replicate_kwargs
 
     handles: list[Any] = []
-    if batch.whole:
+    if batch.replicate_kwargs:
         for module in modules:
             handle = module.register_forward_pre_hook(add_arguments, with_kwargs=True)
             handles.append(handle)
@@ -120,17 +159,27 @@ def stage_hooks(modules: list[nn.Module], batch: Batch, built: Built) -> Iterato
             handle.remove()
 
 
-def _check_output(batch: Batch, built: Built, _module: nn.Module, _args: Any, output: Any) -> Any:
-    """Find out whether an output can be cut. Return one with which torch comes to the end."""
-    parts = output if isinstance(output, tuple | list) else [output]
-    tensors = tensors_of(output)
-    if not all(isinstance(part, Tensor) for part in parts):
-        kind = type(output).__name__
-        problem = f"the last stage must return a tensor, or a tuple of tensors, got {kind}"
-        batch.problems[:] = [f"{problem}; take the tensors out of it"]
+def _check_output(
+    batch: PipelineBatch, built: BuiltSchedule, _module: nn.Module, _args: Any, output: Any
+) -> Any:
+    """Check that the output of the last stage can be split and concatenated along dim 0.
+
+    A problem is recorded in the batch instead of raised. The other stages still wait for this one,
+    so an output is returned with which torch can finish the run.
+    """
+    values = output if isinstance(output, tuple | list) else [output]
+    tensors = find_tensors(output)
+    if not all(isinstance(value, Tensor) for value in values):
+        # This hook runs for each micro-batch. The problem is reported once.
+        problem = (
+            f"the last stage must return a tensor, or a tuple of tensors, got {type(output).__name__}; "
+            "return only the tensors in it"
+        )
+        batch.problems[:] = [problem]
         return tuple(tensors)
-    if any(tensor.shape[:1] != (built.rows,) for tensor in tensors):
-        built.rowless = True
-        if batch.target is None:  # torch joins the outputs, for which each needs a dim
-            return tuple(tensor.reshape(-1) for tensor in tensors)
+    if any(tensor.shape[:1] != (built.microbatch_size,) for tensor in tensors):
+        built.has_unbatched_output = True
+        if batch.target is None:
+            # torch concatenates the outputs of the micro-batches, which fails for scalars.
+            return tuple([tensor.reshape(-1) for tensor in tensors])
     return output

@@ -1,4 +1,4 @@
-"""Mixed precision in float16: all ranks of a model skip the same optimizer steps."""
+"""Gradient scaling for float16: all ranks of a model skip the same optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from namedmesh.mesh import NamedMesh
 
 @torch.no_grad()
 def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) -> None:
-    """Let every rank skip the optimizer step if a gradient of any rank is not finite.
+    """Skip the optimizer step on every rank if a gradient of any rank is not finite.
 
-    A GradScaler looks at the gradients of its own rank. Without this call pipeline stages and
-    shards of tensor parallelism decide differently, and have different scales from then on. Call it
-    between ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)``, once for each optimizer.
+    A GradScaler checks the gradients of its own rank. Without this call, pipeline stages and
+    tensor-parallel ranks decide differently, and their scales differ from then on. Call it between
+    ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)``, once for each optimizer.
 
-    Collective: every rank must call it.
+    Collective: every rank of the mesh must call it. One all-reduce for each axis.
 
     Args:
-        scaler: the scaler of this rank. One that is not enabled is left alone, on every rank.
+        scaler: the scaler of this rank. With ``enabled=False``, on every rank, nothing is done.
         optimizer: the optimizer whose gradients were unscaled.
-        mesh: the mesh over which the model is spread.
+        mesh: the mesh over which the model is distributed.
 
     Raises:
-        TrainingError: if ``scaler.unscale_(optimizer)`` was not called in this step.
+        MeshError: ``mesh`` is not a NamedMesh.
+        TrainingError: ``scaler.unscale_(optimizer)`` was not called in this step.
 
     Example:
-        A pipeline stage without a loss has nothing to scale. Its scaler gets its scale when it
-        scales the zero that ``step`` returns.
+        Scale the loss in ``loss_fn``. The other pipeline stages have no loss, so their scalers
+        get their first scale from the zero that ``step`` returns.
 
         ::
 
@@ -50,19 +51,20 @@ def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) ->
     mesh = named_mesh(mesh, "sync_found_inf")
     if not scaler.is_enabled():
         return
-    by_device = get_found_infs(scaler, optimizer)
-    if by_device is None:
+    flags_by_device = get_found_infs(scaler, optimizer)
+    if flags_by_device is None:
         raise TrainingError(
             "the gradients are still scaled; call scaler.unscale_(optimizer) before sync_found_inf"
         )
-    found = torch.zeros((), device=mesh.device)
-    for of_device in by_device.values():
-        found = torch.maximum(found, of_device.to(found))
+    # torch has one flag for each device that has gradients: 1.0 if one of them is not finite.
+    found_inf = torch.zeros((), device=mesh.device)
+    for flag in flags_by_device.values():
+        found_inf = torch.maximum(found_inf, flag.to(found_inf))
     for axis, size in mesh.layout.items():
         if size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, mesh.group(axis))
-    for of_device in by_device.values():
-        of_device.copy_(found)
-    # A stage without gradients skips the same steps. Without an entry, scaler.step and
-    # scaler.update would raise.
-    by_device.setdefault(found.device, found)
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, mesh.group(axis))
+    for flag in flags_by_device.values():
+        flag.copy_(found_inf)
+    # A pipeline stage without gradients must skip the same steps. Without an entry, scaler.step and
+    # scaler.update would raise on its rank.
+    flags_by_device.setdefault(found_inf.device, found_inf)

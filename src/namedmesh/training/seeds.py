@@ -1,11 +1,11 @@
-"""Random numbers that differ between the right ranks, and initial weights of any layout."""
+"""Seeds that differ between the right ranks, and initial weights that are the same in any layout."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, product
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.utils.data import get_worker_info
 
 from namedmesh._torch import is_capturing, make_rng_tracker
@@ -23,71 +23,105 @@ from namedmesh.errors import TrainingError, format_items
 from namedmesh.mesh import NamedMesh, current_mesh
 from namedmesh.sharding import find_plain_shard, has_partition_dim, to_local
 
-_places: dict[str, str] = {}  # of each stream, the coordinates that its numbers depend on
-_devices: list[torch.device] = []  # the accelerator, where there is one
-_data = torch.Generator("cpu")
+# The part of a stream's seed that differs between ranks: by stream, its name and this rank's
+# coordinates along the axes on which the stream depends.
+_stream_keys: dict[str, str] = {}
+# The accelerator that seed_all seeded; empty on a CPU.
+_devices: list[torch.device] = []
+_data_generator = torch.Generator("cpu")
 
-# A matrix is drawn in tiles of 32 rows and 256 columns. Smaller tiles cost more for each number, as
-# a generator is seeded for each tile. Of larger tiles, a rank with few rows or columns would draw
-# many numbers that belong to other ranks.
+# Initial weights are drawn in tiles. The tile of a matrix has 32 rows and 256 columns. Smaller tiles
+# cost more per number, as a generator is seeded for each tile. With larger tiles, a rank with few
+# rows or columns would draw many numbers that belong to other ranks.
 _TILE_NUMBERS = 8192
 _TILE_COLUMNS = 256
 _TILE_ROWS = 32
 
 
-def _derived(seed: int, name: str, place: object = "") -> int:
-    """Return a seed for something with a name; others for other names and places."""
-    digest = hashlib.blake2b(f"{seed} {name} {place}".encode(), digest_size=8).digest()
+def _derive_seed(seed: int, name: str, key: object = "") -> int:
+    """Return a seed for something with a name and a key. It differs if one of them differs."""
+    # All random values depend on this text, so another text, or another form of a dict in it, would
+    # change the initial weights of every model.
+    digest = hashlib.blake2b(f"{seed} {name} {key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_all(seed: int, mesh: NamedMesh) -> None:
-    """Seed Python, torch, and NumPy if it is imported, and prepare :func:`rng_stream`.
+def _derive_default_seed(seed: int, name: str, mesh: NamedMesh, same_axes: Sequence[str]) -> int:
+    """Return a seed that differs along all axes of the mesh except the given ones."""
+    return _derive_seed(seed, name, {axis: mesh.rank(axis) for axis in mesh.layout if axis not in same_axes})
 
-    Default numbers differ along all axes of the mesh except tp. On an accelerator, DTensor's random
-    operations follow these seeds, too. It does not communicate.
+
+def seed_all(seed: int, mesh: NamedMesh) -> None:
+    """Seed Python, NumPy if it is imported, and torch, and prepare :func:`rng_stream`.
+
+    Random values of the default generators differ along every axis of the mesh except tp. On an
+    accelerator, this also seeds DTensor's random operations. Does not communicate.
+
+    Args:
+        seed: the same on every rank.
+        mesh: the mesh.
+
+    Raises:
+        MeshError: ``mesh`` is not a NamedMesh.
     """
     mesh = named_mesh(mesh, "seed_all")
-    equal = axes_with_equal_state("cpu")
-    own = _derived(seed, "default", {axis: mesh.rank(axis) for axis in mesh.layout if axis not in equal})
-    inside_experts = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords] or ["tp"]
-    for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
-        _places[name] = f"{name} { {axis: mesh.rank(axis) for axis in more if axis in mesh.coords} }"
-    equal = axes_with_equal_state("data")
-    samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in equal}
-    _data.manual_seed(_derived(seed, "data", samples))
-    _devices[:] = [mesh.device] if mesh.device.type not in {"cpu", "meta"} else []
-    random.seed(own)
-    torch.manual_seed(own)
+    local_seed = _derive_default_seed(seed, "default", mesh, axes_with_equal_state("cpu"))
+    # "tensor" and "expert" differ along these axes, in addition to the axes of the default values.
+    tensor_axes = [axis for axis in ("tp",) if axis in mesh.coords]
+    expert_axes = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords]
+    for name, axes in (("tensor", tensor_axes), ("expert", expert_axes or tensor_axes)):
+        _stream_keys[name] = f"{name} { {axis: mesh.rank(axis) for axis in axes} }"
+    data_seed = _derive_default_seed(seed, "data", mesh, axes_with_equal_state("data"))
+    _data_generator.manual_seed(data_seed)
+    _devices.clear()
+    if mesh.device.type not in {"cpu", "meta"}:
+        _devices.append(mesh.device)
+    random.seed(local_seed)
+    torch.manual_seed(local_seed)
     if _devices:
-        make_rng_tracker(own, mesh[next(iter(mesh.layout))])
+        # torch would make the tracker in the first random operation on a DTensor, and then broadcast
+        # the generator of rank 0.
+        make_rng_tracker(local_seed, mesh[next(iter(mesh.layout))])
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(own % 2**32)
+        sys.modules["numpy"].random.seed(local_seed % 2**32)
 
 
 def data_generator() -> torch.Generator:
-    """Return the generator of ``rng_stream("data")``, equal over pp, cp and tp: ``DataLoader(..., generator=data_generator())``."""
-    return _data
+    """Return the generator of the "data" stream, whose state is the same along pp, cp and tp.
+
+    Pass it to ``DataLoader(..., generator=data_generator())``, so that the ranks that must load the
+    same samples shuffle them in the same order. :func:`seed_all` seeds it.
+    """
+    return _data_generator
 
 
 @contextmanager
 def rng_stream(name: str) -> Iterator[None]:
-    """Draw numbers inside the block that differ along other axes than the default ones do.
+    """Context manager: draw random values from a named stream instead of the default generators.
 
-    Call :func:`seed_all` before. Default numbers differ along all axes except tp. Numbers of the
-    stream
+    Call :func:`seed_all` first. By default, random values differ along every axis except tp. The
+    streams change that:
 
-    - ``"tensor"`` differ along tp as well: for dropout on what tp shards, such as heads;
-    - ``"expert"`` differ along ep and etp as well: for dropout inside experts;
-    - ``"data"`` are the same along pp, cp and tp: for what is drawn for samples, on the CPU.
+    ============ ========================= ============== ========================================
+    name         differs along             same along     use it for
+    ============ ========================= ============== ========================================
+    ``"tensor"`` all axes, tp included                    dropout on tensors that are sharded over tp
+    ``"expert"`` all axes, ep, etp or tp                  dropout inside experts
+                 included
+    ``"data"``   the data axes             pp, cp, tp     sampling and augmentation, on the CPU
+    ============ ========================= ============== ========================================
 
-    A block is seeded by a number from the default generator of the CPU, and by the rank's
-    coordinates: what restores that generator, such as ``torch.utils.checkpoint``, restores the
-    blocks, too. Every rank of a tp group has to enter **equally many blocks**: a rank that enters
-    more has other default numbers from then on. ``"data"`` is seeded by a number from
-    :func:`data_generator` instead, as loaders draw at other moments on each rank; in a loader's
-    worker it is the worker's default generator. The compiler does not follow a block: enter one
-    around what is compiled.
+    "tensor" and "expert" are seeded by a number that is drawn from the default CPU generator.
+    Activation checkpointing restores this generator, and with it the values of the blocks. Every
+    rank of a tp group must therefore enter **the same number of blocks**, otherwise their default
+    generators diverge. "data" is seeded from :func:`data_generator` instead, because a data loader
+    may draw at different moments on each rank. In a worker process of a DataLoader, "data" is the
+    default generator, which torch seeds for each worker.
+
+    torch.compile does not trace through a block: put the block around the compiled function.
+
+    Args:
+        name: ``"tensor"``, ``"expert"`` or ``"data"``.
 
     Raises:
         TrainingError: the stream is unknown, or a CUDA graph is being captured.
@@ -95,40 +129,51 @@ def rng_stream(name: str) -> Iterator[None]:
     if name == "data" and get_worker_info() is not None:
         yield
         return
-    if name != "data" and name not in _places:
-        raise TrainingError(f"there is no stream {name!r}; seed_all() makes tensor, expert and data")
-    source = _data if name == "data" else torch.default_generator
-    devices = [] if name == "data" else _devices
+    if name != "data" and name not in _stream_keys:
+        raise TrainingError(f"stream {name!r} does not exist; seed_all() creates tensor, expert and data")
+    source = torch.default_generator
+    devices = _devices
+    if name == "data":
+        source = _data_generator
+        devices = []
     if devices and is_capturing():
         raise TrainingError(
             f"rng_stream({name!r}) was entered while a CUDA graph is captured, which cannot seed "
             "generators and would replay the same numbers; capture only code without rng_stream, or "
             "do not capture this step"
         )
-    # The source may move inside the block, so a draw seeds the block, and not a copy of its state.
+    # The block is seeded by a drawn number instead of a copy of the source's state: code in the block
+    # may draw from the source, too.
     drawn = int(torch.randint(2**62, (), generator=source, device="cpu"))
-    seed = _derived(drawn, "stream", _places.get(name, ""))
+    seed = _derive_seed(drawn, "stream", _stream_keys.get(name, ""))
     with torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"):
-        # torch.manual_seed() writes down the stack where CUDA was not used yet, which takes a millisecond.
+        # torch.manual_seed() would record a stack trace for CUDA's lazy initialization, which takes
+        # about a millisecond.
         torch.default_generator.manual_seed(seed)
         for device in devices:
             module = torch.get_device_module(device)
-            with module.device(device):  # the current device of a new thread is device 0
+            # In a new thread, such as autograd's, the current device is device 0.
+            with module.device(device):
                 module.manual_seed(seed)
         yield
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the default generators of Python, NumPy (where it is imported) and torch, and that of the data."""
-    found: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": _data.get_state()}
+    """Return the states of the default generators and of :func:`data_generator`.
+
+    Returns:
+        By name: ``"cpu"`` and the type of the accelerator for torch, ``"python"``, ``"numpy"`` if it
+        is imported, and ``"data"``. All numbers are in tensors, as checkpoints need them.
+    """
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": _data_generator.get_state()}
     version, numbers, *rest = random.getstate()
-    found["python"] = (version, torch.tensor(numbers, device="cpu"), *rest)
+    states["python"] = (version, torch.tensor(numbers, device="cpu"), *rest)
     for device in _devices:
-        found[device.type] = torch.get_device_module(device).get_rng_state(device)
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
-    return found
+        states["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    return states
 
 
 def axes_with_equal_state(name: str) -> tuple[str, ...]:
@@ -141,11 +186,17 @@ def axes_with_equal_state(name: str) -> tuple[str, ...]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Let the generators go on from a state; those that are not here are left out."""
-    setters: dict[str, Any] = {"cpu": torch.set_rng_state, "data": _data.set_state}
-    setters["python"] = lambda state: random.setstate(
-        (state[0], tuple(torch.as_tensor(state[1], device="cpu").tolist()), *state[2:])
-    )
+    """Restore the states of generators.
+
+    Args:
+        state: the states, as :func:`random_state` returns them. Generators that are missing here or
+            in this process, such as the generator of an accelerator, are not changed.
+    """
+    setters: dict[str, Callable[[Any], object]] = {
+        "cpu": torch.set_rng_state,
+        "data": _data_generator.set_state,
+        "python": _set_python_state,
+    }
     for device in _devices:
         setters[device.type] = partial(torch.get_device_module(device).set_rng_state, device=device)
     if "numpy" in sys.modules:
@@ -154,15 +205,30 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         setters[name](state[name])
 
 
+def _set_python_state(state: Any) -> None:
+    # Python needs a tuple of ints. A state has a tensor, which checkpoints store more compactly.
+    version, numbers, *rest = state
+    random.setstate((version, tuple(torch.as_tensor(numbers, device="cpu").tolist()), *rest))
+
+
 def normal(name: str, parameter: Tensor) -> tuple[float, float]:
-    """Return the mean and the deviation of a parameter's first weights: 0 and 0.02, but 1 for norms and 0 for biases."""
+    """Return the usual mean and standard deviation of a parameter's initial weights.
+
+    Args:
+        name: the name of the parameter.
+        parameter: the parameter.
+
+    Returns:
+        0 and 0.02 for matrices, 0 and 0 for biases, and 1 and 0 for the weights of norms.
+    """
     if parameter.ndim > 1:
         return 0.0, 0.02
-    return (0.0 if name.endswith("bias") else 1.0), 0.0
+    mean = 0.0 if name.endswith("bias") else 1.0
+    return mean, 0.0
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter in the model as it was written, without torch's wrappers."""
+    """Return the name of a parameter without the names of torch.compile's and other wrappers."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -170,134 +236,160 @@ def plain_name(name: str) -> str:
 def init_parameters(
     model: nn.Module, seed: int, *, distribution: Callable[[str, Tensor], tuple[float, float]] = normal
 ) -> None:
-    """Fill a model's parameters with random numbers that do not depend on the layout.
+    """Fill a model's parameters with random values that do not depend on the layout.
 
-    Call it when the model is parallelized and sharded. Each number follows from the seed, the name
-    of its parameter and its position in the full parameter: each rank draws its shards only, on the
-    CPU in float32. Shards are those of DTensors, or plain tensors with Megatron's attributes, which
-    are sharded over the tp axis (experts: etp) of the current mesh. A pipeline stage has the names
-    of the whole model. Buffers are left alone. It does not communicate.
+    Call it after the model was parallelized and sharded. Each value depends on the seed, the name of
+    the parameter and the position in the full parameter only, so each rank draws just its shards,
+    on the CPU in float32. Local shards belong to DTensors, or to plain tensors with Megatron's
+    attributes, which are sharded over the tp axis (experts: etp) of the current mesh. The parameters
+    of a pipeline stage must have the names of the full model, as with :func:`stage_layers`. Buffers
+    are not changed. Does not communicate.
 
     Args:
-        model: the model, on any device but meta.
+        model: the model, on any device except meta.
         seed: the same on every rank.
-        distribution: gets the name and the parameter (of a DTensor, with the full shape), and
+        distribution: is called with the name and the parameter (a DTensor has its global shape) and
             returns the mean and the standard deviation of a normal distribution.
 
     Raises:
-        TrainingError: some parameters are on the meta device, or the seed is no integer.
+        TrainingError: some parameters are on the meta device, or the seed is not an int.
     """
-    if not isinstance(seed, SupportsIndex):  # such as the mesh, whose description has the layout
+    if not isinstance(seed, SupportsIndex):
+        # The repr of a mesh, for example, would be taken as a seed. It depends on the layout.
         raise TrainingError(
             f"seed of init_parameters must be an int, got {type(seed).__name__}; "
             "call init_parameters(model, seed=0)"
         )
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    on_meta = [name for name, param in model.named_parameters() if param.is_meta]
     if on_meta:
         raise TrainingError(
             f"{format_items(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
         )
-    for wrapped, parameter in model.named_parameters():
-        name = plain_name(wrapped)
-        mean, deviation = distribution(name, parameter)
-        local = to_local(parameter)
+    for wrapped_name, param in model.named_parameters():
+        name = plain_name(wrapped_name)
+        mean, deviation = distribution(name, param)
+        local = to_local(param)
         if deviation == 0:
             local.fill_(mean)
         elif local.numel():
             values = torch.empty(local.shape or (1,), dtype=torch.float32, device="cpu")
-            _fill_by_tiles(values, _dims_of(parameter), partial(_derived, seed, name))
+            _fill_by_tiles(values, _find_dims(param), partial(_derive_seed, seed, name))
             local.copy_(values.mul_(deviation).add_(mean).view(local.shape))
 
 
 class _Dim(NamedTuple):
-    """One dim of a parameter: its size in the full parameter, and this rank's indices."""
+    """One dim of a parameter: its global size, and the global indices of the local shard."""
 
     size: int
     indices: Tensor
 
 
 class _Run(NamedTuple):
-    """Indices of a shard along one dim that follow each other in one tile."""
+    """Consecutive indices along one dim that are in one tile.
+
+    Attributes:
+        tile: the number of the tile along the dim.
+        in_tile: the positions in the tile.
+        in_shard: the positions in the local shard.
+    """
 
     tile: int
     in_tile: slice
     in_shard: slice
 
 
-def _dims_of(parameter: Tensor) -> list[_Dim]:
-    """Return the dims of a parameter; one without dims counts as a vector of one number."""
-    dims = [_Dim(size, torch.arange(size, device="cpu")) for size in parameter.shape or [1]]
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for dim, size in enumerate(parameter.shape):
-            # A vector along this dim, which torch shards as it shards the parameter. Not only Shard
-            # has a dim: FSDP2 has a private kind of it, for dims that tp has sharded.
-            shape = [1] * parameter.ndim
-            shape[dim] = size
-            vector = dims[dim].indices.view(shape)
-            sharding = [
-                placement if getattr(placement, "dim", None) == dim else Replicate()
-                for placement in parameter.placements
-            ]
-            shard = distribute_tensor(vector, mesh, sharding, src_data_rank=None)
-            dims[dim] = _Dim(size, shard.to_local().flatten().cpu())
+def _find_dims(param: Tensor) -> list[_Dim]:
+    """Return the dims of a parameter. A parameter without dims has one dim of size 1."""
+    dims = [_Dim(size, torch.arange(size, device="cpu")) for size in param.shape or [1]]
+    if isinstance(param, DTensor):
+        for dim in range(param.ndim):
+            dims[dim] = _find_dim_of_dtensor(param, dim)
         return dims
     # Only parameters with these attributes need a current mesh.
-    plain = find_plain_shard(parameter, current_mesh()) if has_partition_dim(parameter) else None
+    plain = find_plain_shard(param, current_mesh()) if has_partition_dim(param) else None
     if plain is not None:
-        ranks, dim, blocks = plain
-        size = parameter.shape[dim] * ranks.size()
-        by_rank = torch.arange(size, device="cpu").unflatten(0, (blocks, ranks.size(), -1))
-        dims[dim] = _Dim(size, by_rank.select(1, ranks.get_local_rank()).flatten())
+        ranks = plain.mesh.size()
+        size = param.shape[plain.dim] * ranks
+        # A fused parameter has several blocks along the dim, each of which is sharded.
+        by_block_and_rank = torch.arange(size, device="cpu").unflatten(0, (plain.num_blocks, ranks, -1))
+        local_indices = by_block_and_rank.select(1, plain.mesh.get_local_rank())
+        dims[plain.dim] = _Dim(size, local_indices.flatten())
     return dims
 
 
-def _fill_by_tiles(values: Tensor, dims: list[_Dim], seed_of: Callable[[object], int]) -> None:
+def _find_dim_of_dtensor(param: DTensor, dim: int) -> _Dim:
+    """Return the size and the local indices of one dim of a DTensor."""
+    size = param.shape[dim]
+    # torch shards a vector of indices along this dim as it shards the parameter. So no placement has
+    # to be understood here. Shard is not the only one with a dim: FSDP2 has a private placement for
+    # dims that tp has sharded already.
+    shape = [1] * param.ndim
+    shape[dim] = size
+    indices = torch.arange(size, device="cpu").view(shape)
+    placements: list[Placement] = []
+    for placement in param.placements:
+        shards_dim = getattr(placement, "dim", None) == dim
+        placements.append(placement if shards_dim else Replicate())
+    shard = distribute_tensor(indices, param.device_mesh, placements, src_data_rank=None)
+    return _Dim(size, shard.to_local().flatten().cpu())
+
+
+def _fill_by_tiles(values: Tensor, dims: list[_Dim], seed_of_tile: Callable[[object], int]) -> None:
     """Fill a shard with standard normal numbers.
 
-    Every tile of the full tensor that overlaps the shard is drawn.
+    Every tile of the full tensor that overlaps with the shard is drawn.
 
     Args:
         values: the shard, in float32 on the CPU.
         dims: the dims of the full tensor, and the indices of the shard.
-        seed_of: returns the seed of a tile, from its number along each dim.
+        seed_of_tile: returns the seed of a tile, from its number along each dim.
     """
-    shape = _tile_shape([dim.size for dim in dims])
-    runs_by_dim = [_runs(dim.indices, extent) for dim, extent in zip(dims, shape, strict=True)]
-    numbers = torch.empty(shape, dtype=torch.float32, device="cpu")
+    tile_shape = _choose_tile_shape([dim.size for dim in dims])
+    runs_by_dim: list[list[_Run]] = []
+    for dim, extent in zip(dims, tile_shape, strict=True):
+        runs = _split_into_runs(dim.indices, extent)
+        runs_by_dim.append(runs)
+    tile = torch.empty(tile_shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator("cpu")
-    for runs in product(*runs_by_dim):
-        # torch's CPU generator takes 32 bits of a seed: of millions of tiles, a few have a twin
-        # elsewhere in the model.
-        generator.manual_seed(seed_of([run.tile for run in runs]))
-        numbers.normal_(generator=generator)
-        values[tuple(run.in_shard for run in runs)] = numbers[tuple(run.in_tile for run in runs)]
+    for runs_of_tile in product(*runs_by_dim):
+        # torch's CPU generator uses 32 bits of a seed: among millions of tiles, a few are equal.
+        generator.manual_seed(seed_of_tile([run.tile for run in runs_of_tile]))
+        tile.normal_(generator=generator)
+        in_tile = tuple([run.in_tile for run in runs_of_tile])
+        in_shard = tuple([run.in_shard for run in runs_of_tile])
+        values[in_shard] = tile[in_tile]
 
 
-def _tile_shape(shape: list[int]) -> list[int]:
+def _choose_tile_shape(shape: list[int]) -> list[int]:
     """Return the shape of the tiles of a tensor.
 
-    For a matrix it is 32 rows and 256 columns, or more rows if the matrix has fewer columns. It
-    does not depend on the size of dim 0, so rows that are added to a padded vocabulary leave the
-    others as they are.
+    A tile of a matrix has 32 rows and 256 columns, or more rows if the matrix has fewer columns.
+    The shape does not depend on the size of dim 0, so rows that are added to pad a vocabulary do
+    not change the other rows.
     """
     extents: list[int] = []
-    numbers = 1
+    num_elements = 1
     for size in reversed(shape[1:]):
         limit = _TILE_ROWS if extents else _TILE_COLUMNS
-        extents.insert(0, min(size, limit, _TILE_NUMBERS // numbers))
-        numbers *= extents[0]
-    return [_TILE_NUMBERS // numbers, *extents]
+        extents.insert(0, min(size, limit, _TILE_NUMBERS // num_elements))
+        num_elements *= extents[0]
+    return [_TILE_NUMBERS // num_elements, *extents]
 
 
-def _runs(indices: Tensor, extent: int) -> list[_Run]:
-    """Split the indices of a shard along one dim into runs that lie in one tile each."""
+def _split_into_runs(indices: Tensor, extent: int) -> list[_Run]:
+    """Split the indices of a shard along one dim into runs, each within one tile.
+
+    Args:
+        indices: the global indices, ascending within each block.
+        extent: the size of a tile along the dim.
+    """
+    # A run starts at the first index of a tile, and after a gap.
     is_start = indices % extent == 0
     is_start[0] = True
     is_start[1:] |= indices.diff() != 1
     starts = is_start.nonzero().flatten()
     bounds = pairwise([*starts.tolist(), len(indices)])
-    runs = []
+    runs: list[_Run] = []
     for index, (start, end) in zip(indices[starts].tolist(), bounds, strict=True):
         offset = index % extent
         runs.append(_Run(index // extent, slice(offset, offset + end - start), slice(start, end)))
