@@ -1,4 +1,4 @@
-"""HSDP x tp, a complete loop: ``torchrun --nproc-per-node 8 examples/hsdp_tp.py STEPS DIRECTORY``."""
+"""A loop with HSDP x tp: ``torchrun --nproc-per-node 8 examples/hsdp_tp.py STEPS DIRECTORY``."""
 
 import sys
 from functools import partial
