@@ -1,4 +1,7 @@
-"""Train for some steps, save, and go on in any layout: ``torchrun --nproc-per-node 4 examples/checkpoints.py TP DIRECTORY``."""
+"""Train, save, resume in any layout.
+
+Run it: ``torchrun --nproc-per-node 4 examples/checkpoints.py TP DIRECTORY``
+"""
 
 import sys
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
-STEPS = 4  # of each start of the job
+STEPS = 4  # in each run of the script
 
 mesh = namedmesh.init_mesh(dp=-1, tp=int(sys.argv[1]))
 training.seed_all(0, mesh)
@@ -25,12 +28,12 @@ fully_shard(model, mesh=mesh["dp"])
 training.init_parameters(model, seed=0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 samples = torch.linspace(-1, 1, 64 * 16).view(64, 16).sin()
-sampler = DistributedSampler(samples, seed=0, **training.sampler_kwargs(mesh))  # of dp, not of all ranks
+sampler = DistributedSampler(samples, seed=0, **training.sampler_kwargs(mesh))  # over dp
 loader = DataLoader(samples, 8 // mesh.size("dp"), sampler=sampler, generator=training.data_generator())
 
 
 def batches(step: int) -> Iterator[Tensor]:
-    """Go on in the data after some steps, of 8 samples each: the number of the step is the place, also with another dp."""
+    """Yield the batches after ``step`` steps. A step has 8 samples, with any number of dp ranks."""
     while True:
         epoch, done = divmod(step, len(loader))
         sampler.set_epoch(epoch)  # its order depends on seed and epoch
@@ -39,9 +42,9 @@ def batches(step: int) -> Iterator[Tensor]:
 
 
 with training.CheckpointManager(sys.argv[2], mesh, keep=2, async_=True) as checkpoints:
-    start = checkpoints.resume_or_start(model, optimizer)["step"]  # 0 where there is no checkpoint yet
+    start = checkpoints.resume_or_start(model, optimizer)["step"]  # 0 without a checkpoint
     for step, loaded in enumerate(islice(batches(start), STEPS), start):
-        training.check_same_batch(loaded, mesh)  # the ranks of a tp group have one batch, those of dp others
+        training.check_same_batch(loaded, mesh)  # equal in a tp group, different along dp
         batch = loaded.to(mesh.device)
         loss = (model(batch) - batch.roll(1, -1)).square().mean()
         loss.backward()
@@ -51,5 +54,5 @@ with training.CheckpointManager(sys.argv[2], mesh, keep=2, async_=True) as check
         mean = training.mean_loss(loss, mesh)
         if mesh.global_rank == 0:
             print(f"step {step} in {mesh.layout}: loss {mean.item():.4f}")
-    checkpoints.save(start + STEPS, model, optimizer)  # in the background; the end of the block waits for it
+    checkpoints.save(start + STEPS, model, optimizer)  # the end of the block waits for it
 dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""Send tokens to the ranks that have their experts: ``torchrun --nproc-per-node 4 examples/experts.py``."""
+"""Send tokens to the ranks that have their experts.
+
+Run it: ``torchrun --nproc-per-node 4 examples/experts.py``
+"""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,7 @@ EXPERTS, WIDTH = 8, 16
 
 
 class Experts(nn.Module):
-    """The weights of all experts, stacked; tokens come sorted by expert, with the number of each one's."""
+    """The stacked weights of all experts, for tokens that are sorted by expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class Mixture(nn.Module):
 
 
 mesh = namedmesh.init_mesh(dp=-1)
-mesh.add_view("expert", edp=-1, ep=2)  # the same ranks: groups of 2 share the experts, each group has all
+mesh.add_view("expert", edp=-1, ep=2)  # the same ranks again: each group of 2 has all experts
 model = Mixture().to(mesh.device)
 parallelize(model.experts, mesh["ep"], ExpertParallel(mesh))
 fully_shard(model.experts, mesh=mesh["edp"])  # the ranks with the same experts
