@@ -14,6 +14,7 @@ import runpy
 import shlex
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def run(words: list[str]) -> str:
     """Run a script or a namedmesh command in this process, and return what it prints."""
     sys.argv = words[1:]
     if words[0] == "namedmesh":
+        if words[1] == "run":
+            warnings.simplefilter("ignore")  # packages that the script imports warn about themselves
         _, out, err = printed_by(lambda: main(words[1:]))
         return out + err
     script = Path(words[1]).resolve()
