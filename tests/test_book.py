@@ -50,6 +50,7 @@ PACKAGES = {
     "hf_context.py": "transformers",
     "adopt_hf.py": "transformers",
     "lora.py": "peft",
+    "titan.py": "torchtitan",
     "fabric.py": "lightning_fabric",
 }
 # What other packages print about themselves.
