@@ -57,8 +57,8 @@ options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen
 state = get_model_state_dict(model, options=options)
 if is_first:
     model.save_pretrained(folder / "adapters", state_dict=state)
-    print("trained parameters:", sum(tensor.numel() for tensor in state.values()))
-    alone = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), folder / "adapters")
+    print("trained parameters:", sum(param.numel() for param in adapters))
+    alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), folder / "adapters")
     cpu_words = words.cpu()
     difference = alone(cpu_words, labels=cpu_words).loss - sharded_loss.cpu()
     print("one process with the saved adapters has the same loss:", abs(difference.item()) < 1e-4)
