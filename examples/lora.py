@@ -1,4 +1,7 @@
-"""Train LoRA adapters of a local Hugging Face model: ``torchrun --nproc-per-node 4 examples/lora.py [FOLDER]``."""
+"""Train LoRA adapters of a Hugging Face model from a local folder.
+
+Run it with ``torchrun --nproc-per-node 4 examples/lora.py [FOLDER]``.
+"""
 
 import sys
 import tempfile
@@ -28,10 +31,11 @@ if is_first and not any(folder.iterdir()):
     LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.2, **sizes)).save_pretrained(folder)
 dist.barrier()
 
-# The adapters are added before the model is sharded. The seed gives every rank the same initial ones.
+# Add the adapters before the model is sharded. One seed gives every rank the same initial values.
 torch.manual_seed(1)
 config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
 model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).to(mesh.device)
+model.train()  # from_pretrained returns a model in evaluation mode
 parallelize(model, mesh["tp"], plan_from_hf(model, adapters=True))
 for layer in model.get_base_model().model.layers:
     fully_shard(layer, mesh=mesh["dp"])
@@ -40,9 +44,9 @@ fully_shard(model, mesh=mesh["dp"])
 # The base model is frozen: gradients and optimizer states exist for the adapters only.
 adapters = [param for param in model.parameters() if param.requires_grad]
 optimizer = torch.optim.AdamW(adapters, lr=0.03)
-words = (torch.arange(32, device=mesh.device)[None] + 16 * mesh.rank("dp")) % 64
+tokens = (torch.arange(32, device=mesh.device)[None] + 16 * mesh.rank("dp")) % 64
 for step in range(11):
-    loss = model(words, labels=words).loss
+    loss = model(tokens, labels=tokens).loss
     loss.backward()
     training.clip_grad_norm_(adapters, 1.0, mesh)
     optimizer.step()
@@ -51,16 +55,16 @@ for step in range(11):
     if is_first and step % 5 == 0:
         print(f"step {step}: loss {mean.item():.3f}")
 
-# Every rank takes part in the gathering. Rank 0 gets full tensors, and PEFT writes the adapters only.
-sharded_loss = model(words, labels=words).loss
+# Collective: every rank must call it. Rank 0 gets full tensors, and PEFT writes the adapters.
+sharded_loss = model(tokens, labels=tokens).loss
 options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 state = get_model_state_dict(model, options=options)
 if is_first:
     model.save_pretrained(folder / "adapters", state_dict=state)
     print("trained parameters:", sum(param.numel() for param in adapters))
     alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), folder / "adapters")
-    cpu_words = words.cpu()
-    difference = alone(cpu_words, labels=cpu_words).loss - sharded_loss.cpu()
+    cpu_tokens = tokens.cpu()
+    difference = alone(cpu_tokens, labels=cpu_tokens).loss - sharded_loss.cpu()
     print("one process with the saved adapters has the same loss:", abs(difference.item()) < 1e-4)
 dist.barrier()
 dist.destroy_process_group()

@@ -47,6 +47,7 @@ PACKAGES = {
     "with_deepspeed.py": "deepspeed",
     "huggingface.py": "transformers",
     "shard_hf.py": "transformers",
+    "load_hf.py": "transformers",
     "hf_context.py": "transformers",
     "adopt_hf.py": "transformers",
     "lora.py": "peft",
