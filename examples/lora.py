@@ -27,7 +27,7 @@ dist.broadcast_object_list(folders, src=0)
 folder = Path(folders[0])
 if is_first and not any(folder.iterdir()):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.2, **sizes)).save_pretrained(folder)
 dist.barrier()
 
