@@ -7,17 +7,17 @@ import namedmesh
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state, tensor_parallel
 
-# Today: the code makes its groups with Megatron's call, and asks Megatron's accessors.
+# Unchanged code: Megatron's call creates the groups, and its accessors return them.
 namedmesh.launch.init()
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-mesh = megatron.current_mesh()  # the mesh behind it
+mesh = megatron.current_mesh()  # the mesh behind the accessors
 
-# Tomorrow: a function that was moved to the mesh works beside one that was not, on the same groups.
+# New code asks the mesh. Both get the same groups, so functions can be moved one at a time.
 same = parallel_state.get_data_parallel_group() is mesh.group("dp")
 ones = torch.ones(1, device=mesh.device)
 dist.all_reduce(ones, group=mesh.group("tp"))
 
-# Megatron's layers are there without Megatron.
+# Megatron's layers, also if megatron-core is not installed.
 torch.manual_seed(0)
 up = tensor_parallel.ColumnParallelLinear(16, 64, gather_output=False).to(mesh.device)
 down = tensor_parallel.RowParallelLinear(64, 16, input_is_parallel=True).to(mesh.device)

@@ -1,4 +1,7 @@
-"""Fine-tune a model of Hugging Face with FSDP and tensor parallelism: ``torchrun --nproc-per-node 4 examples/huggingface.py``."""
+"""Fine-tune a Hugging Face model, with FSDP and tensor parallelism.
+
+Run it with ``torchrun --nproc-per-node 4 examples/huggingface.py``.
+"""
 
 import tempfile
 
@@ -14,19 +17,19 @@ from namedmesh.tensor_parallel import parallelize, plan_from_hf
 
 mesh = namedmesh.init_mesh(dp=-1, tp=2)
 training.seed_all(0, mesh)
-torch.manual_seed(0)  # the same first weights on every rank; from_pretrained(...) needs no seed
+torch.manual_seed(0)  # the same initial weights on every rank; from_pretrained(...) needs no seed
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).to(mesh.device)
-parallelize(model, mesh["tp"], plan_from_hf(model))  # the plan that the model brings
+parallelize(model, mesh["tp"], plan_from_hf(model))  # the plan that the model declares
 for layer in model.model.layers:
     fully_shard(layer, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-# Each word is one more than the last.
-words = (torch.arange(32, device=mesh.device)[None] + 32 * mesh.rank("dp")) % 64
+# Each token id is one more than the previous one.
+tokens = (torch.arange(32, device=mesh.device)[None] + 32 * mesh.rank("dp")) % 64
 for step in range(21):
-    loss = model(words, labels=words).loss
+    loss = model(tokens, labels=tokens).loss
     loss.backward()
     training.clip_grad_norm_(model.parameters(), 1.0, mesh)
     optimizer.step()
@@ -35,14 +38,14 @@ for step in range(21):
     if mesh.global_rank == 0 and step % 10 == 0:
         print(f"step {step}: loss {mean.item():.3f}")
 
-found = model.generate(words[:, :4], max_new_tokens=4, do_sample=False)  # on every rank
-# Whole tensors, on the CPU of rank 0; every rank takes part.
+generated = model.generate(tokens[:, :4], max_new_tokens=4, do_sample=False)  # on every rank
+# Collective: every rank must call it. Rank 0 gets full tensors on its CPU.
 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 with tempfile.TemporaryDirectory() as folder:
     if mesh.global_rank == 0:
         model.save_pretrained(folder, state_dict=state)
         again = LlamaForCausalLM.from_pretrained(folder)
-        print("generated:", *found[0].tolist())
-        print("saved parameters:", sum(each.numel() for each in again.parameters()))
+        print("generated:", *generated[0].tolist())
+        print("saved parameters:", sum(param.numel() for param in again.parameters()))
     dist.barrier()
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""See what a mistake on one rank looks like on the others: ``torchrun --nproc-per-node 4 examples/when_it_hangs.py``."""
+"""Provoke mistakes on one rank and print the errors of the others: ``torchrun --nproc-per-node 4 examples/when_it_hangs.py``."""
 
 from datetime import timedelta
 
@@ -9,14 +9,14 @@ import namedmesh
 namedmesh.launch.init(timeout=timedelta(minutes=5))
 rank = dist.get_rank()
 
-# One rank was given another size. With torch alone, the ranks wait for each other until a timeout ends them.
+# Rank 2 has another size. With torch alone, all ranks would wait for each other until a timeout.
 try:
     namedmesh.init_mesh(dp=4 if rank == 2 else 2, tp=-1)
 except namedmesh.AgreementError as error:
     if rank == 0:
         print(f"another size: {error}")
 
-# One rank does not come, as after an `if` around a call that all ranks make; when it comes, it is told at once.
+# Rank 3 does not call init_mesh in time, as if the call were inside an `if`. When it does, it gets the same error.
 if rank == 3:
     dist.barrier()
 try:
@@ -27,7 +27,7 @@ except namedmesh.AgreementError as error:
 if rank != 3:
     dist.barrier()
 
-# Which group is it that a log names?
+# Describe a group, e.g. one that a log names.
 mesh = namedmesh.init_mesh(dp=2, tp=-1)
 if rank == 0:
     print(mesh.explain(mesh.group("tp")))

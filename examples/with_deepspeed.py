@@ -11,7 +11,7 @@ from namedmesh.compat.megatron.tensor_parallel import ColumnParallelLinear, RowP
 
 
 class Model(nn.Module):
-    """Layers whose parameters are plain shards, marked as such, which is what DeepSpeed's optimizers take."""
+    """Two layers whose parameters are local shards, as DeepSpeed's optimizers need them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

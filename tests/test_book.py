@@ -14,6 +14,7 @@ import runpy
 import shlex
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ from namedmesh.__main__ import main
 PACKAGES = {
     "with_deepspeed.py": "deepspeed",
     "huggingface.py": "transformers",
+    "shard_hf.py": "transformers",
+    "load_hf.py": "transformers",
+    "hf_context.py": "transformers",
+    "adopt_hf.py": "transformers",
+    "lora.py": "peft",
+    "titan.py": "torchtitan",
     "fabric.py": "lightning_fabric",
 }
 # What other packages print about themselves.
@@ -92,6 +99,8 @@ def run(words: list[str]) -> str:
     """Run a script or a namedmesh command in this process, and return what it prints."""
     sys.argv = words[1:]
     if words[0] == "namedmesh":
+        if words[1] == "run":
+            warnings.simplefilter("ignore")  # packages that the script imports warn about themselves
         _, out, err = printed_by(lambda: main(words[1:]))
         return out + err
     script = Path(words[1]).resolve()
@@ -117,12 +126,13 @@ def printed(command: str) -> str:
 
 def import_what_others_do(name: str) -> None:
     """Import once what every rank would import."""
-    module = importlib.import_module(name)
+    importlib.import_module(name)
     if name == "deepspeed":
         # Its collectives in shared memory are compiled on first use, and nothing here is about them.
         vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
-    elif name == "transformers":
-        module.LlamaForCausalLM  # noqa: B018  loaded when it is asked for
+    elif name in {"transformers", "peft"}:
+        # transformers loads the modules of a model at the first use of its name.
+        importlib.import_module("transformers").LlamaForCausalLM  # noqa: B018
 
 
 @pytest.mark.parametrize(("page", "commands", "package"), sessions())

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.oracle("torchtitan")
 
 def recipe() -> Any:
     """Return the function that the page on torchtitan shows."""
-    source = find_blocks("python", r"run: torchtitan")[0]
+    source = find_blocks("python", r"file: titan_dims\.py")[0]
     names: dict[str, Any] = {}
     exec(compile(source, "the recipe", "exec"), names)  # noqa: S102  the page is ours
     return names["parallel_dims"]
