@@ -315,7 +315,7 @@ def test_several_meshes_can_be_open_at_once() -> None:
         with pytest.raises(MeshError) as caught:
             namedmesh.current_mesh()
         assert str(caught.value) == (
-            "2 meshes are alive in this process and none is selected: dp=2 x tp=4 (8 ranks), dp=8 (8 ranks); "
+            "2 meshes are open in this process and none is selected: dp=2 x tp=4 (8 ranks), dp=8 (8 ranks); "
             "select one with 'with mesh:', or make the last one with init_mesh(close_existing=True), which closes the others"
         )
         with first as entered:
@@ -326,7 +326,7 @@ def test_several_meshes_can_be_open_at_once() -> None:
         first.close()
         assert namedmesh.current_mesh() is second
         second.close()
-        with pytest.raises(MeshError, match=r"no mesh is alive in this process; call namedmesh.init_mesh"):
+        with pytest.raises(MeshError, match=r"no mesh is open in this process; call namedmesh.init_mesh"):
             namedmesh.current_mesh()
 
 

@@ -186,7 +186,7 @@ def test_a_mesh_ends_with_the_default_group_and_a_new_mesh_gets_new_groups() -> 
         "MeshError: the mesh over dp=2 x tp=2 (4 ranks) has no groups any more, since the default group was destroyed; "
         "make another with init_mesh()"
     )
-    none = "MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first"
+    none = "MeshError: no mesh is open in this process; call namedmesh.init_mesh(...) first"
     assert run_ranks(4, _replace_default_group) == [[text, none, True, 2.0]] * 4
 
 

@@ -29,7 +29,7 @@ def selected_mesh() -> NamedMesh | None:
 
 def open_meshes() -> list[NamedMesh]:
     """Return the meshes that are not closed and whose default group exists, the oldest first."""
-    return [mesh for mesh in _meshes if not get_groups(mesh).are_outlived()]
+    return [mesh for mesh in _meshes if not get_groups(mesh).are_stale()]
 
 
 def all_meshes() -> list[NamedMesh]:

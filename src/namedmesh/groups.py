@@ -141,7 +141,7 @@ class Groups:
         return self._world()
 
     @constant_under_compile
-    def are_outlived(self) -> bool:
+    def are_stale(self) -> bool:
         """Return whether the default group in which the mesh was made has been destroyed."""
         world = self.world
         return world is None or dist.group.WORLD is not world

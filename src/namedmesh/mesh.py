@@ -1,4 +1,4 @@
-"""A layout bound to live process groups: sub-meshes, groups and this rank's place, by name."""
+"""``NamedMesh``: a layout with live process groups. Sub-meshes, groups and ranks are found by name."""
 
 from __future__ import annotations
 
@@ -12,30 +12,48 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh import current
 from namedmesh._internal import agree_on_call
 from namedmesh._torch import add_default_group_finalizer
-from namedmesh.accessors import Accessors, Place
+from namedmesh.accessors import MeshAccessors
 from namedmesh.adopt import infer_layout_from_groups, infer_layout_from_mesh
 from namedmesh.errors import LayoutError, MeshError, OptionError
+from namedmesh.explain import explain_group, explain_mesh, explain_rank, list_layouts
 from namedmesh.groups import Groups, destroy_unused_groups
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions, check_options, find_options_by_axes
-from namedmesh.views import ROOT_VIEW, Views
+from namedmesh.views import ROOT_VIEW
 
 
-class NamedMesh(Accessors):
-    """Named axes over live process groups. Made by :func:`namedmesh.init_mesh`, or by adopting what exists.
+class NamedMesh(MeshAccessors):
+    """Named axes over live process groups.
 
-    Every answer is this rank's own. Accessors never communicate; what does, says so in its first line.
+    Users get one from :func:`namedmesh.init_mesh`, or adopt existing groups with
+    :meth:`from_device_mesh` or :meth:`from_groups`.
+
+    Results are those of the calling rank. Methods that communicate are marked "Collective"; all
+    others are local.
+
+    Args:
+        layout: the layout.
+        device: the device of this rank.
+        options: the options of groups, by their axes in the order of the layout.
+        defaults: the options of every group for which an axis sets no other.
+        root: an existing torch mesh over the layout; by default one is created.
+        groups: existing groups by axis; by default they are created. Collective without them: every
+            rank of the world must make the mesh.
 
     Attributes:
         layout: the axes, their sizes and their order.
         device: the device of this rank.
-        global_rank: this rank.
+        global_rank: this rank in the job.
         closed: whether :meth:`close` was called.
+
+    Raises:
+        MeshError: a group has no backend for the device, or DTensor would confuse it with a group
+            of another open mesh.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")      # plain python: a world of one
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")  # plain python: a single process
         >>> mesh.size("dp"), mesh.rank("tp"), mesh.ranks("dp", "tp"), list(mesh)
         (1, 0, (0,), ['dp', 'tp'])
         >>> mesh["tp"].get_group() is mesh.group("tp")
@@ -53,66 +71,74 @@ class NamedMesh(Accessors):
         root: DeviceMesh | None = None,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
-        """Make the groups of a layout, which every rank does; with ``groups``, take those that exist."""
-        self.layout, self.device, self.closed = layout, device, False
-        self._groups = Groups(defaults, options)
-        self.global_rank = self._groups.rank
-        self._views = Views(layout, self._groups, device.type)
-        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}  # slices, by the names that they are asked with
-        self._slices: dict[str, DeviceMesh] = {}  # those over one name
-        self._places: dict[tuple[str, ...], Place] = {}
+        super().__init__(layout, device, Groups(defaults, options))
         self._close_hooks: list[Callable[[], None]] = []
         if groups is None:
             root = self._views.create_mesh(layout)
         else:
-            self._borrow(layout, groups)
+            self._register_external_groups(layout, groups)
         self._views.add_root(ROOT_VIEW, root or self._views.build_mesh(layout))
-        self._prepare()
+        self._cache_answers()
         try:
             current.register(self, {axis: self.group(axis) for axis in self})
         except MeshError:
             self._groups.release()
             raise
-        # The answers are worked out already, so that accessors cost next to nothing. They end with the default group.
-        self._ending = add_default_group_finalizer(self._forget_answers)
+        # The cached answers would hide that the default group was destroyed, and its groups with it.
+        self._finalizer = add_default_group_finalizer(self._clear_cache)
 
-    def _borrow(self, layout: Layout, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        for axis, group in groups.items():
-            self._groups.register_external(
-                self._groups.make_key(layout, (axis,), self._groups.get_options((axis,))), axis, group
-            )
-
-    # Adopting what exists.
+    # Adopting existing groups.
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> NamedMesh:
-        """Return a named mesh over a torch mesh that exists; its groups are used as they are and never destroyed.
+        """Return a named mesh over an existing torch mesh, with its groups.
 
-        It has names, is over the world or a part of it, and its ranks are a range in row-major order of its axes (in any
-        order); else it is a LayoutError.
+        The groups are not destroyed when the named mesh is closed. Does not communicate.
+
+        Args:
+            mesh: a mesh with names. It may be over some ranks of the world only, and its dims may
+                be in any order. Its ranks must be a contiguous range, in row-major order of the
+                axes sorted by stride.
+
+        Raises:
+            LayoutError: the mesh has no names, does not contain this rank, or has other ranks.
+            MeshError: as for the class.
         """
         layout = infer_layout_from_mesh(mesh)
         groups = {axis: mesh.get_group(axis) for axis in layout}
-        chosen = default_group_device(mesh.device_type)
-        return cls(layout, chosen, {}, GroupOptions(), root=mesh, groups=groups)
+        device = default_group_device(mesh.device_type)
+        return cls(layout, device, {}, GroupOptions(), root=mesh, groups=groups)
 
     @classmethod
     def from_groups(
         cls, groups: Mapping[str, dist.ProcessGroup], *, device: str | torch.device | None = None
     ) -> NamedMesh:
-        """Return a named mesh over process groups that exist; they are never destroyed.
+        """Return a named mesh over existing process groups.
+
+        The groups are not destroyed when the mesh is closed. Does not communicate.
 
         Args:
-            groups: this rank's group on each axis, by name, slowest axis first; a LayoutError if they fit no layout.
-            device: the device of the mesh; by default the one that goes with the default group.
+            groups: the group of this rank on each axis, slowest axis first.
+            device: the device of the mesh; by default the device of the default group.
+
+        Raises:
+            LayoutError: the groups do not form a layout; all problems at once.
+            MeshError: as for the class.
         """
         layout = infer_layout_from_groups(groups, dist.get_rank())
         return cls(layout, default_group_device(device), {}, GroupOptions(), groups=groups)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
-        """Add another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
+        """Add a view over an existing torch mesh, with its groups. Does not communicate.
 
-        Axes that this mesh has already must be the same ranks there; else it is a LayoutError.
+        Args:
+            name: the name of the view.
+            root: a torch mesh over the ranks of this mesh: another factorization of them. Axes that
+                this mesh has already must have the same ranks there.
+
+        Raises:
+            LayoutError: the torch mesh has other ranks, or contradicts the other views.
+            MeshError: as for the class.
         """
         self._check_open()
         layout = infer_layout_from_mesh(root)
@@ -121,36 +147,43 @@ class NamedMesh(Accessors):
                 f"{layout} is not over the ranks of {self.layout}; adopt a mesh over the same ranks"
             )
         self._views.check_view(name, layout, self.global_rank)
-        self._add_view(name, layout, root, borrowed=True)
+        self._add_view(name, layout, root, external=True)
 
-    # What communicates: every rank calls these, in the same order.
+    # Collective methods: every rank calls them, in the same order.
 
     def flatten(self, *axes: str, name: str | None = None, options: GroupOptions | None = None) -> DeviceMesh:
-        """Make a 1-D mesh over the product of some axes, on one group; communicates the first time.
+        """Create one group over several axes, and a torch mesh of one dim over it.
+
+        FSDP2 takes the result for parameters that are sharded on ``mesh["tp"]``, and
+        ``mesh["dp_cp", "tp"]`` is a mesh over both.
+
+        Collective: every rank must call it with the same arguments, the first time. Later calls do
+        not communicate.
 
         Args:
-            *axes: two axes or more of the mesh or of one view, in any order; the ranks are in layout order.
-            name: the name of the product; by default the names of the axes joined by ``_``.
-            options: options of the group; by default those that the axes set.
+            *axes: two or more axes of the mesh or of one view, in any order. The ranks are in the
+                order of the layout.
+            name: the name of the flattened axis; by default the names of the axes joined by ``_``.
+            options: the options of the group; by default the merged options of the axes.
 
         Returns:
-            A torch mesh that goes together with the slices of this one: FSDP2 takes it for parameters that are
-            tensor-parallel on ``mesh["tp"]``, and ``mesh["dp_cp", "tp"]`` has it. The same object each time.
+            The torch mesh; the same object each time.
 
         Raises:
-            AxisError: a name that is no axis, or axes of two views at once.
-            LayoutError: the name is taken.
-            OptionError: the options are not valid, or the axes set options that contradict each other.
-            AgreementError: the other ranks did not call this, or not with the same arguments.
+            AxisError: an unknown axis, or axes that are not in one view.
+            LayoutError: the name is taken, or the axes were flattened with another name or options.
+            OptionError: the options are not valid, or the axes set an option to different values.
+            AgreementError: the other ranks did not call it, or with other arguments.
         """
-        known = self._named(axes)
-        if known is not None:
-            of_known = self._groups.get_options(self._views.expand((known,)))
-            if name not in (None, known) or options not in (None, of_known):
+        existing = self._find_name_of(axes)
+        if existing is not None:
+            existing_options = self._groups.get_options(self._views.expand((existing,)))
+            if name not in (None, existing) or options not in (None, existing_options):
                 raise LayoutError(
-                    f"{known!r} exists, with {of_known!r}; leave name and options out, or give them where it is made first"
+                    f"{existing!r} exists already, with {existing_options!r}; omit name= and "
+                    "options=, or give them in the first call"
                 )
-            return self[known]
+            return self[existing]
         with agree_on_call(self, "mesh.flatten") as compare:
             view, ordered = self._views.find_view(axes)
             name = name or "_".join(ordered)
@@ -164,44 +197,51 @@ class NamedMesh(Accessors):
             group = self._views.flatten(view, ordered, name)
             current.check_groups(self, {name: group})
             self._views.flattened_axes[name] = ordered
-            self._prepare()
+            self._cache_answers()
         return self[name]
 
     def add_view(
         self, name: str, /, *, options: Mapping[str, GroupOptions] | None = None, **sizes: int
     ) -> DeviceMesh:
-        """Add another factoring of the same ranks, such as the expert view; communicates.
+        """Add a view: another factorization of the same ranks, e.g. for experts.
+
+        Afterwards every accessor knows the axes of the view.
+        Collective: every rank must call it with the same arguments.
 
         Args:
             name: the name of the view.
-            options: options by axis, for the axes that are new.
-            **sizes: the axes of the view, slowest first. An axis that the mesh has already must be the same
-                ranks there and is shared; the others are new. One size may be -1.
+            options: the options of the new axes, by name.
+            **sizes: the size of each axis of the view, slowest first. One may be -1. An axis that
+                the mesh has already must have the same ranks there, and shares its group.
 
         Returns:
-            The torch mesh over all axes of the view. Afterwards every accessor knows the new axes.
+            The torch mesh over all axes of the view.
 
         Raises:
-            LayoutError: sizes that do not fit, a name that is taken, or an axis that is not the same ranks.
-            AxisError: options for an axis that is not new in the view.
+            LayoutError: the sizes do not fit, the name is taken, or a shared axis has other ranks.
+            AxisError: options for an axis that is not new.
             OptionError: options that are not valid.
-            AgreementError: the other ranks did not call this, or not with the same arguments.
+            AgreementError: the other ranks did not call it, or with other arguments.
         """
         with agree_on_call(self, f"mesh.add_view({name!r})") as compare:
             layout = Layout(**sizes, world_size=self.layout.world_size)
-            by_axes = find_options_by_axes(options or {}, [axis for axis in layout if axis not in self])
+            new_axes = [axis for axis in layout if axis not in self]
+            by_axes = find_options_by_axes(options or {}, new_axes)
             compare({"layout": repr(layout), "options": options or {}})
             return self._add_agreed_view(name, layout, by_axes)
 
     def close(self, *, destroy_groups: bool = False) -> None:
-        """End this mesh; a second call does nothing. Every rank of the mesh should call it.
+        """Close this mesh. A second call does nothing.
 
-        Its groups stay until the default group is destroyed, and serve the next mesh over the same ranks under the names
-        that they have, which DTensor and compiled code remember.
+        The groups are kept until the default group is destroyed. The next mesh over the same ranks
+        reuses them: DTensor and compiled code refer to groups by name.
+
+        Every rank of the mesh should call it. With ``destroy_groups=True`` it is collective: every
+        rank must.
 
         Args:
-            destroy_groups: destroy every group that namedmesh made and no open mesh uses; every rank then does. It frees
-                their memory, for a mesh that does not come back.
+            destroy_groups: destroy every group that namedmesh has created and that no open mesh
+                uses. That frees their memory, if no such mesh is made again.
         """
         if self.closed:
             return
@@ -209,19 +249,40 @@ class NamedMesh(Accessors):
             for hook in self._close_hooks:
                 hook()
         finally:
+            # A hook may fail. The mesh is closed all the same.
             self.closed = True
-            self._ending.detach()
+            self._finalizer.detach()
             self._close_hooks.clear()
-            self._forget_answers()
+            self._clear_cache()
             self._groups.release()
             current.unregister(self)
             if destroy_groups:
                 destroy_unused_groups()
 
-    # Selecting a mesh for code that names none.
+    # Other methods.
+
+    def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
+        """Describe the mesh, one of its process groups, or the coordinates of a rank.
+
+        Args:
+            group: a process group of this rank.
+            rank: a global rank.
+
+        Returns:
+            A text for people. Without arguments it describes this rank and its communicators.
+
+        Raises:
+            MeshError: ``group`` is not a process group of the mesh.
+            LayoutError: ``rank`` is outside the mesh.
+        """
+        if group is not None:
+            return explain_group(self, group)
+        if rank is not None:
+            return explain_rank(list_layouts(self), rank)
+        return explain_mesh(self)
 
     def __enter__(self) -> NamedMesh:
-        """Make this the current mesh of the process, for :func:`current_mesh` and the dialects, until the block is left."""
+        """Select the mesh for :func:`current_mesh` and the compatibility layers, until the block ends."""
         self._check_open()
         current.select(self)
         return self
@@ -229,8 +290,10 @@ class NamedMesh(Accessors):
     def __exit__(self, *_error: object) -> None:
         current.deselect(self)
 
+    # Process groups cannot be copied. A copy of an object that refers to a mesh, such as a module,
+    # refers to the same mesh.
+
     def __deepcopy__(self, memo: dict[int, object]) -> NamedMesh:
-        """Return the same mesh: a copy of something that holds a mesh shares it."""
         return self
 
     def __copy__(self) -> NamedMesh:
@@ -240,36 +303,33 @@ class NamedMesh(Accessors):
         state = "closed" if self.closed else f"rank {self.global_rank} on {self.device}"
         return f"<NamedMesh {self.layout}, {state}>"
 
-    # Behind what communicates.
+    def _register_external_groups(self, layout: Layout, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        for axis, group in groups.items():
+            key = self._groups.make_key(layout, (axis,), self._groups.get_options((axis,)))
+            self._groups.register_external(key, axis, group)
 
     def _add_agreed_view(
         self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
     ) -> DeviceMesh:
+        """Create the groups of a view on which the ranks agree, and add it."""
         self._views.check_view(name, layout, self.global_rank)
         self._groups.options_by_axes |= options
         root = self._views.create_mesh(layout)
         self._add_view(name, layout, root)
         return root
 
-    def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, borrowed: bool = False) -> None:
-        new = {axis: root.get_group(axis) for axis in layout if axis not in self}
-        current.check_groups(self, new)
-        if borrowed:
-            self._borrow(layout, new)
+    def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, external: bool = False) -> None:
+        """Add a view whose groups exist; external ones belong to other code."""
+        new_groups = {axis: root.get_group(axis) for axis in layout if axis not in self}
+        current.check_groups(self, new_groups)
+        if external:
+            self._register_external_groups(layout, new_groups)
         self._views.layouts[name] = layout
         self._views.add_root(name, root)
-        self._prepare()
+        self._cache_answers()
 
-    def _forget_answers(self) -> None:
-        """Forget what was worked out: what the mesh is asked for then, it looks up, and finds that it has ended."""
-        self._version = ""
-        # torch's meshes hold groups, which destroy_process_group() has to end.
-        views = self._views
-        for answers in (self._places, self._meshes, self._slices, views.roots, views.flattened_meshes):
-            answers.clear()
-
-    def _named(self, names: tuple[str, ...]) -> str | None:
-        """Return the axis or the flattened product that some names are together, if there is one."""
+    def _find_name_of(self, names: tuple[str, ...]) -> str | None:
+        """Return the axis or flattened axis that consists of the given ones; None if there is none."""
         axes = set(self._views.expand(names))
         for name in (*self._axes, *self._views.flattened_axes):
             if axes == set(self._views.expand((name,))):
@@ -278,10 +338,13 @@ class NamedMesh(Accessors):
 
 
 def current_mesh() -> NamedMesh:
-    """Return the innermost mesh entered with ``with mesh:``, in whatever thread; outside of any, the only one that is open.
+    """Return the current mesh of the process: the innermost ``with mesh:``, or the only open mesh.
+
+    It is the same in every thread.
 
     Raises:
-        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
+        MeshError: no mesh is open, several are open and none is selected, or the selected one is
+            closed.
     """
     mesh: NamedMesh | None = current.selected_mesh()
     if mesh is not None:
@@ -292,18 +355,19 @@ def current_mesh() -> NamedMesh:
         return mesh
     meshes: list[NamedMesh] = current.open_meshes()
     if not meshes:
-        raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
+        raise MeshError("no mesh is open in this process; call namedmesh.init_mesh(...) first")
     if len(meshes) == 1:
         return meshes[0]
+    layouts = sorted(str(mesh.layout) for mesh in meshes)
     raise MeshError(
-        f"{len(meshes)} meshes are alive in this process and none is selected: "
-        f"{', '.join(sorted(str(mesh.layout) for mesh in meshes))}; select one with 'with mesh:', or make the last one "
-        "with init_mesh(close_existing=True), which closes the others"
+        f"{len(meshes)} meshes are open in this process and none is selected: {', '.join(layouts)}; "
+        "select one with 'with mesh:', or make the last one with init_mesh(close_existing=True), "
+        "which closes the others"
     )
 
 
 @atexit.register
 def close_all() -> None:
-    """Close every mesh that is open in this process, the newest first."""
+    """Close every open mesh of this process, the newest first."""
     for mesh in reversed(current.all_meshes()):
         mesh.close()
