@@ -1,4 +1,4 @@
-"""The mesh that a function was given: a whole one with names, or one axis, as the function needs it."""
+"""Check the mesh argument of a function: a NamedMesh, or the torch mesh of one of its axes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from namedmesh.errors import CheckpointError, MeshError
 from namedmesh.mesh import NamedMesh
 
 AxisMesh: TypeAlias = NamedMesh | DeviceMesh
-"""A named mesh, of which a function takes the axis of its own role, or a mesh of one axis, whatever its name is."""
+"""A NamedMesh, from which a function takes its usual axis, or a torch mesh of one axis with any name."""
 
 
 def one_axis(mesh: object, axis: str, call: str) -> DeviceMesh:
-    """Return the mesh of one axis along which a function works.
+    """Return the torch mesh of the one axis along which a function communicates.
 
     Args:
-        mesh: a NamedMesh, of which the axis is taken, or the DeviceMesh of one axis.
-        axis: the axis of the function's role, such as ``"tp"``.
-        call: the function, for messages.
+        mesh: a NamedMesh, or the DeviceMesh of one axis.
+        axis: the axis to take from a NamedMesh, such as ``"tp"``.
+        call: the name of the function, for messages.
 
     Raises:
-        AxisError: a NamedMesh without the axis.
-        MeshError: a DeviceMesh of several axes, or something else.
+        AxisError: the NamedMesh does not have the axis.
+        MeshError: the argument is a DeviceMesh of several axes, or not a mesh.
     """
     if isinstance(mesh, NamedMesh):
         return mesh[axis]
@@ -42,23 +42,39 @@ def one_axis(mesh: object, axis: str, call: str) -> DeviceMesh:
 
 
 def named_mesh(mesh: object, call: str) -> NamedMesh:
-    """Return the mesh of a function that needs all axes by name; MeshError if it is something else."""
+    """Return the mesh of a function that needs all axes by name.
+
+    Args:
+        mesh: the argument of the function.
+        call: the name of the function, for messages.
+
+    Raises:
+        MeshError: the argument is not a NamedMesh.
+    """
     if isinstance(mesh, NamedMesh):
         return mesh
     got = repr(mesh)
     if isinstance(mesh, DeviceMesh):
         got = f"a DeviceMesh of {mesh.mesh_dim_names or mesh.ndim}"
     raise MeshError(
-        f"mesh of {call} must be the NamedMesh, as init_mesh() returns it, got {got}; a whole mesh of torch's becomes one with "
-        "NamedMesh.from_device_mesh(mesh)"
+        f"mesh of {call} must be the NamedMesh, as init_mesh() returns it, got {got}; make one from "
+        "a DeviceMesh over all axes with NamedMesh.from_device_mesh(mesh)"
     )
 
 
 def checkpoint_place(path: object, mesh: object, call: str) -> tuple[Path, NamedMesh | None]:
-    """Return the path and the mesh of a function of checkpoints; MeshError or CheckpointError if they are something else.
+    """Return the path and the mesh of a function that saves or loads checkpoints.
 
-    The mesh is None in a process without process groups.
+    Args:
+        path: the directory.
+        mesh: the mesh; None in a process without process groups.
+        call: the name of the function, for messages.
+
+    Raises:
+        CheckpointError: the path is not a path.
+        MeshError: the mesh is not a NamedMesh.
     """
+    # A model as the first argument is the usual mistake; its whole repr would be no help.
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
             f"path of {call} must be a directory, got a {type(path).__name__}; give path and mesh first"

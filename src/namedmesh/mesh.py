@@ -82,6 +82,7 @@ class NamedMesh(MeshAccessors):
         try:
             current.register(self, {axis: self.group(axis) for axis in self})
         except MeshError:
+            # The caller gets no mesh to close.
             self._groups.release()
             raise
         # The cached answers would hide that the default group was destroyed, and its groups with it.
@@ -125,6 +126,7 @@ class NamedMesh(MeshAccessors):
             LayoutError: the groups do not form a layout; all problems at once.
             MeshError: as for the class.
         """
+        # torch has no mesh over these groups yet, so the constructor builds one.
         layout = infer_layout_from_groups(groups, dist.get_rank())
         return cls(layout, default_group_device(device), {}, GroupOptions(), groups=groups)
 
@@ -175,6 +177,8 @@ class NamedMesh(MeshAccessors):
             OptionError: the options are not valid, or the axes set an option to different values.
             AgreementError: the other ranks did not call it, or with other arguments.
         """
+        # The mesh has the group already if an axis consists of these axes, or if they were flattened
+        # before. Every rank then answers by itself.
         existing = self._find_name_of(axes)
         if existing is not None:
             existing_options = self._groups.get_options(self._views.expand((existing,)))
@@ -193,6 +197,7 @@ class NamedMesh(MeshAccessors):
             if problems:
                 raise OptionError(*problems)
             compare({"axes": "-".join(ordered), "name": name, "options": options})
+            # The request is the same on every rank from here on, so groups can be created.
             self._groups.options_by_axes[ordered] = options
             group = self._views.flatten(view, ordered, name)
             current.check_groups(self, {name: group})
@@ -320,6 +325,7 @@ class NamedMesh(MeshAccessors):
 
     def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, external: bool = False) -> None:
         """Add a view whose groups exist; external ones belong to other code."""
+        # Axes that the mesh has already keep their groups, which have the same ranks.
         new_groups = {axis: root.get_group(axis) for axis in layout if axis not in self}
         current.check_groups(self, new_groups)
         if external:
