@@ -23,7 +23,7 @@ ANY_OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def _along_an_axis() -> list[bool]:
+def _compare_mesh_with_axis() -> list[bool]:
     """Results with the named mesh and with the slice, of a world in which every other axis has another size."""
     mesh = namedmesh.init_mesh(dp=1, cp=2, tp=2)
     torch.manual_seed(0)
@@ -50,8 +50,8 @@ def _along_an_axis() -> list[bool]:
     return [*same, torch.allclose(outputs[0][1], whole(x), atol=1e-6)]
 
 
-def test_the_named_mesh_gives_the_axis_of_the_role() -> None:
-    assert run_ranks(4, _along_an_axis) == [[True] * 8] * 4
+def test_a_named_mesh_gives_the_same_result_as_its_axis() -> None:
+    assert run_ranks(4, _compare_mesh_with_axis) == [[True] * 8] * 4
 
 
 ONE_AXIS: dict[str, Callable[[Any], object]] = {
@@ -97,7 +97,7 @@ WITHOUT: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-def test_every_function_that_takes_a_mesh_is_here() -> None:
+def test_every_public_function_with_a_mesh_argument_is_tested() -> None:
     optional = {*WITHOUT, "stage_layers"}
     taking = set()
     for package in (training, tensor_parallel):
@@ -108,7 +108,7 @@ def test_every_function_that_takes_a_mesh_is_here() -> None:
     assert taking == {*ONE_AXIS, *NAMED, *optional}
 
 
-def test_a_mesh_of_the_wrong_kind_is_named_with_the_function() -> None:
+def test_a_wrong_mesh_argument_is_reported_with_the_function() -> None:
     with fake_world(8):
         torchs = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "xp"))
         for name, call in ONE_AXIS.items():

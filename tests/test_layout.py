@@ -37,21 +37,23 @@ def layouts_and_axes(draw: st.DrawFn) -> tuple[Layout, list[str]]:
     return layout, axes
 
 
-def table(layout: Layout) -> Any:
+def make_rank_table(layout: Layout) -> Any:
     return np.arange(layout.world_size).reshape(layout.sizes) + layout.rank_offset
 
 
-def groups_by_numpy(layout: Layout, axes: list[str]) -> list[tuple[int, ...]]:
+def list_groups_by_numpy(layout: Layout, axes: list[str]) -> list[tuple[int, ...]]:
     inside = [i for i, axis in enumerate(layout.axes) if axis in axes]
     outside = [i for i in range(len(layout)) if i not in inside]
     size = prod(layout.sizes[i] for i in inside)
-    return [tuple(row) for row in table(layout).transpose(outside + inside).reshape(-1, size).tolist()]
+    return [
+        tuple(row) for row in make_rank_table(layout).transpose(outside + inside).reshape(-1, size).tolist()
+    ]
 
 
 @given(layouts_and_axes())
-def test_groups_are_those_of_a_reshaped_range(case: tuple[Layout, list[str]]) -> None:
+def test_groups_equal_slices_of_a_reshaped_range(case: tuple[Layout, list[str]]) -> None:
     layout, axes = case
-    expected = groups_by_numpy(layout, axes)
+    expected = list_groups_by_numpy(layout, axes)
     assert list(layout.groups(*axes)) == expected
     assert layout.count(*axes) == len(expected)
     assert layout.size(*axes) == len(expected[0])
@@ -60,9 +62,9 @@ def test_groups_are_those_of_a_reshaped_range(case: tuple[Layout, list[str]]) ->
 
 
 @given(layouts_and_axes())
-def test_a_ranks_own_group_is_the_one_it_is_in(case: tuple[Layout, list[str]]) -> None:
+def test_group_returns_the_group_that_contains_the_rank(case: tuple[Layout, list[str]]) -> None:
     layout, axes = case
-    for group in groups_by_numpy(layout, axes):
+    for group in list_groups_by_numpy(layout, axes):
         for place, rank in enumerate(group):
             assert layout.group(rank, *axes) == group
             assert layout.group_rank(rank, *axes) == place
@@ -70,7 +72,7 @@ def test_a_ranks_own_group_is_the_one_it_is_in(case: tuple[Layout, list[str]]) -
 
 @given(layouts())
 def test_ranks_and_coordinates_are_inverse(layout: Layout) -> None:
-    ranks = table(layout)
+    ranks = make_rank_table(layout)
     for rank in layout.ranks:
         coords = layout.coords(rank)
         assert ranks[tuple(coords.values())] == rank
@@ -84,11 +86,11 @@ def test_where_selects_a_slice_of_the_table(case: tuple[Layout, list[str]], rand
     layout, axes = case
     at = {axis: random.randrange(layout[axis]) for axis in axes}
     index = tuple(at.get(axis, slice(None)) for axis in layout.axes)
-    assert list(layout.where(**at)) == np.atleast_1d(table(layout)[index]).flatten().tolist()
+    assert list(layout.where(**at)) == np.atleast_1d(make_rank_table(layout)[index]).flatten().tolist()
 
 
 @given(layouts_and_axes(), layouts_and_axes())
-def test_partitions_are_equal_if_and_only_if_the_groups_are(
+def test_partition_keys_are_equal_if_and_only_if_the_groups_are(
     one: tuple[Layout, list[str]], other: tuple[Layout, list[str]]
 ) -> None:
     same_key = make_partition_key(one[0], *one[1]) == make_partition_key(other[0], *other[1])
@@ -96,7 +98,7 @@ def test_partitions_are_equal_if_and_only_if_the_groups_are(
 
 
 @given(layouts_and_axes(), st.data())
-def test_equal_partitions_of_different_factorizations(
+def test_partition_keys_do_not_depend_on_the_factorization(
     case: tuple[Layout, list[str]], data: st.DataObject
 ) -> None:
     """The same ranks over other axes: only the groups decide, not the names."""
@@ -119,7 +121,7 @@ def test_one_size_can_be_inferred(layout: Layout, data: st.DataObject) -> None:
 
 
 @given(layouts())
-def test_an_order_string_is_the_axes_backwards(layout: Layout) -> None:
+def test_an_order_string_has_the_axes_in_reverse(layout: Layout) -> None:
     again = Layout.from_order(
         "-".join(layout.axes[::-1]), rank_offset=layout.rank_offset, **dict(layout.items())
     )
@@ -161,7 +163,7 @@ def test_groups_equal_megatrons(
     assert [list(group) for group in ours.groups(*tokens)] == theirs.get_ranks("-".join(tokens))
 
 
-def test_a_million_ranks_answer_at_once() -> None:
+def test_the_cost_of_a_group_does_not_depend_on_the_world_size() -> None:
     """Counted, not timed: answering for one rank makes no more ints than its group has."""
     layout = Layout(pp=16, dp=1024, cp=8, tp=8)
     assert layout.world_size == 1 << 20
@@ -347,7 +349,7 @@ IN_A_GRAPH: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", IN_A_GRAPH)
-def test_nothing_breaks_a_graph(name: str) -> None:
+def test_every_method_compiles_to_one_graph(name: str) -> None:
     """Cold and warm, in one graph, with no second compilation."""
     import torch
 

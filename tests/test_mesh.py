@@ -178,7 +178,7 @@ def test_with_the_fake_backend_the_group_itself_is_the_gloo_group() -> None:
 # Fake worlds: any size, any rank, in this process.
 
 
-def test_accessors_answer_for_this_rank() -> None:
+def test_accessors_return_the_values_of_this_rank() -> None:
     layout = Layout(pp=4, dp=8, cp=2, tp=8)
     for rank in (0, 137, 511):
         with fake_world(512, rank):
@@ -217,7 +217,7 @@ def test_sub_meshes_are_the_same_objects_and_share_groups() -> None:
         mesh.close()
 
 
-def test_equal_to_the_mesh_that_torch_makes() -> None:
+def test_the_torch_mesh_equals_the_result_of_init_device_mesh() -> None:
     with fake_world(16, 5):
         theirs = init_device_mesh("cpu", (2, 1, 8), mesh_dim_names=("pp", "cp", "tp"))
         mesh = namedmesh.init_mesh(pp=2, cp=1, tp=8)
@@ -330,7 +330,7 @@ def test_several_meshes_can_be_open_at_once() -> None:
             namedmesh.current_mesh()
 
 
-def test_adopting_a_transposed_mesh() -> None:
+def test_a_transposed_torch_mesh_is_adopted_with_its_axes_by_stride() -> None:
     """Its axes are in the order of strides; slices keep the order that torch knows."""
     with fake_world(8, 3):
         theirs = DeviceMesh("cpu", torch.arange(8).reshape(2, 4).T, mesh_dim_names=("tp", "dp"))
@@ -561,7 +561,7 @@ def test_meshes_and_groups_that_form_no_layout_are_not_adopted() -> None:
         )
 
 
-def test_explanations() -> None:
+def test_explain_describes_a_mesh_a_rank_and_a_group() -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(pp=1, dp=4, tp=2)
         assert mesh.explain() == (
@@ -582,7 +582,7 @@ def test_explanations() -> None:
         mesh.close()
 
 
-def test_a_slice_first_made_under_dispatch_modes_has_real_tensors() -> None:
+def test_a_slice_made_under_dispatch_modes_has_real_tensors() -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(dp=4, tp=2)
         with torch.device("meta"), FakeTensorMode(), torch.inference_mode():

@@ -28,11 +28,11 @@ def assert_one_graph(call: Callable[[], object]) -> None:
         call()
         return x + 1
 
-    def answering(x: torch.Tensor) -> tuple[torch.Tensor, object]:
+    def return_result(x: torch.Tensor) -> tuple[torch.Tensor, object]:
         return x + 1, call()
 
     with torch._dynamo.config.patch(error_on_recompile=True):
-        answers = torch.compile(answering, backend="eager", fullgraph=True)
+        answers = torch.compile(return_result, backend="eager", fullgraph=True)
         compiled = torch.compile(step, backend="eager", fullgraph=True)
         for _ in range(2):
             compiled(torch.ones(2))
@@ -45,12 +45,12 @@ def assert_one_graph(call: Callable[[], object]) -> None:
 MESH: dict[str, Callable[[NamedMesh], object]] = {
     "size": lambda mesh: mesh.size("tp"),
     "size of the mesh": lambda mesh: mesh.size(),
-    "size of a product": lambda mesh: mesh.size("dp", "tp"),
+    "size over two axes": lambda mesh: mesh.size("dp", "tp"),
     "rank": lambda mesh: mesh.rank("tp"),
-    "rank in a product": lambda mesh: mesh.rank("tp", "dp"),
+    "rank over two axes": lambda mesh: mesh.rank("tp", "dp"),
     "ranks": lambda mesh: mesh.ranks("dp", "tp"),
     "group": lambda mesh: mesh.group("tp"),
-    "group of a product": lambda mesh: mesh.group("dp", "cp"),
+    "group over two axes": lambda mesh: mesh.group("dp", "cp"),
     "group of the world": lambda mesh: mesh.group("pp", "dp", "tp"),
     "gloo group": lambda mesh: mesh.gloo_group("dp"),
     "slice": lambda mesh: mesh["tp"],
@@ -71,7 +71,7 @@ MESH: dict[str, Callable[[NamedMesh], object]] = {
 
 @pytest.mark.parametrize("first", [True, False], ids=["at first", "after a call"])
 @pytest.mark.parametrize("name", MESH)
-def test_accessors_of_a_mesh(name: str, first: bool) -> None:
+def test_accessors_compile_to_one_graph(name: str, first: bool) -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(pp=2, dp=2, cp=1, tp=2)
         if not first:
@@ -80,7 +80,7 @@ def test_accessors_of_a_mesh(name: str, first: bool) -> None:
         mesh.close()
 
 
-def test_another_mesh_is_compiled_anew() -> None:
+def test_another_mesh_is_compiled_again() -> None:
     """A constant of one mesh is never the answer of another."""
     with fake_world(8, 5):
 

@@ -274,7 +274,7 @@ def _adopt_view() -> list[object]:
     return [*results, live_groups() - before]
 
 
-def test_a_view_can_be_adopted_too() -> None:
+def test_a_view_over_an_existing_torch_mesh_can_be_adopted() -> None:
     refusal = "LayoutError: axis 'tp' has the ranks 0, 1, 2, 3 in view 'other' (on rank {})"
     for rank, results in enumerate(run_ranks(4, _adopt_view)):
         assert results == [True, True, ["dp", "tp", "edp", "ep"], refusal.format(rank), 0]
@@ -300,16 +300,16 @@ def _train_on_flattened_axis(sizes: dict[str, int], outer: str | None, *flat: st
     return tiny.losses(net, rows)
 
 
-PRODUCTS: list[tuple[Any, ...]] = [
+FLATTENED_CASES: list[tuple[Any, ...]] = [
     ({"dp": 2, "cp": 2, "tp": 2}, None, "dp", "cp"),
     ({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}, "dp_replicate", "dp_shard", "cp"),
     ({"dp": 2, "pp": 2, "cp": 2, "tp": 1}, None, "dp", "cp"),  # they do not adjoin
 ]
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_a_flattened_axis_can_be_combined_with_other_axes(product: tuple[Any, ...]) -> None:
-    by_rank = run_ranks(8, _train_on_flattened_axis, *product)
+@pytest.mark.parametrize("case", FLATTENED_CASES)
+def test_a_flattened_axis_can_be_combined_with_other_axes(case: tuple[Any, ...]) -> None:
+    by_rank = run_ranks(8, _train_on_flattened_axis, *case)
     alone = tiny.losses(tiny.model(), tiny.batch(8))
     mean = [fmean(losses[step] for losses in by_rank) for step in range(len(alone))]
     assert mean == pytest.approx(alone, abs=1e-9)
