@@ -8,21 +8,15 @@ it from these functions, so that a mesh shows its users nothing else.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
-from namedmesh.agreement import agree_on
-from namedmesh.errors import MeshError
+from torch.distributed.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from namedmesh.groups import Groups
-    from namedmesh.layout import Layout
-    from namedmesh.mesh import NamedMesh
-    from namedmesh.options import GroupOptions
+from namedmesh.groups import Groups
+from namedmesh.layout import Layout
+from namedmesh.mesh import NamedMesh
+from namedmesh.options import GroupOptions
 
 
 def get_groups(mesh: NamedMesh) -> Groups:
@@ -30,9 +24,8 @@ def get_groups(mesh: NamedMesh) -> Groups:
     return mesh._groups
 
 
-@contextmanager
-def agree_on_call(mesh: NamedMesh, call: str) -> Iterator[Callable[..., None]]:
-    """Context manager in which the ranks agree on a call before groups of a mesh are created.
+def agree_on_call(mesh: NamedMesh, call: str) -> AbstractContextManager[Callable[..., None]]:
+    """Return a context in which the ranks agree on a call before groups are created.
 
     Collective: every rank of the world must enter it.
 
@@ -48,18 +41,7 @@ def agree_on_call(mesh: NamedMesh, call: str) -> Iterator[Callable[..., None]]:
         MeshError: the mesh is closed, or it is over some ranks of the world only.
         AgreementError: the other ranks did not make the call, or not with the same request.
     """
-    mesh._check_open()
-    groups = mesh._groups
-    if mesh.layout.world_size != groups.world_size:
-        # Every rank of the world must take part in the creation of a group, but some do not have
-        # this mesh.
-        raise MeshError(
-            f"{mesh.layout} is a part of the world of {groups.world_size} ranks, and torch makes "
-            f"groups with every rank; {call} needs a mesh over all of them, or groups that were made "
-            "before the mesh was adopted"
-        )
-    with agree_on(call, groups.defaults.timeout) as compare:
-        yield compare
+    return mesh._agree_on(call)
 
 
 def add_agreed_view(

@@ -7,15 +7,14 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from namedmesh._internal import get_groups
 from namedmesh.errors import MeshError, format_items
-from namedmesh.groups import get_backends
+from namedmesh.groups import Groups, get_backends
 
 # The module of NamedMesh imports this one, so the class is not available here.
 NamedMesh: TypeAlias = Any
 
-# The meshes that were not closed, the oldest first.
-_meshes: list[NamedMesh] = []
+# The meshes that were not closed, the oldest first, each with all of its groups.
+_meshes: dict[NamedMesh, Groups] = {}
 # The stack of selected meshes. It belongs to the process and not to a thread: autograd runs
 # backward functions in its own threads, and they must see the same mesh.
 _selected: list[NamedMesh] = []
@@ -29,7 +28,7 @@ def selected_mesh() -> NamedMesh | None:
 
 def open_meshes() -> list[NamedMesh]:
     """Return the meshes that are not closed and whose default group exists, the oldest first."""
-    return [mesh for mesh in _meshes if not get_groups(mesh).are_stale()]
+    return [mesh for mesh, groups in _meshes.items() if not groups.are_stale()]
 
 
 def all_meshes() -> list[NamedMesh]:
@@ -37,26 +36,27 @@ def all_meshes() -> list[NamedMesh]:
 
     In contrast to :func:`open_meshes`, their default group may have been destroyed.
     """
-    return _meshes.copy()
+    return list(_meshes)
 
 
-def register(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
+def register(mesh: NamedMesh, groups: Groups, groups_by_axis: Mapping[str, dist.ProcessGroup]) -> None:
     """Add a mesh to the open meshes.
 
     Args:
         mesh: the mesh.
-        groups: its group on each axis.
+        groups: all of its groups.
+        groups_by_axis: its group on each axis.
 
     Raises:
         MeshError: the mesh cannot use one of the groups; see :func:`check_groups`.
     """
-    check_groups(mesh, groups)
-    _meshes.append(mesh)
+    check_groups(mesh, groups_by_axis)
+    _meshes[mesh] = groups
 
 
 def unregister(mesh: NamedMesh) -> None:
     """Remove a mesh that was closed from the open meshes."""
-    _meshes.remove(mesh)
+    del _meshes[mesh]
     _notify(mesh)
 
 

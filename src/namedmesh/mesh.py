@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import current
-from namedmesh._internal import agree_on_call
 from namedmesh._torch import add_default_group_finalizer
 from namedmesh.accessors import MeshAccessors
 from namedmesh.adopt import infer_layout_from_groups, infer_layout_from_mesh
+from namedmesh.agreement import agree_on
 from namedmesh.errors import LayoutError, MeshError, OptionError
 from namedmesh.explain import explain_group, explain_mesh, explain_rank, list_layouts
 from namedmesh.groups import Groups, destroy_unused_groups
@@ -80,7 +81,7 @@ class NamedMesh(MeshAccessors):
         self._views.add_root(ROOT_VIEW, root or self._views.build_mesh(layout))
         self._cache_answers()
         try:
-            current.register(self, {axis: self.group(axis) for axis in self})
+            current.register(self, self._groups, {axis: self.group(axis) for axis in self})
         except MeshError:
             # The caller gets no mesh to close.
             self._groups.release()
@@ -188,7 +189,7 @@ class NamedMesh(MeshAccessors):
                     "options=, or give them in the first call"
                 )
             return self[existing]
-        with agree_on_call(self, "mesh.flatten") as compare:
+        with self._agree_on("mesh.flatten") as compare:
             view, ordered = self._views.find_view(axes)
             name = name or "_".join(ordered)
             self._views.check_flattened_name(name, ordered)
@@ -228,7 +229,7 @@ class NamedMesh(MeshAccessors):
             OptionError: options that are not valid.
             AgreementError: the other ranks did not call it, or with other arguments.
         """
-        with agree_on_call(self, f"mesh.add_view({name!r})") as compare:
+        with self._agree_on(f"mesh.add_view({name!r})") as compare:
             layout = Layout(**sizes, world_size=self.layout.world_size)
             new_axes = [axis for axis in layout if axis not in self]
             by_axes = find_options_by_axes(options or {}, new_axes)
@@ -312,6 +313,22 @@ class NamedMesh(MeshAccessors):
         for axis, group in groups.items():
             key = self._groups.make_key(layout, (axis,), self._groups.get_options((axis,)))
             self._groups.register_external(key, axis, group)
+
+    @contextmanager
+    def _agree_on(self, call: str) -> Iterator[Callable[..., None]]:
+        """Let the ranks agree on a call; see :func:`namedmesh._internal.agree_on_call`."""
+        self._check_open()
+        groups = self._groups
+        if self.layout.world_size != groups.world_size:
+            # Every rank of the world must take part in the creation of a group, but some do not have
+            # this mesh.
+            raise MeshError(
+                f"{self.layout} is a part of the world of {groups.world_size} ranks, and torch makes "
+                f"groups with every rank; {call} needs a mesh over all of them, or groups that were made "
+                "before the mesh was adopted"
+            )
+        with agree_on(call, groups.defaults.timeout) as compare:
+            yield compare
 
     def _add_agreed_view(
         self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
