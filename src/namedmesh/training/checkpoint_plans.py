@@ -76,11 +76,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
         problems = []
         first = reports[0]["extra"]
         if different := [rank for rank, report in enumerate(reports) if report["extra"] != first]:
-            problem = (
-                f"the extra values ({format_items(self._state.extra)}) differ on {format_ranks(different)}"
-            )
+            names = format_items(self._state.extra)
             remedy = "give every rank the same, such as a list of the values of all ranks"
-            problems.append(f"{problem} from those on rank 0; {remedy}")
+            where = f"differ on {format_ranks(different)} from those on rank 0"
+            problems.append(f"the extra values ({names}) {where}; {remedy}")
         copies, mismatches = _compare_ranks(all_plans, self._aliases)
         problems += mismatches
         if problems:
