@@ -93,8 +93,9 @@ class SavePlanner(dcp.DefaultSavePlanner):
             options |= report["options"]
             local |= report["local"]
         # The writer has the manifest on rank 0, where this runs, and writes it at the end.
-        names = {"local": sorted(local), "aliases": self._aliases, "copies": copies}
-        self._writer.manifest |= {"options": options, "extra": self._state.extra} | names
+        names: dict[str, Any] = {"local": sorted(local), "aliases": self._aliases, "copies": copies}
+        values: dict[str, Any] = {"options": options, "extra": self._state.extra}
+        self._writer.manifest |= values | names
         return plans, metadata
 
     def lookup_object(self, index: Any) -> Any:
