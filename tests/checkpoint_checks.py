@@ -23,7 +23,7 @@ def list_files(directory: Path) -> list[str]:
 
 
 def make_constant_job(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer of which every number is the same."""
+    """Return a model and an optimizer in which every value is ``number``."""
     model = nn.ModuleDict({str(each): nn.Linear(4, 4) for each in range(2)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with torch.no_grad():

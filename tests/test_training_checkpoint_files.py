@@ -1,4 +1,4 @@
-"""Directories of checkpoints: who may write there, what is found, removed and exported."""
+"""Directories of checkpoints: locks, background saves, export, and several jobs in one directory."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def groups_that_outlive_the_default_group(root: Path, closed: bool) -> list[str]:
-    """Destroy all groups while everything that used them is still referenced, as in a script."""
+def list_groups_that_outlive_the_default_group(root: Path, closed: bool) -> list[str]:
+    """Destroy all groups while all objects that use them are still referenced, as in a script."""
     mesh = namedmesh.init_mesh(dp=2, tp=1, device="cpu")
     mesh.add_view("expert", ep=2)
     mesh.flatten("dp", "tp")
@@ -82,7 +82,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("before", ["", MAKES_THE_GROUP])
-def test_a_tensor_that_is_kept_does_not_keep_the_default_group(before: str) -> None:
+def test_a_referenced_tensor_does_not_keep_the_default_group_alive(before: str) -> None:
     # In a new interpreter: torch keeps the group in modules that it imports after the group was made.
     words = [sys.executable, "-c", before + ENDS]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
@@ -91,15 +91,15 @@ def test_a_tensor_that_is_kept_does_not_keep_the_default_group(before: str) -> N
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_no_group_outlives_the_default_group(tmp_path: Path, closed: bool) -> None:
-    """A gloo thread that is left at the end of the interpreter aborts the process now and then."""
-    assert run_ranks(2, groups_that_outlive_the_default_group, tmp_path, closed, init=False) == [[], []]
+    """A gloo thread that still runs when the interpreter exits may abort the process."""
+    assert run_ranks(2, list_groups_that_outlive_the_default_group, tmp_path, closed, init=False) == [[], []]
 
 
 # --- the background ------------------------------------------------------------------------------
 
 
-def devices_of_the_background(root: Path) -> None:
-    """Save in the background as if there were GPUs: a new thread would begin with the first one."""
+def save_in_background_on_fake_gpus(root: Path) -> None:
+    """Save in the background as if there were GPUs: the current device of a new thread is GPU 0."""
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
@@ -125,12 +125,12 @@ def devices_of_the_background(root: Path) -> None:
     mesh.close()
 
 
-def test_the_background_uses_the_device_of_the_rank(tmp_path: Path) -> None:
-    run_ranks(2, devices_of_the_background, tmp_path)
+def test_a_background_save_uses_the_device_of_the_rank(tmp_path: Path) -> None:
+    run_ranks(2, save_in_background_on_fake_gpus, tmp_path)
 
 
 @pytest.mark.gpu
-def test_copies_for_the_background_are_in_pinned_memory_that_is_used_again(tmp_path: Path) -> None:
+def test_background_saves_copy_to_pinned_memory_and_reuse_it(tmp_path: Path) -> None:
     with mesh_of_one_gpu(tmp_path) as mesh:
         model: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
         other: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
@@ -169,7 +169,7 @@ def mesh_of_one_gpu(directory: Path) -> Iterator[namedmesh.NamedMesh]:
 
 
 class Normed(nn.Sequential):
-    """A model with a buffer that each rank averages for itself."""
+    """A model with a buffer that differs between ranks."""
 
     def __init__(self, mean: float) -> None:
         super().__init__(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -186,7 +186,7 @@ def save_means_that_differ(root: Path) -> None:
 
 
 @pytest.mark.oracle("safetensors")
-def test_pretrained_weights_are_all_of_the_model_and_nothing_of_another(tmp_path: Path) -> None:
+def test_exported_weights_are_complete_and_not_mixed_with_others(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     run_ranks(2, save_means_that_differ, tmp_path)
@@ -199,7 +199,7 @@ def test_pretrained_weights_are_all_of_the_model_and_nothing_of_another(tmp_path
     ):
         training.to_pretrained(tmp_path / "ours", target)
     (target / "model.safetensors").rename(tmp_path / "base.safetensors")
-    for _ in range(2):  # what it has written before, it replaces
+    for _ in range(2):  # it replaces its own files
         training.to_pretrained(tmp_path / "ours", target)
     (weights,) = target.glob("*.safetensors")
     written, expected = load_file(weights), Normed(5.0).state_dict()  # of the lowest rank
@@ -213,10 +213,10 @@ def test_pretrained_weights_are_all_of_the_model_and_nothing_of_another(tmp_path
     assert model[1].running_mean.tolist() == [5.0, 5.0]
     index = target / "model.safetensors.index.json"
     index.rename(target / "index")
-    said = error_of(lambda: training.load(target, None, model))
+    message = error_of(lambda: training.load(target, None, model))
     assert (
         f"{target} has '0.bias', '0.weight', '1.bias', '1.num_batches_tracked' and 3 more in more than one"
-        in said
+        in message
     )
     (target / "index").rename(index)
     weights.unlink()
@@ -226,7 +226,7 @@ def test_pretrained_weights_are_all_of_the_model_and_nothing_of_another(tmp_path
 
 
 @pytest.mark.oracle("peft", "transformers")
-def test_adapters_are_not_written_under_names_that_nobody_finds(tmp_path: Path) -> None:
+def test_adapters_of_peft_are_not_exported(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -252,7 +252,7 @@ def hold_a_directory(directory: Path, pipe: Any) -> None:
 
 
 def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
-    """The process that writes is named; one that was killed is in nobody's way."""
+    """The message names the process that writes; the lock of a killed process is stale."""
     model, context = nn.Linear(1, 1), multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     other = context.Process(target=hold_a_directory, args=(tmp_path, theirs), daemon=True)
@@ -264,7 +264,7 @@ def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
             f"CheckpointError: {tmp_path} is in use by process {other.pid} on host {socket.gethostname()}, which saves its "
             "checkpoints there. Give this job a directory of its own, or end that process."
         )
-    assert run.latest() is None  # which only reads
+    assert run.latest() is None  # latest() needs no lock
     other.kill()
     other.join()
     assert run.resume_or_start(model) == {"step": 0}
@@ -282,16 +282,16 @@ def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("action", ["remove", "replace"])
 @pytest.mark.parametrize("moment", ["stat", "read_bytes"])
-def test_what_another_job_removes_or_replaces_is_not_in_the_way(
+def test_latest_ignores_checkpoints_that_another_job_removes_or_replaces(
     tmp_path: Path, moment: str, action: str
 ) -> None:
-    """latest() in a job that evaluates, while the job that trains removes what it looks at."""
+    """latest() in an evaluation job, while the training job removes the checkpoint."""
     model = nn.Linear(1, 1)
     run = training.CheckpointManager(tmp_path, None, keep=None)
     before, last = run.save(1, model).result(), run.save(2, model).result()
     look, left = getattr(Path, moment), ["once"]
 
-    def interfere(path: Path, **options: Any) -> Any:
+    def remove_or_replace(path: Path, **options: Any) -> Any:
         result = look(path, **options)
         if path == last / "namedmesh.pt" and left:
             left.clear()
@@ -301,13 +301,13 @@ def test_what_another_job_removes_or_replaces_is_not_in_the_way(
         return result
 
     evaluation = training.CheckpointManager(tmp_path, None)
-    with mock.patch.object(Path, moment, interfere):
+    with mock.patch.object(Path, moment, remove_or_replace):
         assert evaluation.latest() == (before if action == "remove" else last)
     assert not left
 
 
-def test_earlier_checkpoints_are_read_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Earlier manifests were written by torch.save, with all that a checkpoint says of itself."""
+def test_checkpoints_of_earlier_releases_are_read_and_the_run_continues(tmp_path: Path) -> None:
+    """Earlier manifests were written by torch.save, together with the extra values."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     run = training.CheckpointManager(tmp_path, None)
     path = run.save(3, model, note="kept").result()
@@ -325,7 +325,7 @@ def test_earlier_checkpoints_are_read_and_the_run_goes_on(tmp_path: Path) -> Non
 
 
 def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> None:
-    """Every save looks at all checkpoints: what it reads of one does not grow with the model."""
+    """Every save lists all checkpoints: the bytes that it reads do not grow with the model."""
     model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(100)])
     optimizer = torch.optim.SGD(model.parameters())
     run = training.CheckpointManager(tmp_path, None, keep=None)
@@ -345,10 +345,10 @@ def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> Non
         run.save(3, model)
         run.save(4, model)
     others = [path for path in opened if path.parent.name in {"step-000000", "step-000001", "step-000002"}]
-    assert len(others) <= 3  # each once, in the life of the process
+    assert len(others) <= 3  # each manifest is read once in a process
 
 
-def test_messages_name_what_is_there_and_what_helps(tmp_path: Path) -> None:
+def test_messages_name_the_problem_and_the_remedy(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     (tmp_path / "runs").mkdir()
     first = training.CheckpointManager(tmp_path / "first", None)
@@ -360,19 +360,21 @@ def test_messages_name_what_is_there_and_what_helps(tmp_path: Path) -> None:
     assert run.resume_or_start(model, resume=str(copied)) == {"step": 7}
 
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    said = error_of(lambda: training.load(tmp_path / "model.pt", None, model))
-    assert said.startswith(f"CheckpointError: {tmp_path}/model.pt is a file, and a checkpoint is a directory")
+    message = error_of(lambda: training.load(tmp_path / "model.pt", None, model))
+    assert message.startswith(
+        f"CheckpointError: {tmp_path}/model.pt is a file, and a checkpoint is a directory"
+    )
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    said = error_of(lambda: training.load(tmp_path / "dcp", None, model))
-    assert said.startswith(
+    message = error_of(lambda: training.load(tmp_path / "dcp", None, model))
+    assert message.startswith(
         f"CheckpointError: {tmp_path}/dcp is a directory of torch.distributed.checkpoint without"
     )
-    said = error_of(lambda: training.save(tmp_path / "pair", None, [model, nn.Linear(1, 1)]))
-    assert "'weight' is the name of two values; save two models as one, nn.ModuleDict(" in said
+    message = error_of(lambda: training.save(tmp_path / "pair", None, [model, nn.Linear(1, 1)]))
+    assert "'weight' is the name of two values; save two models as one, nn.ModuleDict(" in message
 
 
-def test_an_archive_behind_a_link_keeps_its_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_behind_a_symbolic_link_are_not_removed(tmp_path: Path) -> None:
     model, archive = nn.Linear(1, 1), tmp_path / "archive"
     run = training.CheckpointManager(tmp_path / "run", None, keep=1)
     first = run.save(1, model).result()
@@ -384,31 +386,31 @@ def test_an_archive_behind_a_link_keeps_its_checkpoints(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.directory.glob("step-*")) == ["step-000001", "step-000003"]
 
 
-def a_folder_is_seen_late(root: Path) -> list[str]:
-    """Save and load where the second host sees a new name at the fourth look, or never."""
+def save_with_delayed_visibility(root: Path) -> list[str]:
+    """Save and load if rank 1 sees a new name only when it looks for the fourth time, or never."""
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     model, exists, looks = nn.Linear(2, 2), Path.exists, dict[Path, int]()
     for parameter in model.parameters():
         nn.init.ones_(parameter)
-    told = []
+    messages = []
 
-    def see_late(path: Path, **options: Any) -> bool:
+    def exists_late(path: Path, **options: Any) -> bool:
         looks[path] = looks.get(path, 0) + 1
         return looks[path] > 3 and exists(path, **options)
 
-    late = mock.patch.object(Path, "exists", see_late) if mesh.rank() == 1 else nullcontext()
+    late = mock.patch.object(Path, "exists", exists_late) if mesh.rank() == 1 else nullcontext()
     with late:
-        told.append(error_of(lambda: training.save(root / "one", mesh, model)))
-        told.append(error_of(lambda: training.load(root / "one", mesh, model)))
+        messages.append(error_of(lambda: training.save(root / "one", mesh, model)))
+        messages.append(error_of(lambda: training.load(root / "one", mesh, model)))
     never = mock.patch.object(Path, "exists", return_value=False) if mesh.rank() == 1 else nullcontext()
     with never, mock.patch.object(checkpoint_files, "VISIBILITY_TIMEOUT", 0.1):
-        told.append(error_of(lambda: training.save(root / "two", mesh, model)))
+        messages.append(error_of(lambda: training.save(root / "two", mesh, model)))
     mesh.close()
-    return told
+    return messages
 
 
-def test_a_host_may_see_a_new_folder_late(tmp_path: Path) -> None:
-    for saved, loaded, refused in run_ranks(2, a_folder_is_seen_late, tmp_path):
+def test_a_host_may_see_a_new_directory_late(tmp_path: Path) -> None:
+    for saved, loaded, refused in run_ranks(2, save_with_delayed_visibility, tmp_path):
         assert (saved, loaded) == ("", "")
         assert refused.startswith(
             f"CheckpointError: rank 1: {tmp_path}/two is a different directory than on rank 0; "

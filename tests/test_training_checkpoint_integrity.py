@@ -39,7 +39,7 @@ def test_a_run_resumes_from_the_checkpoint_that_was_finished_last(tmp_path: Path
     requeued = training.CheckpointManager(tmp_path, None, keep=3)
     assert requeued.latest() == tmp_path / "step-000850"
     assert requeued.resume_or_start(model)["step"] == 850
-    requeued.save(900, model)  # three are left: what was finished last
+    requeued.save(900, model)  # the three that were finished last are kept
     assert list_files(tmp_path) == ["step-000850", "step-000900", "step-001000"]
 
 
@@ -56,9 +56,9 @@ def test_a_directory_of_another_run_is_rejected_and_kept(tmp_path: Path) -> None
             "or give this run a directory of its own"
         )
     assert list_files(tmp_path) == ["step-000003"]
-    assert second.resume_or_start(model) == {"step": 3}  # what the sentence says
+    assert second.resume_or_start(model) == {"step": 3}  # the remedy of the message
     second.save(4, model)
-    training.save(tmp_path / "mine", None, model)  # by itself, of no run of theirs
+    training.save(tmp_path / "mine", None, model)  # it belongs to no run
     second.save(5, model)
     assert error_of(lambda: second.resume_or_start(model, resume=tmp_path / "mine")) == (
         f"CheckpointError: {tmp_path}/mine has no step to resume from; load it with training.load"
@@ -80,7 +80,7 @@ def test_files_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     assert run.latest() is None
     for step in (3, 4):
         run.save(step, model)
-    # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
+    # An interrupted removal leaves no checkpoint, and does not prevent the next save.
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(5, model)
     assert list_files(tmp_path) == ["step-000003", "step-000004", "step-000005"]
@@ -88,13 +88,13 @@ def test_files_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
         training.load(tmp_path / "step-000003", None, model)
     run.save(3, model)
     assert list_files(tmp_path) == ["step-000003", "step-000005"]
-    # Replaced, and the replacement interrupted: the one before is whole all the while.
+    # If the replacement of a checkpoint is interrupted, the previous one stays complete.
     with INTERRUPTED, pytest.raises(KeyboardInterrupt):
         run.save(5, model)
     assert len(list_files(tmp_path / "step-000005")) == 2
     assert training.load(tmp_path / "step-000005", None, model) == {"step": 5}
     (tmp_path / "step-000005" / "tokenizer.json").touch()
-    for step in (5, 6, 7):  # what somebody put there stays with it, and goes with it
+    for step in (5, 6, 7):  # other files in a checkpoint are kept, and removed with it
         assert (tmp_path / "step-000005" / "tokenizer.json").exists()
         run.save(step, model)
     assert list_files(tmp_path) == ["step-000006", "step-000007"]
@@ -102,7 +102,7 @@ def test_files_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
 
 
 def test_foreign_files_and_renamed_checkpoints_are_not_removed(tmp_path: Path) -> None:
-    """Directories of others, and checkpoints that somebody copied or renamed."""
+    """Directories of other programs, and checkpoints that were copied or renamed."""
     model = nn.Linear(1, 1)
     mine = [tmp_path / name / "notes" for name in ("step-000001/data-mine", "step-000002", "step-mine")]
     for each in mine:
@@ -123,7 +123,7 @@ def test_foreign_files_and_renamed_checkpoints_are_not_removed(tmp_path: Path) -
 
 
 def test_an_unreadable_checkpoint_is_not_removed(tmp_path: Path) -> None:
-    """An I/O error is not the absence of a file, which it is for is_file() of Python 3.14."""
+    """An I/O error does not mean that there is no file, as is_file() of Python 3.14 reports."""
     model = nn.Linear(1, 1)
     run = training.CheckpointManager(tmp_path, None)
     run.save(1, model)
@@ -153,7 +153,7 @@ def test_corrupted_checkpoints_are_rejected_and_an_older_one_is_loaded(tmp_path:
         flipped = contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
         for harm in (contents[:9], flipped, None):
             if harm is None and file.name == "namedmesh.pt":
-                continue  # then it is no checkpoint
+                continue  # a directory without a manifest is not a checkpoint
             file.unlink()
             if harm is not None:
                 file.write_bytes(harm)
@@ -162,19 +162,19 @@ def test_corrupted_checkpoints_are_rejected_and_an_older_one_is_loaded(tmp_path:
                     call(model)
             with pytest.warns(UserWarning, match="skipped"):
                 assert again.resume_or_start(model) == {"step": 1}
-            if harm != flipped or file.name == "namedmesh.pt":  # without reading all of it
+            if harm != flipped or file.name == "namedmesh.pt":  # latest() does not read tensors
                 with pytest.warns(UserWarning, match="skipped"):
                     assert again.latest() == good
             file.write_bytes(contents)
     for each in (good, last):
         (each / "namedmesh.pt").write_bytes(b"")
     with pytest.warns(UserWarning, match="skipped"):
-        message = error_of(lambda: again.resume_or_start(model))  # which does not begin again
+        message = error_of(lambda: again.resume_or_start(model))  # it must not start again silently
     assert message == f"CheckpointError: no checkpoint in {tmp_path} is complete; start in another directory"
 
 
 def test_a_flipped_bit_is_detected_or_does_not_matter(tmp_path: Path) -> None:
-    """Of what a checkpoint has, all but padding and what torch does not read."""
+    """Only padding, and bytes that torch does not read, do not matter."""
     model, optimizer = make_constant_job(1)
     training.save(tmp_path / "one", None, model, optimizer, number=1)
     files = [each for each in (tmp_path / "one").rglob("*") if each.is_file()]
@@ -198,7 +198,7 @@ def test_a_flipped_bit_is_detected_or_does_not_matter(tmp_path: Path) -> None:
 
 
 class RunsCode:
-    """What runs code when it is read."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path(os.environ["HARM"]),)
@@ -238,7 +238,7 @@ WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 def save_until_killed(directory: Path, number: int, at: int) -> bool:
-    """Save in a child that is killed before it does so much to the file system; whether it was."""
+    """Save in a child that is killed before its n-th write; return whether it was killed."""
     child = os.fork()
     if child == 0:
         left = [at]
@@ -271,16 +271,15 @@ def test_a_complete_checkpoint_loads_after_a_kill_at_any_write(tmp_path: Path) -
         assert distinct_values(model, optimizer) == {found}
         number, at = found + 1, at + 1
     assert at > 10
-    assert list_files(tmp_path) == [f"step-{number:06}"]  # nothing is left of all that were killed
+    assert list_files(tmp_path) == [f"step-{number:06}"]  # no file of the killed saves is left
 
 
 def test_all_files_are_synced_before_the_manifest_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All files, the pointer too, and their names are on the disk before it gets its name; then that name is."""
-    events: list[
-        Any
-    ] = []  # files and directories that were synced, by number; of a rename all in the directory
+    """All files and their names are on the disk before the manifest gets its final name."""
+    # The inode of each file or directory that was synced. A rename adds all inodes in the directory.
+    events: list[Any] = []
     fsync, replace = os.fsync, Path.replace
 
     def synced(descriptor: int) -> None:

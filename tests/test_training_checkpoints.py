@@ -1,4 +1,4 @@
-"""What a checkpoint promises: any layout reads it, nothing is lost in silence, and what fails on one rank is results on every rank."""
+"""Saving and loading: every value is restored, and an error is raised on every rank."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_several_optimizers_resume_and_mismatches_are_reported(tmp_path: Path) -
 
 
 class TiedEnds(nn.Module):
-    """The first stage, the last one, or both, of an embedding that is the output, too, unless it is untied."""
+    """The first stage, the last stage, or both, of a model whose embedding is also its output layer."""
 
     def __init__(self, first: bool = True, last: bool = True, *, tied: bool = True) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_a_weight_with_two_names_is_saved_once_and_loads_as_one_or_two(tmp_path:
     assert all(torch.equal(each, optimizer.state[next(one.parameters())]["exp_avg"]) for each in kept)
     assert kept[0].data_ptr() != kept[1].data_ptr()
     training.save(tmp_path / "equal", None, two, other)
-    training.load(tmp_path / "equal", None, one, optimizer)  # two of one value
+    training.load(tmp_path / "equal", None, one, optimizer)  # two equal tensors
     with torch.no_grad():
         head.add_(1)
     training.save(tmp_path / "apart", None, two, other)
@@ -180,7 +180,7 @@ def mismatches_between_ranks_are_reported_by_name(root: Path) -> None:
 
 
 def a_failed_write_is_one_message(root: Path) -> None:
-    """No room on one rank, and a file where a directory has to be."""
+    """No disk space on one rank, and a file instead of a directory."""
     mesh = namedmesh.init_mesh(dp=2)
     model: Any = fully_shard(nn.Linear(300, 300), mesh=mesh["dp"])
     (root / "file").touch()
@@ -198,14 +198,14 @@ def a_failed_write_is_one_message(root: Path) -> None:
 
 
 class OddError(Exception):
-    """What cannot be sent to another rank: it is made from two arguments, and pickled with one."""
+    """An error that cannot be pickled: its constructor takes two arguments, and pickle gives one."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} {two}")
 
 
 class Loader:
-    """What knows its place in the data, which is another one on each data rank."""
+    """A data loader with a position, which differs between data ranks."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -227,7 +227,7 @@ def an_error_on_one_rank_is_raised_on_every_rank(root: Path) -> None:
             message = error_of(partial(call, root / "one", mesh, model, data=Loader(0)))
         assert message == f"CheckpointError: rank 1: OddError: {method} failed"
     run = training.CheckpointManager(root / "run", mesh)
-    assert run.resume_or_start(model, resume=second) == {"step": 0}  # what the first rank says
+    assert run.resume_or_start(model, resume=second) == {"step": 0}  # the argument of rank 0 counts
     with mock.patch.object(State, "copy_to_cpu", side_effect=MemoryError("full") if second else None):
         message = error_of(lambda: training.save(root / "two", mesh, model, async_=True))
         assert message == "CheckpointError: rank 1: MemoryError: full"
@@ -243,7 +243,7 @@ SHAPES_AND_DIMS: dict[str, tuple[tuple[int, ...], int | None]] = {
 
 
 class PlainShards(nn.Module):
-    """The tensors of SHAPES_AND_DIMS, or a rank's shards of them with Megatron's marks, and gradients."""
+    """The tensors of SHAPES_AND_DIMS, or a rank's shards of them with Megatron-LM's attributes."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def an_error_in_the_background_is_raised_on_every_rank(root: Path) -> None:
             training.save(root / "bad", mesh, model, async_=True).exception()
         message = f"CheckpointError: the checkpoint {root}/bad could not be written by rank 1 ("
         assert error_of(call).startswith(message)
-    training.save(root / "next", mesh, model)  # it was results once
+    training.save(root / "next", mesh, model)  # the error was raised once
     assert more.save(1, model).result().name == "step-000001"
     more.save(2, model)
     assert more.latest() == root / "more" / "step-000002"
@@ -305,7 +305,7 @@ def an_error_in_the_background_is_raised_on_every_rank(root: Path) -> None:
 
 
 def the_end_of_a_with_block_waits_for_the_last_save(root: Path) -> None:
-    """What is under way is finished; where it failed, the end of the block says so, but hides no other error."""
+    """The end raises the error of a failed save, unless the block has raised an error."""
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     model = nn.Linear(2, 2)
 
@@ -352,7 +352,7 @@ def later_steps_do_not_change_a_checkpoint_that_is_being_written(root: Path) -> 
 
     with mock.patch.object(dcp.FileSystemWriter, "write_data", write_later):
         written = training.save(root / "last", mesh, net, optimizer, async_=True)
-        assert not written.cancel()  # what is written is not given up
+        assert not written.cancel()  # a save that has started cannot be cancelled
         now = step(net, optimizer)
         changed.set()
         assert written.result() == root / "last"
@@ -379,7 +379,7 @@ def states_are_restored_as_they_were_saved(root: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     mesh.close()
 
-    # tp has another size now, and the states differed along it: they stay as they are.
+    # tp has another size now, and the saved states differ along it: the generators keep theirs.
     mesh = namedmesh.init_mesh(dp=4, tp=1, device="cpu")
     model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
     torch.manual_seed(7)
@@ -390,7 +390,7 @@ def states_are_restored_as_they_were_saved(root: Path) -> None:
 
 
 class DifferentOnEachRank(nn.Module):
-    """A module whose state dict is made afresh each time: a tensor of another size on each rank, and other values."""
+    """A module with buffers of other values, and an extra state of another size, on each rank."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ def values_that_differ_between_ranks_are_restored_on_each_rank(root: Path) -> No
     fully_shard(sharded, mesh=mesh["dp"])
     both = [model, sharded]
     optimizer, fresh = (torch.optim.SGD(sharded.parameters()) for _ in range(2))
-    optimizer.state[next(sharded.parameters())] = {  # for the shard of a rank, of several types and shapes
+    optimizer.state[next(sharded.parameters())] = {  # state of one shard, of several dtypes and shapes
         "scale": torch.full((3,), float(rank)),
         "absmax": torch.tensor([rank, 200], dtype=torch.uint8),
         "factors": {"left": torch.eye(2) * rank},
@@ -438,7 +438,7 @@ def values_that_differ_between_ranks_are_restored_on_each_rank(root: Path) -> No
     kept = "'0.weight:scale', '0.weight:absmax', '0.weight:factors': kept by the optimizer for the shard of one rank"
     assert kept in moved
     training.load(root / "one", mesh, [other, plain])
-    assert [other.average.tolist(), int(other.count)] == [[0.0, 0.0], 0]  # the first
+    assert [other.average.tolist(), int(other.count)] == [[0.0, 0.0], 0]  # the value of rank 0
     mesh.close()
 
 
@@ -448,7 +448,7 @@ def random_states_and_data_loaders_resume(root: Path) -> None:
     training.seed_all(0, mesh)
     then, text = digest(seeds.random_state()), "a text that is written once"
     extra: Any = {"a": 1.5, "texts": [text, text]}
-    if mesh.rank() == 1:  # equal, but not for pickle
+    if mesh.rank() == 1:  # equal, but pickled differently
         extra = {"texts": [text, "".join(list(text))], "a": 1.5}
     training.save(root / "one", mesh, model, data=Loader(10 + mesh.rank()), values=extra)
     training.seed_all(1, mesh)
@@ -463,7 +463,7 @@ def random_states_and_data_loaders_resume(root: Path) -> None:
 
 
 def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
-    """Saved on two stages and on one, gone on with on the other: the losses and norms of one process."""
+    """Saved on one and on two stages, and resumed on the other: losses and norms of one process."""
 
     def job(pp: int, source: Path | None, target: Path | None, count: int) -> list[float]:
         mesh = namedmesh.init_mesh(pp=pp, dp=2 // pp, device="cpu")
@@ -509,7 +509,7 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
 
 
 def a_rank_that_dies_after_finish_leaves_a_complete_checkpoint(root: Path) -> None:
-    """The last broadcast of DCP fails, and the checkpoint is in its place: cleaning up must not remove it."""
+    """The last broadcast of DCP fails after the checkpoint is complete, and must not remove it."""
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     finish = checkpoint_storage.StorageWriter.finish
 
@@ -556,7 +556,7 @@ def export_and_load_pretrained(root: Path) -> None:
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2
     )
-    config.tie_word_embeddings = True  # one tensor under two names: theirs keeps one of them
+    config.tie_word_embeddings = True  # one tensor with two names: save_pretrained keeps one
     torch.manual_seed(0)
     model: Any = fully_shard(LlamaForCausalLM(config), mesh=mesh["dp"])
     training.save(root / "ours", mesh, model)

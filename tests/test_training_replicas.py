@@ -36,8 +36,8 @@ CAUSES = (
 )
 
 
-def trained(mesh: NamedMesh, over: Any, *, seed: int = 0) -> nn.Module:
-    """A model whose ranks see different rows, after a backward, with FSDP2 over some mesh or over none."""
+def make_trained_model(mesh: NamedMesh, over: Any, *, seed: int = 0) -> nn.Module:
+    """Return a model after a backward on different rows of each rank, with FSDP2 over a mesh, if any."""
     model = tiny.model(seed)
     if over is not None:
         fully_shard(model, mesh=over)
@@ -49,15 +49,15 @@ def clip(model: nn.Module, mesh: NamedMesh, **how: Any) -> Tensor:
     return training.clip_grad_norm_(model.parameters(), 1.0, mesh, **how)
 
 
-def wrong_data_axes() -> list[list[str]]:
-    """What the ranks of dp=2, cp=2 are told, on the first call with a mesh each."""
+def collect_errors_of_wrong_data_axes() -> list[list[str]]:
+    """Return the errors on the ranks of dp=2, cp=2, on the first call with each mesh."""
     found = []
     jobs: list[tuple[Callable[[NamedMesh], nn.Module], dict[str, Any]]] = [
-        (lambda mesh: trained(mesh, training.fsdp_mesh(mesh)), {}),
-        (lambda mesh: trained(mesh, mesh["dp"]), {}),
-        (lambda mesh: trained(mesh, None), {}),
-        (lambda mesh: trained(mesh, None), {"check": False}),
-        (lambda mesh: trained(mesh, mesh["dp"], seed=mesh.rank("cp")), {}),
+        (lambda mesh: make_trained_model(mesh, training.fsdp_mesh(mesh)), {}),
+        (lambda mesh: make_trained_model(mesh, mesh["dp"]), {}),
+        (lambda mesh: make_trained_model(mesh, None), {}),
+        (lambda mesh: make_trained_model(mesh, None), {"check": False}),
+        (lambda mesh: make_trained_model(mesh, mesh["dp"], seed=mesh.rank("cp")), {}),
     ]
     for make, how in jobs:
         mesh = namedmesh.init_mesh(dp=2, cp=2)
@@ -74,9 +74,9 @@ def wrong_data_axes() -> list[list[str]]:
     return found
 
 
-def test_gradients_that_nobody_averages_and_weights_of_two_seeds_are_named() -> None:
-    first, *others = run_ranks(4, wrong_data_axes)
-    assert all(told == first for told in others)
+def test_gradients_that_are_not_averaged_and_weights_of_two_seeds_are_reported() -> None:
+    first, *others = run_ranks(4, collect_errors_of_wrong_data_axes)
+    assert all(report == first for report in others)
     right, without_cp, without_fsdp, unchecked, seeds = first
     assert right == unchecked == []
     assert len(without_cp) == len(seeds) == 1
@@ -91,7 +91,7 @@ def test_gradients_that_nobody_averages_and_weights_of_two_seeds_are_named() -> 
     assert seeds[0].startswith("The weights of parameters 0 (32, 16), ")
 
 
-def plain(value: Tensor, grad: Tensor, **marks: Any) -> nn.Parameter:
+def make_plain_param(value: Tensor, grad: Tensor, **marks: Any) -> nn.Parameter:
     param = nn.Parameter(value.clone())
     param.grad = grad.clone()
     for name, mark in marks.items():
@@ -100,13 +100,13 @@ def plain(value: Tensor, grad: Tensor, **marks: Any) -> nn.Parameter:
 
 
 def layouts() -> list[list[str]]:
-    """What may differ on a mesh with experts and two stages, and what must not."""
+    """Return the errors on a mesh with experts and two stages, for values that may or must not differ."""
     mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
     view = mesh.add_view("expert", pp=2, edp=2, ep=2)
     stage, dp, tp = (mesh.rank(axis) for axis in ("pp", "dp", "tp"))
     edp, ep = mesh.rank("edp"), mesh.rank("ep")
 
-    def told(*params: nn.Parameter) -> list[str]:
+    def report(*params: nn.Parameter) -> list[str]:
         # For its first call each, a mesh of the same groups.
         adopted = namedmesh.NamedMesh.from_device_mesh(mesh.device_mesh)
         adopted.adopt_view("expert", view)
@@ -115,7 +115,7 @@ def layouts() -> list[list[str]]:
         return problems
 
     def of(*coords: int) -> Tensor:
-        """Numbers that depend on the stage and on some coordinates."""
+        """Return values that depend on the stage and on some coordinates."""
         seed = stage
         for coord in coords:
             seed = 2 * seed + coord
@@ -127,44 +127,44 @@ def layouts() -> list[list[str]]:
         return param
 
     marked, expert = {"tensor_model_parallel": True}, {"allreduce": False}
-    right = told(
-        plain(of(), of()),
-        plain(of(tp), of(tp), **marked),
-        plain(of(ep), of(ep), **expert),
+    right = report(
+        make_plain_param(of(), of()),
+        make_plain_param(of(tp), of(tp), **marked),
+        make_plain_param(of(ep), of(ep), **expert),
         sharded(of(tp), of(tp), ("tp",), Shard(0)),
         sharded(of(dp, tp), of(dp, tp), ("dp", "tp"), Shard(0), Shard(0)),
         sharded(of(dp), of(dp), ("dp", "tp"), Shard(0), Replicate()),
         sharded(of(ep), of(ep), ("edp", "ep"), Replicate(), Shard(0)),
         sharded(of(edp, ep), of(edp, ep), ("edp", "ep"), Shard(0), Shard(0)),
-        plain(of(), of() * torch.nan),
-        plain(of(), of() * torch.inf),
+        make_plain_param(of(), of() * torch.nan),
+        make_plain_param(of(), of() * torch.inf),
     )
     wrong = [
         right,
-        told(plain(of(), of(tp))),
-        told(plain(of(tp), of(dp, tp), **marked)),
-        told(plain(of(edp, ep), of(ep), **expert)),
-        told(sharded(of(tp), of(dp, tp), ("tp",), Shard(0))),
-        told(sharded(of(dp), of(dp), ("dp", "tp"), Replicate(), Shard(0))),
-        told(sharded(of(edp, ep), of(ep), ("ep",), Shard(0))),
-        # On one stage only, and not a number on one rank only: told to all.
-        told(plain(of(), of(tp if stage else 0))),
-        told(plain(of(), of() / (0 if dp and stage else 1))),
+        report(make_plain_param(of(), of(tp))),
+        report(make_plain_param(of(tp), of(dp, tp), **marked)),
+        report(make_plain_param(of(edp, ep), of(ep), **expert)),
+        report(sharded(of(tp), of(dp, tp), ("tp",), Shard(0))),
+        report(sharded(of(dp), of(dp), ("dp", "tp"), Replicate(), Shard(0))),
+        report(sharded(of(edp, ep), of(ep), ("ep",), Shard(0))),
+        # On one stage only, and NaN on one rank only: all ranks raise.
+        report(make_plain_param(of(), of(tp if stage else 0))),
+        report(make_plain_param(of(), of() / (0 if dp and stage else 1))),
     ]
     mesh.close()
     return wrong
 
 
-def test_what_is_compared_follows_from_placements_and_marks() -> None:
+def test_placements_and_attributes_decide_which_ranks_are_compared() -> None:
     first, *others = run_ranks(8, layouts)
-    assert all(told == first for told in others)
+    assert all(report == first for report in others)
 
-    def short(text: str) -> str:
+    def shorten(text: str) -> str:
         kind, _, rest = text.partition(" of parameters ")
         stage = rest.partition("of stage ")[2][:1]
         return f"{kind.removeprefix('The ')} {stage} {rest.partition('the ranks of ')[2].partition('.')[0]}"
 
-    assert [sorted(map(short, told)) for told in first] == [
+    assert [sorted(map(shorten, report)) for report in first] == [
         [],
         ["gradients 0 tp", "gradients 1 tp"],
         ["gradients 0 dp", "gradients 1 dp"],
@@ -196,18 +196,18 @@ def under_ddp() -> tuple[list[float], str]:
     return [norm.item(), nn.utils.get_total_norm(grads).item()], missing
 
 
-def test_local_shards_under_ddp_are_no_replicas() -> None:
+def test_local_shards_under_ddp_are_not_replicas() -> None:
     for (norm, expected), missing in run_ranks(4, under_ddp):
         assert norm == pytest.approx(expected, rel=1e-9)
         assert missing.startswith("TrainingError: 8 sharded parameters are missing: ")
 
 
-def calls() -> list[bool]:
-    """On which calls with a mesh different gradients are an error; all others read no values."""
+def find_calls_that_compare() -> list[bool]:
+    """Return whether different gradients are an error on each of some find_calls_that_compare with a mesh."""
     mesh = namedmesh.init_mesh(dp=2)
     found = []
     for call in range(1, 10):
-        param = plain(numbers(3, seed=0), numbers(3, seed=mesh.rank("dp")))
+        param = make_plain_param(numbers(3, seed=0), numbers(3, seed=mesh.rank("dp")))
         if call in {1, 2, 4, 8}:
             clipped = partial(training.clip_grad_norm_, param, 1.0, mesh)
             found.append(error_of(clipped) != "")
@@ -222,17 +222,17 @@ def calls() -> list[bool]:
     return found
 
 
-def unsharded(path: str) -> str:
-    """An evaluation between backward and clipping: an error, and the right norm once the weights are sharded again."""
+def clip_while_unsharded(path: str) -> str:
+    """Clip after an evaluation: an error, and the right norm once the weights are sharded again."""
     mesh = namedmesh.init_mesh(dp=2)
-    model = trained(mesh, mesh["dp"])
+    model = make_trained_model(mesh, mesh["dp"])
     expected = clip(model, mesh)
     with torch.no_grad():
         model(tiny.batch(2))
-    told = error_of(lambda: clip(model, mesh))
+    report = error_of(lambda: clip(model, mesh))
     optimizer = torch.optim.SGD(model.parameters())  # of parameters that are replaced
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    assert error_of(lambda: training.clip_grad_norm_(held, 1.0, mesh)) == told
+    optimized = [param for group in optimizer.param_groups for param in group["params"]]
+    assert error_of(lambda: training.clip_grad_norm_(optimized, 1.0, mesh)) == report
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -241,17 +241,17 @@ def unsharded(path: str) -> str:
         partial(training.save, path, mesh, model, optimizer)
     )
     mesh.close()
-    return told
+    return report
 
 
 def on_two_ranks(path: str) -> tuple[list[bool], str]:
-    return calls(), unsharded(path)
+    return find_calls_that_compare(), clip_while_unsharded(path)
 
 
-def test_ranks_compare_on_few_calls_and_name_parameters_that_fsdp_holds_unsharded(tmp_path: Path) -> None:
-    for found, told in run_ranks(2, on_two_ranks, str(tmp_path / "saved")):
+def test_ranks_compare_on_few_calls_and_report_unsharded_parameters(tmp_path: Path) -> None:
+    for found, report in run_ranks(2, on_two_ranks, str(tmp_path / "saved")):
         assert found == [True] * 4
-        assert told == (
+        assert report == (
             "TrainingError: Parameters 0 (32, 16), 1 (32,), 2 (16, 32), 3 (16,), 4 (32, 16), 5 (32,), 6 (16, 32), 7 (16,) are "
             "unsharded by FSDP2, as after a forward without a backward. Their gradients belong to the sharded parameters, and an "
             "optimizer made from these trains nothing. Clip before the next forward, or first call reshard() on every FSDPModule "

@@ -1,4 +1,4 @@
-"""Loading in other layouts: the saved values, or an error that names what cannot be kept."""
+"""Loading in other layouts: the saved values, or an error that names the values that do not fit."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LAYOUTS: dict[int, list[dict[str, int]]] = {
     3: [{"dp": 3}],
     6: [{"dp": 3, "tp": 2}, {"dp_replicate": 2, "dp_shard": 3}, {"pp": 3, "dp": 2}],
 }
-# Sizes that ranks do not divide evenly: their shards have equal lengths at different offsets.
+# Sizes that the ranks do not divide evenly: their shards have equal lengths at different offsets.
 WIDTHS = [(5, 12), (50, 12), (5, 12)]
 
 
-def expected_values() -> dict[str, Tensor]:
-    """What each entry is in one process."""
+def make_expected_values() -> dict[str, Tensor]:
+    """Return the value of each entry in one process."""
     values: dict[str, Tensor] = {}
     for number, (narrow, wide) in enumerate(WIDTHS):
         shapes = {"up.weight": (wide, narrow), "up.bias": (wide,), "down.weight": (narrow, wide)}
@@ -51,8 +51,8 @@ def expected_values() -> dict[str, Tensor]:
     return values
 
 
-def sharded_model(mesh: namedmesh.NamedMesh) -> nn.Sequential:
-    """The layers of this rank's stage, with tensor parallelism over tp and FSDP over dp."""
+def make_sharded_model(mesh: namedmesh.NamedMesh) -> nn.Sequential:
+    """Return the layers of this rank's stage, with tensor parallelism over tp and FSDP over dp."""
     stages = mesh.size("pp") if "pp" in mesh.layout else 1
     stage = mesh.rank("pp") if stages > 1 else 0
     model = nn.Sequential()
@@ -61,7 +61,7 @@ def sharded_model(mesh: namedmesh.NamedMesh) -> nn.Sequential:
         up, down = nn.Linear(narrow, wide), nn.Linear(wide, narrow, bias=False)
         model.add_module(str(number), nn.ModuleDict({"up": up, "down": down}).double())
     for name, parameter in model.named_parameters():
-        parameter.data = expected_values()[name]
+        parameter.data = make_expected_values()[name]
     if "tp" in mesh.layout:
         plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
         parallelize(model, mesh["tp"], plan, strict=False)
@@ -69,8 +69,8 @@ def sharded_model(mesh: namedmesh.NamedMesh) -> nn.Sequential:
     return model
 
 
-def adam_with_state(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer whose moments are the parameters, doubled."""
+def make_adam_with_state(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer whose moments are twice the parameters."""
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         moment = torch.empty_like(parameter)
@@ -80,11 +80,11 @@ def adam_with_state(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def save_and_load_in_layouts(layouts: list[dict[str, int]], root: Path, sources: list[str]) -> None:
-    expected = expected_values()
+    expected = make_expected_values()
     for sizes in layouts:
         mesh = namedmesh.init_mesh(sizes, device="cpu")
-        model = sharded_model(mesh)
-        optimizer = adam_with_state(model)
+        model = make_sharded_model(mesh)
+        optimizer = make_adam_with_state(model)
         name = " ".join(f"{axis}={size}" for axis, size in sizes.items())
         training.save(root / name, mesh, model, optimizer)
         others = random.Random(name).sample(sources, min(2, len(sources)))
@@ -104,7 +104,7 @@ def save_and_load_in_layouts(layouts: list[dict[str, int]], root: Path, sources:
         mesh.close()
 
 
-def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
+def test_any_layout_loads_checkpoints_of_any_other(tmp_path: Path) -> None:
     for ranks, layouts in LAYOUTS.items():
         saved = sorted(path.name for path in tmp_path.iterdir())
         run_ranks(ranks, save_and_load_in_layouts, layouts, tmp_path, saved)
@@ -113,8 +113,8 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
 # --- optimizers ------------------------------------------------------------------------------------------------
 
 
-class Own(torch.optim.SGD):
-    """An optimizer with values besides the state of its parameters."""
+class ExtraStateSGD(torch.optim.SGD):
+    """An optimizer with state that belongs to no parameter."""
 
     scale: Any = None
 
@@ -126,8 +126,8 @@ class Own(torch.optim.SGD):
         super().load_state_dict(state_dict)
 
 
-def with_momentum(model: nn.Module, value: float) -> torch.optim.Optimizer:
-    """An optimizer with momentum of one value, as plain tensors of the parameters' shapes."""
+def make_sgd_with_momentum(model: nn.Module, value: float) -> torch.optim.Optimizer:
+    """Return an optimizer whose momentum is one value, in plain tensors of the parameters' shapes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         momentum = torch.full(parameter.shape, value)
@@ -135,24 +135,24 @@ def with_momentum(model: nn.Module, value: float) -> torch.optim.Optimizer:
     return optimizer
 
 
-def values_in(optimizer: torch.optim.Optimizer, key: str) -> list[float]:
+def list_values(optimizer: torch.optim.Optimizer, key: str) -> list[float]:
     return sorted(
         {number for kept in optimizer.state.values() for number in shard(kept[key]).flatten().tolist()}
     )
 
 
-def test_keys_of_an_optimizer_its_empty_groups_and_any_names_are_kept(tmp_path: Path) -> None:
-    def job() -> tuple[nn.Module, list[Own], list[Any]]:
+def test_optimizer_keys_empty_groups_and_any_names_are_restored(tmp_path: Path) -> None:
+    def job() -> tuple[nn.Module, list[ExtraStateSGD], list[Any]]:
         model = nn.ModuleDict({"a": nn.Linear(2, 2), "a:b%3A": nn.Linear(2, 2)})
         groups: list[dict[str, Any]] = [{"params": model["a"].parameters()}, {"params": []}]
         optimizers = [
-            Own(groups, lr=0.5, momentum=0.9),
-            Own(model["a:b%3A"].parameters(), lr=0.5, momentum=0.9),
+            ExtraStateSGD(groups, lr=0.5, momentum=0.9),
+            ExtraStateSGD(model["a:b%3A"].parameters(), lr=0.5, momentum=0.9),
         ]
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
         return model, optimizers, schedulers
 
-    def train(model: nn.Module, optimizers: list[Own], schedulers: list[Any]) -> None:
+    def train(model: nn.Module, optimizers: list[ExtraStateSGD], schedulers: list[Any]) -> None:
         for parameter in model.parameters():
             parameter.grad = parameter.detach().clone()
         for each in (*optimizers, *schedulers):
@@ -168,7 +168,9 @@ def test_keys_of_an_optimizer_its_empty_groups_and_any_names_are_kept(tmp_path: 
     for optimizer in again:
         for group in optimizer.param_groups:
             del group["initial_lr"]
-    training.load(tmp_path / "one", None, other, again[::-1])  # each has what its parameters' optimizer had
+    training.load(
+        tmp_path / "one", None, other, again[::-1]
+    )  # state follows the parameters, not the position
     for found, expected in zip(again, optimizers, strict=True):
         assert digest(found.state_dict()) == digest(expected.state_dict())
     train(other, again, [torch.optim.lr_scheduler.ExponentialLR(each, 0.5, last_epoch=1) for each in again])
@@ -176,13 +178,13 @@ def test_keys_of_an_optimizer_its_empty_groups_and_any_names_are_kept(tmp_path: 
     assert digest(other.state_dict()) == digest(model.state_dict())
     plain = torch.optim.SGD(model.parameters(), lr=0.5)
     training.save(tmp_path / "without", None, model, plain)
-    both = Own(model.parameters(), lr=0.5)
-    for name in ("one", "without"):  # of two optimizers, and of one that has none
-        said = error_of(partial(training.load, tmp_path / name, None, model, both))
-        assert "optimizer 0: its state in addition to the state of its parameters is not in" in said
+    both = ExtraStateSGD(model.parameters(), lr=0.5)
+    for name in ("one", "without"):  # saved by two optimizers, and by one without extra state
+        message = error_of(partial(training.load, tmp_path / name, None, model, both))
+        assert "optimizer 0: its state in addition to the state of its parameters is not in" in message
 
 
-def what_each_rank_keeps_comes_back_to_it_or_is_rejected(root: Path) -> None:
+def optimizer_state_of_one_rank_is_restored_or_rejected(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, tp=1, device="cpu")
     rank = float(mesh.rank())
     model, sharded = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
@@ -191,12 +193,12 @@ def what_each_rank_keeps_comes_back_to_it_or_is_rejected(root: Path) -> None:
         for parameter in each.parameters():
             shard(parameter.detach()).fill_(1)
     for name, net in (("plain", model), ("sharded", sharded)):
-        training.save(root / name, mesh, net, with_momentum(net, rank))
+        training.save(root / name, mesh, net, make_sgd_with_momentum(net, rank))
         training.load(root / name, mesh, net, optimizer := torch.optim.SGD(net.parameters()))
-        assert values_in(optimizer, "momentum_buffer") == values_in(optimizer, "absmax") == [rank]
+        assert list_values(optimizer, "momentum_buffer") == list_values(optimizer, "absmax") == [rank]
         assert not isinstance(optimizer.state[next(net.parameters())]["momentum_buffer"], DTensor)
-    training.save(root / "equal", mesh, model, with_momentum(model, 5.0))
-    # The same coordinates, but other shards than what is kept was for.
+    training.save(root / "equal", mesh, model, make_sgd_with_momentum(model, 5.0))
+    # The coordinates are equal, but the ranks have other shards than when the state was saved.
     kept = "'0.weight:momentum_buffer', '0.weight:absmax', '0.bias:momentum_buffer', '0.bias:absmax': kept by the optimizer"
     for name, net in (("plain", sharded), ("sharded", model)):
         optimizer = torch.optim.SGD(net.parameters())
@@ -204,24 +206,25 @@ def what_each_rank_keeps_comes_back_to_it_or_is_rejected(root: Path) -> None:
             f"CheckpointError: {kept}"
         )
         training.load(root / name, mesh, net)
-    own = Own(model.parameters(), lr=0.1)
+    own = ExtraStateSGD(model.parameters(), lr=0.1)
     own.scale = rank
     training.save(root / "own", mesh, model, own)
     own.scale = None
     training.load(root / "own", mesh, model, own)
     assert own.scale == rank
-    # What all ranks have is sharded as the parameters.
+    # State that is equal on all ranks is sharded as the parameters.
     training.load(root / "equal", mesh, sharded, optimizer := torch.optim.SGD(sharded.parameters()))
     assert isinstance(optimizer.state[next(sharded.parameters())]["momentum_buffer"], DTensor)
-    assert values_in(optimizer, "momentum_buffer") == [5.0]
-    # Replicas that are said to be one tensor, and are not.
+    assert list_values(optimizer, "momentum_buffer") == [5.0]
+    # A DTensor that claims to be replicated, but differs between ranks.
     optimizer = torch.optim.SGD(model.parameters())
     for parameter in model.parameters():
         replica = DTensor.from_local(torch.full_like(parameter, rank), mesh["dp"], [Replicate()])
         optimizer.state[parameter] = {"momentum_buffer": replica}
-    said = error_of(lambda: training.save(root / "bad", mesh, model, optimizer))
+    message = error_of(lambda: training.save(root / "bad", mesh, model, optimizer))
     assert (
-        "'0.weight:momentum_buffer', '0.bias:momentum_buffer': other values on rank 1 than on rank 0" in said
+        "'0.weight:momentum_buffer', '0.bias:momentum_buffer': other values on rank 1 than on rank 0"
+        in message
     )
     mesh.close()
     mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
@@ -230,7 +233,7 @@ def what_each_rank_keeps_comes_back_to_it_or_is_rejected(root: Path) -> None:
 
 
 class RowsAndNorms(torch.optim.Optimizer):
-    """A moment for each row and column, as Adafactor's, and norms of parameters, as LAMB's."""
+    """An optimizer with a moment for each row and column, as Adafactor, and norms, as LAMB."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -250,7 +253,7 @@ class RowsAndNorms(torch.optim.Optimizer):
             parameter.sub_(parameter.grad / denominator.sqrt() * state["norm"] * 0.1)
 
 
-def state_of_other_shapes_is_resumed_from_in_any_layout(root: Path) -> None:
+def optimizer_state_of_other_shapes_resumes_in_any_layout(root: Path) -> None:
     def job(sharded: bool, source: Path | None, target: Path | None) -> Tensor:
         net = nn.Linear(6, 5, bias=False).double()
         net.weight.data = numbers(5, 6, seed=0)
@@ -281,25 +284,25 @@ def state_of_other_shapes_is_resumed_from_in_any_layout(root: Path) -> None:
         for sharded in (True, False):
             torch.testing.assert_close(job(sharded, root / source, None), expected)
     mesh.close()
-    # Of a plain shard it is not known which of the moments are its.
+    # The attributes of a plain shard do not tell which of the moments belong to it.
     mesh = namedmesh.init_mesh(tp=2, device="cpu")
     net = nn.Linear(6, 5, bias=False).double()
     net.weight = nn.Parameter(numbers(5, 6, seed=0).chunk(2, 1)[mesh.rank()])
     set_tensor_model_parallel_attributes(net.weight, is_parallel=True, dim=1, stride=1)
-    said = error_of(lambda: training.load(root / "plain", mesh, net, RowsAndNorms(net.parameters())))
+    message = error_of(lambda: training.load(root / "plain", mesh, net, RowsAndNorms(net.parameters())))
     assert (
         "'weight:rows', 'weight:kept', 'weight:columns': kept by the optimizer for the shard of one rank"
-        in said
+        in message
     )
     training.load(root / "plain", mesh, net)
     mesh.close()
 
 
-# --- random numbers, and the place in the data -----------------------------------------------------------------
+# --- random states and data loaders -----------------------------------------------------------------
 
 
 class Loader:
-    """What counts the samples of one rank, as torch's samplers."""
+    """A data loader that counts the samples of one rank, as torch's samplers."""
 
     place = 0
 
@@ -310,7 +313,7 @@ class Loader:
         self.place = state["place"]
 
 
-def numbers_and_samples_of_ranks_that_did_not_exist_are_not_repeated(root: Path) -> None:
+def random_values_and_samples_are_not_repeated_on_more_ranks(root: Path) -> None:
     model = nn.Linear(1, 1)
     layouts: dict[str, dict[str, int]] = {
         "one": {"dp": 1, "tp": 2},
@@ -346,18 +349,18 @@ def numbers_and_samples_of_ranks_that_did_not_exist_are_not_repeated(root: Path)
         for key in (*default, "data"):
             assert found[key] == (states[source] if key in kept else fresh)[key], (source, target, key)
         loader = Loader()
-        said = error_of(partial(training.load, root / source, mesh, model, data=loader))
+        message = error_of(partial(training.load, root / source, mesh, model, data=loader))
         if {source, target} in ({"one", "two"}, {"stages", "two"}):
-            assert "'0': no state of the data loader for this rank in" in said
+            assert "'0': no state of the data loader for this rank in" in message
         else:
-            assert (said, loader.place) == ("", 7)
+            assert (message, loader.place) == ("", 7)
         mesh.close()
 
 
-# --- wrappers, and what is left out ----------------------------------------------------------------------------
+# --- wrappers, and partial loads ----------------------------------------------------------------------------
 
 
-def names_are_those_of_the_model_without_wrappers(root: Path) -> None:
+def entry_names_do_not_depend_on_wrappers(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
 
     def net(value: float) -> nn.Sequential:
@@ -396,7 +399,7 @@ def test_a_model_on_meta_is_rejected(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
-def test_parts_of_a_checkpoint_are_loaded_and_the_rest_is_named(tmp_path: Path) -> None:
+def test_partial_loads_report_missing_and_unexpected_names(tmp_path: Path) -> None:
     def net(classes: int, *names: str) -> tuple[Any, torch.optim.Optimizer]:
         model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
         model["head"] = nn.Linear(2, classes)
@@ -416,14 +419,14 @@ def test_parts_of_a_checkpoint_are_loaded_and_the_rest_is_named(tmp_path: Path) 
 
     path = tmp_path / "one"
     training.save(path, None, *net(3, "a", "b"), step=4)
-    # A new layer, and a lost one.
+    # The model has a new layer, and has lost one.
     job = net(3, "a", "c")
     job[0]["c"].weight.data.fill_(8)
     job[1].state[job[0]["c"].weight]["momentum_buffer"].fill_(8)
     loaded = training.load(path, None, *job, strict=False)
     assert (loaded, loaded.missing_keys, loaded.unexpected_keys) == ({"step": 4}, ["c.weight"], ["b.weight"])
     assert values(*job) == {"a": 3, "c": 8, "head": 3, "head.bias": 3}
-    # A head of another size is an error, unless it is left out.
+    # A head of another size is an error, unless it is not selected.
     job = net(5, "a", "b")
     assert problems_of(lambda: training.load(path, None, *job, strict=False)) == [
         f"'head.weight': of shape (5, 2) here, and (3, 2) in the checkpoint {path}",
@@ -434,7 +437,7 @@ def test_parts_of_a_checkpoint_are_loaded_and_the_rest_is_named(tmp_path: Path) 
     assert (loaded.missing_keys, loaded.unexpected_keys) == (["head.weight", "head.bias"], [])
     assert values(*job) == {"a": 3, "b": 3, "head": 5, "head.bias": 5}
     assert job[1].param_groups[0]["lr"] == pytest.approx(0.3)
-    # What is chosen has to be there, and all of it.
+    # All selected names must exist on both sides.
     job = net(5, "a", "c")
     assert problems_of(
         partial(training.load, path, None, job[0], select=lambda name: "head" not in name)
@@ -446,7 +449,7 @@ def test_parts_of_a_checkpoint_are_loaded_and_the_rest_is_named(tmp_path: Path) 
     assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
 
 
-def what_stages_do_not_load_is_named_on_all_of_them(root: Path) -> None:
+def all_stages_report_the_names_that_any_stage_does_not_load(root: Path) -> None:
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     stage = mesh.rank()
     training.save(
@@ -459,7 +462,7 @@ def what_stages_do_not_load_is_named_on_all_of_them(root: Path) -> None:
     mesh.close()
 
 
-def tied_ends_are_one_weight_after_a_conversion_and_in_a_copy(root: Path) -> None:
+def tied_stages_stay_tied_after_a_conversion_and_in_a_copy(root: Path) -> None:
     mesh = namedmesh.init_mesh(pp=2, dp=1, device="cpu")
 
     def stage(sharded: bool) -> nn.ModuleDict:
@@ -480,28 +483,28 @@ def tied_ends_are_one_weight_after_a_conversion_and_in_a_copy(root: Path) -> Non
         training.save(root / name, mesh, model)
         for parameter in model.parameters():
             shard(parameter.detach()).add_(mesh.rank())
-        said = error_of(partial(training.save, root / "apart", mesh, model))
-        assert "'embed.weight': other values on rank 1 than on rank 0" in said
+        message = error_of(partial(training.save, root / "apart", mesh, model))
+        assert "'embed.weight': other values on rank 1 than on rank 0" in message
     mesh.close()
 
 
 # --- all of them, in a world of two ranks ----------------------------------------------------------------------
 
 ON_TWO_RANKS = (
-    what_each_rank_keeps_comes_back_to_it_or_is_rejected,
-    state_of_other_shapes_is_resumed_from_in_any_layout,
-    numbers_and_samples_of_ranks_that_did_not_exist_are_not_repeated,
-    names_are_those_of_the_model_without_wrappers,
-    what_stages_do_not_load_is_named_on_all_of_them,
-    tied_ends_are_one_weight_after_a_conversion_and_in_a_copy,
+    optimizer_state_of_one_rank_is_restored_or_rejected,
+    optimizer_state_of_other_shapes_resumes_in_any_layout,
+    random_values_and_samples_are_not_repeated_on_more_ranks,
+    entry_names_do_not_depend_on_wrappers,
+    all_stages_report_the_names_that_any_stage_does_not_load,
+    tied_stages_stay_tied_after_a_conversion_and_in_a_copy,
 )
 
 
-def in_turn(cases: tuple[Callable[[Path], None], ...], root: Path) -> None:
+def run_in_turn(cases: tuple[Callable[[Path], None], ...], root: Path) -> None:
     for case in cases:
         (root / case.__name__).mkdir(exist_ok=True)
         case(root / case.__name__)
 
 
-def test_what_two_ranks_resume_from(tmp_path: Path) -> None:
-    run_ranks(2, in_turn, ON_TWO_RANKS, tmp_path)
+def test_two_ranks_resume(tmp_path: Path) -> None:
+    run_ranks(2, run_in_turn, ON_TWO_RANKS, tmp_path)

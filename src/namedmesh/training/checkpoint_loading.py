@@ -302,11 +302,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 continue
             saved_classes, options, saved_group = before[:3]
             if class_names[0] not in saved_classes and saved_classes[0] not in class_names:
-                problem = (
-                    f"optimized by {saved_classes[0]} in {self._checkpoint}, and by {class_names[0]} here"
-                )
+                problem = f"optimized by {saved_classes[0]} in {self._checkpoint}, and by"
                 remedy = "create the saved class, or load without the optimizer"
-                self._add_problem(f"model.{name}", f"{problem}; {remedy}")
+                self._add_problem(f"model.{name}", f"{problem} {class_names[0]} here; {remedy}")
             elif options_of_groups.setdefault(group, options) != options:
                 problem = "in one group of the optimizer with parameters that had other options in"
                 self._add_problem(f"model.{name}", f"{problem} {self._checkpoint}; group them as they were")

@@ -67,10 +67,8 @@ def _lock(path: Path) -> int:
         except OSError as error:
             if error.errno not in {errno.EACCES, errno.EAGAIN}:
                 # The file system has no locks, such as Lustre that is mounted without flock.
-                warnings.warn(
-                    f"{path.parent} cannot be locked ({error}); make sure that one job at a time saves there",
-                    stacklevel=2,
-                )
+                problem = f"{path.parent} cannot be locked ({error})"
+                warnings.warn(f"{problem}; make sure that one job at a time saves there", stacklevel=2)
                 return descriptor
             holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
             os.close(descriptor)

@@ -64,9 +64,8 @@ class StorageWriter(dcp.FileSystemWriter):
         # Another host has written some of the files, and this one may see them late.
         written = {result.storage_data.relative_path for result in chain.from_iterable(results)}
         if unseen := [name for name in sorted(written) if not files.wait_until_visible(data / name)]:
-            problem = (
-                f"rank 0 does not see {format_items(unseen, 4)} in {data}, which other ranks have written"
-            )
+            names = format_items(unseen, 4)
+            problem = f"rank 0 does not see {names} in {data}, which other ranks have written"
             raise CheckpointError(f"{problem}; {_REMEDY}")
         self._write_manifest(data)
         # The rename makes the checkpoint complete. Everything that the manifest names has to be on

@@ -410,9 +410,8 @@ class CheckpointManager:
                 if self._ranks.rank == 0:
                     warnings.warn(f"skipped: {error}", stacklevel=2)
         if candidates and not manifest:
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} is complete; start in another directory"
-            )
+            problem = f"no checkpoint in {self.directory} is complete"
+            raise CheckpointError(f"{problem}; start in another directory")
         self._run = manifest.get("run") or ""
         self._run = self._run_on_rank0(self._check_run)
         return dict(manifest.get("extra", {"step": 0}))
