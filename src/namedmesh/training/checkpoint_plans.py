@@ -76,10 +76,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
         problems = []
         first = reports[0]["extra"]
         if different := [rank for rank, report in enumerate(reports) if report["extra"] != first]:
-            names = format_items(self._state.extra)
+            extra_names = format_items(self._state.extra)
             remedy = "give every rank the same, such as a list of the values of all ranks"
             where = f"differ on {format_ranks(different)} from those on rank 0"
-            problems.append(f"the extra values ({names}) {where}; {remedy}")
+            problems.append(f"the extra values ({extra_names}) {where}; {remedy}")
         copies, mismatches = _compare_ranks(all_plans, self._aliases)
         problems += mismatches
         if problems:
