@@ -51,6 +51,8 @@ class Page:
     @property
     def name(self) -> str:
         """The path under ``examples/`` without the suffix, e.g. ``guide/pipeline``."""
+        if self.path.parent == ROOT:
+            return f"../{self.path.stem}"
         return self.path.relative_to(ROOT / "examples").with_suffix("").as_posix()
 
     @property
@@ -81,6 +83,7 @@ def read_pages() -> list[Page]:
 
 
 PAGES = read_pages()
+README = Page(ROOT / "README.md", (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 def find_blocks(language: str, mark: str = "", containing: str = "") -> list[str]:

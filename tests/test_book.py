@@ -24,6 +24,7 @@ import train
 from messages import printed_by
 from pages import (
     PAGES,
+    README,
     ROOT,
     Page,
     all_blocks,
@@ -80,9 +81,9 @@ each_guide_page = pytest.mark.parametrize("page", [pytest.param(page, id=page.na
 
 
 def sessions() -> list[Any]:
-    """The console blocks of all pages: the page, the commands with their output, and a package they need."""
+    """The console blocks of README.md and of all pages: the page, the commands with their output, and a package they need."""
     found = []
-    for page in PAGES:
+    for page in (README, *PAGES):
         for block in page.blocks("console"):
             steps = [step.partition("\n") for step in block.removeprefix("$ ").split("\n$ ")]
             commands = [(command, shown) for command, _, shown in steps]
@@ -113,7 +114,7 @@ def run(words: list[str]) -> str:
 
 def printed(command: str) -> str:
     """What a command of a page prints, on all of its ranks."""
-    words = shlex.split(command)
+    words = shlex.split(command.removeprefix("OMP_NUM_THREADS=1 "))  # set for all tests
     ranks = 1
     if words[0] == "torchrun":
         ranks = int(words[2])
@@ -396,3 +397,9 @@ def test_measured_figures_stand_where_the_measurements_are_and_links_resolve(pag
         if title:
             linked = Page(target, target.read_text(encoding="utf-8"))
             assert title in {anchor(each) for each in linked.titles}, link
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    index = next(page for page in PAGES if page.name == "README")
+    for page in GUIDE:
+        assert f"]({page.name}.md)" in index.text, f"examples/README.md has no link to {page.name}.md"
