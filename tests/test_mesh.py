@@ -569,7 +569,7 @@ def test_explain_describes_a_mesh_a_rank_and_a_group() -> None:
             "  pp: 0 of 1, alone\n"
             "  dp: 2 of 4, with ranks 1, 3, 5, 7\n"
             "  tp: 1 of 2, with ranks 4, 5\n"
-            "  on cpu, with 2 communicators beside the world's: dp (4 ranks), tp (2 ranks)"
+            "  on cpu, with 2 communicators in addition to the default group: dp (4 ranks), tp (2 ranks)"
         )
         assert mesh.explain(rank=0).splitlines()[2] == "  dp: 0 of 4, with ranks 0, 2, 4, 6"
         name = mesh.group("tp").group_name

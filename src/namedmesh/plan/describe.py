@@ -70,10 +70,10 @@ class LayoutPlan:
     Attributes:
         arrangement: the dense and the expert layout, and the legacy API whose groups are listed.
         kinds: the kinds of groups, in the order in which they are created.
-        asked: the number of groups that a rank requests, without the default group.
-        held: the number of communicators that a rank holds if groups over the same ranks are
+        groups_per_rank: the number of groups that a rank requests, without the default group.
+        communicators_per_rank: the number of communicators that a rank holds if groups over the same ranks are
             shared, without the default group.
-        in_world: the number of groups of all ranks together.
+        groups_in_world: the number of groups of all ranks together.
         gpus_per_node: the number of consecutive ranks of a node, if known.
         across_nodes: by axis, the number of its groups that have ranks on several nodes.
         warnings: likely mistakes, and sizes that the legacy API changes.
@@ -81,9 +81,9 @@ class LayoutPlan:
 
     arrangement: JobLayout
     kinds: tuple[Kind, ...]
-    asked: int
-    held: int
-    in_world: int
+    groups_per_rank: int
+    communicators_per_rank: int
+    groups_in_world: int
     gpus_per_node: int | None
     across_nodes: dict[str, int]
     warnings: tuple[str, ...]
@@ -104,9 +104,9 @@ class LayoutPlan:
             # enough.
             if kind.communicator == "its own":
                 lines.append(_format_kind(kind))
-        asks = f"A rank asks for {format_count(self.asked, 'group')} beside the world's"
-        holds = f"holds {format_count(self.held, 'communicator')} if groups over the same ranks are shared"
-        lines += ["", f"{asks}, and {holds}; the world has {format_count(self.in_world, 'group')}."]
+        asks = f"A rank asks for {format_count(self.groups_per_rank, 'group')} in addition to the default group"
+        holds = f"holds {format_count(self.communicators_per_rank, 'communicator')} if groups over the same ranks are shared"
+        lines += ["", f"{asks}, and {holds}; the world has {format_count(self.groups_in_world, 'group')}."]
         if self.gpus_per_node:
             crossing = [f"{count} of {axis}" for axis, count in self.across_nodes.items() if count]
             text = ", ".join(crossing) or "none"

@@ -61,7 +61,7 @@ class Partition(NamedTuple):
         return not self.reasons
 
     @property
-    def words(self) -> str:
+    def specification(self) -> str:
         """The sizes above 1, as a layout specification."""
         sizes = [f"{axis}={size}" for axis, size in self.axes._asdict().items() if size > 1]
         return ",".join(sizes) or "dp=1"
@@ -115,7 +115,7 @@ def list_partitions(
         LayoutError: for all wrong arguments, and all contradictions in the job.
 
     Example:
-        >>> [partition.words for partition in list_partitions(2)]
+        >>> [partition.specification for partition in list_partitions(2)]
         ['dp=2', 'pp=2', 'cp=2', 'tp=2']
     """
     job = job or Job()
@@ -348,7 +348,7 @@ def explain(first: Partition, second: Partition) -> str:
     slower_memory = _memory_in_gigabytes(slower)
     faster_step = sum(faster.seconds.values())
     slower_step = sum(slower.seconds.values())
-    comparison = f"{faster.words} ({faster.policies}) is faster than {slower.words} ({slower.policies})"
+    comparison = f"{faster.specification} ({faster.policies}) is faster than {slower.specification} ({slower.policies})"
     saved = 1 - faster_step / slower_step
     lines = [f"{comparison}: {faster_step:.3g} s a step against {slower_step:.3g} s, {saved:.1%} less"]
     lines += _list_differences(faster.seconds, slower.seconds, "s")
@@ -358,7 +358,7 @@ def explain(first: Partition, second: Partition) -> str:
     lines += _list_differences(faster_memory, slower_memory, "GB")
     for partition in (faster, slower):
         if partition.reasons:
-            lines.append(f"{partition.words} is ruled out: {partition.reasons[0]}")
+            lines.append(f"{partition.specification} is ruled out: {partition.reasons[0]}")
     return "\n".join(lines)
 
 
@@ -367,7 +367,7 @@ def _memory_in_gigabytes(partition: Partition) -> dict[str, float]:
     if partition.memory is None:
         missing = f"the seconds of a step need {', '.join(partition.job.missing)}"
         reason = "; ".join(partition.reasons) or missing
-        raise LayoutError(f"{partition.words} has no step to explain: {reason}")
+        raise LayoutError(f"{partition.specification} has no step to explain: {reason}")
     return {part: size / 1e9 for part, size in partition.memory._asdict().items()}
 
 

@@ -76,10 +76,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
         problems = []
         first = reports[0]["extra"]
         if different := [rank for rank, report in enumerate(reports) if report["extra"] != first]:
-            extra_names = format_items(self._state.extra)
+            extra = format_items(self._state.extra)
             remedy = "give every rank the same, such as a list of the values of all ranks"
             where = f"differ on {format_ranks(different)} from those on rank 0"
-            problems.append(f"the extra values ({extra_names}) {where}; {remedy}")
+            problems.append(f"the extra values ({extra}) {where}; {remedy}")
         copies, mismatches = _compare_ranks(all_plans, self._aliases)
         problems += mismatches
         if problems:
@@ -93,9 +93,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
             options |= report["options"]
             local |= report["local"]
         # The writer has the manifest on rank 0, where this runs, and writes it at the end.
-        names: dict[str, Any] = {"local": sorted(local), "aliases": self._aliases, "copies": copies}
-        values: dict[str, Any] = {"options": options, "extra": self._state.extra}
-        self._writer.manifest |= values | names
+        about_names = {"local": sorted(local), "aliases": self._aliases, "copies": copies}
+        self._writer.manifest |= {"options": options, "extra": self._state.extra} | about_names
         return plans, metadata
 
     def lookup_object(self, index: Any) -> Any:
