@@ -23,7 +23,7 @@ try:
     namedmesh.init_mesh(dp=2, tp=-1, timeout=timedelta(seconds=1))
 except namedmesh.AgreementError as error:
     if rank in {0, 3}:
-        print(f"rank {rank} is told: {error}")
+        print(f"rank {rank} gets: {error}")
 if rank != 3:
     dist.barrier()
 
