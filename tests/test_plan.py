@@ -61,7 +61,11 @@ def test_kinds_groups_and_communicators_by_brute_force(plan: LayoutPlan) -> None
             served = "none, one rank" if len(own) == 1 else "the world's"
         assert kind.communicator == served
     held.discard((tuple(plan.layout.ranks), 0))
-    assert (plan.groups_per_rank, plan.communicators_per_rank, plan.groups_in_world) == (asked, len(held), in_world)
+    assert (plan.groups_per_rank, plan.communicators_per_rank, plan.groups_in_world) == (
+        asked,
+        len(held),
+        in_world,
+    )
 
 
 @given(plans(), st.data())

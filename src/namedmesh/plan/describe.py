@@ -104,7 +104,9 @@ class LayoutPlan:
             # enough.
             if kind.communicator == "its own":
                 lines.append(_format_kind(kind))
-        asks = f"A rank asks for {format_count(self.groups_per_rank, 'group')} in addition to the default group"
+        asks = (
+            f"A rank asks for {format_count(self.groups_per_rank, 'group')} in addition to the default group"
+        )
         holds = f"holds {format_count(self.communicators_per_rank, 'communicator')} if groups over the same ranks are shared"
         lines += ["", f"{asks}, and {holds}; the world has {format_count(self.groups_in_world, 'group')}."]
         if self.gpus_per_node:
