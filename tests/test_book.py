@@ -220,7 +220,7 @@ def find_call(name: str) -> Any:
     raise AssertionError(f"no public name {name}")
 
 
-@each_guide_page
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in (README, *GUIDE)])
 def test_every_python_block_has_a_mark_that_makes_a_test_of_it(page: Page) -> None:
     console = "\n".join(page.blocks("console"))
     for block in all_blocks(page.text):
@@ -317,11 +317,13 @@ def test_commands_that_are_not_shown_with_their_output_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for block in find_blocks("bash", containing="--nnodes 2"):
-        if "examples/train.py" in block:
-            words = block.split()
-            options = words[words.index("examples/train.py") + 1 :]
-            assert Layout(dp=-1, tp=train.parse(options).tp, world_size=16)["dp"] == 2
+    for block in find_blocks("bash", containing="examples/train.py"):
+        for line in block.splitlines():
+            if "examples/train.py" in line:
+                words = line.split()
+                options = words[words.index("examples/train.py") + 1 :]
+                assert Layout(dp=-1, tp=train.parse(options).tp, world_size=16)["dp"] == 2
+    assert find_blocks("bash", containing="--nnodes 2")
     layers = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     widths = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
     config = {"model_type": "llama", **layers, **widths}
@@ -399,7 +401,11 @@ def test_measured_figures_stand_where_the_measurements_are_and_links_resolve(pag
             assert title in {anchor(each) for each in linked.titles}, link
 
 
-def test_every_page_is_linked_from_the_index() -> None:
+def test_the_index_is_four_tables_with_every_page_and_script() -> None:
     index = next(page for page in PAGES if page.name == "README")
-    for page in GUIDE:
-        assert f"]({page.name}.md)" in index.text, f"examples/README.md has no link to {page.name}.md"
+    assert len(index.titles) == 1 + index.text.count("|---|") == 1 + 4
+    assert len(index.text.splitlines()) <= 70
+    names = [f"{page.name}.md" for page in GUIDE]
+    names += [path.name for path in (ROOT / "examples").glob("*.py")]
+    for name in names:
+        assert f"]({name})" in index.text, f"examples/README.md has no link to {name}"

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import namedmesh
 from namedmesh import NamedMesh
+from namedmesh.tested_releases import TESTED_RELEASES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -54,13 +55,58 @@ def test_the_shown_training_is_the_real_one(tmp_path: Path) -> None:
     assert going_on.replace("checkpoints", str(tmp_path)) in told
 
 
-def test_it_is_short_and_has_two_commands_that_are_marked() -> None:
+SECTIONS = [
+    "What it does",
+    "Install",
+    "Quickstart",
+    "Core concepts",
+    "Features",
+    "Your existing code",
+    "Two commands",
+    "When to use something else",
+    "Compatibility and limits",
+    "The guide",
+]
+
+
+def find_section(title: str) -> str:
+    """Return the text of a section of the README."""
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_it_is_short_and_its_sections_are_in_order() -> None:
     assert len(README.splitlines()) <= 150
-    assert len([line for line in blocks(README, "python")[0].splitlines() if line.strip()]) <= 15
+    assert re.findall(r"^## (.+)$", README, flags=re.MULTILINE) == SECTIONS
+    assert len(re.findall(r"^- ", find_section("What it does"), flags=re.MULTILINE)) == 5
+    (example,) = blocks(README, "python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15
+
+
+def test_it_has_two_commands_that_are_marked() -> None:
     for name in ("train", "test"):
         (command,) = blocks(README, "bash", f"command: {name}")
         assert command.count("\n") == 1
+        assert command in find_section("Two commands")
     assert len(blocks(README, "bash")) == 3
+
+
+def test_the_tested_releases_are_the_real_ones() -> None:
+    table = find_section("Compatibility and limits")
+    torch_releases = TESTED_RELEASES["torch"]
+    assert f"| torch | {torch_releases.oldest} to {torch_releases.newest} |" in table
+    upstream = [str(releases) for name, releases in TESTED_RELEASES.items() if name != "torch"]
+    assert f"| upstream | {', '.join(upstream)} |" in table
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    assert f"| {pythons[0]} to {pythons[-1]} |" in table
+    assert f"Python {pythons[0]} or newer, {torch_releases}, " in find_section("Install")
+
+
+def test_every_feature_and_every_kind_of_existing_code_has_a_page() -> None:
+    for title, folders in (("Features", "guide"), ("Your existing code", "migrate|integrations")):
+        rows = [row for row in find_section(title).splitlines() if row.startswith("|")][2:]
+        for row in rows:
+            assert re.search(rf"\]\(examples/({folders})/\w+\.md", row), row
 
 
 # --- what the README and the pages say of other libraries ------------------------------------------------------
