@@ -1,4 +1,4 @@
-"""The internal interface of a mesh: functions for the other modules of namedmesh, not for users.
+"""The internal interface of a mesh, for the other modules of namedmesh.
 
 The compatibility layers and the checkpoints need more of a mesh than its public interface. They get
 it from these functions, so that a mesh shows its users nothing else.

@@ -1,4 +1,4 @@
-"""The accessors of a mesh: sub-meshes, groups, ranks and neighbors by name. None of them communicates."""
+"""The accessors of a mesh: sub-meshes, groups and ranks by name, without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the mesh argument of a function: a NamedMesh, or the torch mesh of one of its axes."""
+"""Check the mesh argument of a function: a NamedMesh, or one of its axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from namedmesh.errors import CheckpointError, MeshError
 from namedmesh.mesh import NamedMesh
 
 AxisMesh: TypeAlias = NamedMesh | DeviceMesh
-"""A NamedMesh, from which a function takes its usual axis, or a torch mesh of one axis with any name."""
+"""A NamedMesh, whose usual axis is used, or a torch mesh of one axis."""
 
 
 def one_axis(mesh: object, axis: str, call: str) -> DeviceMesh:

@@ -16,7 +16,7 @@ USUAL_AXES = (*DENSE_AXES, *EXPERT_AXES)
 """Every axis whose role is known."""
 
 DATA_PARTS = ("dp_replicate", "dp_shard")
-"""The two axes into which HSDP splits ``dp``: replicas of the model, and the shards of a replica."""
+"""The two axes into which HSDP splits ``dp``: replicas, and the shards of a replica."""
 
 DATA_AXES = ("dp", *DATA_PARTS)
 """Ranks along these axes have different samples."""
@@ -51,10 +51,10 @@ EXPERT_SHARDING_AXES = ("pp", *EXPERT_MODEL_AXES)
 """Ranks along these axes have different shards of one replica of the experts."""
 
 LAYER_AXES = ("tp", *EXPERT_MODEL_AXES)
-"""Ranks along these axes exchange activations within every layer, so they need the fastest links."""
+"""Axes that exchange activations within every layer, and need the fastest links."""
 
 DENSE_COUNTERPARTS = {"etp": "tp", "edp": "dp"}
-"""The axes of the experts that replace an axis of the dense layout, and the axis they replace."""
+"""The axes of the experts, each with the axis of the dense layout that it replaces."""
 
 LEGACY_AXES = {"dp_replicate": "dp", "dp_shard": "dp", "sp": "cp"}
 """Axes that legacy APIs know under a coarser name, and this name. ``sp`` is DeepSpeed's."""

@@ -1,4 +1,4 @@
-"""``namedmesh doctor``: check every group of a layout with a collective, and measure each axis.
+"""``namedmesh doctor``: check every group of a layout, and measure each axis.
 
 It runs under torchrun, on the ranks of a real job. Rank 0 prints the measurements of all ranks. A
 problem is printed by every rank, whose exit status is then 1. torch is imported when the command

@@ -1,4 +1,4 @@
-"""Create the default process group from the environment, and select the device of this process."""
+"""Create the default process group from the environment, and select the device."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Layout:
     rank_offset: int
     """The first rank of the layout."""
     strides: tuple[int, ...]
-    """The difference between the ranks of neighbors along each axis, in the order of :attr:`axes`."""
+    """The distance between neighboring ranks along each axis, in the order of :attr:`axes`."""
     world_size: int
     """The number of ranks of the layout."""
 

@@ -1,4 +1,4 @@
-"""``NamedMesh``: a layout with live process groups. Sub-meshes, groups and ranks are found by name."""
+"""``NamedMesh``: a layout with live process groups, found by name."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ class NamedMesh(MeshAccessors):
         return explain_mesh(self)
 
     def __enter__(self) -> NamedMesh:
-        """Select the mesh for :func:`current_mesh` and the compatibility layers, until the block ends."""
+        """Select the mesh for :func:`current_mesh` and the compatibility layers."""
         self._check_open()
         current.select(self)
         return self
@@ -352,7 +352,7 @@ class NamedMesh(MeshAccessors):
         self._cache_answers()
 
     def _find_name_of(self, names: tuple[str, ...]) -> str | None:
-        """Return the axis or flattened axis that consists of the given ones; None if there is none."""
+        """Return the axis or flattened axis that consists of the given ones, or None."""
         axes = set(self._views.expand(names))
         for name in (*self._axes, *self._views.flattened_axes):
             if axes == set(self._views.expand((name,))):
@@ -361,7 +361,7 @@ class NamedMesh(MeshAccessors):
 
 
 def current_mesh() -> NamedMesh:
-    """Return the current mesh of the process: the innermost ``with mesh:``, or the only open mesh.
+    """Return the mesh of the innermost ``with mesh:``, or else the only open mesh.
 
     It is the same in every thread.
 

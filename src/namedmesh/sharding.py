@@ -83,7 +83,7 @@ class PlainShard(NamedTuple):
     mesh: DeviceMesh
     dim: int
     num_blocks: int
-    """The number of fused blocks along the dim, each of which is sharded (``partition_stride``)."""
+    """The number of fused blocks along the dim, each sharded (``partition_stride``)."""
 
 
 def has_partition_dim(param: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Under which conditions code runs: compilation, dispatch modes, backward passes, CUDA graphs."""
+"""How code runs now: compiled, under a dispatch mode, in a backward or a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes of torch: flattened and concatenated meshes, and the groups that meshes keep alive."""
+"""torch's meshes: flattened and concatenated ones, and the groups they keep alive."""
 
 from __future__ import annotations
 

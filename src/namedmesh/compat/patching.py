@@ -23,7 +23,7 @@ UPSTREAM = {
     "fairscale": "fairscale.nn.model_parallel.initialize",
     "ezpz": "",
 }
-"""The compatibility layers that can be installed, and the upstream module that each of them patches.
+"""The compatibility layers that can be installed, with the upstream module of each.
 
 ezpz is not published with this interface, so our fallback is always used.
 """

@@ -13,7 +13,7 @@ from namedmesh.axes import EXPERT_AXES
 from namedmesh.legacy import LEGACY_APIS, GroupSpec
 
 Arguments: TypeAlias = Sequence[tuple[str, str]]
-"""The arguments of a call: the keyword, ``*``, ``**`` or nothing, and the source of the value."""
+"""The arguments of a call: the keyword, ``*``, ``**`` or nothing, and the source text."""
 
 _EXPERT_VIEW = (
     'mesh.add_view("expert", pp=mesh.size("pp"), edp=-1, '

@@ -16,7 +16,7 @@ from namedmesh.plan.stages import (
 )
 
 REDUCED_BYTES = 4
-"""Bytes of a gradient that is accumulated or reduced: float32 in torchtitan and in Megatron."""
+"""Bytes of an accumulated or reduced gradient: float32 in torchtitan and in Megatron."""
 
 # Bytes of Adam's state: the weight and two moments in float32 (Rajbhandari et al., ZeRO, SC 2020,
 # section 3.1).

@@ -16,7 +16,7 @@ from namedmesh.plan.step import estimate_step
 from namedmesh.sizes import shared_heads
 
 MARGIN = 0.08
-"""The fraction of a GPU's memory that stays free by default, for CUDA, NCCL and other overhead."""
+"""The fraction of memory that stays free by default, for CUDA, NCCL and other overhead."""
 
 # The policies that a user would try by hand. A later stage, or later checkpointing, takes longer and
 # needs less memory.

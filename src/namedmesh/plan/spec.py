@@ -15,7 +15,7 @@ from namedmesh.layout import Layout
 from namedmesh.legacy import LEGACY_APIS, NAMEDMESH_API, JobLayout, compute_layouts
 
 EXIT_MISMATCH = 3
-"""Exit status if layouts or results differ, or nothing fits; 1 is a wrong layout, 2 a flag."""
+"""Exit status if layouts differ or nothing fits; 1 is a wrong layout, 2 a wrong flag."""
 
 
 def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:

@@ -72,7 +72,7 @@ def split_linear(model: nn.Module, name: str, sizes: Sequence[int]) -> None:
 
 
 def _make_linears(fused: nn.Linear, sizes: Sequence[int]) -> ConcatLinear:
-    """Return linears with the rows of a fused linear, and with the attributes of its parameters."""
+    """Return linears with the rows of a fused linear and the attributes of its parameters."""
     # On the meta device, because the values of the fused linear replace the initial values.
     linears = ConcatLinear()
     for size in sizes:

@@ -19,7 +19,7 @@ from namedmesh.tensor_parallel.modules import LocalParameters
 from namedmesh.tensor_parallel.styles import RowwiseParallel
 
 GROUPS_ATTRIBUTE = "num_key_value_groups"
-"""The attribute of transformers' attention modules: the number of query heads for each kv head."""
+"""transformers' attribute for the number of query heads for each kv head."""
 
 
 class RowwiseEmbedding(RowwiseParallel):

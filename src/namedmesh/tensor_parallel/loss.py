@@ -270,4 +270,4 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 rows_cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply
-"""The cross entropy of each row of logits. ``counts`` is a mask of the rows that count, or None."""
+"""The cross entropy of each row of logits, or of those that ``counts`` selects."""

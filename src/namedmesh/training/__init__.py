@@ -1,4 +1,4 @@
-"""Tools for the training loop, each usable by itself: small functions over torch and a mesh."""
+"""Tools for the training loop: small functions over torch and a mesh."""
 
 from namedmesh.training.checkpoints import CheckpointManager, load, save
 from namedmesh.training.clipping import clip_grad_norm_

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: its manifest, its checksums, and the checkpoints in a directory.
+"""The files of a checkpoint, their checksums, and the checkpoints in a directory.
 
 A checkpoint is a directory. Its tensors are in a data directory with a random name, which the
 manifest ``namedmesh.pt`` names. The manifest is replaced last, in one step, so a checkpoint is
@@ -26,13 +26,13 @@ import torch
 from namedmesh.errors import CheckpointError, format_items
 
 MANIFEST_NAME = "namedmesh.pt"
-"""The manifest. It names the data directory, and has everything that finds and orders checkpoints.
+"""The manifest: it names the data directory, and orders the checkpoints.
 Every save reads the manifests of all checkpoints in a directory, so they are small: a checksum and
 JSON. Earlier releases wrote a file of this name with ``torch.save``, which had the values, too."""
 VALUES_NAME = "values.pt"
-"""The rest of a manifest, such as extra values and options of optimizers, in the data directory."""
+"""The large values of a manifest, such as extra values, in the data directory."""
 VISIBILITY_TIMEOUT = 20.0
-"""Seconds after which a host of a network file system sees a file that another host has made."""
+"""Seconds until a host of a network file system sees a file of another host."""
 
 
 class CorruptedError(CheckpointError):
@@ -167,7 +167,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, with the values that are stored in the data directory.
+    """Return the manifest of a checkpoint, with the values from the data directory.
 
     Raises:
         MissingError: there is no complete checkpoint at ``path``.
@@ -238,8 +238,10 @@ class CheckpointEntry(NamedTuple):
 
 
 _entries: dict[Path, tuple[tuple[int, ...], CheckpointEntry]] = {}
-"""The entries that were read, with the status of the manifest file at that time. A save lists all
-checkpoints of a directory several times."""
+"""The entries that were read, each with the status of its manifest file at that time.
+
+A save lists all checkpoints of a directory several times.
+"""
 
 
 def _read_entry(path: Path) -> CheckpointEntry:

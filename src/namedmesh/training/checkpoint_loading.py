@@ -1,4 +1,4 @@
-"""DCP's load planner, which finds the entries for the current layout, and checks them first."""
+"""DCP's load planner, which finds and checks the entries for the current layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MISSING = {
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP's load planner, which checks all ranks before it reads, and reads into separate memory.
+    """DCP's load planner, which checks all ranks first, and reads into separate memory.
 
     Args:
         state: this rank's collected state.

@@ -17,7 +17,7 @@ _NAME = ".namedmesh.lock"
 
 
 class Lock:
-    """A lock on a directory, which this process has until nothing refers to the object any more.
+    """A lock on a directory, which ends when nothing refers to the object any more.
 
     The operating system keeps the lock (``fcntl.lockf``, also on NFS and Lustre), and releases it
     when the process ends. The lock file of a process that was killed is therefore stale, and the

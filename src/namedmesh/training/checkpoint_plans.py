@@ -28,7 +28,7 @@ _REMEDY = (
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's save planner, which also compares replicas and saves values that differ for each rank.
+    """DCP's save planner, which compares replicas and saves values that differ by rank.
 
     Parameters and all DTensors must be equal on all ranks that have the same shard. If other values
     differ (buffers, random states, data loaders, plain tensors of optimizers), the checkpoint has
@@ -150,7 +150,7 @@ def _summarize(state: State, name: str) -> Summary:
 
 
 def merge_aliases(names_by_rank: Iterable[Names]) -> dict[str, str]:
-    """Return the further names of parameters on all ranks, and the names that they are saved under.
+    """Return the other names of parameters on all ranks, with the names they are saved under.
 
     Args:
         names_by_rank: the names of each rank: parameters with several names there, and parameters

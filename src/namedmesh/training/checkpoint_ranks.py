@@ -1,4 +1,4 @@
-"""The ranks that save or load a checkpoint together: they call functions, and raise one error."""
+"""The ranks that save or load a checkpoint together, and raise one error."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
-    """Return one error for the errors of all ranks, with a message for each cause and its ranks.
+    """Return one error for those of all ranks, with the ranks of each cause.
 
     Args:
         error: the error of DCP, which has the errors of all ranks, or an error of this rank.

@@ -34,19 +34,24 @@ Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
 Options = dict[str, tuple[list[str], dict[str, Any], int, list[dict[str, Any]]]]
-"""For each optimized parameter: the classes of its optimizer, the options of its group, the number
-of its group, and the options of all groups of the optimizer, including those without parameters."""
+"""How each parameter is optimized.
+
+The classes of its optimizer, the options and the number of its group, and the options of all groups
+of the optimizer, including groups without parameters.
+"""
 
 GROUPS = 10**6
-"""The group at a position of an optimizer has the number ``GROUPS * optimizer + position``."""
+"""A parameter group has the number ``GROUPS * optimizer + position``."""
 
 Names: TypeAlias = tuple[dict[str, str], dict[tuple[str, str], str]]
-"""The further names of parameters of a rank, and the names that they are saved under; and the names
-of parameters that tie_stages() has tied, by the tie and its end."""
+"""The names under which aliases are saved, and the names of tied parameters.
+
+The latter are those that ``tie_stages()`` has tied, by the tie and its end.
+"""
 
 
 class State:
-    """The model, optimizers, data loaders and random states of this rank, as entries with names.
+    """The model, optimizers, data loaders and RNG states of this rank, by name.
 
     Args:
         mesh: the mesh; None in a process without process groups.

@@ -22,7 +22,7 @@ _REMEDY = "give a path on a file system that all hosts share, such as NFS or Lus
 
 
 class StorageWriter(dcp.FileSystemWriter):
-    """DCP's writer, into a new data directory that the manifest names once all ranks have written.
+    """DCP's writer, into a data directory that the manifest names once it is complete.
 
     Args:
         target: the directory of the checkpoint.
@@ -100,7 +100,7 @@ _ALLOWED |= {("pathlib._local", "PosixPath"), ("torch.distributed.checkpoint.fil
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the pickled ``.metadata`` of DCP, and rejects everything that could run other code."""
+    """Reads the pickled ``.metadata`` of DCP, and rejects what could run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_allowed = (module, name) in _ALLOWED

@@ -45,7 +45,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Clip gradients by the norm over the full model, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Clip gradients by the norm over the full model; see torch's ``clip_grad_norm_``.
 
     Every element of the model's gradient counts once, whatever mesh its parameter is on:
 
@@ -120,7 +120,7 @@ def clip_grad_norm_(
 def _group_local_grads(
     params: Sequence[Any], grads: Sequence[Tensor | None], mesh: NamedMesh
 ) -> dict[ShardGroups, list[Tensor]]:
-    """Return the local gradients that this rank counts, by the groups that shard their parameters.
+    """Return the gradients that this rank counts, by the groups that shard them.
 
     The keys depend on the parameters only. So a rank without gradients, for example because its
     experts got no tokens, takes part in the same collectives as the other ranks.

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank of ``cp`` has a shard of every sequence, and attends to all of it."""
+"""Context parallelism: each rank of ``cp`` has a shard of every sequence."""
 
 from __future__ import annotations
 

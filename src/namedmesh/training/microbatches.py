@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches along dim 0, and check that inputs and outputs have this dim."""
+"""Split a batch into micro-batches along dim 0, and check inputs and outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BuiltSchedule:
 
 @dataclass
 class PipelineBatch:
-    """The inputs of one call of ``step`` or ``eval``, and the problems that are found on the way.
+    """The inputs of one call of ``step`` or ``eval``, and the problems found in them.
 
     Attributes:
         args: positional arguments, whose tensors have the batch dim.
@@ -128,7 +128,7 @@ def select_rows(rows: slice | Tensor, value: Any) -> Any:
 
 
 def repeat_rows(value: Any) -> Any:
-    """Return a tensor concatenated with itself along dim 0; other values and scalars unchanged."""
+    """Return a tensor concatenated with itself along dim 0, and any other value as it is."""
     if isinstance(value, Tensor) and value.ndim:
         return torch.cat([value, value])
     return value

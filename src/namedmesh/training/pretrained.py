@@ -69,7 +69,7 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
 
 
 def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Raise CheckpointError if ``from_pretrained`` would not read the weights of the checkpoint."""
+    """Raise CheckpointError if ``from_pretrained`` would read other weights."""
     problems = []
     if adapters := [name for name in names if _is_of_adapter(name)]:
         problems.append(
@@ -96,7 +96,7 @@ def _is_of_adapter(name: str) -> bool:
 
 
 class PretrainedReader(dcp.HuggingFaceStorageReader):
-    """DCP's reader of a Hugging Face directory, with metadata that rank 0 has read for all ranks.
+    """DCP's reader of a Hugging Face directory, whose metadata rank 0 has read for all.
 
     Args:
         path: the directory.

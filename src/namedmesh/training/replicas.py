@@ -79,7 +79,7 @@ def check_sharded(without_grad: dict[int, Tensor]) -> None:
 
 
 def _check_not_hidden(params: Sequence[Tensor]) -> None:
-    """Raise TrainingError if DDP over tensor parallelism has taken parameters out of the model."""
+    """Raise TrainingError if DDP over tensor parallelism has removed parameters."""
     ids = {id(param) for param in params}
     if any(sharding_under_ddp(param) for param in params):
         return  # the caller has kept the local shards from before the first forward

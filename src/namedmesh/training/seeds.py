@@ -1,4 +1,4 @@
-"""Seeds that differ between the right ranks, and initial weights that are the same in any layout."""
+"""Seeds that differ between the right ranks, and initial weights for any layout."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def data_generator() -> torch.Generator:
 
 @contextmanager
 def rng_stream(name: str) -> Iterator[None]:
-    """Context manager: draw random values from a named stream instead of the default generators.
+    """Draw random values from a named stream, instead of the default generators.
 
     Call :func:`seed_all` first. By default, random values differ along every axis except tp. The
     streams change that:

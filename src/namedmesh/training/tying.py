@@ -1,4 +1,4 @@
-"""Weights that the first and the last pipeline stage share: values, gradients and attributes."""
+"""Weights that the first and the last pipeline stage share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def is_counted_elsewhere(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Callable[[], None]:
-    """Tie a parameter of the first pipeline stage to one of the last, e.g. embedding and output.
+    """Tie a parameter of the first pipeline stage to one of the last.
 
     The last stage's copy takes the first one's values, :func:`clip_grad_norm_` counts them once,
     and a checkpoint has one weight for both. Call it after ``fully_shard``. A copy of the model

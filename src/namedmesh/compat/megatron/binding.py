@@ -53,10 +53,10 @@ _SIZES = {
     "expert_tensor_parallel_size": "tp",
     "expert_gtp_remat_size": "gtp_remat",
 }
-"""The sizes that ``initialize_model_parallel`` takes, and Megatron's name of the axis of each."""
+"""The size arguments of ``initialize_model_parallel``, with Megatron's names of the axes."""
 
 _SET_BY_MESH = (*_SIZES, "order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
-"""The arguments of ``initialize_model_parallel`` that a mesh or its group options determine."""
+"""Arguments of ``initialize_model_parallel`` that a mesh or its options determine."""
 
 
 class ParallelStateBinding:

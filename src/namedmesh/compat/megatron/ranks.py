@@ -18,7 +18,7 @@ from namedmesh.layout import Layout
 from namedmesh.legacy import parse_order
 
 MEGATRON_NAMES = {**DENSE_COUNTERPARTS, "egtp_remat": "gtp_remat"}
-"""Megatron's names for the experts' axes: its expert generator uses the names of the dense axes."""
+"""Megatron's names for the experts' axes, which its generator shares with the dense axes."""
 
 EXPERT_AXES_BY_NAME = {name: (axis,) for axis, name in MEGATRON_NAMES.items()}
 """The experts' axes by Megatron's names for them."""
