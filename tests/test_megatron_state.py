@@ -545,7 +545,7 @@ def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], te
             parallel_state.initialize_model_parallel(**arguments, **NO_GLOO)
         assert live_groups() == before
         assert all(not getattr(parallel_state, name) for name in variable_names(parallel_state))
-        with pytest.raises(namedmesh.MeshError, match="no mesh is alive"):
+        with pytest.raises(namedmesh.MeshError, match="no mesh is open"):
             namedmesh.current_mesh()
 
 

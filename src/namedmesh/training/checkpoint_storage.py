@@ -100,7 +100,7 @@ _ALLOWED |= {("pathlib._local", "PosixPath"), ("torch.distributed.checkpoint.fil
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the pickled ``.metadata`` of DCP, and rejects what could run other code."""
+    """Reads the pickled ``.metadata`` of DCP, and rejects every other class."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_allowed = (module, name) in _ALLOWED
