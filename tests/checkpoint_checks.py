@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
-from tensors import apart, whole
+from tensors import compute_difference, full_tensor
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def collect_values(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     found = dict(net.state_dict())
     for name, parameter in net.named_parameters():
         found |= {f"{name}:{key}": value for key, value in optimizer.state[parameter].items()}
-    return {key: whole(each).clone() for key, each in found.items()}
+    return {key: full_tensor(each).clone() for key, each in found.items()}
 
 
 def max_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
-    return torch.tensor([apart(value, other[key]) for key, value in one.items()]).max().item()
+    return torch.tensor([compute_difference(value, other[key]) for key, value in one.items()]).max().item()
 
 
 def run_in_turn(cases: tuple[Callable[[Path], None], ...], root: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from tensors import apart, numbers
+from tensors import compute_difference, random_tensor
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def results(function: Callable[[Tensor], Any], given: Tensor, others: Any = ()) 
     value = given.clone().requires_grad_(given.is_floating_point())
     output = function(value * 1 if given.is_floating_point() else value)
     output, extra = output if isinstance(output, tuple) else (output, None)
-    loss = (output * numbers(*output.shape, seed=50 + dist.get_rank())).sum()
+    loss = (output * random_tensor(*output.shape, seed=50 + dist.get_rank())).sum()
     if extra is not None:
         loss = loss + (extra * 3).sum()
     for other in others:
@@ -104,7 +104,7 @@ def results(function: Callable[[Tensor], Any], given: Tensor, others: Any = ()) 
 def difference(functions: Any, given: Tensor, others: Any = ()) -> float:
     """The largest difference between the results of two functions."""
     first, second = (results(function, given, others) for function in functions)
-    return max(map(apart, first, second))
+    return max(map(compute_difference, first, second))
 
 
 def facts(theirs: Any, ours: Any, given: Tensor) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def facts(theirs: Any, ours: Any, given: Tensor) -> dict[str, Any]:
     }
     for layer in (theirs, ours):
         if getattr(layer, "bias", None) is not None:
-            layer.bias.data = numbers(*layer.bias.shape, seed=9).to(layer.bias.dtype)
+            layer.bias.data = random_tensor(*layer.bias.shape, seed=9).to(layer.bias.dtype)
     expected, actual = (results(layer, given, list(layer.parameters())) for layer in (theirs, ours))
     compared["gradients"] = any(grad is not None for grad in actual[1:])
-    return compared | {"apart": max(map(apart, actual, expected))}
+    return compared | {"apart": max(map(compute_difference, actual, expected))}
 
 
 def agrees(compared: Any, tolerance: float = 1e-12) -> bool:

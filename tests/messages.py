@@ -1,4 +1,7 @@
-"""What an error says: its whole text where it is made, and a few words of it elsewhere; and what a command prints."""
+"""Compare the messages of errors and the output of commands.
+
+A test of the code that raises an error compares the full message; other tests compare a few words.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def says(text: str) -> str:
-    """A pattern of a whole message, for ``pytest.raises(match=...)``; `` ...`` in it stands for any words."""
+def match_message(text: str) -> str:
+    """Return a pattern for ``pytest.raises(match=...)`` that matches the full message.
+
+    `` ...`` in the text matches any words.
+    """
     return f"^{re.escape(text)}$".replace(r"\ \.\.\.", r"(?s:.*)")
 
 
-def refuses(call: Callable[[], object], kind: type[Exception], text: str) -> None:
-    """A call that code of a legacy API makes: its error is of the type that such code catches, and one of ours."""
-    with pytest.raises(kind, match=says(text)) as caught:
+def check_error(call: Callable[[], object], kind: type[Exception], text: str) -> None:
+    """Check that a call raises a NamedMeshError of the type that legacy code catches."""
+    with pytest.raises(kind, match=match_message(text)) as caught:
         call()
     assert isinstance(caught.value, NamedMeshError)
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """The type and the text of the error of ours that a call ends in; nothing where it ends in none."""
+    """Return the type and message of the NamedMeshError that a call raises, or an empty text."""
     try:
         call()
     except NamedMeshError as error:
@@ -38,8 +44,8 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
-def problems_of(call: Callable[[], object]) -> list[str]:
-    """The sentences of the error of ours that a call ends in, one for each problem."""
+def list_problems(call: Callable[[], object]) -> list[str]:
+    """Return the problems of the NamedMeshError that a call raises."""
     try:
         call()
     except NamedMeshError as error:
@@ -47,8 +53,8 @@ def problems_of(call: Callable[[], object]) -> list[str]:
     return []
 
 
-def printed_by(call: Callable[[], T]) -> tuple[T, str, str]:
-    """What a call returns, what it prints, and what it prints as errors."""
+def capture_printed(call: Callable[[], T]) -> tuple[T, str, str]:
+    """Return the result of a call, its output, and its error output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         result = call()

@@ -1,4 +1,4 @@
-"""Tensors that are the same in every process, and how far two are from each other."""
+"""Random tensors that are equal in every process, and differences of tensors."""
 
 from __future__ import annotations
 
@@ -9,31 +9,39 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def numbers(*shape: int, seed: int) -> Tensor:
+def random_tensor(*shape: int, seed: int) -> Tensor:
+    """Return normal random values in double precision, the same in every process."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def whole(tensor: Tensor | None) -> Tensor:
+def full_tensor(tensor: Tensor | None) -> Tensor:
+    """Return the full tensor of a DTensor, and any other tensor as it is."""
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def apart(one: Tensor | None, other: Tensor | None) -> float:
-    """How far two tensors are from each other as wholes; infinitely, if only one is there or they are not alike."""
+def compute_difference(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the largest difference of two full tensors.
+
+    It is infinite if only one exists, or if shapes, dtypes or layouts differ.
+    """
     if one is None or other is None:
         return 0.0 if one is other else float("inf")
-    one, other = whole(one.detach()), whole(other.detach())
+    one, other = full_tensor(one.detach()), full_tensor(other.detach())
     if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
         return float("inf")
-    one, other = (each.to_dense() if each.is_sparse else each for each in (one, other))
-    distance = (one - other).abs().max().item() if one.numel() else 0.0
-    # The largest of several distances may leave a NaN out.
-    return float("inf") if math.isnan(distance) else distance
+    one, other = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one, other))
+    difference = (one - other).abs().max().item() if one.numel() else 0.0
+    # max() of several differences may ignore a NaN.
+    return float("inf") if math.isnan(difference) else difference
 
 
-def apart_by_size(mine: Tensor | None, theirs: Tensor | None, least: float) -> float:
-    """The distance as a part of the second one's size, where that is more than ``least``; none is as good as zeros."""
+def relative_difference(mine: Tensor | None, theirs: Tensor | None, least: float) -> float:
+    """Return the largest difference relative to the largest value of ``theirs``, or to ``least``.
+
+    None counts as zeros.
+    """
     if mine is None or theirs is None:
         one = mine if theirs is None else theirs
-        return 0.0 if one is None else float(whole(one.detach()).abs().max())
-    return apart(mine, theirs) / max(float(theirs.abs().max()), least)
+        return 0.0 if one is None else float(full_tensor(one.detach()).abs().max())
+    return compute_difference(mine, theirs) / max(float(theirs.abs().max()), least)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from messages import says
+from messages import match_message
 from ranks import fake_world, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,29 +113,33 @@ def test_a_wrong_mesh_argument_is_reported_with_the_function() -> None:
         torchs = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "xp"))
         for name, call in ONE_AXIS.items():
             text = f"{name} works along one axis, but its mesh is a DeviceMesh of ('dp', 'xp'); give it the NamedMesh, ..."
-            with pytest.raises(MeshError, match=says(text)):
+            with pytest.raises(MeshError, match=match_message(text)):
                 call(torchs)
-            with pytest.raises(MeshError, match=says(f"mesh of {name} must be a NamedMesh, or ... got 'tp'")):
+            with pytest.raises(
+                MeshError, match=match_message(f"mesh of {name} must be a NamedMesh, or ... got 'tp'")
+            ):
                 call("tp")
         for name, call in NAMED.items():
             text = f"mesh of {name} must be the NamedMesh, as init_mesh() returns it, got a DeviceMesh of ('dp',); ..."
-            with pytest.raises(MeshError, match=says(text)):
+            with pytest.raises(MeshError, match=match_message(text)):
                 call(torchs["dp"])
         for name, save in WITHOUT.items():
             with pytest.raises(
-                MeshError, match=says(f"mesh of {name} must be the NamedMesh, ... got 1; ...")
+                MeshError, match=match_message(f"mesh of {name} must be the NamedMesh, ... got 1; ...")
             ):
                 save("folder", 1)
             text = f"path of {name} must be a directory, got a Mlp; give path and mesh first"
-            with pytest.raises(CheckpointError, match=says(text)):
+            with pytest.raises(CheckpointError, match=match_message(text)):
                 save(Mlp(), 1)
         mesh = namedmesh.init_mesh(dp=8)
         for losses in (2.5, [2.5]):
             text = f"losses must be a tensor or an iterable of tensors, got {losses}; ..."
-            with pytest.raises(TrainingError, match=says(text)):
+            with pytest.raises(TrainingError, match=match_message(text)):
                 training.mean_loss(losses, mesh)  # type: ignore[arg-type]
-        with pytest.raises(AxisError, match=says("axis 'tp' is not one of ('dp',)")):
+        with pytest.raises(AxisError, match=match_message("axis 'tp' is not one of ('dp',)")):
             namedmesh.parallelize(Mlp(), mesh, PLAN)
-        with pytest.raises(MeshError, match=says("mesh of seed_all must be the NamedMesh, ... got 0; ...")):
+        with pytest.raises(
+            MeshError, match=match_message("mesh of seed_all must be the NamedMesh, ... got 0; ...")
+        ):
             training.seed_all(mesh, 0)  # type: ignore[arg-type]
         mesh.close()

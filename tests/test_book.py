@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import train
-from messages import printed_by
+from messages import capture_printed
 from pages import (
     PAGES,
     README,
@@ -102,13 +102,13 @@ def run(words: list[str]) -> str:
     if words[0] == "namedmesh":
         if words[1] == "run":
             warnings.simplefilter("ignore")  # packages that the script imports warn about themselves
-        _, out, err = printed_by(lambda: main(words[1:]))
+        _, out, err = capture_printed(lambda: main(words[1:]))
         return out + err
     script = Path(words[1]).resolve()
     if not script.exists():
         script = ROOT / words[1]
     sys.path.insert(0, str(script.parent))
-    _, out, _ = printed_by(lambda: runpy.run_path(str(script), run_name="__main__"))
+    _, out, _ = capture_printed(lambda: runpy.run_path(str(script), run_name="__main__"))
     return "".join(line for line in out.splitlines(keepends=True) if not NOT_OURS.match(line))
 
 
@@ -163,7 +163,7 @@ def failed_examples(source: str, name: str) -> tuple[int, str]:
     """How many examples of a Python session answer something else, and what they answer."""
     test = doctest.DocTestParser().get_doctest(source, {}, name, name, 0)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    result, out, _ = printed_by(lambda: runner.run(test))
+    result, out, _ = capture_printed(lambda: runner.run(test))
     return result.failed, out
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from installing import run_python
 from legacy import arguments, comparable, deepspeed_groups, init_deepspeed, outcome
-from messages import refuses
+from messages import check_error
 from ranks import fake_world, live_groups, run_ranks, summed
 
 import namedmesh
@@ -224,7 +224,7 @@ def test_grid_groups_work_on_gloo_and_are_reused() -> None:
 
 def test_a_grid_needs_a_default_group() -> None:
     text = "torch.distributed has no default group; ... deepspeed.init_distributed() first"
-    refuses(PipelineParallelGrid, AssertionError, text)
+    check_error(PipelineParallelGrid, AssertionError, text)
 
 
 # --- the unit -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import printed_by, says
+from messages import capture_printed, match_message
 from ranks import run_ranks
 
 from namedmesh import doctor
@@ -31,7 +31,7 @@ from namedmesh.doctor import (
 
 def run_doctor(*words: str) -> tuple[int, str]:
     words = ("doctor", "--device", "cpu", "--megabytes", "0.1", *words)
-    status, out, err = printed_by(lambda: main(words))
+    status, out, err = capture_printed(lambda: main(words))
     return status, out + err
 
 
@@ -128,7 +128,7 @@ def test_every_running_rank_reports_the_problem(ranks: int, job: Callable[[], An
     assert len(results) == (ranks if ranks == 2 else 3)
     for status, out in results:
         assert status == 1
-        assert re.match(says(f"namedmesh doctor: {text}"), out)
+        assert re.match(match_message(f"namedmesh doctor: {text}"), out)
 
 
 def test_a_layout_that_cannot_be_parsed_is_reported_without_a_job() -> None:

@@ -11,7 +11,7 @@ import torch
 from as_cuda import NoReads
 from pages import PAGES
 from ranks import run_ranks
-from tensors import numbers
+from tensors import random_tensor
 from test_training_experts import Experts
 from torch import Tensor
 from tp_models import Llama, make_llama_plan
@@ -63,7 +63,7 @@ def _count_reads_of_a_step() -> dict[str, int]:
     mesh.close()
 
     mesh = namedmesh.init_mesh(cp=2)
-    qkv = numbers(3, 1, 2, 8, 4, seed=0)
+    qkv = random_tensor(3, 1, 2, 8, 4, seed=0)
     shard, _ = count("shard_sequence", partial(training.shard_sequence, qkv, mesh=mesh["cp"], dim=3))
     query, key, value = shard
     count("context_attention", partial(training.context_attention, query, key, value, mesh["cp"]))
@@ -74,7 +74,7 @@ def _count_reads_of_a_step() -> dict[str, int]:
     experts = parallelize(Experts(), mesh["ep"], ExpertParallel(mesh))
     counts = torch.full((4,), 2)
     for step in range(LAST):
-        tokens = numbers(8, 3, seed=2 * step + mesh.rank("dp")).requires_grad_()
+        tokens = random_tensor(8, 3, seed=2 * step + mesh.rank("dp")).requires_grad_()
         output = count("a forward with ExpertParallel", partial(experts, tokens, counts))
         count("its backward", output.sum().backward)
     mesh.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from installing import interpreter
-from messages import error_of, says
+from messages import error_of, match_message
 from ranks import fake_world, free_port, run_ranks
 
 import namedmesh
@@ -242,7 +242,7 @@ def test_devices_that_do_not_exist_are_rejected(
     monkeypatch: pytest.MonkeyPatch, count: int, environment: dict[str, str], device: Any, text: str
 ) -> None:
     simulate_devices(monkeypatch, "cuda", count)
-    with pytest.raises(LaunchError, match=says(text)):
+    with pytest.raises(LaunchError, match=match_message(text)):
         launch.local_device(device, environment)
 
 
@@ -274,7 +274,7 @@ def test_incomplete_environments_are_rejected(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match=says(text)):
+    with pytest.raises(LaunchError, match=match_message(text)):
         namedmesh.init_mesh(dp=-1, device="cpu")
     assert not dist.is_initialized()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from messages import says
+from messages import match_message
 from ranks import free_port, run_ranks
 
 from namedmesh import LaunchError, launch
@@ -232,7 +232,7 @@ INVALID: list[tuple[dict[str, str], str]] = [
 
 @pytest.mark.parametrize(("variables", "text"), INVALID)
 def test_invalid_variables_are_rejected(variables: dict[str, str], text: str) -> None:
-    with pytest.raises(LaunchError, match=says(text)):
+    with pytest.raises(LaunchError, match=match_message(text)):
         torchrun_variables(variables)
 
 

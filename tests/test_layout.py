@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from installing import interpreter
-from messages import says
+from messages import match_message
 from packaging.version import Version
 
 from namedmesh import AxisError, Layout, LayoutError
@@ -302,7 +302,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "kind", "text"), MESSAGES)
 def test_messages(call: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=says(text)):
+    with pytest.raises(kind, match=match_message(text)):
         call()
 
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
 from legacy import arguments, more_arguments, original, outcome
-from messages import error_of, refuses
+from messages import check_error, error_of
 from pages import find_blocks
 from ranks import fake_world, live_groups, run_ranks, summed
-from tensors import numbers
+from tensors import random_tensor
 from torch.utils.checkpoint import checkpoint
 
 import namedmesh
@@ -378,7 +378,7 @@ def train_llama(ours: bool, present: bool) -> tuple[bool, list[float]]:
             if "norm" not in name:
                 dim = {"wo": 1, "w2": 1, "tok_embeddings": 1}.get(name.split(".")[-2], 0)
                 shape = [length * (size if at == dim else 1) for at, length in enumerate(parameter.shape)]
-                parameter.copy_(numbers(*shape, seed=seed).chunk(size, dim)[rank] * 0.2)
+                parameter.copy_(random_tensor(*shape, seed=seed).chunk(size, dim)[rank] * 0.2)
     tokens = torch.randint(0, llama.VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
     losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -514,23 +514,23 @@ def test_errors_name_the_variable_or_size_and_the_remedy() -> None:
         "_MODEL_PARALLEL_GROUP is None: fairscale's model parallelism is not initialized; call "
         "initialize_model_parallel(...), or namedmesh.compat.fairscale.bind(mesh) with an existing mesh"
     )
-    refuses(fairscale.get_model_parallel_group, AssertionError, text)
-    refuses(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
+    check_error(fairscale.get_model_parallel_group, AssertionError, text)
+    check_error(tp.get_data_parallel_ranks, AssertionError, "_DATA_PARALLEL_RANKS is None: ...")
     assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
     text = "_PIPELINE_PARALLEL_GROUP is None: ezpz's ... is not initialized; ..."
-    refuses(tp.get_pipeline_parallel_rank, AssertionError, text)
+    check_error(tp.get_pipeline_parallel_rank, AssertionError, text)
     initialize = fairscale.initialize_model_parallel
-    refuses(lambda: initialize(1), AssertionError, "torch.distributed has no default group; ...")
-    refuses(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
+    check_error(lambda: initialize(1), AssertionError, "torch.distributed has no default group; ...")
+    check_error(ezpz.current_mesh, RuntimeError, "ezpz's model parallelism is not bound to a mesh; ...")
     with fake_world(8):
         num_groups = live_groups()
         text = "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."
-        refuses(lambda: initialize(2, 3), AssertionError, text)
-        refuses(lambda: initialize(0), AssertionError, "size of axis 'tp' ...")
-        refuses(lambda: initialize(-1), AssertionError, "axes 'dp', 'tp' are all -1; ...")
+        check_error(lambda: initialize(2, 3), AssertionError, text)
+        check_error(lambda: initialize(0), AssertionError, "size of axis 'tp' ...")
+        check_error(lambda: initialize(-1), AssertionError, "axes 'dp', 'tp' are all -1; ...")
         assert live_groups() == num_groups
         initialize(4)
-        refuses(lambda: initialize(2), AssertionError, "fairscale's ... for ... tp=4 ...")
+        check_error(lambda: initialize(2), AssertionError, "fairscale's ... for ... tp=4 ...")
 
 
 # An API, axes of size 2 that it has no group for, and the error.
@@ -552,14 +552,14 @@ def test_binding_anything_but_an_open_mesh_raises(api: str) -> None:
         mesh = namedmesh.init_mesh(dp=8, device="cpu")
         mesh.close()
         text = "the mesh over dp=8 (8 ranks) was closed; give ... an open one"
-        refuses(lambda: bind(mesh), MeshError, text)
+        check_error(lambda: bind(mesh), MeshError, text)
 
 
 @pytest.mark.parametrize(("api", "axes", "text"), UNKNOWN_AXES)
 def test_binding_a_mesh_with_unknown_axes_raises(api: str, axes: str, text: str) -> None:
     with fake_world(4, 3):
         mesh = namedmesh.init_mesh(dict.fromkeys(axes.split(), 2), device="cpu")
-        refuses(lambda: BINDS[api][0](mesh), LayoutError, text)
+        check_error(lambda: BINDS[api][0](mesh), LayoutError, text)
         mesh.close()
 
 

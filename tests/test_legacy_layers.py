@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from legacy import agrees, difference, facts, original, results, shard
-from messages import refuses
+from messages import check_error
 from ranks import fake_world, run_ranks
-from tensors import apart, numbers
+from tensors import compute_difference, random_tensor
 from torch import Tensor, nn, zeros
 
 from namedmesh.compat import fairscale
@@ -67,13 +67,16 @@ def compare_embedding(make: Any, dim: int, options: dict[str, Any]) -> float:
     layer = make(V, H, init_method=nn.init.ones_, **options)
     full = nn.Embedding(V, H, **options)
     with torch.no_grad():
-        full.weight.copy_(numbers(V, H, seed=5))
+        full.weight.copy_(random_tensor(V, H, seed=5))
         layer.weight.copy_(shard(full.weight, dim))
     outputs = [full(ids), layer(ids)]
     for output in outputs:
-        output.backward(numbers(3, 7, H, seed=6))
+        output.backward(random_tensor(3, 7, H, seed=6))
     expected_grad = shard(full.weight.grad.to_dense(), dim)  # type: ignore[union-attr]
-    return max(apart(outputs[1], outputs[0]), apart(layer.weight.grad.to_dense(), expected_grad))
+    return max(
+        compute_difference(outputs[1], outputs[0]),
+        compute_difference(layer.weight.grad.to_dense(), expected_grad),
+    )
 
 
 def compare_embeddings_with_full_ones() -> dict[str, float]:
@@ -117,7 +120,7 @@ FAIRSCALE_CASES = [(kind, value, arguments) for kind, value, cases in LAYERS for
 
 def make_input(kind: str) -> Tensor:
     if kind in {"replicated", "shard"}:
-        return shard(numbers(5, 3, H, seed=1), -1 if kind == "shard" else None)
+        return shard(random_tensor(5, 3, H, seed=1), -1 if kind == "shard" else None)
     ids = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(2))
     if kind == "ids outside of the vocabulary":
         ids[0, :2] = torch.tensor([-1, V])
@@ -146,9 +149,9 @@ def compare_fairscale() -> dict[str, Any]:
                 same = {"attributes": all(getattr(ours, name) == getattr(upstream, name) for name in names)}
                 if kind.endswith("Linear"):
                     gathered = upstream.get_master_weight(), ours.get_master_weight()
-                    same["gathered"] = apart(*gathered) == 0
+                    same["gathered"] = compute_difference(*gathered) == 0
                     kept = getattr(upstream, "master_weight", None)
-                    same["master"] = apart(kept, ours.master_weight) == 0
+                    same["master"] = compute_difference(kept, ours.master_weight) == 0
                 found[f"{module.__name__} {kind} {value} {arguments}"] = same | facts(
                     upstream, ours, make_input(value)
                 )
@@ -160,7 +163,9 @@ def compare_fairscale() -> dict[str, Any]:
             upstream.weight.requires_grad_(False)
             layer.weight.requires_grad_(False)
             expected = results(upstream, make_input("replicated"), [upstream.bias])
-            found[name] = max(map(apart, expected, results(layer, make_input("replicated"), [layer.bias])))
+            found[name] = max(
+                map(compute_difference, expected, results(layer, make_input("replicated"), [layer.bias]))
+            )
     start.destroy_model_parallel()
     return found
 
@@ -169,11 +174,11 @@ def compare_mappings() -> dict[str, Any]:
     found: dict[str, Any] = {}
     theirs = original("fairscale.nn.model_parallel.mappings")
     for name in [name for name in dir(fairscale.mappings) if name.endswith("_model_parallel_region")]:
-        value = numbers(3, 2, 8, seed=1 if name.startswith(("copy", "scatter")) else dist.get_rank())
+        value = random_tensor(3, 2, 8, seed=1 if name.startswith(("copy", "scatter")) else dist.get_rank())
         ezpz_function = getattr(ezpz.mappings, name.replace("model_parallel", "tensor_parallel"))
         for ours in (getattr(fairscale.mappings, name), ezpz_function):
             found[f"{name} {ours}"] = difference((getattr(theirs, name), ours), value)
-    logits = numbers(3, 2, 8, seed=dist.get_rank()) * 3
+    logits = random_tensor(3, 2, 8, seed=dist.get_rank()) * 3
     target = torch.randint(0, 8 * dist.get_world_size(), (3, 2), generator=torch.Generator().manual_seed(1))
     their_loss = original("fairscale.nn.model_parallel.cross_entropy").vocab_parallel_cross_entropy
     losses = [partial(loss, target=target) for loss in (their_loss, FAIRSCALE_LOSS)]
@@ -270,10 +275,10 @@ def compare_megatron() -> dict[str, Any]:
         theirs, ours = make_pair(name, group)
         dim = 0 if name.startswith("column, sequence") else None
         dim = -1 if getattr(ours, "input_is_parallel", False) else dim
-        value = shard(numbers(S, B, H, seed=1).to(settings.get("params_dtype", torch.float64)), dim)
+        value = shard(random_tensor(S, B, H, seed=1).to(settings.get("params_dtype", torch.float64)), dim)
         found[name] = facts(theirs, ours, value) | {
             "parameter attributes": get_parameter_attributes(theirs) == get_parameter_attributes(ours),
-            "master": apart(getattr(theirs, "master_weight", None), ours.master_weight) == 0,
+            "master": compute_difference(getattr(theirs, "master_weight", None), ours.master_weight) == 0,
             "state": list(theirs.state_dict()) == list(ours.state_dict()),
             "group": ours.tp_group is group,
         }
@@ -299,14 +304,14 @@ def compare_embeddings(group: Any) -> dict[str, Any]:
             "parameter attributes": get_parameter_attributes(made[0]) == get_parameter_attributes(made[1]),
             "range": all(getattr(made[0], name) == getattr(made[1], name) for name in ranges),
         }
-    weight = numbers(OUT // dist.get_world_size(), H, seed=dist.get_rank()).requires_grad_()
+    weight = random_tensor(OUT // dist.get_world_size(), H, seed=dist.get_rank()).requires_grad_()
     calls = []
     # A layer without a weight; its output is gathered when it is called.
     for module in (theirs, our_layers):
         arguments = {"skip_weight_param_allocation": True, "config": make_config(), "tp_group": group}
         layer = module.ColumnParallelLinear(H, OUT, init_method=nn.init.zeros_, **arguments)
         calls.append(partial(layer, weight=weight, runtime_gather_output=True))
-    return found | {"shared weight": difference(calls, numbers(S, B, H, seed=1), [weight])}
+    return found | {"shared weight": difference(calls, random_tensor(S, B, H, seed=1), [weight])}
 
 
 def exchange_states(group: Any) -> dict[str, bool]:
@@ -352,20 +357,20 @@ def compare_functions(group: Any) -> dict[str, Any]:
         calls = [partial(function, group=group, **arguments) for function in functions]
         if name == "all_to_all":  # the group is the first argument
             calls = [partial(function, group) for function in functions]
-        found[name] = difference(calls, numbers(*shape, seed=20 + dist.get_rank()))
+        found[name] = difference(calls, random_tensor(*shape, seed=20 + dist.get_rank()))
     ranks, me = dist.get_world_size(), dist.get_rank()
     sent = [[i + 2 * j for j in range(ranks)] for i in range(ranks)]  # rows from rank i to rank j
     received = [row[me] for row in sent]
     calls = [partial(module.all_to_all, group) for module in (theirs, tensor_parallel)]
     calls = [partial(call, output_split_sizes_=received, input_split_sizes=sent[me]) for call in calls]
-    found["all_to_all, uneven"] = difference(calls, numbers(sum(sent[me]), 2, seed=20 + me))
+    found["all_to_all, uneven"] = difference(calls, random_tensor(sum(sent[me]), 2, seed=20 + me))
     return found | compare_losses(group) | compare_helpers(group)
 
 
 def compare_losses(group: Any) -> dict[str, Any]:
     theirs = original("megatron.core.tensor_parallel").vocab_parallel_cross_entropy
     ours = partial(LOSS, tp_group=group)
-    full_logits = numbers(S, B, OUT, seed=1).mul(4)
+    full_logits = random_tensor(S, B, OUT, seed=1).mul(4)
     target = torch.randint(0, OUT, (S, B), generator=torch.Generator().manual_seed(2))
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -380,7 +385,7 @@ def compare_losses(group: Any) -> dict[str, Any]:
     out_of_range[0, 0] = -100
     out_of_range[1, 1] = OUT
     expected = theirs(copied.clone(), out_of_range)
-    found["loss of out-of-range ids"] = apart(expected, ours(copied, out_of_range)) < 4e-6
+    found["loss of out-of-range ids"] = compute_difference(expected, ours(copied, out_of_range)) < 4e-6
     return found
 
 
@@ -513,7 +518,7 @@ FAIRSCALE_ERRORS: dict[str, Callable[[Any], Any]] = {
 def test_errors_of_fairscale_and_ezpz(text: str) -> None:
     with fake_world(4), initialized():
         for api in (fairscale, ezpz):
-            refuses(partial(FAIRSCALE_ERRORS[text], api), AssertionError, text)
+            check_error(partial(FAIRSCALE_ERRORS[text], api), AssertionError, text)
     # On one rank, the stride does not matter.
     with fake_world(1), initialized():
         assert ezpz.layers.RowParallelLinear(4, 6, stride=3).weight.shape == (6, 4)
@@ -553,5 +558,5 @@ def test_errors_of_megatron(text: str) -> None:
     kind = RuntimeError if text in [*MEGATRON_ERRORS][-4:] else AssertionError
     with fake_world(4):
         parallel_state.initialize_model_parallel(4, create_gloo_process_groups=False)
-        refuses(MEGATRON_ERRORS[text], kind, text)
+        check_error(MEGATRON_ERRORS[text], kind, text)
         parallel_state.destroy_model_parallel()

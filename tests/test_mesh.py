@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import error_of, says
+from messages import error_of, match_message
 from ranks import fake_world, live_groups, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
@@ -418,7 +418,7 @@ def test_messages(call: Callable[[NamedMesh], object], kind: type[Exception], te
         mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2, options={"pp": five, "tp": six})
         mesh.add_view("expert", pp=2, edp=2, ep=2)
         try:
-            with pytest.raises(kind, match=says(text)):
+            with pytest.raises(kind, match=match_message(text)):
                 call(mesh)
         finally:
             mesh.close()
@@ -440,7 +440,7 @@ def test_attribute_errors_suggest_the_name_to_use() -> None:
         mesh.add_view("expert", edp=2, ep=4)
         for name, hint in HINTS.items():
             with pytest.raises(
-                AttributeError, match=says(f"'NamedMesh' object has no attribute {name!r}; {hint}")
+                AttributeError, match=match_message(f"'NamedMesh' object has no attribute {name!r}; {hint}")
             ):
                 getattr(mesh, name)
         mesh.close()
@@ -493,7 +493,7 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_messages_of_init_mesh(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
     with fake_world(8):
         before = live_groups()
-        with pytest.raises(kind, match=says(text)):
+        with pytest.raises(kind, match=match_message(text)):
             namedmesh.init_mesh(**arguments)
         assert live_groups() == before
 
@@ -510,7 +510,7 @@ def test_hybrid_sharding_axes_and_their_flattened_dp() -> None:
             'mesh.flatten("dp_replicate", "dp_shard", name="dp") once, on every rank'
         )
         for call in (lambda: mesh["dp"], lambda: mesh.size("dp"), lambda: mesh.group("dp")):
-            with pytest.raises(AxisError, match=says(f"axis 'dp' is not one of ...; {text}")):
+            with pytest.raises(AxisError, match=match_message(f"axis 'dp' is not one of ...; {text}")):
                 call()
         mesh.flatten("dp_replicate", "dp_shard", name="dp")
         assert mesh.size("dp") == 4
@@ -536,7 +536,7 @@ def test_accessors_of_a_closed_mesh_raise() -> None:
             lambda: mesh.__enter__(),
         ]
         for call in calls:
-            with pytest.raises(MeshError, match=says(text)):
+            with pytest.raises(MeshError, match=match_message(text)):
                 call()
         assert repr(mesh) == "<NamedMesh dp=2 x tp=2 (4 ranks), closed>"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import error_of, says
+from messages import error_of, match_message
 from ranks import fake_world, run_ranks, summed
 
 import namedmesh
@@ -82,7 +82,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "text"), MESSAGES)
 def test_messages(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(OptionError, match=says(text)):
+    with pytest.raises(OptionError, match=match_message(text)):
         GroupOptions(**arguments)
 
 

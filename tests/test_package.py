@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from installing import interpreter
-from messages import printed_by
+from messages import capture_printed
 from torch.utils._device import _device_constructors
 
 import namedmesh
@@ -122,7 +122,7 @@ def test_the_only_dependencies_are_torch_and_packaging() -> None:
 
 def test_the_error_for_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "libcst", None)
-    status, printed, errors = printed_by(lambda: main(["migrate", str(ROOT / "tests")]))
+    status, printed, errors = capture_printed(lambda: main(["migrate", str(ROOT / "tests")]))
     assert (status, printed) == (1, "")
     assert errors == (
         "namedmesh migrate: LibCST is not installed; install it with: pip install 'namedmesh[migrate]'\n"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from installing import interpreter
-from messages import says
+from messages import match_message
 
 import namedmesh
 from namedmesh import Layout, LayoutError, NamedMeshError
@@ -127,7 +127,7 @@ def test_warnings(spec: str, node: int | None, warnings: list[str]) -> None:
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=says(message)):
+    with pytest.raises(kind, match=match_message(message)):
         call()
 
 

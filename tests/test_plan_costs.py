@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from messages import says
+from messages import match_message
 
 from namedmesh import LayoutError
 from namedmesh.errors import UsageError
@@ -366,7 +366,7 @@ def test_an_explanation_is_the_difference_of_two_breakdowns() -> None:
     ],
 )  # fmt: skip
 def test_contradictions_are_errors(call: Any, message: str) -> None:
-    with pytest.raises(LayoutError, match=says(message)):
+    with pytest.raises(LayoutError, match=match_message(message)):
         call()
 
 

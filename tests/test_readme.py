@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import train
-from messages import error_of, printed_by
+from messages import capture_printed, error_of
 from pages import ROOT, blocks
 from ranks import fake_world, live_groups, run_ranks
 from torch import nn
@@ -42,7 +42,7 @@ def test_without_a_launcher_an_error_names_torchrun(monkeypatch: pytest.MonkeyPa
 def test_the_shown_training_is_the_real_one(tmp_path: Path) -> None:
     small = "--pp 2 --tp 2 --steps 1 --batch 4 --seq 16 --dim 32 --device cpu"
     words = f"{small} --data {ROOT / 'examples'} --checkpoint {tmp_path}".split()
-    results = run_ranks(8, lambda: printed_by(lambda: train.main(words))[:2], init=False)
+    results = run_ranks(8, lambda: capture_printed(lambda: train.main(words))[:2], init=False)
     told = results[0][1]
     assert results == [(0, told)] + [(0, "")] * 7
     layout, first, last = blocks(README, "text", "output: train")[0].split("...\n")

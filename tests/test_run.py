@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from installing import run_python, without
-from messages import printed_by
+from messages import capture_printed
 from ranks import run_ranks
 
 from namedmesh.__main__ import main
@@ -25,7 +25,7 @@ def _run(folder: Path, *words: str) -> list[str]:
         except (OSError, SystemExit) as error:
             return error
 
-    result, printed, errors = printed_by(call)
+    result, printed, errors = capture_printed(call)
     messages = [line for line in errors.splitlines() if ": error: " in line]
     return [*printed.splitlines(), *messages, repr(result)]
 

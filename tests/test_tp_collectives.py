@@ -12,7 +12,7 @@ import tiny
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
-from tensors import whole
+from tensors import full_tensor
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -156,7 +156,7 @@ def run_step(model: nn.Module, ids: torch.Tensor, case: Case) -> dict[str, float
         "collectives": len(sent),
         "sent bytes": sum(sent),
         "saved bytes": count_saved_bytes(saved, params),
-        "loss": whole(loss).item(),
+        "loss": full_tensor(loss).item(),
     }
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from messages import error_of
 from ranks import run_ranks
-from tensors import apart, numbers, whole
+from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -62,11 +62,11 @@ def train_and_save(axes: tuple[str, ...], directory: str) -> list[float]:
     """
     reference: Any = make_fused_experts()
     model = make_sharded(axes)
-    x = numbers(3, WIDTH, seed=0)
+    x = random_tensor(3, WIDTH, seed=0)
     optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (model, reference)]
     for trained in (model, reference):
         trained(x).square().sum().backward()
-    differences = [apart(whole(model.gate_up.grad).flatten(1, 2), reference.gate_up.grad)]
+    differences = [compute_difference(full_tensor(model.gate_up.grad).flatten(1, 2), reference.gate_up.grad)]
     for optimizer in optimizers:
         optimizer.step()
     assert model.gate_up.shape == (EXPERTS, 2, 8, WIDTH)
@@ -77,8 +77,8 @@ def train_and_save(axes: tuple[str, ...], directory: str) -> list[float]:
     dcp.load(state, checkpoint_id=directory)
     loaded.load_state_dict(state)
     for trained in (model, loaded):
-        differences.append(apart(whole(trained.gate_up).flatten(1, 2), reference.gate_up))
-        differences.append(apart(whole(trained.down), reference.down))
+        differences.append(compute_difference(full_tensor(trained.gate_up).flatten(1, 2), reference.gate_up))
+        differences.append(compute_difference(full_tensor(trained.down), reference.down))
     return [difference / 100 for difference in differences]
 
 
@@ -120,7 +120,7 @@ def make_parallel_experts(mesh: NamedMesh, **sizes: Any) -> Any:
 
 
 def make_batch(index: int) -> Tensor:
-    return numbers(16, WIDTH, seed=index)
+    return random_tensor(16, WIDTH, seed=index)
 
 
 def compare_expert_grads(tp: int, *, shard_tokens: bool = False) -> float:
@@ -144,7 +144,7 @@ def compare_expert_grads(tp: int, *, shard_tokens: bool = False) -> float:
     dp = mesh.size("dp")
     for index in range(dp):
         (reference(make_batch(index)).square().sum() / dp).backward()
-    return apart(whole(model.experts.weight.grad), reference.experts.weight.grad)
+    return compute_difference(full_tensor(model.experts.weight.grad), reference.experts.weight.grad)
 
 
 @pytest.mark.parametrize(("tp", "shard_tokens"), [(1, False), (2, True)])

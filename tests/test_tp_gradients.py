@@ -16,7 +16,7 @@ import torch.distributed as dist
 from as_cuda import NoReads
 from messages import error_of
 from ranks import run_ranks
-from tensors import apart, numbers, whole
+from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,7 +37,7 @@ from tp_models import TORCHS_NORMS, UP_DOWN, Gain, Llama, Mlp, Net, OfHeads, mak
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import ColwiseParallel, LocalParameters, parallelize, register_gradient_check
 
-X = numbers(2, 8, seed=1)
+X = random_tensor(2, 8, seed=1)
 
 
 def make_gain_model(*, zeros: bool = False) -> Any:
@@ -293,14 +293,14 @@ def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function
     def run_as_stage() -> None:
         """A pipeline stage first infers shapes, on uninitialized memory."""
         model: Any = parallelize(Mlp(), make_tp_mesh(), UP_DOWN)
-        memory = numbers(2, 8, seed=rank).float().requires_grad_()
+        memory = random_tensor(2, 8, seed=rank).float().requires_grad_()
         torch.autograd.grad(model(memory).sum(), memory)
         step(model, X.float())
 
     def shard_sequence() -> None:
         """The first layer all-gathers its input, of which ranks have different shards."""
         plan = UP_DOWN | {"up": ColwiseParallel(input_layouts=Shard(0))}
-        step(parallelize(Mlp(), make_tp_mesh(), plan), numbers(2, 8, seed=rank).float())
+        step(parallelize(Mlp(), make_tp_mesh(), plan), random_tensor(2, 8, seed=rank).float())
 
     def train_mlp(x: Tensor, **options: Any) -> None:
         step(parallelize(Mlp(), make_tp_mesh(), UP_DOWN, **options), x)
@@ -318,7 +318,7 @@ def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function
         "compiled layers": raises_error(compile_layers, name),
         "assigned gradients": raises_error(assign_grads, name),
         "replicated embedding": raises_error(use_replicated_embedding, "layers.0.attention.wq"),
-        "features": raises_error(lambda: train_mlp(numbers(2, 8, seed=rank).float()), "up"),
+        "features": raises_error(lambda: train_mlp(random_tensor(2, 8, seed=rank).float()), "up"),
         "accepts: a stage's first run": not raises_error(run_as_stage),
         "accepts: a shard of the sequence": not raises_error(shard_sequence),
         "accepts: check_gradients=False": not raises_error(
@@ -354,7 +354,7 @@ def train_with_ddp() -> dict[str, float]:
             expected = get_grad(param)
             if name in shard_dims:
                 expected = expected.chunk(2, shard_dims[name])[mesh.get_local_rank("tp")]
-            differences[f"{name}, view {as_view}"] = apart(params[name].grad, expected)
+            differences[f"{name}, view {as_view}"] = compute_difference(params[name].grad, expected)
         wrong_plan = DistributedDataParallel(parallelize(make_gain_model(), mesh["tp"], UP_DOWN), **options)
         has_raised = raises_error(partial(step, wrong_plan))
         differences[f"raises, view {as_view}"] = 0.0 if has_raised else 1.0
@@ -514,9 +514,11 @@ def train_routed(rows: slice, *, sharded: bool) -> list[list[float] | None]:
     grads: list[list[float] | None] = []
     for kinds in ([0, 0, 1, 1], [1, 0, 1, 1]):
         optimizer.zero_grad()
-        model(numbers(4, 4, seed=3)[rows], kinds[rows]).pow(3).sum().backward()
+        model(random_tensor(4, 4, seed=3)[rows], kinds[rows]).pow(3).sum().backward()
         optimizer.step()
-        grads += [None if param.grad is None else whole(param.grad).tolist() for param in model.parameters()]
+        grads += [
+            None if param.grad is None else full_tensor(param.grad).tolist() for param in model.parameters()
+        ]
     return grads
 
 
@@ -557,7 +559,7 @@ def train_with_clipping() -> list[float]:
                 clip_grad_norm_(trained.parameters(), 0.5, foreach=False)
                 optimizer.step()
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        differences.append(max(apart(whole(param), expected) for param, expected in pairs))
+        differences.append(max(compute_difference(full_tensor(param), expected) for param, expected in pairs))
     return differences
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from messages import error_of
 from ranks import fake_world, run_ranks
-from tensors import apart, numbers, whole
+from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -29,19 +29,21 @@ def compare_losses() -> dict[str, float]:
     for reduction, smoothing, ignored in product(("mean", "sum", "none"), (0.0, 0.1), (-100, 5)):
         options: Any = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
         target = TARGET.masked_fill(TARGET == -100, ignored)
-        logits = (numbers(2, 3, 8, seed=0) * 4).requires_grad_()
+        logits = (random_tensor(2, 3, 8, seed=0) * 4).requires_grad_()
         expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
         weights = torch.tensor(2.0)
         if reduction == "none":
             expected = expected.view(target.shape)
-            weights = numbers(2, 3, seed=1)
+            weights = random_tensor(2, 3, seed=1)
         (expected * weights).sum().backward()
         shard = logits.detach().chunk(mesh.size(), -1)[mesh.get_local_rank()]
         sharded: Any = DTensor.from_local(shard, mesh, [Shard(2)]).detach().requires_grad_()
         loss = cross_entropy(sharded.to_local(), target, mesh, **options)
         (loss * weights).sum().backward()
-        grad_difference = apart(whole(get_grad(sharded)), logits.grad)
-        differences[f"{reduction}, {smoothing}, {ignored}"] = max(apart(loss, expected), grad_difference)
+        grad_difference = compute_difference(full_tensor(get_grad(sharded)), logits.grad)
+        differences[f"{reduction}, {smoothing}, {ignored}"] = max(
+            compute_difference(loss, expected), grad_difference
+        )
     return differences
 
 
@@ -52,7 +54,7 @@ def test_cross_entropy_equals_torchs_of_the_full_logits(size: int) -> None:
 
 def make_padded_logits() -> Tensor:
     """Make logits whose last two entries are padding; the last of four ranks has only padding."""
-    logits = numbers(2, 3, 8, seed=0) * 4
+    logits = random_tensor(2, 3, 8, seed=0) * 4
     return torch.cat([logits[..., :6], torch.full((2, 3, 2), -torch.inf, dtype=torch.float64)], -1)
 
 
@@ -78,20 +80,20 @@ def compare_functions() -> dict[str, float]:
     }
     differences = {}
     for (name, (sharded, unsharded)), is_padded in product(functions.items(), (False, True)):
-        logits = make_padded_logits() if is_padded else numbers(2, 3, 8, seed=0) * 4
+        logits = make_padded_logits() if is_padded else random_tensor(2, 3, 8, seed=0) * 4
         shard = logits.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_()
         # torch's entropy has no gradient at minus infinity. Without the padding it is the same.
         full = logits[..., :6].clone() if is_padded else logits
         full.requires_grad_()
-        weights = numbers(2, 3, seed=1)
+        weights = random_tensor(2, 3, seed=1)
         value = sharded(shard, mesh)
         expected = unsharded(full)
         (value * weights).sum().backward()
         (expected * weights).sum().backward()
         padding = 2 if is_padded else 0
         expected_grad = F.pad(get_grad(full), (0, padding)).chunk(mesh.size(), -1)[mesh.get_local_rank()]
-        grad_difference = apart(shard.grad, expected_grad)
-        differences[f"{name}, padded {is_padded}"] = max(apart(value, expected), grad_difference)
+        grad_difference = compute_difference(shard.grad, expected_grad)
+        differences[f"{name}, padded {is_padded}"] = max(compute_difference(value, expected), grad_difference)
     return differences
 
 
@@ -107,7 +109,7 @@ def compare_modes() -> dict[str, float]:
     differences = {}
     for mode in ("compiled", "checkpointed", "bfloat16"):
         dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
-        logits = numbers(2, 3, 8, seed=0).to(dtype)
+        logits = random_tensor(2, 3, 8, seed=0).to(dtype)
         full = logits.detach().clone().float().requires_grad_()
         expected = F.cross_entropy(full.flatten(0, 1), target.flatten(), label_smoothing=0.1)
         expected.backward()
@@ -121,7 +123,9 @@ def compare_modes() -> dict[str, float]:
         loss.backward()
         assert loss.dtype is torch.float32
         expected_grad = get_grad(full).chunk(mesh.size(), -1)[mesh.get_local_rank()].to(dtype)
-        differences[mode] = max(apart(loss, expected), apart(shard.grad, expected_grad))
+        differences[mode] = max(
+            compute_difference(loss, expected), compute_difference(shard.grad, expected_grad)
+        )
     return differences
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from messages import error_of
 from ranks import run_ranks
-from tensors import apart, numbers, whole
+from tensors import compute_difference, full_tensor, random_tensor
 from tiny import AdamWOfShards
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -41,7 +41,7 @@ from namedmesh.tensor_parallel import (
 )
 
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-DATA = numbers(2, 4, 8, seed=0)
+DATA = random_tensor(2, 4, 8, seed=0)
 
 
 def make_qkv() -> Net:
@@ -198,7 +198,7 @@ def compare_with_fsdp(name: str) -> float:
             optimizer.step()
             optimizer.zero_grad()
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        largest = max(largest, apart(whole(param), expected))
+        largest = max(largest, compute_difference(full_tensor(param), expected))
     return largest
 
 
@@ -222,7 +222,7 @@ def compare_second_derivatives() -> dict[str, float]:
             inputs = [x, *trained.parameters()]
             grads: Any = torch.autograd.grad(trained(x).pow(3).sum(), inputs, create_graph=True)
             for grad in grads:
-                whole(grad).square().sum().backward(retain_graph=True)
+                full_tensor(grad).square().sum().backward(retain_graph=True)
         differences[name] = max_grad_difference(model, reference) / 100
     return differences
 
@@ -296,9 +296,9 @@ def compare_edge_cases() -> dict[str, float]:
         trained(no_tokens).sum().backward()
     differences["no tokens"] = max_grad_difference(model, reference)
     with torch.no_grad():
-        differences["no_grad"] = apart(model(data), reference(data))
+        differences["no_grad"] = compute_difference(model(data), reference(data))
     with torch.inference_mode():
-        differences["inference_mode"] = apart(model(data), reference(data))
+        differences["inference_mode"] = compute_difference(model(data), reference(data))
     # The forward of a wrapper takes ``*args, **kwargs``.
     by_keyword = Net(lambda m, x: m.inner(x=x), inner=checkpoint_wrapper(copy.deepcopy(reference)))
     plan: dict[str, Any] = {"inner": SharedInput()}
@@ -314,13 +314,13 @@ def compare_edge_cases() -> dict[str, float]:
     plan = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
     model = parallelize_copy(encoder, plan).eval()
     encoder.eval()
-    x = numbers(3, 5, 8, seed=0)
+    x = random_tensor(3, 5, 8, seed=0)
     padding = torch.arange(5) > torch.tensor([[4], [2], [1]])
     with torch.no_grad():
-        differences["encoder"] = apart(model(x), encoder(x))
+        differences["encoder"] = compute_difference(model(x), encoder(x))
         padded = model(x, src_key_padding_mask=padding)[~padding]
         expected = encoder(x, src_key_padding_mask=padding)[~padding]
-    differences["padded encoder"] = apart(padded, expected)
+    differences["padded encoder"] = compute_difference(padded, expected)
     return differences
 
 
@@ -344,7 +344,9 @@ def use_plain_parameters() -> list[object]:
     """
     model, reference, data = make_models("mlp")
     shards = {name: tensor.to_local() for name, tensor in model.state_dict().items()}
-    results: list[object] = [apart(functional_call(model, shards, data), reference(data)) < 1e-12]
+    results: list[object] = [
+        compute_difference(functional_call(model, shards, data), reference(data)) < 1e-12
+    ]
     for name in ("up.bias", "down.weight"):
         full = {name: reference.get_parameter(name)}
         results.append(error_of(partial(functional_call, model, full, data)).partition(" on this")[0])

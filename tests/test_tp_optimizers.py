@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tensors import apart, numbers, whole
+from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -63,7 +63,7 @@ def make_models(meshes: list[Any]) -> tuple[nn.Module, nn.Module]:
 def max_difference(model: nn.Module, reference: nn.Module) -> float:
     """Return the largest difference of parameters."""
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(apart(param, expected) for param, expected in pairs)
+    return max(compute_difference(param, expected) for param, expected in pairs)
 
 
 def compare_optimizer(
@@ -78,7 +78,7 @@ def compare_optimizer(
         norms.append([])
         for step in range(3):
             model.zero_grad(set_to_none=step > 1)
-            model(numbers(4, 8, seed=step)).square().sum().backward()
+            model(random_tensor(4, 8, seed=step)).square().sum().backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type, foreach=foreach)
             norms[-1].append(norm.item())
             optimizer.step()
@@ -86,7 +86,7 @@ def compare_optimizer(
         for param, state in optimizer.state.items():
             has_dtensors = any(isinstance(value, DTensor) for value in state.values())
             assert isinstance(param, DTensor) or not has_dtensors
-    return max(max_difference(*models), apart(*map(torch.tensor, norms)))
+    return max(max_difference(*models), compute_difference(*map(torch.tensor, norms)))
 
 
 def compare_scaling(meshes: list[Any]) -> dict[str, float]:
@@ -100,7 +100,7 @@ def compare_scaling(meshes: list[Any]) -> dict[str, float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
         for step in range(3):
             model.zero_grad()
-            scaler.scale(model(numbers(4, 8, seed=step)).square().sum()).backward()
+            scaler.scale(model(random_tensor(4, 8, seed=step)).square().sum()).backward()
             grad: Any = model.second.up.weight.grad  # type: ignore[union-attr]
             if step == 1 and not isinstance(grad, DTensor):
                 grad.fill_(torch.inf)
@@ -113,7 +113,7 @@ def compare_scaling(meshes: list[Any]) -> dict[str, float]:
             averages[-1].update_parameters(model)
     return {
         "steps": max_difference(*models),
-        "scales": apart(torch.tensor(scales[:3]), torch.tensor(scales[3:])),
+        "scales": compute_difference(torch.tensor(scales[:3]), torch.tensor(scales[3:])),
         "moving average": max_difference(*averages),
     }
 
@@ -188,7 +188,7 @@ def reduce_in_half_precision() -> list[float]:
     local_grad = torch.full_like(zeros, 1 if mesh.get_local_rank() else 256)
     param.grad = DTensor.from_local(local_grad, mesh, [Partial()])
     reduce_gradients([param])
-    total: list[float] = whole(param.grad).tolist()
+    total: list[float] = full_tensor(param.grad).tolist()
     return total
 
 
@@ -209,7 +209,7 @@ def compare_compiled_steps() -> float:
         if trained is model:
             step = torch.compile(step, backend="aot_eager")
         for _ in range(3):
-            trained(numbers(4, 8, seed=1)).square().sum().backward()
+            trained(random_tensor(4, 8, seed=1)).square().sum().backward()
             step()
             optimizer.zero_grad()
     return max_difference(model, reference)

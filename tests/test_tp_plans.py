@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from messages import error_of, says
+from messages import error_of, match_message
 from ranks import fake_world, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -78,7 +78,7 @@ def test_sizes_that_tp_does_not_divide_raise() -> None:
         (RowwiseParallel(input_layouts=Replicate()), "dim 0 of weight 65 ... 4; pad it to 68"),
         (ColwiseParallel(), "dim 1 of weight 6 ... 4; pad it to 8"),
     ):
-        pattern = says(f"0, 1, 2 and 2 more: {problem}")
+        pattern = match_message(f"0, 1, 2 and 2 more: {problem}")
         assert re.match(pattern, get_plan_error(layers, {"*": style}, 4))
 
 

@@ -22,7 +22,7 @@ import hf_models
 import pytest
 import torch
 from ranks import run_ranks
-from tensors import apart_by_size
+from tensors import relative_difference
 from threads import run_threads
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tp_compare import make_tp_mesh
@@ -79,7 +79,7 @@ def compare_local(actual: torch.Tensor | None, expected: torch.Tensor | None) ->
         shard = distribute_tensor(expected, actual.device_mesh, actual.placements, src_data_rank=None)
         expected = shard.to_local()
         actual = actual.to_local()
-    return apart_by_size(actual, expected, 1e-3)
+    return relative_difference(actual, expected, 1e-3)
 
 
 def run_configuration(name: str, tp_size: int, reference: Any, expected: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from messages import error_of, printed_by
+from messages import capture_printed, error_of
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -217,7 +217,7 @@ def make_nothing():
 
 def run_command(folder: str, function: str) -> tuple[int, str]:
     os.chdir(folder)
-    status, printed, errors = printed_by(lambda: main(["verify", function]))
+    status, printed, errors = capture_printed(lambda: main(["verify", function]))
     return status, printed + errors
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
-from tensors import apart_by_size, numbers
+from tensors import random_tensor, relative_difference
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from tp_compare import make_tp_mesh
@@ -239,7 +239,7 @@ def _train(
         for trained in models:
             for name, param in trained.named_parameters():
                 param.requires_grad_(step > 0 or name not in reference.frozen)
-            results.append(_run_step(trained, numbers(2, 3, DIM, seed=step)))
+            results.append(_run_step(trained, random_tensor(2, 3, DIM, seed=step)))
         mixed = set()
         for name, param in model.named_parameters():
             if isinstance(param.grad, DTensor) and not isinstance(param, DTensor):
@@ -251,7 +251,7 @@ def _train(
             optimizer.step()
         actual, expected = results
         for name, tensor in actual.items():
-            if apart_by_size(tensor, expected[name], 1.0) > tolerance:
+            if relative_difference(tensor, expected[name], 1.0) > tolerance:
                 wrong.add(name)
     return wrong
 

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from ranks import TORCH, run_ranks
-from tensors import apart
+from tensors import compute_difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -79,7 +79,7 @@ def compare_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> 
         "one pass": dict(count_operations(one_pass)),
         "two passes": dict(count_operations(input_pass) + count_operations(weight_pass)),
         "collectives for weights": {name for name in count_operations(weight_pass) if name != "mm"},
-        "difference": max(apart(*pair) for pair in zip(grads, expected, strict=True)),
+        "difference": max(compute_difference(*pair) for pair in zip(grads, expected, strict=True)),
     }
 
 

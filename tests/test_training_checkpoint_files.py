@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from messages import error_of
 from ranks import run_ranks
-from tensors import whole
+from tensors import full_tensor
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -150,7 +150,7 @@ def test_background_saves_copy_to_pinned_memory_and_reuse_it(tmp_path: Path) -> 
         assert "model.0.weight" in places[0]
         assert places[0] == places[1]
         training.load(tmp_path / "1", mesh, other)
-        assert all((whole(parameter) == 1).all() for parameter in other.parameters())
+        assert all((full_tensor(parameter) == 1).all() for parameter in other.parameters())
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from checkpoint_checks import (
     max_difference,
     run_in_turn,
 )
-from messages import error_of, problems_of
+from messages import error_of, list_problems
 from ranks import run_ranks
-from tensors import numbers
+from tensors import random_tensor
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 def test_mismatches_are_reported_by_name(tmp_path: Path) -> None:
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2, bias=False)})
     path = tmp_path / "last"
-    assert problems_of(lambda: training.load(path, None, saved)) == [
+    assert list_problems(lambda: training.load(path, None, saved)) == [
         f"there is no complete checkpoint at {path}; name one that was saved"
     ]
     training.save(path, None, saved)
     other = nn.ModuleDict({"a": nn.Linear(2, 4, bias=False), "c": nn.Linear(1, 1)})
     before = [each.clone() for each in other.state_dict().values()]
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    assert problems_of(lambda: training.load(path, None, other, optimizer)) == [
+    assert list_problems(lambda: training.load(path, None, other, optimizer)) == [
         f"'a.weight': of shape (4, 2) here, and (3, 2) in the checkpoint {path}",
         f"'c.weight', 'c.bias': not in the checkpoint {path}",
         f"'a.weight', 'c.weight', 'c.bias': not optimized in the checkpoint {path}; load it without the optimizer",
@@ -59,14 +59,14 @@ def test_mismatches_are_reported_by_name(tmp_path: Path) -> None:
     ]
     assert all(torch.equal(one, two) for one, two in zip(before, other.state_dict().values(), strict=True))
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(5))], lr=0.1)
-    assert problems_of(lambda: training.save(path, None, saved, stranger)) == [
+    assert list_problems(lambda: training.save(path, None, saved, stranger)) == [
         "the optimizer has parameters of shape (5,) that are not in the model; create it from the current parameters of the model, "
         "after parallelize() and fully_shard()"
     ]
     grouped = [{"params": saved["a"].parameters(), "lr": 0.1}, {"params": saved["b"].parameters(), "lr": 0.2}]
     training.save(path, None, saved, torch.optim.SGD(grouped))
     together = torch.optim.SGD(saved.parameters(), lr=0.1)
-    assert problems_of(lambda: training.load(path, None, saved, together)) == [
+    assert list_problems(lambda: training.load(path, None, saved, together)) == [
         f"'b.weight': in one group of the optimizer with parameters that had other options in the checkpoint {path}; group them "
         "as they were"
     ]
@@ -248,7 +248,7 @@ class PlainShards(nn.Module):
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__()
         for number, (name, (shape, dim)) in enumerate(SHAPES_AND_DIMS.items()):
-            tensor = numbers(*shape, seed=number)
+            tensor = random_tensor(*shape, seed=number)
             shard = tensor if dim is None else tensor.chunk(size, dim)[rank]
             self.register_parameter(name, parameter := nn.Parameter(shard.clone()))
             parameter.grad = shard.sin()

@@ -14,7 +14,7 @@ import torch
 from messages import error_of
 from parallel import IGNORED
 from ranks import fake_world, run_ranks
-from tensors import apart, numbers, whole
+from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,18 +90,18 @@ def make_stage(mesh: NamedMesh, stage: int) -> tuple[list[Tensor], list[tuple[nn
     params: list[tuple[nn.Parameter, Tensor]] = []
     cases = DENSE_CASES + (EXPERT_CASES if "expert" in mesh.views else [])
     for shape, dims, axes, attributes in cases:
-        full = numbers(*shape, seed=100 * stage + len(params))
+        full = random_tensor(*shape, seed=100 * stage + len(params))
         full_grads.append(full)
         local = full
         for axis, dim in dims.items():
             local = local.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
         placements = [Shard(dims[axis]) if axis in dims else Replicate() for axis in axes]
         params.append((make_param(local, mesh[axes] if axes else None, placements, attributes), local))
-    full = numbers(3, seed=99)
+    full = random_tensor(3, seed=99)
     full_grads.append(full)
     params.append((make_param(full / mesh.size("tp"), mesh["tp"], [Partial()], {}), full))
     if mesh.size("pp") > 1:
-        shared = numbers(3, 2, seed=98)  # identical on all stages
+        shared = random_tensor(3, 2, seed=98)  # identical on all stages
         if stage == 0:
             full_grads.append(shared)
             params.append((make_param(shared, None, [], {}), shared))
@@ -137,7 +137,7 @@ def check_norms(mesh: NamedMesh) -> list[float]:
     training.clip_grad_norm_(params, 0.7, mesh, foreach=False)
     for param, local_grad in local_params:
         assert param.grad is not None
-        assert apart(tiny.shard(param.grad), local_grad * factor) < 1e-9
+        assert compute_difference(tiny.shard(param.grad), local_grad * factor) < 1e-9
     return [comms.get_total_counts(), *norms]
 
 
@@ -249,7 +249,7 @@ def test_the_number_of_operations_does_not_grow_with_the_number_of_gradients() -
             for num_params in (2, 50):
                 params = [nn.Parameter(torch.zeros(4, dtype=dtype)) for _ in range(num_params)]
                 for param in params:
-                    param.grad = numbers(4, seed=num_params).to(dtype)
+                    param.grad = random_tensor(4, seed=num_params).to(dtype)
                 with OperationCounter() as counter:  # type: ignore[no-untyped-call]
                     training.clip_grad_norm_(params, 1.0, mesh)
                 counts.append(counter.count)
@@ -273,7 +273,7 @@ def test_norms_of_half_precision_gradients_do_not_overflow() -> None:
 def check_compiled_loss() -> None:
     mesh = namedmesh.init_mesh(dp=2, cp=2)
     counter = CompileCounterWithBackend("eager")
-    logits = numbers(4, 8, seed=0).requires_grad_()
+    logits = random_tensor(4, 8, seed=0).requires_grad_()
     targets = torch.tensor([1, 2, IGNORED, 3])
     num_tokens = training.count_tokens(targets != IGNORED, mesh)
 
@@ -286,8 +286,8 @@ def check_compiled_loss() -> None:
         loss, expected = compiled(logits, batch), compute_loss(logits, batch)
         (grad,) = torch.autograd.grad(loss, logits)
         (expected_grad,) = torch.autograd.grad(expected, logits)
-        assert apart(loss, expected) < 1e-9
-        assert apart(grad, expected_grad) < 1e-9
+        assert compute_difference(loss, expected) < 1e-9
+        assert compute_difference(grad, expected_grad) < 1e-9
     assert counter.frame_count == 1
     torch.distributed.barrier()
     mesh.close()
@@ -310,14 +310,14 @@ def check_compiled_clipping() -> None:
 
     fill_gradients()
     expected_norm = clip()
-    expected_grads = [whole(param.grad).clone() for param in params]
+    expected_grads = [full_tensor(param.grad).clone() for param in params]
     fill_gradients()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     norm = torch.compile(clip, backend=counter, fullgraph=True)()
-    assert apart(norm, expected_norm) < 1e-9
+    assert compute_difference(norm, expected_norm) < 1e-9
     for param, expected_grad in zip(params, expected_grads, strict=True):
-        assert apart(param.grad, expected_grad) < 1e-9
+        assert compute_difference(param.grad, expected_grad) < 1e-9
     assert counter.frame_count == 1
     torch.distributed.barrier()
     mesh.close()

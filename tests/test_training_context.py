@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from messages import problems_of
+from messages import list_problems
 from ranks import fake_world, run_ranks
-from tensors import apart, numbers
+from tensors import compute_difference, random_tensor
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +34,7 @@ HEADS = 8
 def make_full_tensors(length: int, kv_heads: int) -> list[Tensor]:
     """Return query, key, value, and the weights of the output in a loss."""
     shapes = [(2, heads, length, 4) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
-    return [numbers(*shape, seed=length + number) for number, shape in enumerate(shapes)]
+    return [random_tensor(*shape, seed=length + number) for number, shape in enumerate(shapes)]
 
 
 def check(
@@ -68,7 +68,7 @@ def check(
     for shard, full in zip(shards, full_inputs, strict=True):
         pairs.append((shard.grad, full.grad))
     for local, full in pairs:
-        assert apart(local, full[:, :, positions]) < 1e-13, (mesh, length, options)
+        assert compute_difference(local, full[:, :, positions]) < 1e-13, (mesh, length, options)
 
 
 def check_layouts_and_options() -> None:
@@ -110,13 +110,13 @@ def check_compiled_code_and_dispatch_modes() -> None:
         for attend in (compiled, attend_with_recomputation, attend_and_count_flops):
             check(mesh["cp"], 8, attend=attend, is_causal=causal, ulysses=ulysses)
     length = 4096
-    full_inputs = [numbers(1, 1, length, 8, seed=seed) for seed in range(3)]
+    full_inputs = [random_tensor(1, 1, length, 8, seed=seed) for seed in range(3)]
     q, k, v, positions = training.shard_sequence(*full_inputs, mesh=mesh["cp"], dim=2)
     with LargestTensor() as largest:  # type: ignore[no-untyped-call]  # torch's
         output = training.context_attention(q, k, v, mesh["cp"])
     q, k, v = full_inputs
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert apart(output, expected[:, :, positions]) < 1e-13
+    assert compute_difference(output, expected[:, :, positions]) < 1e-13
     assert largest.numel <= length * length / 8
     torch.distributed.barrier()
     mesh.close()
@@ -159,7 +159,7 @@ def test_lower_right_attention_runs_under_a_dispatch_mode() -> None:
     for num_queries in (6, 10):
         with FlopCounterMode(display=False):
             output = attend_lower_right(q[:, :, -num_queries:], k, v, None)
-        assert apart(output, expected[:, :, -num_queries:]) < 1e-13
+        assert compute_difference(output, expected[:, :, -num_queries:]) < 1e-13
 
 
 def make_document_mask(length: int) -> Tensor:
@@ -228,7 +228,7 @@ def test_lengths_and_heads_that_cannot_be_sharded_are_errors() -> None:
             lambda: training.shard_sequence(tokens, tokens[:, :4], mesh=mesh["cp"]),
             lambda: training.context_attention(query, key, key, mesh["cp"], ulysses=True),
         )
-        problems = list(map(problems_of, calls))
+        problems = list(map(list_problems, calls))
         mesh.close()
     lengths = "the lengths along dim 1 must be equal and a multiple of 4, got {}; pad the sequences"
     assert problems == [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from messages import error_of, problems_of
+from messages import error_of, list_problems
 from ranks import fake_world, run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -66,7 +66,7 @@ def test_an_axis_of_unknown_meaning_is_an_error() -> None:
             lambda: training.normalize_loss(one, one, mesh),
         )
         for call in calls:
-            assert problems_of(call) == [message.format("'data'"), message.format("'model'")]
+            assert list_problems(call) == [message.format("'data'"), message.format("'model'")]
         mesh.close()
 
 
@@ -93,7 +93,7 @@ def test_count_tokens_takes_a_boolean_mask_or_a_number() -> None:
         mask = targets != -100
         for mask_or_count in (mask, 3, torch.tensor(3), mask.float().sum()):
             assert training.count_tokens(mask_or_count, mesh).item() == 3
-        assert problems_of(lambda: training.count_tokens(targets, mesh)) == [
+        assert list_problems(lambda: training.count_tokens(targets, mesh)) == [
             "mask_or_count must be a boolean mask or a number, got torch.int64 of shape (2, 2); pass a mask "
             "such as targets != -100, or the sum of a mask of another dtype"
         ]

@@ -10,7 +10,7 @@ import torch
 import train
 from messages import error_of
 from ranks import fake_world, run_ranks
-from tensors import apart, numbers
+from tensors import compute_difference, random_tensor
 from torch import Tensor, nn
 
 import namedmesh
@@ -22,7 +22,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(numbers(4, 3, 3, seed=0))
+        self.weight = nn.Parameter(random_tensor(4, 3, 3, seed=0))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         expert = torch.arange(counts.shape[0]).repeat_interleave(counts, output_size=tokens.shape[0])
@@ -57,9 +57,9 @@ def check_expert_parallel(compiled: bool) -> None:
             expected_weight_grad = expected_weight_grad.clone()
             torch.distributed.all_reduce(expected_weight_grad)
             expected_weight_grad /= 2
-            assert apart(output, expected) < 1e-9
-            assert apart(token_grad, expected_token_grad) < 1e-9
-            assert apart(weight_grad, expected_weight_grad) < 1e-9
+            assert compute_difference(output, expected) < 1e-9
+            assert compute_difference(token_grad, expected_token_grad) < 1e-9
+            assert compute_difference(weight_grad, expected_weight_grad) < 1e-9
     torch.distributed.barrier()
     mesh.close()
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import train
 import training_checks as checks
-from messages import error_of, problems_of
+from messages import error_of, list_problems
 from parallel import IGNORED
 from ranks import fake_world, run_ranks
-from tensors import apart, numbers, whole
+from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
@@ -75,8 +75,8 @@ def check_schedule(schedule: str, stages_per_rank: int) -> None:
     pipe = training.Pipeline(stages, mesh, schedule, n_microbatches=4, loss_fn=mean_squared_error)
     reference = Stage(training.stage_layers(make_linears(), None, stage=0, stages=1))
     for shape in ((8,), (5,), (12,), (2,), (8, 3)):
-        inputs = numbers(*shape, WIDTH, seed=shape[0])
-        targets = numbers(*shape, WIDTH, seed=0)
+        inputs = random_tensor(*shape, WIDTH, seed=shape[0])
+        targets = random_tensor(*shape, WIDTH, seed=0)
         for module in (*stages, reference):
             module.zero_grad()
         expected_output = reference(inputs)
@@ -90,14 +90,14 @@ def check_schedule(schedule: str, stages_per_rank: int) -> None:
         eval_loss = pipe.eval(inputs, target=targets)
         assert eval_loss is not None
         for loss in (step_loss, eval_loss):
-            assert apart(training.mean_loss(loss, mesh), expected_loss) < 1e-12, schedule
+            assert compute_difference(training.mean_loss(loss, mesh), expected_loss) < 1e-12, schedule
         assert (output is not None) == (num_stages - 1 in indices)
         if output is not None:
-            assert apart(output, expected_output) < 1e-12, schedule
+            assert compute_difference(output, expected_output) < 1e-12, schedule
         reference_params = dict(reference.named_parameters())
         for stage in stages:
             for name, param in stage.named_parameters():
-                assert apart(param.grad, reference_params[name].grad) < 1e-12, (schedule, name)
+                assert compute_difference(param.grad, reference_params[name].grad) < 1e-12, (schedule, name)
     dist.barrier()
     mesh.close()
 
@@ -167,7 +167,7 @@ def shape_inference_changes_nothing() -> None:
         sum_gradients = training.tie_stages(stage.tied, None, mesh)
     else:
         sum_gradients = training.tie_stages(None, stage.tied, mesh)
-    x, y, z = (numbers(6, WIDTH, seed=seed) for seed in range(3))
+    x, y, z = (random_tensor(6, WIDTH, seed=seed) for seed in range(3))
     shift = torch.ones(2, WIDTH, dtype=torch.float64)
 
     def run_step(pipe: training.Pipeline) -> list[Tensor]:
@@ -273,7 +273,7 @@ def tied_parameters_may_be_on_one_rank_or_on_two() -> None:
             param.grad = torch.full((2,), 2.0 if param is last else 1.0)
         sum_gradients()
         for param in ends:
-            assert whole(param.grad).tolist() == [3.0, 3.0]
+            assert full_tensor(param.grad).tolist() == [3.0, 3.0]
     text = error_of(lambda: training.tie_stages(make_end(1.0, 0, torch.float64), make_end(1.0, 1), mesh))
     dist.barrier()
     mesh.close()
@@ -324,7 +324,7 @@ def gradients_averaged_by_ddp_equal_one_process() -> None:
     training.normalize_loss(loss_sum, num_tokens, mesh).backward()
     reference_params = dict(reference.named_parameters())
     for name, param in model.named_parameters():
-        assert apart(param.grad, reference_params[name].grad) < 1e-9, name
+        assert compute_difference(param.grad, reference_params[name].grad) < 1e-9, name
     dist.barrier()
     mesh.close()
 
@@ -337,8 +337,8 @@ def normalize_loss_takes_a_sum_of_losses() -> None:
     partial_sum = DTensor.from_local(torch.full((), 2.0), mesh["dp"], [Partial()])
     assert training.normalize_loss(partial_sum, num_tokens, mesh) == 1
     errors = [
-        problems_of(lambda: training.normalize_loss(torch.ones(2, 3), num_tokens, mesh)),
-        problems_of(lambda: training.normalize_loss(2.0, 3, mesh)),  # type: ignore[arg-type]
+        list_problems(lambda: training.normalize_loss(torch.ones(2, 3), num_tokens, mesh)),
+        list_problems(lambda: training.normalize_loss(2.0, 3, mesh)),  # type: ignore[arg-type]
     ]
     dist.barrier()
     mesh.close()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from messages import error_of
 from ranks import fake_world, run_ranks
-from tensors import apart, numbers, whole
+from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -41,7 +41,7 @@ def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
 def assert_gradients_equal(module: nn.Module, reference: nn.Module) -> None:
     reference_params = dict(reference.named_parameters())
     for name, param in module.named_parameters():
-        assert apart(param.grad, reference_params[name].grad) < 1e-12, name
+        assert compute_difference(param.grad, reference_params[name].grad) < 1e-12, name
 
 
 class NestedInputs(nn.Module):
@@ -72,7 +72,7 @@ def nested_inputs_and_several_outputs_equal_one_process() -> None:
         stage, mesh, n_microbatches=4, loss_fn=two_output_loss, replicate_kwargs=("scale",)
     )
     for batch_size in (6, 8):
-        x, full, other, y = (numbers(batch_size, WIDTH, seed=seed) for seed in range(4))
+        x, full, other, y = (random_tensor(batch_size, WIDTH, seed=seed) for seed in range(4))
         masks = {"full": full, "other": (other,)}
         kwargs: dict[str, Any] = {"masks": masks, "scale": [torch.tensor(0.5)]}
         stage.zero_grad()
@@ -80,15 +80,21 @@ def nested_inputs_and_several_outputs_equal_one_process() -> None:
         expected_outputs = reference(x, **kwargs)
         expected_loss = two_output_loss(expected_outputs, y)
         expected_loss.backward()
-        assert apart(training.mean_loss(pipe.step(x, target=y, **kwargs), mesh), expected_loss) < 1e-12
+        assert (
+            compute_difference(training.mean_loss(pipe.step(x, target=y, **kwargs), mesh), expected_loss)
+            < 1e-12
+        )
         assert_gradients_equal(stage, reference)
-        assert apart(training.mean_loss(pipe.eval(x, target=y, **kwargs), mesh), expected_loss) < 1e-12
+        assert (
+            compute_difference(training.mean_loss(pipe.eval(x, target=y, **kwargs), mesh), expected_loss)
+            < 1e-12
+        )
         outputs = pipe.eval(x, **kwargs)
         assert (outputs is None) == mesh.is_first("pp")
         if outputs is not None:
             assert len(outputs) == 2
             for output, expected in zip(outputs, expected_outputs, strict=True):
-                assert apart(output, expected) < 1e-12
+                assert compute_difference(output, expected) < 1e-12
     dist.barrier()
     mesh.close()
 
@@ -111,7 +117,7 @@ def values_that_cannot_be_split_are_errors_on_every_rank() -> None:
     # torch infers the shapes with uninitialized memory. This setting fills it with NaN.
     torch.use_deterministic_algorithms(True)
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
-    x, y = numbers(6, WIDTH, seed=0), numbers(6, WIDTH, seed=1)
+    x, y = random_tensor(6, WIDTH, seed=0), random_tensor(6, WIDTH, seed=1)
     block_mask = create_block_mask(lambda _b, _h, q, k: q >= k, 6, None, 128, 128, device="cpu")
 
     def make_pipe(
@@ -177,7 +183,7 @@ def values_that_cannot_be_split_are_errors_on_every_rank() -> None:
 def autocast_and_frozen_parameters_rebuild_the_schedule() -> None:
     """Also if only parameters of the other rank are frozen."""
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
-    x, y = numbers(8, WIDTH, seed=0).float(), numbers(8, WIDTH, seed=1).float()
+    x, y = random_tensor(8, WIDTH, seed=0).float(), random_tensor(8, WIDTH, seed=1).float()
     layers = make_linears(2)
     reference = nn.Sequential(*layers).float()
     stage = make_linears(2)[mesh.rank("pp")].float()
@@ -187,7 +193,7 @@ def autocast_and_frozen_parameters_rebuild_the_schedule() -> None:
             loss = pipe.eval(x, target=y)
             expected = mean_squared_error(reference(x), y)
         # Micro-batches and the full batch are rounded in the same way.
-        assert apart(training.mean_loss(loss, mesh).float(), expected.float()) < 1e-6, autocast
+        assert compute_difference(training.mean_loss(loss, mesh).float(), expected.float()) < 1e-6, autocast
 
     for order in ((False, True), (True, False)):
         pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=mean_squared_error)
@@ -203,14 +209,14 @@ def autocast_and_frozen_parameters_rebuild_the_schedule() -> None:
         pipe.step(x, target=y)
         expected_grad = layers[mesh.rank("pp")].weight.grad
         assert (stage.weight.grad is None) == (expected_grad is None)
-        assert apart(stage.weight.grad, expected_grad) < 1e-6
+        assert compute_difference(stage.weight.grad, expected_grad) < 1e-6
     dist.barrier()
     mesh.close()
 
 
 def frozen_first_stages_train_correctly_or_are_errors() -> None:
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
-    x, y = numbers(8, WIDTH, seed=0), numbers(8, WIDTH, seed=1)
+    x, y = random_tensor(8, WIDTH, seed=0), random_tensor(8, WIDTH, seed=1)
     errors: list[str] = []
     for schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV", "Interleaved1F1B"):
         layers = make_linears(4)
@@ -224,7 +230,7 @@ def frozen_first_stages_train_correctly_or_are_errors() -> None:
         errors.append(error_of(partial(pipe.step, x, target=y)).partition(",")[0])
         if not errors[-1]:
             for stage, expected in zip(stages, expected_grads, strict=True):
-                assert apart(stage.weight.grad, expected) < 1e-12
+                assert compute_difference(stage.weight.grad, expected) < 1e-12
     dist.barrier()
     mesh.close()
     assert errors == ["TrainingError: stage 2 is the first that trains"] * 3 + [""]
@@ -244,7 +250,7 @@ class ScaledStage(nn.Module):
 
 
 def test_a_pipeline_leaves_no_state_in_its_stages() -> None:
-    x, y, scale = numbers(4, WIDTH, seed=0), numbers(4, WIDTH, seed=1), torch.tensor(3.0)
+    x, y, scale = random_tensor(4, WIDTH, seed=0), random_tensor(4, WIDTH, seed=1), torch.tensor(3.0)
     with fake_world(1):
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
         stage = ScaledStage()
@@ -258,7 +264,7 @@ def test_a_pipeline_leaves_no_state_in_its_stages() -> None:
             replicate_kwargs=("scale",),
         )
         for pipe in (make_pipe(), make_pipe()):
-            assert apart(pipe.step(x, target=y, scale=scale), expected) < 1e-12
+            assert compute_difference(pipe.step(x, target=y, scale=scale), expected) < 1e-12
         pickled = pickle.loads(pickle.dumps(stage))  # noqa: S301  of this test
         copies = [copy.deepcopy(stage), AveragedModel(stage).module, pickled]
         stage.fails = True
@@ -266,14 +272,14 @@ def test_a_pipeline_leaves_no_state_in_its_stages() -> None:
             pipe.step(x, target=y, scale=scale)
         stage.fails = False
         for module in (stage, *copies):
-            assert apart(module(x), module.layer(x)) == 0
-        assert apart(pipe.step(x, target=y), mean_squared_error(stage(x), y)) < 1e-12
+            assert compute_difference(module(x), module.layer(x)) == 0
+        assert compute_difference(pipe.step(x, target=y), mean_squared_error(stage(x), y)) < 1e-12
         mesh.close()
 
 
 @pytest.mark.parametrize("batch_size", [4, 3])
 def test_a_loss_with_the_other_reduction_is_an_error(batch_size: int) -> None:
-    x, y = numbers(batch_size, WIDTH, seed=0), numbers(batch_size, WIDTH, seed=1)
+    x, y = random_tensor(batch_size, WIDTH, seed=0), random_tensor(batch_size, WIDTH, seed=1)
     with fake_world(1):
         mesh = namedmesh.init_mesh(pp=1, device="cpu")
 
@@ -328,7 +334,7 @@ def converted_and_copied_weights_stay_tied(root: Path) -> None:
         for param in module.parameters():
             param.grad = torch.full_like(param, 3.0)
         norm = training.clip_grad_norm_(module.parameters(), math.inf, mesh)
-        assert apart(norm, torch.tensor(6.0, dtype=torch.float64)) < 1e-12
+        assert compute_difference(norm, torch.tensor(6.0, dtype=torch.float64)) < 1e-12
         training.save(path, mesh, module)
         loaded = nn.ParameterDict({"embed": torch.zeros(2, 2, dtype=torch.float64)})
         training.load(path, None, loaded)
@@ -341,7 +347,7 @@ def converted_and_copied_weights_stay_tied(root: Path) -> None:
         check_norm_and_checkpoint(stage.to(torch.float64), root / f"converted{sharded}")
         sum_gradients()
         (weight,) = stage.parameters()
-        assert apart(weight.grad, torch.full((2, 2), 6.0, dtype=torch.float64)) == 0
+        assert compute_difference(weight.grad, torch.full((2, 2), 6.0, dtype=torch.float64)) == 0
         check_norm_and_checkpoint(copy.deepcopy(stage), root / f"copied{sharded}")
         # A frozen weight gets no gradient, so that an optimizer does not change it.
         for param in stage.parameters():
@@ -386,7 +392,7 @@ def ranks_skip_the_same_steps(axis: str) -> None:
         training.sync_found_inf(scaler, optimizer, mesh)
         scaler.step(optimizer)
         scaler.update()
-        scales_and_weights.append((scaler.get_scale(), whole(params[0]).mean().item()))
+        scales_and_weights.append((scaler.get_scale(), full_tensor(params[0]).mean().item()))
     training.sync_found_inf(torch.amp.GradScaler("cpu", enabled=False), optimizer, mesh)
     dist.barrier()
     mesh.close()

@@ -10,9 +10,9 @@ import pytest
 import tiny
 import torch
 from as_cuda import NoReads
-from messages import error_of, problems_of, says
+from messages import error_of, list_problems, match_message
 from ranks import run_ranks
-from tensors import apart, numbers
+from tensors import compute_difference, random_tensor
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -63,7 +63,7 @@ def collect_errors_of_wrong_data_axes() -> list[list[str]]:
         mesh = namedmesh.init_mesh(dp=2, cp=2)
         model = make(mesh)
         before = [tiny.shard(param.grad).clone() for param in model.parameters() if param.grad is not None]
-        problems = problems_of(partial(clip, model, mesh, **how))
+        problems = list_problems(partial(clip, model, mesh, **how))
         found.append(problems)
         if problems:  # and nothing was scaled
             for grad, param in zip(before, model.parameters(), strict=True):
@@ -83,7 +83,7 @@ def test_gradients_that_are_not_averaged_and_weights_of_two_seeds_are_reported()
     start = "The gradients of parameters 0 (32, 16), 1 (32,), 2 (16, 32), 3 (16,), 4 (32, 16), 5 (32,), 6 (16, 32), 7 (16,)"
     with pytest.raises(
         namedmesh.GradientError,
-        match=says(f"{start} differ between the ranks of cp. {CAUSES}"),
+        match=match_message(f"{start} differ between the ranks of cp. {CAUSES}"),
     ):
         raise namedmesh.GradientError(*without_cp)
     axes = [text.partition("the ranks of ")[2].partition(".")[0] for text in without_fsdp]
@@ -110,7 +110,7 @@ def layouts() -> list[list[str]]:
         # For its first call each, a mesh of the same groups.
         adopted = namedmesh.NamedMesh.from_device_mesh(mesh.device_mesh)
         adopted.adopt_view("expert", view)
-        problems = problems_of(lambda: training.clip_grad_norm_(params, 1.0, adopted))
+        problems = list_problems(lambda: training.clip_grad_norm_(params, 1.0, adopted))
         adopted.close()
         return problems
 
@@ -119,7 +119,7 @@ def layouts() -> list[list[str]]:
         seed = stage
         for coord in coords:
             seed = 2 * seed + coord
-        return numbers(4, seed=seed)
+        return random_tensor(4, seed=seed)
 
     def sharded(value: Tensor, grad: Tensor, axes: tuple[str, ...], *placements: Any) -> nn.Parameter:
         param = nn.Parameter(DTensor.from_local(value, mesh[axes], placements))
@@ -207,7 +207,7 @@ def find_calls_that_compare() -> list[bool]:
     mesh = namedmesh.init_mesh(dp=2)
     found = []
     for call in range(1, 10):
-        param = make_plain_param(numbers(3, seed=0), numbers(3, seed=mesh.rank("dp")))
+        param = make_plain_param(random_tensor(3, seed=0), random_tensor(3, seed=mesh.rank("dp")))
         if call in {1, 2, 4, 8}:
             clipped = partial(training.clip_grad_norm_, param, 1.0, mesh)
             found.append(error_of(clipped) != "")
@@ -236,7 +236,7 @@ def clip_while_unsharded(path: str) -> str:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    assert apart(clip(model, mesh), expected.clamp(max=1.0)) < 1e-5
+    assert compute_difference(clip(model, mesh), expected.clamp(max=1.0)) < 1e-5
     assert "create it from the current parameters of the model" in error_of(
         partial(training.save, path, mesh, model, optimizer)
     )

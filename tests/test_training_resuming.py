@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import error_of, problems_of
+from messages import error_of, list_problems
 from ranks import run_ranks
-from tensors import numbers, whole
+from tensors import full_tensor, random_tensor
 from tiny import shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -47,7 +47,7 @@ def make_expected_values() -> dict[str, Tensor]:
     for number, (narrow, wide) in enumerate(WIDTHS):
         shapes = {"up.weight": (wide, narrow), "up.bias": (wide,), "down.weight": (narrow, wide)}
         for name, shape in shapes.items():
-            values[f"{number}.{name}"] = numbers(*shape, seed=len(values))
+            values[f"{number}.{name}"] = random_tensor(*shape, seed=len(values))
     return values
 
 
@@ -95,8 +95,8 @@ def save_and_load_in_layouts(layouts: list[dict[str, int]], root: Path, sources:
             training.load(root / source, mesh, model, optimizer)
             for key, parameter in model.named_parameters():
                 state = optimizer.state[parameter]
-                assert torch.equal(whole(parameter), expected[key]), (source, name, key)
-                assert torch.equal(whole(state["exp_avg"]), 2 * expected[key]), (source, name, key)
+                assert torch.equal(full_tensor(parameter), expected[key]), (source, name, key)
+                assert torch.equal(full_tensor(state["exp_avg"]), 2 * expected[key]), (source, name, key)
                 assert torch.equal(shard(state["exp_avg"]), shard(state["exp_avg_sq"])), (source, name, key)
                 assert state["step"] == 7
         sources = [*sources, name]
@@ -256,14 +256,14 @@ class RowsAndNorms(torch.optim.Optimizer):
 def optimizer_state_of_other_shapes_resumes_in_any_layout(root: Path) -> None:
     def job(sharded: bool, source: Path | None, target: Path | None) -> Tensor:
         net = nn.Linear(6, 5, bias=False).double()
-        net.weight.data = numbers(5, 6, seed=0)
+        net.weight.data = random_tensor(5, 6, seed=0)
         if sharded:
             fully_shard(net, mesh=mesh["dp"])
         optimizer = RowsAndNorms(net.parameters())
         where = mesh if sharded else None
         if source is not None:
             training.load(source, where, net, optimizer)
-        value = numbers(5, 6, seed=1)
+        value = random_tensor(5, 6, seed=1)
         net.weight.grad = value
         if sharded:
             weight: Any = net.weight
@@ -274,7 +274,7 @@ def optimizer_state_of_other_shapes_resumes_in_any_layout(root: Path) -> None:
         if target is not None and (sharded or mesh.rank() == 0):
             training.save(target, where, net, optimizer)
         dist.barrier()
-        return whole(net.weight).clone()
+        return full_tensor(net.weight).clone()
 
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     job(False, None, root / "plain")
@@ -287,7 +287,7 @@ def optimizer_state_of_other_shapes_resumes_in_any_layout(root: Path) -> None:
     # The attributes of a plain shard do not tell which of the moments belong to it.
     mesh = namedmesh.init_mesh(tp=2, device="cpu")
     net = nn.Linear(6, 5, bias=False).double()
-    net.weight = nn.Parameter(numbers(5, 6, seed=0).chunk(2, 1)[mesh.rank()])
+    net.weight = nn.Parameter(random_tensor(5, 6, seed=0).chunk(2, 1)[mesh.rank()])
     set_tensor_model_parallel_attributes(net.weight, is_parallel=True, dim=1, stride=1)
     message = error_of(lambda: training.load(root / "plain", mesh, net, RowsAndNorms(net.parameters())))
     assert (
@@ -428,7 +428,7 @@ def test_partial_loads_report_missing_and_unexpected_names(tmp_path: Path) -> No
     assert values(*job) == {"a": 3, "c": 8, "head": 3, "head.bias": 3}
     # A head of another size is an error, unless it is not selected.
     job = net(5, "a", "b")
-    assert problems_of(lambda: training.load(path, None, *job, strict=False)) == [
+    assert list_problems(lambda: training.load(path, None, *job, strict=False)) == [
         f"'head.weight': of shape (5, 2) here, and (3, 2) in the checkpoint {path}",
         f"'head.bias': of shape (5,) here, and (3,) in the checkpoint {path}",
     ]
@@ -439,7 +439,7 @@ def test_partial_loads_report_missing_and_unexpected_names(tmp_path: Path) -> No
     assert job[1].param_groups[0]["lr"] == pytest.approx(0.3)
     # All selected names must exist on both sides.
     job = net(5, "a", "c")
-    assert problems_of(
+    assert list_problems(
         partial(training.load, path, None, job[0], select=lambda name: "head" not in name)
     ) == [
         f"'c.weight': not in the checkpoint {path}",

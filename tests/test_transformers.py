@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import fake_world, live_groups, run_ranks
-from tensors import whole
+from tensors import full_tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from tp_models import make_hf_model
@@ -298,7 +298,7 @@ def load_onto_mesh(folder: str) -> dict[str, bool]:
     logits = model(make_ids()).logits
     results["logits"] = torch.allclose(logits, reference(make_ids()).logits, atol=1e-6)
     for name, param in reference.named_parameters():
-        results[name] = torch.allclose(whole(model.get_parameter(name).grad), param.grad, atol=1e-6)
+        results[name] = torch.allclose(full_tensor(model.get_parameter(name).grad), param.grad, atol=1e-6)
     mesh.close()
     return results
 

@@ -15,7 +15,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from tensors import apart
+from tensors import compute_difference
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -390,7 +390,7 @@ def run_check(check: Callable[[], Pairs]) -> float:
     """Return the largest difference in one check on one rank; infinity if shapes differ."""
     largest = 0.0
     for actual, expected in check():
-        largest = max(largest, apart(actual, expected))
+        largest = max(largest, compute_difference(actual, expected))
         if math.isinf(largest):
             break
     return largest

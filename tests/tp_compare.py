@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tensors import apart, whole
+from tensors import compute_difference, full_tensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -65,7 +65,7 @@ def max_grad_difference(model: nn.Module, reference: nn.Module) -> float:
     """Return the largest difference of the full gradients of two models."""
     largest = 0.0
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        largest = max(largest, apart(get_grad(param), get_grad(expected)))
+        largest = max(largest, compute_difference(get_grad(param), get_grad(expected)))
     return largest
 
 
@@ -120,12 +120,12 @@ def compare_training(
             x = data.roll(step, 0).clone().requires_grad_(data.is_floating_point())
             output: Any = trained(x)
             output = getattr(output, pick) if pick else output
-            whole(output).square().sum().backward()
+            full_tensor(output).square().sum().backward()
             inputs.append(x)
             outputs.append(output)
-        differences.append(apart(*outputs))
+        differences.append(compute_difference(*outputs))
         if data.is_floating_point():
-            differences.append(apart(*map(get_grad, inputs)))
+            differences.append(compute_difference(*map(get_grad, inputs)))
         for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert (param.grad is None) == (expected.grad is None), name
             if expected.grad is not None:
@@ -137,7 +137,7 @@ def compare_training(
     assert list(model.state_dict()) == list(expected_state)
     for name, value in model.state_dict().items():
         assert value.shape == expected_state[name].shape, name
-        differences.append(apart(value, expected_state[name]))
+        differences.append(compute_difference(value, expected_state[name]))
     return max(differences)
 
 
@@ -150,13 +150,13 @@ def compare_hf_training(reference: Any, *, steps: int = 3) -> float:
 
 def _compare_grads(param: Tensor, expected: Tensor) -> list[float]:
     """Return the differences of the full gradient, and of the local one after the all-reduce."""
-    differences = [apart(get_grad(param), expected)]
+    differences = [compute_difference(get_grad(param), expected)]
     if isinstance(param, DTensor):
         reduce_gradients([param])
         assert isinstance(param.grad, DTensor)
         assert param.grad.placements == param.placements
         shard = distribute_tensor(expected, param.device_mesh, param.placements, src_data_rank=None)
-        differences.append(apart(param.grad.to_local(), shard.to_local()))
+        differences.append(compute_difference(param.grad.to_local(), shard.to_local()))
     return differences
 
 

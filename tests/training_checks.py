@@ -15,7 +15,7 @@ import torch.distributed as dist
 import train
 from parallel import HEAD, IGNORED, llama_plan, shard_model
 from ranks import TORCH
-from tensors import whole
+from tensors import full_tensor
 from tiny import AdamWOfShards
 from torch import Tensor, nn
 
@@ -118,7 +118,7 @@ def check_first_weights(settings: train.Settings, model: Sequence[nn.Module]) ->
     expected = dict(alone.named_parameters())
     for part in model:
         for name, parameter in part.named_parameters():
-            assert torch.equal(whole(parameter), expected[name]), name
+            assert torch.equal(full_tensor(parameter), expected[name]), name
 
 
 def train_through(
