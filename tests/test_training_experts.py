@@ -86,11 +86,35 @@ def test_a_module_without_stacked_experts_is_an_error() -> None:
         assert find_error(nn.ConvTranspose1d(8, 3, 2)) == takes + mixed
         assert find_error(nn.ReLU()) == takes + "ReLU owns none"
         with mock.patch.object(train, "EXPERTS", 6):
-            assert "dim 0 of gate 6 is not divisible" in find_error(train.Experts(2, 2))
+            message = "PlanError: the model: the ep size 4 does not divide 6 experts; choose one that does"
+            assert find_error(train.Experts(2, 2)) == message
         experts = parallelize(train.Experts(2, 2), mesh["ep"], ExpertParallel(mesh))
         with pytest.raises(RuntimeError, match="Cannot concatenate overlapping meshes"):  # torch's
             find_error(experts)  # a second time
         assert error_of(lambda: experts(torch.ones(3, 2), torch.tensor([2, 1]))) == (
             "ShapeError: the numbers of tokens have shape (2,); pass one number for each of the 8 experts"
         )
+        mesh.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "view", "message"),
+    [
+        ({"pp": 2, "dp": 4}, {"edp": -1, "ep": 2}, "axis 'edp' of the experts spans several pipeline"),
+        ({"pp": 2, "dp": 4}, {"edp": 1, "ep": 8}, "axis 'ep' of the experts spans several pipeline stages"),
+        ({"dp": 8}, {"edp": 2, "ep": 2, "etp": 2}, "etp=2 must have size 1, or the same ranks as tp=1"),
+        ({"dp": 2, "tp": 4}, {"edp": 2, "ep": 2, "etp": 2}, "etp=2 must have size 1, or the same ranks"),
+        ({"pp": 2, "dp": 4}, {"pp": 2, "edp": 2, "ep": 2}, ""),
+        ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "edp": 1, "ep": 2, "etp": 2}, ""),
+        ({"dp": 4, "tp": 2}, {"edp": 2, "ep": 4}, ""),
+    ],
+)
+def test_experts_on_axes_that_would_hang_or_be_wrong_are_an_error(
+    sizes: dict[str, int], view: dict[str, int], message: str
+) -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(**sizes, device="cpu")  # type: ignore[arg-type]
+        mesh.add_view("expert", **view)  # type: ignore[arg-type]
+        found = error_of(lambda: ExpertParallel(mesh))
+        assert found.startswith(f"LayoutError: {message}") if message else not found
         mesh.close()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._torch import all_gather_object, concatenate_meshes, get_group_by_name
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
-from namedmesh.errors import GradientError, ShapeError, format_ranks
+from namedmesh.errors import GradientError, LayoutError, ShapeError, format_ranks
 from namedmesh.fingerprints import fingerprint
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
@@ -125,9 +125,12 @@ class ExpertParallel(ParallelStyle):
     ``torch.compiler.config.capture_scalar_outputs`` is set before the first step.
 
     Args:
-        mesh: the named mesh, with a view that has ``edp`` and ``ep``.
+        mesh: the named mesh, with a view that has ``edp`` and ``ep``. The view must have the same
+            ``pp`` as the mesh. Its ``etp`` must have size 1, or be over the same ranks as ``tp``.
 
     Raises:
+        LayoutError: groups of the experts span several pipeline stages, or ranks along ``etp`` have
+            different tokens.
         ShapeError: in the forward: there is not one number of tokens for each expert.
         GradientError: in the forward, on every rank: several ranks send the same tokens.
     """
@@ -139,6 +142,7 @@ class ExpertParallel(ParallelStyle):
 
     def __init__(self, mesh: NamedMesh) -> None:
         mesh = named_mesh(mesh, "ExpertParallel")
+        _check_expert_axes(mesh)
         super().__init__()
         averaged = [axis for axis in mesh.layout if axis not in SAME_TOKEN_AXES]
         averaged_size = mesh.layout.size(*averaged) if averaged else 1
@@ -156,19 +160,23 @@ class ExpertParallel(ParallelStyle):
         params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         return dict.fromkeys(params, Shard(0))
 
-    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return the reasons why this style cannot be applied to a module (empty if it can).
 
         Args:
             module: the module.
-            tp_size: the number of ranks. It does not matter here.
+            tp_size: the number of ranks along ``ep``.
         """
         shapes = {}
         for name, param in module.named_parameters(recurse=False):
             shapes[name] = tuple(param.shape)
         # The first dim of all parameters must be the same number of experts; scalars have none.
-        if len({shape[:1] for shape in shapes.values()} - {()}) == 1:
-            return []
+        numbers = {shape[0] for shape in shapes.values() if shape}
+        if len(numbers) == 1:
+            num_experts = numbers.pop()
+            if num_experts % tp_size == 0:
+                return []
+            return [f"the ep size {tp_size} does not divide {num_experts} experts; choose one that does"]
         got = f"{type(module).__name__} owns {shapes or 'none'}"
         return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
 
@@ -177,6 +185,29 @@ class ExpertParallel(ParallelStyle):
             replace_parameter(module, name, _shard_experts(param, device_mesh, self.src_data_rank))
         module.forward = ExpertForward(module, Group.of(device_mesh), self)
         return module
+
+
+def _check_expert_axes(mesh: NamedMesh) -> None:
+    """Raise a LayoutError if groups of the experts have ranks that must not work together."""
+    problems = []
+    within_stage = [axis for axis in mesh.layout if axis != "pp"]
+    stage_ranks = mesh.ranks(*within_stage) if within_stage else (mesh.global_rank,)
+    for axis in ("edp", "ep", "etp"):
+        # Such a group would wait in a collective for ranks that wait for its stage.
+        if axis in mesh and not set(mesh.ranks(axis)) <= set(stage_ranks):
+            problems.append(
+                f"axis {axis!r} of the experts spans several pipeline stages; give their view the "
+                f'same axis, such as mesh.add_view("expert", pp={mesh.size("pp")}, edp=-1, ep=...)'
+            )
+    tp_ranks = mesh.ranks("tp") if "tp" in mesh else (mesh.global_rank,)
+    # ExpertTensorParallel sums over etp, where the ranks need the same tokens, as along tp.
+    if "etp" in mesh and not problems and mesh.ranks("etp") not in {tp_ranks, (mesh.global_rank,)}:
+        problems.append(
+            f"etp={mesh.size('etp')} must have size 1, or the same ranks as tp={len(tp_ranks)}: ranks "
+            "along etp need the same tokens"
+        )
+    if problems:
+        raise LayoutError(*problems)
 
 
 def _shard_experts(param: Tensor, mesh: DeviceMesh, src_data_rank: int | None) -> DTensor:
