@@ -100,8 +100,8 @@ def test_a_module_without_stacked_experts_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("sizes", "view", "message"),
     [
-        ({"pp": 2, "dp": 4}, {"edp": -1, "ep": 2}, "axis 'edp' of the experts spans several pipeline"),
-        ({"pp": 2, "dp": 4}, {"edp": 1, "ep": 8}, "axis 'ep' of the experts spans several pipeline stages"),
+        ({"pp": 2, "dp": 4}, {"edp": -1, "ep": 2}, "groups along edp span several pipeline stages"),
+        ({"pp": 2, "dp": 4}, {"edp": 1, "ep": 8}, "groups along ep span several pipeline stages"),
         ({"dp": 8}, {"edp": 2, "ep": 2, "etp": 2}, "etp=2 must have size 1, or the same ranks as tp=1"),
         ({"dp": 2, "tp": 4}, {"edp": 2, "ep": 2, "etp": 2}, "etp=2 must have size 1, or the same ranks"),
         ({"pp": 2, "dp": 4}, {"pp": 2, "edp": 2, "ep": 2}, ""),

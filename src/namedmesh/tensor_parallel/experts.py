@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._torch import all_gather_object, concatenate_meshes, get_group_by_name
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
-from namedmesh.errors import GradientError, LayoutError, ShapeError, format_ranks
+from namedmesh.errors import GradientError, LayoutError, ShapeError, format_items, format_ranks
 from namedmesh.fingerprints import fingerprint
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
@@ -192,13 +192,14 @@ def _check_expert_axes(mesh: NamedMesh) -> None:
     problems = []
     within_stage = [axis for axis in mesh.layout if axis != "pp"]
     stage_ranks = mesh.ranks(*within_stage) if within_stage else (mesh.global_rank,)
-    for axis in ("edp", "ep", "etp"):
-        # Such a group would wait in a collective for ranks that wait for its stage.
-        if axis in mesh and not set(mesh.ranks(axis)) <= set(stage_ranks):
-            problems.append(
-                f"axis {axis!r} of the experts spans several pipeline stages; give their view the "
-                f'same axis, such as mesh.add_view("expert", pp={mesh.size("pp")}, edp=-1, ep=...)'
-            )
+    axes = [axis for axis in ("edp", "ep", "etp") if axis in mesh]
+    # Such a group would wait in a collective for ranks that wait for its stage.
+    crossing = [axis for axis in axes if not set(mesh.ranks(axis)) <= set(stage_ranks)]
+    if crossing:
+        problems.append(
+            f"groups along {format_items(crossing)} span several pipeline stages; give the view of "
+            f'the experts the same axis pp: mesh.add_view("expert", pp={mesh.size("pp")}, ...)'
+        )
     tp_ranks = mesh.ranks("tp") if "tp" in mesh else (mesh.global_rank,)
     # ExpertTensorParallel sums over etp, where the ranks need the same tokens, as along tp.
     if "etp" in mesh and not problems and mesh.ranks("etp") not in {tp_ranks, (mesh.global_rank,)}:
