@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -87,8 +88,9 @@ class DefaultDevice(TorchFunctionMode):
 def optimizers_with_foreach() -> Iterator[None]:
     """Let torch's optimizers use foreach by default."""
     devices = [*_get_foreach_kernels_supported_devices(), "cpu"]
-    function = "torch.optim.optimizer._get_foreach_kernels_supported_devices"
-    with mock.patch(function, return_value=devices):
+    # torch 2.12 hides the module torch.optim.optimizer behind the name of a class.
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    with mock.patch.object(optimizer, "_get_foreach_kernels_supported_devices", return_value=devices):
         yield
 
 

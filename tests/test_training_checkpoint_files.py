@@ -364,7 +364,8 @@ def test_messages_name_the_problem_and_the_remedy(tmp_path: Path) -> None:
     assert message.startswith(
         f"CheckpointError: {tmp_path}/model.pt is a file, and a checkpoint is a directory"
     )
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     message = error_of(lambda: training.load(tmp_path / "dcp", None, model))
     assert message.startswith(

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import torch_is_at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,7 +200,8 @@ def autocast_and_frozen_parameters_rebuild_the_schedule() -> None:
         pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=mean_squared_error)
         for autocast in order:
             compare_losses(pipe, autocast)
-    for frozen_stage in (0, None, 0, 1):
+    frozen_stages = (0, None, 0, 1) if torch_is_at_least("2.13") else (None, 1)  # see the next test
+    for frozen_stage in frozen_stages:
         for index, layer in enumerate(reference):
             layer.requires_grad_(index != frozen_stage)
         stage.requires_grad_(mesh.rank("pp") != frozen_stage)
@@ -218,7 +220,11 @@ def frozen_first_stages_train_correctly_or_are_errors() -> None:
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     x, y = random_tensor(8, WIDTH, seed=0), random_tensor(8, WIDTH, seed=1)
     errors: list[str] = []
-    for schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV", "Interleaved1F1B"):
+    schedules = ["InterleavedZeroBubble", "ZBV", "DualPipeV"]
+    # torch 2.12 raises its own error if the first stages are frozen.
+    if torch_is_at_least("2.13"):
+        schedules.append("Interleaved1F1B")
+    for schedule in schedules:
         layers = make_linears(4)
         reference = nn.Sequential(*layers)
         reference[:2].requires_grad_(False)
@@ -233,7 +239,7 @@ def frozen_first_stages_train_correctly_or_are_errors() -> None:
                 assert compute_difference(stage.weight.grad, expected) < 1e-12
     dist.barrier()
     mesh.close()
-    assert errors == ["TrainingError: stage 2 is the first that trains"] * 3 + [""]
+    assert errors == ["TrainingError: stage 2 is the first that trains"] * 3 + [""] * (len(schedules) - 3)
 
 
 class ScaledStage(nn.Module):
