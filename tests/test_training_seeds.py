@@ -24,7 +24,7 @@ from training_checks import ON_EIGHT, ON_FOUR
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import clear_dtensor_op_cache
+from namedmesh._torch import clear_dtensor_op_cache, torch_is_at_least
 from namedmesh.training import seeds
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ class FakeAccelerator:
         return True
 
 
+@pytest.mark.skipif(not torch_is_at_least("2.13"), reason="torch 2.12 reads RNG states of a real device")
 def test_streams_seed_an_accelerator_in_every_thread_but_not_in_a_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
