@@ -34,8 +34,9 @@ class Membership(NamedTuple):
 class MeshAccessors:
     """The base class of :class:`namedmesh.NamedMesh` with the methods that do not communicate.
 
-    The answers for axes and flattened axes are cached when their groups are created. A call in a
-    training step is then one look-up in a dict, which torch.compile can trace.
+    The group, the ranks and the torch mesh of each axis and flattened axis are cached when the
+    group is created. A call in a training step is then one look-up in a dict, which torch.compile
+    can trace.
 
     Args:
         layout: the layout of the mesh.
@@ -63,6 +64,9 @@ class MeshAccessors:
 
         Args:
             names: one name, or several in the order of the layout.
+
+        Returns:
+            A torch mesh with one dim for each name. This rank is in it.
 
         Raises:
             AxisError: an unknown axis, or axes that are not in one view. So do all accessors.
@@ -228,6 +232,7 @@ class MeshAccessors:
     # Below are the functions behind the accessors. Views and memberships call them, too.
 
     def _check_open(self) -> None:
+        """Raise a MeshError if the mesh is closed or its default group was destroyed."""
         if self.closed:
             reason = "was closed"
         elif self._groups.are_stale():
@@ -236,8 +241,8 @@ class MeshAccessors:
             return
         raise MeshError(f"the mesh over {self.layout} {reason}; make another with init_mesh()")
 
-    def _cache_answers(self) -> None:
-        """Cache the answers for all axes and flattened axes.
+    def _cache_memberships(self) -> None:
+        """Cache the membership and the torch mesh of every axis and flattened axis.
 
         It is called whenever the mesh has new groups. A graph of torch.compile must find them: it
         cannot contain the search for a group.
@@ -257,7 +262,7 @@ class MeshAccessors:
             self._slices_by_name[name] = self._find_slice((name,), self._version)
 
     def _clear_cache(self) -> None:
-        """Clear the cached answers. The accessors then look for groups, and raise a MeshError."""
+        """Clear the caches. The accessors then look for groups, and raise a MeshError."""
         self._version = ""
         self._memberships.clear()
         # The torch meshes hold groups, which destroy_process_group() has to end.
@@ -267,6 +272,7 @@ class MeshAccessors:
         self._views.flattened_meshes.clear()
 
     def _make_membership(self, axes: tuple[str, ...]) -> Membership:
+        """Return the group over axes that exists, its ranks, and the group rank of this rank."""
         view, ordered = self._views.find_view(axes)
         layout = self._views.layouts[view]
         ranks = layout.group(self.global_rank, *ordered)
@@ -278,12 +284,18 @@ class MeshAccessors:
 
     @constant_under_compile
     def _find_ranks(self, names: tuple[str, ...], _version: str) -> tuple[int, ...]:
+        """Return the global ranks in the group over axes; over all axes if none is named."""
         self._check_open()
         view, ordered = self._views.find_view(names or self.layout.axes)
         return self._views.layouts[view].group(self.global_rank, *ordered)
 
     @constant_under_compile
     def _find_group(self, names: tuple[str, ...], _version: str, *, gloo: bool = False) -> dist.ProcessGroup:
+        """Return the group over axes, or its additional gloo group; both must exist.
+
+        Raises:
+            MeshError: the mesh is closed, or no such group was created.
+        """
         self._check_open()
         view, ordered = self._views.find_view(names)
         options = self._groups.get_options(ordered)
@@ -305,6 +317,7 @@ class MeshAccessors:
 
     @constant_under_compile
     def _find_slice(self, names: tuple[str, ...], _version: str) -> DeviceMesh:
+        """Return the sub-mesh over axes and flattened axes, from the cache or a new one."""
         cached = self._slices.get(names)
         if cached is None:
             self._check_open()

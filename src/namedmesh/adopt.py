@@ -44,7 +44,7 @@ def infer_layout_from_mesh(mesh: DeviceMesh) -> Layout:
         )
     # torch accepts the dims in any order, such as (tp, dp) over transposed ranks. A Layout is
     # row-major.
-    order = sorted(range(ranks.ndim), key=lambda dim: -_stride(ranks, dim))
+    order = sorted(range(ranks.ndim), key=lambda dim: -_find_stride(ranks, dim))
     axes = tuple(names[dim] for dim in order)
     flat = ranks.permute(order).flatten().tolist()
     first = min(flat)
@@ -58,8 +58,8 @@ def infer_layout_from_mesh(mesh: DeviceMesh) -> Layout:
     return Layout.from_shape(axes, [ranks.size(dim) for dim in order], rank_offset=first)
 
 
-def _stride(ranks: torch.Tensor, dim: int) -> int:
-    """Return the distance between the ranks of neighbors along a dim.
+def _find_stride(ranks: torch.Tensor, dim: int) -> int:
+    """Return the difference between the ranks of neighbors along a dim of a mesh.
 
     A dim of size 1 has no neighbors. It gets the stride of the next dim that has some, so that
     sorting by stride does not move it.

@@ -16,12 +16,15 @@ AxisMesh: TypeAlias = NamedMesh | DeviceMesh
 
 
 def one_axis(mesh: object, axis: str, call: str) -> DeviceMesh:
-    """Return the torch mesh of the one axis along which a function communicates.
+    """Check the mesh argument of a function that communicates along one axis.
 
     Args:
         mesh: a NamedMesh, or the DeviceMesh of one axis.
         axis: the axis to take from a NamedMesh, such as ``"tp"``.
         call: the name of the function, for messages.
+
+    Returns:
+        The one-dimensional torch mesh of the axis.
 
     Raises:
         AxisError: the NamedMesh does not have the axis.
@@ -42,7 +45,7 @@ def one_axis(mesh: object, axis: str, call: str) -> DeviceMesh:
 
 
 def named_mesh(mesh: object, call: str) -> NamedMesh:
-    """Return the mesh of a function that needs all axes by name.
+    """Check the mesh argument of a function that needs all axes by name, and return it.
 
     Args:
         mesh: the argument of the function.
@@ -63,15 +66,18 @@ def named_mesh(mesh: object, call: str) -> NamedMesh:
 
 
 def checkpoint_place(path: object, mesh: object, call: str) -> tuple[Path, NamedMesh | None]:
-    """Return the path and the mesh of a function that saves or loads checkpoints.
+    """Check the path and the mesh of a function that saves or loads checkpoints.
 
     Args:
         path: the directory.
         mesh: the mesh; None in a process without process groups.
         call: the name of the function, for messages.
 
+    Returns:
+        The path and the mesh.
+
     Raises:
-        CheckpointError: the path is not a path.
+        CheckpointError: the path is neither a string nor path-like.
         MeshError: the mesh is not a NamedMesh.
     """
     # A model as the first argument is the usual mistake; its whole repr would be no help.

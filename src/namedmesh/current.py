@@ -22,7 +22,7 @@ _watchers: list[Callable[..., None]] = []
 
 
 def selected_mesh() -> NamedMesh | None:
-    """Return the mesh that was selected last; None if there is none."""
+    """Return the mesh of the innermost ``with mesh:``; None outside of such a block."""
     return _selected[-1] if _selected else None
 
 
@@ -86,12 +86,13 @@ def watch(watcher: Callable[..., None]) -> None:
 
 
 def _notify(*closed: NamedMesh) -> None:
+    """Call the watchers, after a close with the closed mesh."""
     for watcher in _watchers:
         watcher(*closed)
 
 
 def check_groups(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Check that a mesh can use its groups on some axes.
+    """Check that a mesh can use its groups on some axes. Does not communicate.
 
     Args:
         mesh: the mesh.

@@ -68,8 +68,8 @@ class AxisSpeed(NamedTuple):
 
     Attributes:
         ranks: the global ranks of the group.
-        latency: seconds of an all-reduce of one number.
-        bandwidth: bytes a second over each link, in a large all-reduce.
+        latency: the time of an all-reduce of one number, in seconds.
+        bandwidth: the bytes that a large all-reduce sends over each link, per second.
     """
 
     ranks: tuple[int, ...]
@@ -81,9 +81,9 @@ class Measurements(NamedTuple):
     """The measurements of one rank.
 
     Attributes:
-        local_seconds: seconds of a matrix product, which needs no other rank.
+        local_seconds: the time of a matrix product on this rank, without communication.
         axes: by axis, the speed of this rank's group.
-        host_pairs: by the names of two hosts, bytes a second between them.
+        host_pairs: by the names of two hosts, the bytes per second of messages between them.
     """
 
     local_seconds: float
@@ -102,7 +102,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Check and measure the groups, on every rank of the job."""
+    """Check and measure the groups on every rank of the job, and return the exit status."""
     import torch.distributed as dist
 
     from namedmesh import launch
@@ -145,7 +145,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def _make_groups(layout: Layout, expert_layout: Layout | None, device: torch.device) -> list[CheckedGroup]:
-    """Create the mesh of a job, and return its groups of several ranks and the default group."""
+    """Create the mesh of a job; list the default group and the group of each axis to check."""
     import torch.distributed as dist
 
     from namedmesh.init import init_mesh
@@ -180,7 +180,7 @@ def format_problems(problems: Sequence[Problem | None]) -> list[str]:
 
 
 def check_groups(groups: Sequence[CheckedGroup], device: torch.device, timeout: timedelta) -> Problem | None:
-    """Check the members of each group with an all-gather, and its sum with an all-reduce.
+    """Check that each group has the expected members, and that its all-reduce is correct.
 
     Collective: every rank must call it with its groups over the same axes.
 
@@ -238,6 +238,9 @@ def measure(
         hosts: by rank, the name of its host.
         device: the device of the tensors.
         num_bytes: the size of the large all-reduce, and of a message between hosts.
+
+    Returns:
+        The measurements of this rank.
     """
     import torch
     import torch.distributed as dist

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 class NamedMeshError(Exception):
     """The base class of every error that namedmesh raises.
 
-    Each subclass also derives from the built-in error that fits, so that code which knows nothing
-    of namedmesh can catch it.
+    Each subclass also derives from the built-in error that fits, so that code that does not import
+    namedmesh can catch it.
 
     Args:
         *problems: one message for each thing that is wrong.
@@ -94,7 +94,7 @@ class ShapeError(NamedMeshError, ValueError):
 
 
 class TrainingError(NamedMeshError, RuntimeError):
-    """A training function got gradients, modules or values that it cannot use."""
+    """A training function got arguments, gradients or modules that it cannot use."""
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:

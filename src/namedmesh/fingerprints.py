@@ -25,13 +25,13 @@ _SAMPLE_SIZE = 1024  # elements of a tensor that fingerprint_sample() reads
 
 
 def fingerprint(tensor: Tensor, rates: Sequence[float] = (0.7,)) -> list[float]:
-    """Return the norm of a tensor, and a weighted sum of its values for each rate.
+    """Return the norm of a tensor, and a weighted sum of its elements for each rate.
 
     It is computed in double precision: equal tensors have equal fingerprints on all ranks.
 
     Args:
         tensor: a local tensor, or a DTensor, whose local tensor is used.
-        rates: the weight of the value at position i is ``cos(rate * i)``.
+        rates: in the sum for a rate, the weight of element i is ``cos(rate * i)``.
     """
     flat = wait_if_async(to_local(tensor)).detach()
     if flat.is_sparse:
@@ -82,11 +82,11 @@ def digest(value: object) -> int:
         True
     """
     hasher = hashlib.sha256()
-    _add(hasher, value)
+    _update_hash(hasher, value)
     return int.from_bytes(hasher.digest()[:8], "little") >> 1 | 1
 
 
-def _add(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
+def _update_hash(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
     """Add a value to a hash.
 
     Args:
@@ -96,10 +96,10 @@ def _add(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
     """
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-        value = _from_numpy(value)
+        value = _convert_from_numpy(value)
     if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
         # Sparse and nested tensors consist of several plain ones.
-        _add(hasher, _state_of(value), (*enclosing, id(value)))
+        _update_hash(hasher, _get_pickled_state(value), (*enclosing, id(value)))
     elif isinstance(value, Tensor):
         flat = to_local(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
         hasher.update(repr((flat.dtype, tuple(flat.shape))).encode())
@@ -108,30 +108,30 @@ def _add(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> None:
         hasher.update(b"\0" + repr(value).encode())
     elif isinstance(value, Mapping):
         # Ranks may fill a dict in any order.
-        _add(hasher, [(key, value[key]) for key in sorted(value, key=repr)], enclosing)
+        _update_hash(hasher, [(key, value[key]) for key in sorted(value, key=repr)], enclosing)
     elif isinstance(value, list | tuple):
         hasher.update(b"(%d" % len(value))
         for item in value:
-            _add(hasher, item, enclosing)
+            _update_hash(hasher, item, enclosing)
     elif isinstance(value, AbstractSet):
-        _add(hasher, sorted(map(digest, value)))
+        _update_hash(hasher, sorted(map(digest, value)))
     elif id(value) in enclosing:
         # An object that contains itself is hashed by the distance to its own beginning.
         hasher.update(b"^%d" % enclosing.index(id(value)))
     else:
-        _add(hasher, _state_of(value), (*enclosing, id(value)))
+        _update_hash(hasher, _get_pickled_state(value), (*enclosing, id(value)))
 
 
-def _from_numpy(value: Any) -> Any:
-    """Return an array of numbers as a tensor, and everything else as Python's objects."""
+def _convert_from_numpy(value: Any) -> Any:
+    """Convert an array of numbers to a tensor, and other NumPy objects to Python's."""
     if value.ndim == 0 or value.dtype.kind not in "biufc":  # such as strings, dates and records
         return value.tolist()
     # torch takes neither negative strides, as of flipped images, nor another order of bytes.
     return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
 
 
-def _state_of(value: Any) -> object:
-    """Return the state of an object that pickle would write, without its address in memory."""
+def _get_pickled_state(value: Any) -> object:
+    """Return the attributes of an object that pickle would write, without its memory address."""
     if hasattr(value, "__qualname__"):  # a function, a class, or a generator
         return getattr(value, "__module__", None), value.__qualname__
     kind = type(value).__qualname__

@@ -58,8 +58,8 @@ class Communicator:
             outlives the interpreter aborts the process.
         owned: whether namedmesh created it. The default group and adopted groups are not owned.
         users: the number of open meshes that use it.
-        created_by_all: whether every rank of the world created it, or the group of its own
-            partition.
+        created_by_all: whether every rank of the world has created a group with this key. If not,
+            only the members have, as for the checkpoints of a mesh over some ranks of the world.
     """
 
     label: str
@@ -99,7 +99,10 @@ _group_cache: dict[GroupKey, Communicator] = {}
 
 
 def describe_group_cache() -> str:
-    """Return the labels of the cached groups. The text must be the same on every rank."""
+    """List the labels of the cached groups that every rank of the world has created.
+
+    Ranks compare the text before they create groups: it must be the same on every rank.
+    """
     labels = [cached.label for cached in _group_cache.values() if cached.created_by_all]
     return ", ".join(labels) or "none"
 
@@ -214,8 +217,9 @@ class Groups:
             keys: the key of each axis.
 
         Returns:
-            The argument, or None if ``init_device_mesh`` is not the right call: one of the groups
-            exists, or torch cannot express its options there.
+            By axis, the backend and its options; torch's defaults apply to the axes that are
+            omitted. None if ``init_device_mesh`` cannot create the groups: one of them exists, or
+            torch cannot express its options there.
         """
         overrides: dict[int | str, Any] = {}
         for axis, key in keys.items():
@@ -235,6 +239,11 @@ class Groups:
         """Return the mesh's group over some axes; None if the mesh has none. Does not communicate.
 
         Every mesh can use the default group, without acquiring it.
+
+        Args:
+            layout: the layout.
+            axes: axes of the layout.
+            options: the options of the group.
         """
         key = self.make_key(layout, axes, options)
         acquired = self.acquired.get(key)
@@ -246,7 +255,10 @@ class Groups:
         return None
 
     def _is_world(self, layout: Layout, axes: Sequence[str], key: GroupKey) -> bool:
-        """Return whether the default group has the ranks and the options of the key."""
+        """Return whether the default group can be used as the group over some axes.
+
+        It can if the axes span all ranks of the world, and the key has the same options.
+        """
         return layout.size(*axes) == self.world_size and key.options == self._world_options
 
     def get_or_create(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
@@ -254,6 +266,11 @@ class Groups:
 
         Each rank creates all groups over the axes, and not only its own.
         Collective: every rank of the world must call it.
+
+        Args:
+            layout: the layout, over all ranks of the world.
+            axes: axes of the layout.
+            options: the options of the groups.
         """
         key = self.make_key(layout, axes, options)
         if key == _SELF_KEY:
@@ -264,7 +281,7 @@ class Groups:
         return self.acquire(key, label, lambda: _create_groups(layout.groups(*axes), label, key.options))
 
     def get_self_group(self) -> dist.ProcessGroup:
-        """Return the group that has this rank only. All axes of size 1 share it.
+        """Return the group of this rank alone, which all axes of size 1 share.
 
         Collective: every rank of the world must call it.
         """
@@ -282,12 +299,13 @@ class Groups:
     ) -> dist.ProcessGroup:
         """Return the group of a key, and count this mesh as a user of it.
 
-        The group comes from this mesh or from the cache. If neither has it, it is created.
+        The group comes from this mesh or from the cache. If neither has it, it is created. That is
+        collective if ``create`` is; all ranks create the same groups, as their caches are equal.
 
         Args:
             key: the cache key.
             label: the label of a new group.
-            create: a function that creates the group.
+            create: a function that creates the groups of the key and returns this rank's.
             owned: whether namedmesh owns the new group and may destroy it.
         """
         if key not in self.acquired:
@@ -300,16 +318,25 @@ class Groups:
         return self.acquired[key].group
 
     def register_external(self, key: GroupKey, label: str, group: dist.ProcessGroup) -> None:
-        """Use a group that other code owns. It is not cached, so other meshes do not reuse it."""
+        """Use a group that other code owns. It is not cached, so other meshes do not reuse it.
+
+        Args:
+            key: the key by which this mesh finds the group.
+            label: the label of the group.
+            group: the group.
+        """
         ranks = tuple(dist.get_process_group_ranks(group))
         # Several axes may have the same key, such as axes of size 1. The first one names the group.
         self.acquired.setdefault(key, Communicator(label, ranks, ref(group), owned=False))
 
     def get_checkpoint_group(self, layout: Layout) -> dist.ProcessGroup:
-        """Return the gloo group over all ranks of a layout that only checkpoints use.
+        """Return the gloo group for checkpoints, over all ranks of a layout; create it if needed.
 
-        A save in the background communicates at the same time as the training step.
+        No other code uses the group: a save in the background communicates at the same time as the training step.
         Collective: every rank of the layout must call it.
+
+        Args:
+            layout: the layout of the mesh, which may be over some ranks of the world only.
         """
         ranks = tuple(layout.ranks)
         options = self.normalize(GroupOptions(backend="gloo"))

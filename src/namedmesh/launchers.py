@@ -68,7 +68,7 @@ class _Launcher(NamedTuple):
         return any(name in environment for name in (*self.rank, *self.world_size))
 
     def read(self, environment: Mapping[str, str]) -> dict[str, int]:
-        """Return the numbers that are set, by the attribute that lists their variables."""
+        """Return the ints in the variables that are set, by the attribute that lists them."""
         numbers = {}
         for field in ("rank", "world_size", "local_rank", "local_world_size", "num_nodes"):
             number = read_int(environment, *getattr(self, field))
@@ -222,7 +222,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_numbers(launcher: _Launcher, numbers: Mapping[str, int], given: Mapping[str, int | None]) -> None:
-    """Check that the numbers of a launcher are complete and agree with torchrun's variables.
+    """Check that a launcher's variables are complete and agree with torchrun's.
 
     Args:
         launcher: the launcher.
@@ -274,7 +274,7 @@ def _find_address(
 
     Args:
         launcher: the launcher of the process.
-        numbers: the numbers that are known of the process.
+        numbers: the result of :meth:`_Launcher.read`.
         hosts: the hosts of the job in SLURM's format; empty if they are not known.
         environment: the environment of the process.
 

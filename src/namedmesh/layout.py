@@ -263,7 +263,7 @@ class Layout:
         """
         self._check_coords(coords)
         open_indices = [index for index, axis in enumerate(self.axes) if axis not in coords]
-        return _shift(self._compute_offsets(open_indices), self._find_first_rank(coords))
+        return _add_to_each(self._compute_offsets(open_indices), self._find_first_rank(coords))
 
     def group(self, rank: int, /, *axes: str) -> tuple[int, ...]:
         """Return the ranks of the group over some axes that a rank belongs to, in ascending order.
@@ -286,7 +286,7 @@ class Layout:
         for index in indices:
             stride = self.strides[index]
             first -= position // stride % self.sizes[index] * stride
-        return _shift(self._compute_offsets(indices), first)
+        return _add_to_each(self._compute_offsets(indices), first)
 
     def group_rank(self, rank: int, /, *axes: str) -> int:
         """Return the group rank of a rank: its position in its group over some axes.
@@ -319,15 +319,16 @@ class Layout:
         indices = self._find_indices(axes)
         offsets = self._compute_offsets(indices)
         other_indices = [index for index in range(len(self.axes)) if index not in indices]
-        first_ranks = _shift(self._compute_offsets(other_indices), self.rank_offset)
+        first_ranks = _add_to_each(self._compute_offsets(other_indices), self.rank_offset)
         if len(offsets) > len(first_ranks):
-            return tuple(_shift(offsets, first) for first in first_ranks)
+            return tuple(_add_to_each(offsets, first) for first in first_ranks)
         # If there are many small groups, zip makes them faster than a Python step for each group:
         # from one column for each group rank, with the ranks of all groups.
-        columns = [_shift(first_ranks, offset) for offset in offsets]
+        columns = [_add_to_each(first_ranks, offset) for offset in offsets]
         return tuple(zip(*columns, strict=True))
 
     def _find_index(self, axis: str) -> int:
+        """Return the index of an axis in the layout; raise an AxisError if it does not exist."""
         try:
             return self.axes.index(axis)
         except ValueError:
@@ -361,6 +362,7 @@ class Layout:
         return position
 
     def _check_coords(self, coords: Mapping[str, int]) -> None:
+        """Raise an AxisError or a LayoutError if coordinates are not in the layout."""
         unknown = [self._format_unknown_axis(axis) for axis in coords if axis not in self]
         if unknown:
             raise AxisError(*unknown)
@@ -444,8 +446,8 @@ def quote_axes(axes: Sequence[str]) -> str:
     return ", ".join(f'"{axis}"' for axis in axes)
 
 
-def _shift(ranks: Sequence[int], distance: int) -> tuple[int, ...]:
-    """Return ranks with a number added to each."""
+def _add_to_each(ranks: Sequence[int], distance: int) -> tuple[int, ...]:
+    """Return ranks with a distance added to each."""
     if isinstance(ranks, range):
         return tuple(range(ranks.start + distance, ranks.stop + distance, ranks.step))
     # A tuple is made faster from a list than from a generator.

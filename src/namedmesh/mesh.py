@@ -79,7 +79,7 @@ class NamedMesh(MeshAccessors):
         else:
             self._register_external_groups(layout, groups)
         self._views.add_root(ROOT_VIEW, root or self._views.build_mesh(layout))
-        self._cache_answers()
+        self._cache_memberships()
         try:
             current.register(self, self._groups, {axis: self.group(axis) for axis in self})
         except MeshError:
@@ -180,7 +180,7 @@ class NamedMesh(MeshAccessors):
         """
         # The mesh has the group already if an axis consists of these axes, or if they were flattened
         # before. Every rank then answers by itself.
-        existing = self._find_name_of(axes)
+        existing = self._find_flattened_name(axes)
         if existing is not None:
             existing_options = self._groups.get_options(self._views.expand((existing,)))
             if name not in (None, existing) or options not in (None, existing_options):
@@ -203,7 +203,7 @@ class NamedMesh(MeshAccessors):
             group = self._views.flatten(view, ordered, name)
             current.check_groups(self, {name: group})
             self._views.flattened_axes[name] = ordered
-            self._cache_answers()
+            self._cache_memberships()
         return self[name]
 
     def add_view(
@@ -294,15 +294,18 @@ class NamedMesh(MeshAccessors):
         return self
 
     def __exit__(self, *_error: object) -> None:
+        """Select the mesh that was selected before."""
         current.deselect(self)
 
     # Process groups cannot be copied. A copy of an object that refers to a mesh, such as a module,
     # refers to the same mesh.
 
     def __deepcopy__(self, memo: dict[int, object]) -> NamedMesh:
+        """Return the mesh itself."""
         return self
 
     def __copy__(self) -> NamedMesh:
+        """Return the mesh itself."""
         return self
 
     def __repr__(self) -> str:
@@ -310,6 +313,7 @@ class NamedMesh(MeshAccessors):
         return f"<NamedMesh {self.layout}, {state}>"
 
     def _register_external_groups(self, layout: Layout, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        """Use existing groups, by axis, which namedmesh will not destroy."""
         for axis, group in groups.items():
             key = self._groups.make_key(layout, (axis,), self._groups.get_options((axis,)))
             self._groups.register_external(key, axis, group)
@@ -333,7 +337,7 @@ class NamedMesh(MeshAccessors):
     def _add_agreed_view(
         self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
     ) -> DeviceMesh:
-        """Create the groups of a view on which the ranks agree, and add it."""
+        """Create the groups of a view on which the ranks agree, and add the view. Collective."""
         self._views.check_view(name, layout, self.global_rank)
         self._groups.options_by_axes |= options
         root = self._views.create_mesh(layout)
@@ -341,7 +345,14 @@ class NamedMesh(MeshAccessors):
         return root
 
     def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, external: bool = False) -> None:
-        """Add a view whose groups exist; external ones belong to other code."""
+        """Add a view whose groups exist. Does not communicate.
+
+        Args:
+            name: the name of the view.
+            layout: its layout.
+            root: the torch mesh over the layout.
+            external: whether the groups belong to other code, which destroys them.
+        """
         # Axes that the mesh has already keep their groups, which have the same ranks.
         new_groups = {axis: root.get_group(axis) for axis in layout if axis not in self}
         current.check_groups(self, new_groups)
@@ -349,10 +360,10 @@ class NamedMesh(MeshAccessors):
             self._register_external_groups(layout, new_groups)
         self._views.layouts[name] = layout
         self._views.add_root(name, root)
-        self._cache_answers()
+        self._cache_memberships()
 
-    def _find_name_of(self, names: tuple[str, ...]) -> str | None:
-        """Return the axis or flattened axis that consists of the given ones, or None."""
+    def _find_flattened_name(self, names: tuple[str, ...]) -> str | None:
+        """Return the axis or flattened axis over exactly the given axes; None if there is none."""
         axes = set(self._views.expand(names))
         for name in (*self._axes, *self._views.flattened_axes):
             if axes == set(self._views.expand((name,))):
@@ -363,7 +374,7 @@ class NamedMesh(MeshAccessors):
 def current_mesh() -> NamedMesh:
     """Return the mesh of the innermost ``with mesh:``, or else the only open mesh.
 
-    It is the same in every thread.
+    It is the same in every thread. Does not communicate.
 
     Raises:
         MeshError: no mesh is open, several are open and none is selected, or the selected one is

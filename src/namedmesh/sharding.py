@@ -36,8 +36,11 @@ def to_local(tensor: Tensor) -> Tensor:
 def find_placements(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     """Return the mesh and placements of a DTensor, or of its local shard under DDP.
 
+    Args:
+        param: the parameter.
+
     Returns:
-        None for every other plain tensor.
+        The mesh, and the placement along each of its dims; None for every other plain tensor.
     """
     if isinstance(param, DTensor):
         return param.device_mesh, param.placements
@@ -78,12 +81,18 @@ def find_attribute_axes(param: Tensor) -> list[str]:
 
 
 class PlainShard(NamedTuple):
-    """How a plain tensor is sharded along one dim."""
+    """How a plain tensor is sharded along one dim.
+
+    Attributes:
+        mesh: the mesh of the axis over which it is sharded, with one dim.
+        dim: the sharded dim.
+        num_blocks: the number of equal fused blocks of the dim, such as 2 for gate and up
+            (``partition_stride``). Each rank has a shard of every block.
+    """
 
     mesh: DeviceMesh
     dim: int
     num_blocks: int
-    """The number of fused blocks along the dim, each sharded (``partition_stride``)."""
 
 
 def has_partition_dim(param: Tensor) -> bool:

@@ -179,7 +179,7 @@ def _fit_into_world(
 
 
 def stage_range(layers: int, stage: int, stages: int) -> range:
-    """Return the layers of one pipeline stage.
+    """Return the indices of the layers of one pipeline stage.
 
     Stages differ by one layer at most. The longer stages come last.
 
@@ -199,8 +199,8 @@ def shared_heads(queries: int, heads: int, size: int) -> list[list[int]]:
     """Return the kv heads of each rank if the number of ranks does not divide them.
 
     Each rank has the same number of query heads, and computes the kv heads to which they attend. A
-    kv head that serves many of the rank's queries is listed several times. Every entry then serves
-    the same number of queries, which is the largest for which this is possible.
+    kv head that serves many of the rank's query heads is listed several times, so that every listed
+    head serves the same number of them. That number is the largest possible one.
 
     Args:
         queries: the number of query heads. The number of ranks and the number of kv heads must

@@ -42,7 +42,8 @@ TESTED_RELEASES = {
 def warn_if_untested(module: str, *, accept_newer: bool = False) -> None:
     """Warn once if the release of a package that is in use is not tested.
 
-    Nothing else depends on the number: code that needs a feature of a package looks for the feature.
+    Nothing else depends on the release: code that needs a feature of a package looks for the
+    feature itself.
 
     Args:
         module: a package, or a module in it. If it is not imported, there is no warning.

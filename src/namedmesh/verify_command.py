@@ -24,7 +24,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Compare on all ranks of the job, and print the report on the first one."""
+    """Run ``verify`` on all ranks, print the report on rank 0, and return the exit status."""
     model, plan, inputs = _call_function(arguments)
     positional_inputs: tuple[Any, ...] = ()
     named_inputs: dict[str, Any] = {}

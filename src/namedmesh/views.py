@@ -53,14 +53,19 @@ class Views:
         self.flattened_meshes: dict[str, DeviceMesh] = {}
 
     def add_root(self, view: str, root: DeviceMesh) -> None:
-        """Add the torch mesh of a view, whose groups end with the default group."""
+        """Store the torch mesh of a view, and let its groups be freed with the default group.
+
+        Args:
+            view: the name of the view.
+            root: the torch mesh over all axes of the view.
+        """
         self.roots[view] = root
         release_groups_with_default_group(root)
 
     # Names.
 
     def map_axes_to_views(self) -> dict[str, str]:
-        """Return every axis, with the first view that has it."""
+        """Return by axis the name of the first view that has it."""
         views: dict[str, str] = {}
         for view, layout in self.layouts.items():
             for axis in layout:
@@ -68,17 +73,20 @@ class Views:
         return views
 
     def expand(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return axes as they are, and in place of each flattened axis the axes it consists of."""
+        """Return names with each flattened axis replaced by the axes that it consists of."""
         axes: list[str] = []
         for name in names:
             axes += self.flattened_axes.get(name, (name,))
         return tuple(axes)
 
     def find_view(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-        """Return the first view that has all the axes, and the axes in the order of that view.
+        """Find the first view that has all of some axes.
 
         Args:
             names: axes and flattened axes.
+
+        Returns:
+            The name of the view, and the axes in the order of its layout.
 
         Raises:
             AxisError: no axis is named, an axis does not exist, or no view has all of them.
@@ -220,8 +228,16 @@ class Views:
     def flatten(self, view: str, axes: tuple[str, ...], name: str) -> dist.ProcessGroup:
         """Create the group over some axes, and register it in torch's mesh under a name.
 
-        Other libraries ask torch's mesh for flattened axes by name.
+        Other libraries look up flattened axes in torch's mesh by name.
         Collective: every rank of the world must call it.
+
+        Args:
+            view: the name of the view that has the axes.
+            axes: the axes, in the order of the view.
+            name: the name of the flattened axis.
+
+        Returns:
+            The group of this rank.
         """
         group = self.create_group(self.layouts[view], axes)
         self.flattened_meshes[name] = flatten_mesh(self.roots[view], axes, name, group)
