@@ -407,6 +407,7 @@ def test_a_program_of_several_files_answers_the_same(tmp_path: Path) -> None:
 
 INIT = "mpu.initialize_model_parallel(2)\n"
 OTHERS = "from torch.distributed import get_rank  # mpu\nfrom mine import data_parallel\nget_rank(), data_parallel.rank()\n"
+STAR = ": import those that are used, and run this command again) -> stays\n"
 READER = "from megatron.core import tensor_parallel  # parallel_state\n"
 
 
@@ -416,6 +417,7 @@ READER = "from megatron.core import tensor_parallel  # parallel_state\n"
         (USE + INIT, "by hand -> namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=1, dp=-1, cp=1, tp=2))\n"),
         (READER, "No use of megatron.core.parallel_state in 1 file.\n"),
         (OTHERS, "No use of megatron.core.parallel_state in 1 file.\n"),
+        ("from megatron.core.parallel_state import *\nget_data_parallel_group()\n", STAR),
         ("def mpu(:\n", "/train.py: cannot be read: "),
         ("# mpu \xff\n", "/train.py: cannot be read: "),
     ],

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import torch_is_at_least
+from namedmesh._torch.releases import torch_is_at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,7 +24,8 @@ from training_checks import ON_EIGHT, ON_FOUR
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import clear_dtensor_op_cache, torch_is_at_least
+from namedmesh._torch import clear_dtensor_op_cache
+from namedmesh._torch.releases import torch_is_at_least
 from namedmesh.training import seeds
 
 if TYPE_CHECKING:

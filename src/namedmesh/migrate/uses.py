@@ -38,6 +38,7 @@ _INITIALIZE = "initialize_model_parallel"
 # The functions that make a compatibility layer answer, and its legacy API.
 _API_OF_INSTALLER = {f"{api.layer}.install": api.name for api in APIS}
 _API_OF_INSTALLER |= {f"{api.layer}.bind": api.name for api in APIS}
+_STAR = "its names cannot be followed: import those that are used, and run this command again"
 _HANDED_ON = "the module itself is passed on or asked by a computed name"
 
 
@@ -214,8 +215,14 @@ class _Finder(cst.CSTVisitor):
             self.found.imports_end = line_end + 1 or len(self.found.source)
 
     def _note_import(self, node: cst.Import | cst.ImportFrom) -> None:
-        """Note whether ``namedmesh`` is imported at the top of the file."""
-        if isinstance(node, cst.Import) and not self._functions:
+        """Note whether ``namedmesh`` is imported at the top of the file, and star imports."""
+        if isinstance(node, cst.ImportFrom):
+            if isinstance(node.names, cst.ImportStar) and node.module is not None:
+                module = self.module.code_for_node(node.module)
+                if module in API_OF_MODULE:
+                    self._add(node.names, API_OF_MODULE[module], "*", Advice("", doubt=_STAR))
+            return
+        if not self._functions:
             for alias in node.names:
                 package = alias.evaluated_name.partition(".")[0]
                 if package == "namedmesh" and alias.asname is None:
