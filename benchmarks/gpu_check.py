@@ -191,29 +191,29 @@ def marked_tests() -> dict[str, Any]:
 
 def collectives() -> dict[str, Any]:
     """Functional collectives in three types, and captured in a CUDA graph and replayed."""
-    from namedmesh._torch import functional_collective
+    from namedmesh._torch import run_functional_collective
 
     mesh = make_mesh(dp=-1)
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]  # it exists
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.arange(8, device=mesh.device).to(dtype)
         results = [
-            functional_collective("all_reduce", x, "sum", name),
-            functional_collective("all_gather_into_tensor", x, 1, name),
-            functional_collective("reduce_scatter_tensor", x, "sum", 1, name),
+            run_functional_collective("all_reduce", x, "sum", name),
+            run_functional_collective("all_gather_into_tensor", x, 1, name),
+            run_functional_collective("reduce_scatter_tensor", x, "sum", 1, name),
         ]
         if ON_GPU:
-            results.append(functional_collective("all_to_all_single", x, [8], [8], name))
+            results.append(run_functional_collective("all_to_all_single", x, [8], [8], name))
         for result in results:
             require(torch.equal(result, x), f"a collective over one rank changed {dtype}")
     figures: dict[str, Any] = {"types": 3, "captured": False}
     if ON_GPU:
         given = torch.ones(8, device=mesh.device)
-        functional_collective("all_reduce", given, "sum", name)
+        run_functional_collective("all_reduce", given, "sum", name)
         synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = functional_collective("all_reduce", given, "sum", name) * 2
+            captured = run_functional_collective("all_reduce", given, "sum", name) * 2
         given.fill_(3)
         graph.replay()
         synchronize()

@@ -93,7 +93,7 @@ def _split_world() -> list[float]:
         return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(groups, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(groups, "get_bound_device", lambda: torch.device("cuda:0"))
     patch.setattr(dist, "split_group", split_group)
     mesh = namedmesh.init_mesh(pp=2, dp=2, tp=1)
     mesh.add_view("expert", ep=4, etp=1)

@@ -24,7 +24,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from namedmesh._torch import default_store, default_timeout
+from namedmesh._torch import get_default_store, get_default_timeout
 from namedmesh.errors import AgreementError, NamedMeshError, format_ranks
 
 # How long a failed rank waits for the others before it publishes its failure. Ranks that are
@@ -202,12 +202,12 @@ def set_default_coordinator(coordinator: StoreCoordinator) -> None:
     Args:
         coordinator: the coordinator. It is used until the default group is destroyed.
     """
-    _default_coordinator[:] = [(ref(default_store()), coordinator)]
+    _default_coordinator[:] = [(ref(get_default_store()), coordinator)]
 
 
 def _get_default_coordinator() -> StoreCoordinator:
     """Return the coordinator of the default group; create it if there is none."""
-    store = default_store()
+    store = get_default_store()
     if not _default_coordinator or _default_coordinator[0][0]() is not store:
         set_default_coordinator(StoreCoordinator(store, dist.get_rank(), dist.get_world_size()))
     return _default_coordinator[0][1]
@@ -240,7 +240,7 @@ def agree_on(
         return
     if coordinator is None:
         coordinator = _get_default_coordinator()
-    coordinated = _CoordinatedCall(coordinator, call, timeout or default_timeout())
+    coordinated = _CoordinatedCall(coordinator, call, timeout or get_default_timeout())
     try:
         yield coordinated.compare
     except AgreementError:

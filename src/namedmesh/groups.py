@@ -14,11 +14,11 @@ from weakref import ref
 import torch.distributed as dist
 
 from namedmesh._torch import (
-    backend_default_timeout,
-    bound_device,
     clear_dtensor_op_cache,
     constant_under_compile,
-    default_timeout,
+    get_backend_default_timeout,
+    get_bound_device,
+    get_default_timeout,
     is_registered,
 )
 from namedmesh.errors import MeshError
@@ -132,7 +132,7 @@ class Groups:
         self.options_by_axes = dict(options_by_axes)
         self.acquired: dict[GroupKey, Communicator] = {}
         self._world: Any = ref(dist.group.WORLD)
-        self._world_options = GroupOptions(timeout=default_timeout())
+        self._world_options = GroupOptions(timeout=get_default_timeout())
         self._normalized: dict[GroupOptions, GroupOptions] = {}
         if not all(cached.exists() for cached in _group_cache.values()):
             # The default group was destroyed, and with it every group. There is a new one now.
@@ -225,7 +225,7 @@ class Groups:
         for axis, key in keys.items():
             if key in self.acquired or key in _group_cache or key.options is None:
                 return None
-            if key.options == GroupOptions(timeout=backend_default_timeout()):
+            if key.options == GroupOptions(timeout=get_backend_default_timeout()):
                 continue  # torch's own defaults need no override
             override = make_backend_override(key.options)
             if override is None:
@@ -407,7 +407,7 @@ def _create_groups(groups: Sequence[Sequence[int]], label: str, options: GroupOp
     arguments = make_group_arguments(options or GroupOptions())
     lists = [list(ranks) for ranks in groups]
     description = f"namedmesh:{label}"
-    if bound_device() is not None and "backend" not in arguments:
+    if get_bound_device() is not None and "backend" not in arguments:
         # With a bound device, torch splits the communicator of the default group instead of
         # creating one.
         return dist.split_group(split_ranks=lists, group_desc=description, **arguments)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from namedmesh._torch import bound_device, guesses_device
+from namedmesh._torch import get_bound_device, guesses_device
 from namedmesh.agreement import Distinct, StoreCoordinator, agree_on, set_default_coordinator
 from namedmesh.errors import LaunchError, format_count
 from namedmesh.launchers import check_torchrun_variables, read_int, torchrun_variables, was_launched
@@ -202,7 +202,7 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
         LaunchError: the device does not exist.
     """
     backend = dist.get_backend()
-    bound = bound_device()
+    bound = get_bound_device()
     if backend == "fake":
         # The fake backend simulates any hardware, also hardware that this host does not have.
         return torch.device("cpu" if device is None else device)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import sharding_under_ddp
+from namedmesh._torch import find_sharding_under_ddp
 from namedmesh.mesh import NamedMesh
 
 
@@ -44,7 +44,7 @@ def find_placements(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] |
     """
     if isinstance(param, DTensor):
         return param.device_mesh, param.placements
-    return sharding_under_ddp(param)
+    return find_sharding_under_ddp(param)
 
 
 def is_tp_shard(param: Tensor) -> bool:

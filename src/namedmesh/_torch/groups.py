@@ -31,7 +31,7 @@ for _function in vars(differentiable_collectives).values():
         )
 
 
-def default_store() -> dist.Store:
+def get_default_store() -> dist.Store:
     """Return the store of the default group, which torch does not expose."""
     return c10d._get_default_store()  # type: ignore[no-any-return]
 
@@ -48,13 +48,13 @@ def add_default_group_finalizer(call: Callable[[], None]) -> weakref.finalize[..
     Returns:
         The handle; its ``detach()`` cancels the call.
     """
-    handle = weakref.finalize(default_store(), call)
+    handle = weakref.finalize(get_default_store(), call)
     # At the exit of the interpreter, nobody uses the state that the function would update.
     handle.atexit = False
     return handle
 
 
-def bound_device() -> torch.device | None:
+def get_bound_device() -> torch.device | None:
     """Return the device to which the default group is bound; None if it is not bound.
 
     torch creates subgroups of a bound group by splitting its communicator.
@@ -75,7 +75,7 @@ def guesses_device(backend: str) -> bool:
     return "nccl" in backend.lower() and torch_is_at_least("2.15")
 
 
-def backend_default_timeout() -> timedelta:
+def get_backend_default_timeout() -> timedelta:
     """Return torch's timeout for a group that is created without one.
 
     The default group may have a different timeout.
@@ -83,7 +83,7 @@ def backend_default_timeout() -> timedelta:
     return c10d._get_default_timeout(c10d.Backend(dist.get_backend()))  # type: ignore[no-any-return]
 
 
-def default_timeout() -> timedelta:
+def get_default_timeout() -> timedelta:
     """Return the timeout of the default group."""
     group: Any = dist.group.WORLD
     for device in group._device_types:
@@ -92,7 +92,7 @@ def default_timeout() -> timedelta:
         if options is not None:
             timeout: timedelta = options._timeout
             return timeout
-    return backend_default_timeout()
+    return get_backend_default_timeout()
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
@@ -110,7 +110,7 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> No
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether torch knows a group. It forgets a group that is destroyed."""
+    """Return whether a group is in torch's registry, which drops destroyed groups."""
     return group in c10d._world.pg_map
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh._torch.tensors import functional_collective, wait_if_async
+from namedmesh._torch.tensors import run_functional_collective, wait_if_async
 
 
 @cache
@@ -37,7 +37,7 @@ def accept_mixed_lists() -> None:
 
 
 def _run_without_handler(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator as DTensor does if namedmesh has not registered a handler for it."""
+    """Run an operator through DTensor, without the handler that namedmesh has registered."""
     from torch.distributed.tensor import DTensor
 
     # DTensor looks for a handler in C++, before anything else. It cannot be asked to ignore one.
@@ -86,7 +86,7 @@ def _run_list_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _find_mesh_to_run_on(tensors: Sequence[Any], in_place: bool) -> DeviceMesh | None:
-    """Return the mesh of the DTensors at one position; None if their local tensors are enough."""
+    """Return the mesh on which DTensor must run one position; None for local tensors."""
     dtensors = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
     if not dtensors:
         return None
@@ -110,7 +110,7 @@ def _to_local(tensor: Any) -> Any:
 
 
 def _unscale_gradients(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Unscale gradients; report a gradient that is not finite to all ranks of its mesh.
+    """Unscale gradients, and all-reduce over each mesh whether one is not finite.
 
     torch uses the mesh and the placements of the first gradient for all gradients. Tensor-parallel
     ranks would then disagree on whether to skip the step.
@@ -122,7 +122,7 @@ def _unscale_gradients(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     # have none.
     for mesh in sorted(meshes, key=lambda mesh: mesh.mesh_dim_names or ()):
         for group in mesh.get_all_groups():
-            found_inf.copy_(functional_collective("all_reduce", found_inf, "max", group.group_name))
+            found_inf.copy_(run_functional_collective("all_reduce", found_inf, "max", group.group_name))
 
 
 def _stack_norms(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -87,7 +87,7 @@ def release_groups_with_default_group(mesh: DeviceMesh) -> None:
 
 
 def clear_dtensor_op_cache() -> None:
-    """Let no thread find entries of DTensor's caches that refer to destroyed groups.
+    """Make cached DTensor operations on destroyed groups unreachable in every thread.
 
     DTensor caches the result layout of each operation, with the mesh that it saw first. Equal
     meshes share the entry. A mesh that is made again would thus get the names of the groups of its

@@ -32,31 +32,33 @@ def is_persistent(module: torch.nn.Module, name: str) -> bool:
 def replace_parameters(
     module: torch.nn.Module, tensors: dict[str, torch.Tensor]
 ) -> AbstractContextManager[None]:
-    """Context manager: the module has other tensors in place of some of its own parameters.
+    """Return a context in which a module has other tensors in place of its own parameters.
 
     Args:
         module: the module.
-        tensors: by the name of the parameter.
+        tensors: the tensors, by the name of the parameter. Other parameters stay.
     """
     context: AbstractContextManager[None] = torch.nn.utils.stateless._reparametrize_module(module, tensors)
     return context
 
 
-def sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+def find_sharding_under_ddp(parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     """Return the mesh and the placements of a parameter that DDP has made local.
 
-    DDP over tensor parallelism does so for the time of a forward. The result is None for other
-    parameters.
+    DDP over tensor parallelism does so for the time of a forward.
 
     Args:
-        parameter: a parameter of a model under DDP.
+        parameter: any parameter.
+
+    Returns:
+        The mesh and placements that the parameter had as a DTensor; None for other parameters.
     """
     # DDP keeps the spec of the DTensor in this attribute, to make it a DTensor again.
     spec = getattr(parameter, "_st_info", None)
     return None if spec is None else (spec.mesh, spec.placements)
 
 
-def hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+def iter_params_hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the DTensors that DDP has turned from parameters of a model into plain attributes.
 
     A forward of DDP over tensor parallelism does so. Their gradients belong to the local shards
@@ -79,15 +81,16 @@ def hidden_by_ddp(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def reshards_after_forward(module: Any) -> bool | None:
     """Return whether FSDP2 reshards the parameters of a module after its forward.
 
-    The result is None if ``reshard_after_forward`` was left to FSDP2.
-
     Args:
         module: a module that ``fully_shard`` was applied to.
+
+    Returns:
+        None if the caller of ``fully_shard`` left ``reshard_after_forward`` to FSDP2.
     """
     state = module._get_fsdp_state()
     if state._auto_reshard_after_forward:
         return None
-    return any(group.post_forward_mesh_info is not None for group in _fsdp_groups(state))
+    return any(group.post_forward_mesh_info is not None for group in _list_fsdp_groups(state))
 
 
 def iter_unsharded_parameters() -> Iterator[torch.Tensor]:
@@ -100,7 +103,7 @@ def iter_unsharded_parameters() -> Iterator[torch.Tensor]:
 
     # The mapping has weak references, so a module may be gone.
     for reference in list(_module_state_mapping.values()):
-        for group in _fsdp_groups(reference()):
+        for group in _list_fsdp_groups(reference()):
             for param in group.fsdp_params:
                 for name in ("_unsharded_param", "_sharded_post_forward_param"):
                     unsharded = getattr(param, name, None)
@@ -108,7 +111,7 @@ def iter_unsharded_parameters() -> Iterator[torch.Tensor]:
                         yield unsharded
 
 
-def _fsdp_groups(state: Any) -> list[Any]:
+def _list_fsdp_groups(state: Any) -> list[Any]:
     """Return the parameter groups in FSDP2's state of a module.
 
     The state that ``replicate`` keeps for a module has none.

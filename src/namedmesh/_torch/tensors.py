@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # importing DTensor takes more than a second, and a mesh does
     from torch.distributed.tensor.placement_types import Placement
 
 
-def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def run_functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Run a functional collective, wait for it, and return its result.
 
     torch.compile and selective checkpointing can handle these operators, but not the in-place
@@ -36,9 +36,7 @@ def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) -> t
 def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for an AsyncCollectiveTensor, and return its plain tensor.
 
-    Other tensors are returned as they are.
-
-    The result is not differentiable.
+    Other tensors are returned as they are. The result is not differentiable.
     """
     if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
         waited: torch.Tensor = tensor.wait()
@@ -57,9 +55,9 @@ def assert_on_device(condition: torch.Tensor, message: str) -> None:
 
 
 class _ToLocal(torch.autograd.Function):
-    """From DTensor parameters to their local tensors.
+    """Forward: local tensors of DTensor parameters. Backward: DTensors around local gradients.
 
-    The gradient of each parameter gets the placements that are given for it.
+    The gradients get the placements that were passed to the forward. Nothing is communicated.
     """
 
     @staticmethod
@@ -84,7 +82,7 @@ class _ToLocal(torch.autograd.Function):
 def to_local_parameters(
     params: Sequence[DTensor], placements: Sequence[tuple[Placement, ...]]
 ) -> Sequence[torch.Tensor]:
-    """Return the local tensors of parameters.
+    """Return the local tensors of several parameters, differentiably.
 
     The public ``DTensor.to_local`` takes one parameter at a time. With 64 features that would cost
     a quarter of a training step.

@@ -51,10 +51,10 @@ def remove_backwards(schedule: Any) -> None:
 
 @contextmanager
 def set_schedule_loss(schedule: Any, loss_fn: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Context manager: a pipeline schedule computes the loss with ``loss_fn``.
+    """Return a context in which a pipeline schedule computes the loss with ``loss_fn``.
 
     torch takes a loss function when a schedule is created. Such a function would have to find the
-    target of each batch in some place that outlives the batch.
+    target of each batch in an object that outlives the batch.
 
     Args:
         schedule: a pipeline schedule of torch.
@@ -87,11 +87,10 @@ def attend_lower_right(
 ) -> torch.Tensor:
     """Return causal attention of the last queries of a sequence to all of its keys.
 
-    For accelerators.
-
-    It is ``scaled_dot_product_attention`` with the mask ``causal_lower_right``. That mask is a
-    tensor subclass. Its creation fails under every dispatch mode, such as selective checkpointing
-    and FlopCounterMode, and breaks the graph of compiled code.
+    Use it on accelerators. It is ``scaled_dot_product_attention`` with the mask
+    ``causal_lower_right``. torch's mask of this name is a tensor subclass. Its creation fails under
+    every dispatch mode, such as selective checkpointing and FlopCounterMode, and breaks the graph
+    of compiled code.
 
     Args:
         query: the queries of this rank's shard of the sequence.
@@ -130,11 +129,14 @@ def get_found_infs(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.
     """Return by device whether ``scaler.unscale_(optimizer)`` found a non-finite value.
 
     torch does not expose it before ``scaler.step``. That call skips the step if one of the tensors
-    is not zero, so the caller may write into them. The result is None before ``unscale_``.
+    is not zero, so the caller may write into them.
 
     Args:
         scaler: a ``GradScaler`` of torch.
         optimizer: the optimizer whose gradients were unscaled.
+
+    Returns:
+        By device, a tensor that is not zero if a value was found; None before ``unscale_``.
     """
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["stage"].name != "UNSCALED":
@@ -143,15 +145,13 @@ def get_found_infs(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.
 
 
 def make_dcp_wrapper(*, no_dist: bool, process_group: dist.ProcessGroup | None) -> Any:
-    """Return DCP's ``_DistWrapper``.
-
-    It runs functions on ranks, and raises their errors on every rank.
+    """Return DCP's ``_DistWrapper``, which raises errors of one rank on every rank.
 
     Make one for each call. It refers to the group, whose threads would otherwise survive
     ``destroy_process_group()``.
 
     Args:
-        no_dist: whether this process works without the other ranks.
+        no_dist: whether to run in this process only, without communication.
         process_group: the group; None for the default group.
     """
     from torch.distributed.checkpoint.utils import _DistWrapper

@@ -44,7 +44,7 @@ def watch_buffers(model: nn.Module) -> None:
 
 
 def _mark_computed(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-    """Note that a buffer was assigned. torch does not call this hook in ``to_empty()``."""
+    """Mark a buffer as computed: a hook of its assignment, but not of ``to_empty()``."""
     if module in _uncomputed and buffer is not None and not buffer.is_meta:
         _uncomputed[module].discard(name)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh._torch import assert_on_device, functional_collective
+from namedmesh._torch import assert_on_device, run_functional_collective
 from namedmesh.errors import ShapeError
 
 
@@ -208,30 +208,35 @@ _apply_collective: Callable[..., Tensor] = _Collective.apply  # torch's method h
 
 
 def _copy(x: Tensor, _group: Group, _argument: None) -> Tensor:
+    """Return a view of the input: the identity."""
     # An autograd function must not return its input, but may return a view of it.
     return x.view_as(x)
 
 
 def _all_reduce_sum(x: Tensor, group: Group, _argument: None) -> Tensor:
+    """All-reduce a tensor by summation."""
     return all_reduce(x, group)
 
 
 def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Sum a tensor over the ranks, and return the local shard of ``dim``."""
     check_divides(x.shape, dim, group.size)
     first = x.movedim(dim, 0)  # NCCL and gloo split dim 0 only.
-    shard = functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name)
+    shard = run_functional_collective("reduce_scatter_tensor", first, "sum", group.size, group.name)
     return _move_first_dim(shard, dim)
 
 
 def _all_to_all(x: Tensor, group: Group, split_sizes: Sequence[Sequence[int] | None]) -> Tensor:
+    """Exchange rows of dim 0; ``split_sizes`` are the numbers to send and to receive."""
     send_sizes, receive_sizes = split_sizes
     equal_sizes = [x.shape[0] // group.size] * group.size
     send = send_sizes or equal_sizes
     receive = receive_sizes or equal_sizes
-    return functional_collective("all_to_all_single", x, [*receive], [*send], group.name)
+    return run_functional_collective("all_to_all_single", x, [*receive], [*send], group.name)
 
 
 def _all_to_all_backward(x: Tensor, group: Group, split_sizes: Sequence[Sequence[int] | None]) -> Tensor:
+    """Send the rows that :func:`_all_to_all` has received back to their ranks."""
     return _all_to_all(x, group, split_sizes[::-1])
 
 
@@ -248,7 +253,7 @@ def all_reduce(x: Tensor, group: Group, operation: str = "sum") -> Tensor:
     """
     if group.size == 1:
         return x
-    return functional_collective("all_reduce", x, operation, group.name)
+    return run_functional_collective("all_reduce", x, operation, group.name)
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -262,7 +267,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     if group.size == 1:
         return x
     first = x.movedim(dim, 0)  # NCCL and gloo concatenate along dim 0 only.
-    full = functional_collective("all_gather_into_tensor", first, group.size, group.name)
+    full = run_functional_collective("all_gather_into_tensor", first, group.size, group.name)
     return _move_first_dim(full, dim)
 
 
@@ -308,9 +313,10 @@ def check_divides(shape: Sequence[int], dim: int, size: int) -> None:
 def check_ids_in_vocab(ids: Tensor, vocabulary: int, name: str) -> None:
     """Check that all ids are in the vocabulary.
 
-    Such an id is in the shard of no rank: its embedding would silently be zeros. On an accelerator
-    the check is a device-side assertion, as in torch's own kernels, because an exception would need
-    to synchronize with the host. Compiled code, subclasses and meta tensors are not checked.
+    Any other id is in the shard of no rank: its embedding would silently be zeros. On an
+    accelerator the check is a device-side assertion, as in torch's own kernels, because an
+    exception would need to synchronize with the host. Compiled code, subclasses and meta tensors
+    are not checked.
 
     Args:
         ids: the ids, replicated.
@@ -335,7 +341,7 @@ def check_ids_in_vocab(ids: Tensor, vocabulary: int, name: str) -> None:
 
 
 def _move_first_dim(x: Tensor, dim: int) -> Tensor:
-    """Move dim 0 to ``dim``, and copy."""
+    """Return a contiguous copy of a tensor, with dim 0 moved to ``dim``."""
     if dim == 0:
         return x
     # Users may write into an activation in place. autograd forbids that for a view which an

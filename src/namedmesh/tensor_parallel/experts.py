@@ -212,7 +212,7 @@ def _check_expert_axes(mesh: NamedMesh) -> None:
 
 
 def _shard_experts(param: Tensor, mesh: DeviceMesh, src_data_rank: int | None) -> DTensor:
-    """Shard dim 0 of a parameter over ``mesh``; it may be sharded over another axis already."""
+    """Shard dim 0 of a parameter over ``mesh``. It may be a DTensor over another axis."""
     if not isinstance(param, DTensor):
         return distribute_tensor(param, mesh, [Shard(0)], src_data_rank=src_data_rank)
     local = param.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
@@ -273,7 +273,7 @@ class ExpertForward(LocalForward):
         return all_to_all_single(output[order.argsort()], self.group, (receive_sizes, send_sizes))
 
     def local_param(self, name: str, shard: Tensor) -> Tensor:
-        """Return the local experts of a weight; their gradient is scaled in the backward.
+        """Return the local experts of a parameter; their gradient is scaled in the backward.
 
         Args:
             name: the name of the parameter.
@@ -285,7 +285,13 @@ class ExpertForward(LocalForward):
         return _scale_gradient(weight, self.gradient_scale)
 
     def _check_tokens(self, tokens: Tensor) -> None:
-        """Compare the tokens once with the ranks along ep, and with the ranks along edp."""
+        """Check once that the ranks along ep, and the ranks along edp, have different tokens.
+
+        Collective in the first forward that is checked; see :func:`_tokens_differ`.
+
+        Raises:
+            GradientError: several ranks have the same tokens.
+        """
         if self.forwards_to_skip:
             self.forwards_to_skip -= 1
             return
@@ -316,10 +322,17 @@ _SAME_TOKENS_RTOL = 5e-3
 
 
 def _tokens_differ(tokens: Tensor, group: Group) -> bool:
-    """Return whether the ranks of a group have different tokens; False if it is not known.
+    """Check that the ranks of a group have different tokens, if their tokens show it.
 
-    It is not known from tokens that are all equal, or not finite. Collective: every rank of
-    ``group`` must call it.
+    Tokens of one rank that are all equal, or not finite, show nothing.
+    Collective: every rank of ``group`` must call it.
+
+    Args:
+        tokens: the local tokens.
+        group: the ranks.
+
+    Returns:
+        True if all ranks have different tokens; False if the tokens of a rank show nothing.
 
     Raises:
         GradientError: several ranks have the same tokens.

@@ -1,6 +1,6 @@
 """All-reduce partial gradients, and compare gradients of replicated parameters.
 
-Nothing shows from outside whether a forward uses a replicated parameter on a local shard of the
+A plan does not show whether a forward applies a replicated parameter to a local shard of the
 features. The gradients show it: they are then partial, and differ between ranks. One pre-hook of
 torch's optimizers reduces and compares gradients, also for compiled models, zero-bubble schedules
 and FSDP2.
@@ -84,8 +84,8 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
 def _partial_placements(param: Any) -> tuple[Placement, ...]:
     """Return the placements of a partial gradient; an empty tuple if it is not partial.
 
-    A rank without a gradient, such as one whose tokens did not go to an expert, must take part in
-    the all-reduce. This follows from the parameter: ``LocalParameters`` has set an attribute.
+    A rank without a gradient, e.g. because no token was sent to its expert, must take part in the
+    all-reduce. This follows from the parameter: ``LocalParameters`` has set an attribute.
     """
     if param.grad is None:
         is_partial = param.requires_grad and getattr(param, "gradient_is_partial", False)
@@ -100,7 +100,16 @@ def _partial_placements(param: Any) -> tuple[Placement, ...]:
 
 
 def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-    """All-reduce the gradients of several parameters; a gradient on no rank stays None."""
+    """All-reduce the gradients of several parameters in one collective.
+
+    A gradient that is None counts as zero, and stays None if it is None on every rank.
+    Collective: every rank of ``mesh`` must call it.
+
+    Args:
+        params: the parameters, of one dtype.
+        mesh: their mesh.
+        placements: the placements of their gradients, some of which are ``Partial``.
+    """
     local_grads = []
     for param in params:
         if param.grad is None:
@@ -228,6 +237,7 @@ class _GradientCheck:
         self._start(model)
 
     def _start(self, model: nn.Module) -> None:
+        """Register the check for a model that has not been compared yet."""
         self.model = weakref.ref(model)  # The global table must not keep models alive.
         self.has_started = False
         self.inputs = InputCheck(self.group, self.axis, RELATIVE_TOLERANCE)
@@ -236,21 +246,22 @@ class _GradientCheck:
         _checks[next(_check_ids)] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle. The model in it is replaced by its copy."""
+        """Return the attributes to copy or pickle; the model among them is copied, too."""
         return {"group": self.group, "axis": self.axis, "ranks": self.ranks, "model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, and register it for the copy of the model."""
         vars(self).update(state)
         self._start(state["model"])
 
     def __call__(self, model: nn.Module, _args: Any) -> None:
-        """Compare at the end of the backward of the first forward that trains.
+        """Prepare a comparison at the end of the backward, in the first forward that trains.
 
-        It is not decided when the check is made, because parameters may be frozen until then.
+        The parameters to compare are chosen here: before this forward they may still be frozen.
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_capturing():
             return
-        self.inputs.expect(model)
+        self.inputs.prepare_forward(model)
         if self.has_started:
             return
         params = dict(model.named_parameters())
@@ -269,7 +280,7 @@ class _GradientCheck:
     def _compare_after_backward(
         self, trained: Sequence[nn.Parameter], replicated: Mapping[str, nn.Parameter]
     ) -> None:
-        """Compare at the end of the next backward that accumulates a gradient.
+        """Register hooks that compare at the end of the next backward with a gradient.
 
         torch.autograd.grad returns gradients without accumulating them, and is not compared.
 
@@ -306,10 +317,14 @@ class _GradientCheck:
         return self.replicated[sharding]
 
     def _has_no_other_shards(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-        """Return whether no other rank of the axis holds another shard of a tensor.
+        """Return whether all ranks of the axis hold the same shard of a tensor.
 
-        Such a rank would have other coordinates along dims that are not replicated. The mesh of the
-        tensor may be another view of the ranks than the axis, such as the view of experts.
+        Ranks with different shards differ in their coordinates along the sharded dims of the mesh.
+        The mesh may be from another view than the axis, such as the view of experts.
+
+        Args:
+            mesh: the mesh of the tensor.
+            placements: its placements.
         """
         index: list[Any] = [*(mesh.get_coordinate() or ())]
         for dim, placement in enumerate(placements):
@@ -375,7 +390,8 @@ def _find_differences(reports: Sequence[Mapping[str, Sequence[float]]]) -> dict[
             rank only.
 
     Returns:
-        The difference of each, relative to its norm; infinity if it is finite on some ranks only.
+        By the name of the parameter, the difference of its gradient relative to the norm; infinity
+        if it is finite on some ranks only.
     """
     result = {}
     differences = {}

@@ -60,11 +60,14 @@ class InputCheck:
         self.is_expected = False
         self.hooks: list[Any] = []
 
-    def expect(self, model: nn.Module) -> None:
-        """Prepare for a forward of the model. An input is noted in each of the first two.
+    def prepare_forward(self, model: nn.Module) -> None:
+        """Install hooks that note the input of a forward, for the first two forwards.
+
+        Call it at the start of each forward. The third call removes the hooks.
 
         Args:
-            model: the model. In the first call every layer that may run first gets a hook.
+            model: the model. Every layer that takes a replicated input gets a hook, because any of
+                them may run first.
         """
         self.forwards += 1
         self.is_expected = self.forwards <= 2  # noqa: PLR2004  the first two
@@ -81,7 +84,13 @@ class InputCheck:
                 self.hooks.pop().remove()
 
     def _note_input(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the input of the first layer of a forward: a pre-hook of every layer."""
+        """Note the input of the layer that runs first: a pre-hook of every layer.
+
+        Collective in the first forward, in which the shapes are compared.
+
+        Raises:
+            GradientError: the shapes differ between ranks.
+        """
         if torch.compiler.is_compiling() or not self.is_expected:
             return
         self.is_expected = False
@@ -121,6 +130,7 @@ class InputCheck:
         return []
 
     def _format_problem(self, name: str, detail: str) -> str:
+        """Format the message about the different inputs of a layer."""
         return (
             f"{name or 'the model'}: the {self.group.size} ranks of {self.axis} have different "
             f"inputs{detail}, but must work on the same samples; give their samplers the rank on the "

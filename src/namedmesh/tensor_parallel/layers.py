@@ -60,7 +60,8 @@ class ColumnLinear(nn.Linear):
     Attributes:
         layouts: the input and output layouts.
         shards: the shapes of the local shards of the parameters.
-        rows: the output features to compute of a replicated weight (:class:`KeyValueParallel`).
+        rows: the indices of the output features that this rank computes if the weight is replicated
+            (:class:`KeyValueParallel`); None for all.
     """
 
     layouts: LayerLayouts
@@ -253,11 +254,14 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 
 
 def to_output_layout(module: Any, y: Tensor) -> Tensor:
-    """Return the output of a layer as its style promises it: a local tensor or a DTensor.
+    """Convert the output of a layer to the type that the options of its style ask for.
 
     Args:
         module: the layer.
         y: its local output.
+
+    Returns:
+        The local tensor, or a DTensor around it if the style has ``use_local_output=False``.
     """
     _, _, dim, use_local_output = module.layouts
     if use_local_output:

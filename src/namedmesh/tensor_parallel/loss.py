@@ -129,7 +129,7 @@ def logsumexp(logits: Tensor, mesh: AxisMesh) -> Tensor:
     mesh = one_axis(mesh, "tp", "logsumexp")
     _check_logits(logits)
     group = Group.of(mesh)
-    shifted, highest = _shift(logits, group)
+    shifted, highest = _subtract_row_max(logits, group)
     exp_sum = reduce_from_tp_region(shifted.exp().sum(-1), group)
     return exp_sum.log() + highest
 
@@ -137,7 +137,7 @@ def logsumexp(logits: Tensor, mesh: AxisMesh) -> Tensor:
 def entropy(logits: Tensor, mesh: AxisMesh) -> Tensor:
     """Return the entropy of each row over a sharded vocabulary; the same on every rank.
 
-    An entry of minus infinity has the probability 0, and adds nothing.
+    A logit of minus infinity has the probability 0, and contributes nothing.
 
     Forward: two all-reduces, of one and of two numbers for each row. The first backward does not
     communicate.
@@ -157,7 +157,7 @@ def entropy(logits: Tensor, mesh: AxisMesh) -> Tensor:
     mesh = one_axis(mesh, "tp", "entropy")
     _check_logits(logits)
     group = Group.of(mesh)
-    shifted, _ = _shift(logits, group)
+    shifted, _ = _subtract_row_max(logits, group)
     weights = shifted.exp()
     # exp(-inf) is 0, and 0 * -inf would be NaN.
     products = weights * shifted.masked_fill(shifted == -torch.inf, 0)
@@ -198,10 +198,11 @@ def _check_logits(logits: Tensor) -> None:
         raise ShapeError(*problems)
 
 
-def _shift(logits: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Subtract the maximum of each row over all ranks; return the result and the maxima.
+def _subtract_row_max(logits: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Subtract the maximum of each row of logits over all ranks, with one all-reduce.
 
-    Both are in float32 at least.
+    Returns:
+        The difference and the maxima, in float32 at least.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     highest = all_reduce(logits.detach().amax(-1).to(dtype), group, "max")

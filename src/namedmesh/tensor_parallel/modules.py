@@ -152,7 +152,7 @@ class AllReduceOutput(ParallelStyle):
 
 
 def reduce_output(group: Group, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    """All-reduce a partial output: a forward hook, once the group is bound.
+    """All-reduce a partial output: a forward hook, if ``group`` is bound by ``partial``.
 
     Forward: all-reduce. Backward: identity. Collective: every rank of ``group`` must call it.
 

@@ -67,7 +67,7 @@ def parallelize(
         The model.
 
     Raises:
-        PlanError: the plan does not fit the model; with every problem.
+        PlanError: the plan does not fit the model; all problems at once.
         GradientError: in the first backward or before an optimizer step, on every rank: gradients
             of replicated parameters differ.
     """
@@ -95,7 +95,7 @@ def parallelize(
 
 
 def _apply_style(entry: PlanEntry, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
-    """Apply the style of one module, and return the module."""
+    """Apply the style of one module, and return the module or its replacement."""
     module = entry.module
     style: Any = entry.style
     fast_path_class = getattr(style, "fast_path_class", None)
@@ -141,4 +141,5 @@ def _disable_fused_encoder(module: nn.Module) -> None:
         module.register_forward_pre_hook(_do_nothing)
 
 
-def _do_nothing(_module: nn.Module, _args: Any) -> None: ...
+def _do_nothing(_module: nn.Module, _args: Any) -> None:
+    """Do nothing: a forward pre-hook whose presence disables the fused kernel."""

@@ -98,7 +98,7 @@ def _check_entry(entry: PlanEntry, tp_size: int) -> list[str]:
 
 
 def _check_placements(entry: PlanEntry, tp_size: int) -> Iterator[str]:
-    """Yield the reasons why placements of a style are not valid for parameters of its module."""
+    """Yield the reasons why a style's placements are not valid, whatever the parameter sizes."""
     params = dict(entry.module.named_parameters(remove_duplicate=False))
     for name, placement in compute_placements(entry, tp_size).items():
         if name not in params:
@@ -118,7 +118,7 @@ def _check_placements(entry: PlanEntry, tp_size: int) -> Iterator[str]:
 
 
 def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
-    """Return the reasons why parameters cannot be sharded as a style places them."""
+    """Return the reasons why parameters cannot be sharded over the ranks (empty if they can)."""
     problems = []
     for name, param, placement in iter_placements(entry, tp_size):
         # Only expert parallelism shards a parameter that is sharded over another axis already.
@@ -163,7 +163,7 @@ class _Block(NamedTuple):
 
 
 def _check_blocks(model: nn.Module, entries: Sequence[PlanEntry]) -> Iterator[tuple[str, str]]:
-    """Yield the layers of a block whose numbers of features do not fit each other.
+    """Yield the column and row layers whose numbers of features do not fit each other.
 
     A column layer with more output features than the row layers take is a fused linear (q|k|v,
     gate|up). The shapes of its local shards fit nevertheless, and all ranks agree on the wrong
@@ -237,7 +237,7 @@ def _find_blocks(entries: Sequence[PlanEntry]) -> list[_Block]:
 
 
 def _group_by_parent(entries: Sequence[PlanEntry]) -> dict[str, list[PlanEntry]]:
-    """Return the entries inside of each module, by the name of the module."""
+    """Return by the name of a module the plan entries for modules inside of it."""
     entries_inside: dict[str, list[PlanEntry]] = defaultdict(list)
     for entry in entries:
         for parent in _iter_parents(entry.fqn):
@@ -267,6 +267,7 @@ def _shards_features(module: nn.Module, layout: Placement) -> bool:
 
 
 def _count_features(entry: PlanEntry, attribute: str) -> int:
+    """Return ``in_features`` or ``out_features`` of a linear."""
     number: int = getattr(entry.module, attribute)
     return number
 

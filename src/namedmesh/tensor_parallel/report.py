@@ -36,7 +36,7 @@ def plan_report(
 
     Returns:
         A line for each parameter, with its global and its local shape, and the number of parameters
-        on each rank. Layers that differ in their number only share a line.
+        on each rank. Layers whose names differ only in a number share a line.
 
     Raises:
         PlanError: the error that ``parallelize`` would raise.
@@ -92,4 +92,5 @@ def _format_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _format_shape(shape: Sequence[int]) -> str:
+    """Format a shape, such as ``64x32``."""
     return "x".join(map(str, shape))

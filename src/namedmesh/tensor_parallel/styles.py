@@ -44,8 +44,8 @@ def shard_parameters(
         module: the module.
         mesh: the one-dimensional mesh of the tensor-parallel ranks.
         placements: the placement of each parameter, by name.
-        src_data_rank: the group rank whose values are sent to the others; None to keep the local
-            shard of each rank's own values.
+        src_data_rank: the group rank whose parameters are scattered to the others; None to keep the
+            local shard of each rank's own parameters.
     """
     for name, placement in placements.items():
         full = module.get_parameter(name)
@@ -59,7 +59,7 @@ def replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
     Args:
         module: the module that owns the parameter.
         name: its name.
-        tensor: the new values.
+        tensor: the new parameter.
     """
     old = module.get_parameter(name)
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
@@ -107,6 +107,7 @@ class _FastPathMixin:
         return layer_placements(self, module)
 
     def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Shard the parameters of the module to which the style is applied."""
         # torch calls this for every submodule. In a subclass of nn.Linear with linears inside, its
         # own function would shard those too. Only the module itself has the name "".
         if not name:
@@ -116,10 +117,13 @@ class _FastPathMixin:
     _partition_embedding_fn = _partition_linear_fn
 
     def fast_path_class(self: Any, module: nn.Module) -> type | None:
-        """Return the class whose forward uses local tensors; None for torch's DTensor path.
+        """Return the class to set on a module, whose forward computes on local tensors.
 
         Args:
             module: the module.
+
+        Returns:
+            The class; None if the module must take torch's DTensor path.
         """
         # A forward that is set on the instance hides the one of a class. Hooks may expect torch's
         # DTensors.
@@ -152,6 +156,7 @@ class _FastPathMixin:
 
 
 def _wait_for_output(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Wait for an asynchronous output: a forward hook on torch's DTensor path."""
     # torch's styles return an AsyncCollectiveTensor. Compiled code silently takes it for a plain
     # tensor, before the collective has finished. A copy waits for it.
     if isinstance(output, Tensor) and type(output) not in {Tensor, DTensor}:
@@ -286,6 +291,8 @@ class SharedInput(ParallelStyle):
 def _share_input(  # noqa: PLR0917  a hook's
     group: Group, dim: int | None, mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> Any:
+    """Replace the first argument of a module with a replicated DTensor: a forward pre-hook."""
+
     def replicate(x: Tensor) -> Tensor:
         if isinstance(x, DTensor):
             return x if x.placements == REPLICATED else x.redistribute(placements=REPLICATED)

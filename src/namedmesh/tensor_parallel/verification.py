@@ -120,7 +120,7 @@ def verify(
 
 
 def _broadcast_values(model: nn.Module, arguments: Any, mesh: DeviceMesh) -> None:
-    """Give every rank the parameters, buffers and inputs of the first rank, in place."""
+    """Broadcast the parameters, buffers and inputs of the first rank, in place."""
     for tensor in (*model.parameters(), *model.buffers(), *_list_tensors(arguments)):
         # Integer parameters, such as quantized ones, cannot be drawn from a normal distribution.
         is_float_param = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
@@ -131,6 +131,7 @@ def _broadcast_values(model: nn.Module, arguments: Any, mesh: DeviceMesh) -> Non
 
 
 def _list_tensors(value: object) -> list[Tensor]:
+    """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -204,10 +205,12 @@ def _clone_tensor(value: Any) -> Any:
 
 
 def _to_full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor (all-gather), and any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _max_abs(tensor: Tensor) -> float:
+    """Return the largest finite absolute value in a tensor; 0 if there is none."""
     if not tensor.numel():
         return 0.0
     return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max())

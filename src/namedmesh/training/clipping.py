@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._torch import compute_norms, functional_collective, scale_
+from namedmesh._torch import compute_norms, run_functional_collective, scale_
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
@@ -238,6 +238,6 @@ def _combine_over_ranks(powers: Tensor, norm_type: float, group: ProcessGroup) -
     if size == 1:
         return powers
     # All-gather instead of all-reduce: the MAX of some backends loses NaN.
-    gathered = functional_collective("all_gather_into_tensor", powers, size, group.group_name)
+    gathered = run_functional_collective("all_gather_into_tensor", powers, size, group.group_name)
     by_rank = gathered.view(size, -1)
     return by_rank.amax(0) if math.isinf(norm_type) else by_rank.sum(0)

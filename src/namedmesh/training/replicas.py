@@ -14,10 +14,10 @@ from torch.distributed.tensor import Replicate
 
 from namedmesh._torch import (
     all_gather_object,
-    hidden_by_ddp,
+    find_sharding_under_ddp,
     is_capturing,
+    iter_params_hidden_by_ddp,
     iter_unsharded_parameters,
-    sharding_under_ddp,
 )
 from namedmesh.axes import EXPERT_AXES, TOKEN_AXES
 from namedmesh.errors import GradientError, TrainingError, format_items
@@ -81,10 +81,10 @@ def check_sharded(without_grad: dict[int, Tensor]) -> None:
 def _check_not_hidden(params: Sequence[Tensor]) -> None:
     """Raise TrainingError if DDP over tensor parallelism has removed parameters."""
     ids = {id(param) for param in params}
-    if any(sharding_under_ddp(param) for param in params):
+    if any(find_sharding_under_ddp(param) for param in params):
         return  # the caller has kept the local shards from before the first forward
     for model in list_checked_models():
-        hidden = list(hidden_by_ddp(model))
+        hidden = list(iter_params_hidden_by_ddp(model))
         # Only a model that has some of these parameters concerns this call.
         is_of_call = not ids or ids.intersection(id(param) for param in model.parameters())
         if hidden and is_of_call:
