@@ -115,7 +115,7 @@ def save_in_background_on_fake_gpus(root: Path) -> None:
         mock.patch.object(torch.cuda, "current_stream", side_effect=never),
         mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
         mock.patch.object(torch.accelerator, "set_device_index", choose),
-        mock.patch.object(seeds, "random_state", return_value={}),
+        mock.patch.object(seeds, "collect_rng_states", return_value={}),
     ):
         training.save(root / "cpu", mesh, model, async_=True).result()
         assert not chosen
@@ -134,7 +134,7 @@ def test_background_saves_copy_to_pinned_memory_and_reuse_it(tmp_path: Path) -> 
     with mesh_of_one_gpu(tmp_path) as mesh:
         model: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
         other: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
-        pinned = CheckpointRanks.of(mesh).pinned
+        pinned = CheckpointRanks.from_mesh(mesh).pinned
         places = []
         for number in (1, 2):
             with torch.no_grad():

@@ -324,7 +324,7 @@ def the_end_of_a_with_block_waits_for_the_last_save(root: Path) -> None:
     assert message.startswith(f"CheckpointError: the checkpoint {place} could not be written by rank 0 (")
     with pytest.raises(ZeroDivisionError):
         run("other", ZeroDivisionError)
-    CheckpointRanks.of(mesh).wait_for_save()
+    CheckpointRanks.from_mesh(mesh).wait_for_save()
     mesh.close()
 
 
@@ -446,14 +446,14 @@ def random_states_and_data_loaders_resume(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, tp=1, device="cpu")
     model = nn.Linear(1, 1)
     training.seed_all(0, mesh)
-    then, text = digest(seeds.random_state()), "a text that is written once"
+    then, text = digest(seeds.collect_rng_states()), "a text that is written once"
     extra: Any = {"a": 1.5, "texts": [text, text]}
     if mesh.rank() == 1:  # equal, but pickled differently
         extra = {"texts": [text, "".join(list(text))], "a": 1.5}
     training.save(root / "one", mesh, model, data=Loader(10 + mesh.rank()), values=extra)
     training.seed_all(1, mesh)
     training.load(root / "one", mesh, model, data=(loader := Loader(0)))
-    assert digest(seeds.random_state()) == then
+    assert digest(seeds.collect_rng_states()) == then
     assert loader.place == 10 + mesh.rank()
     mesh.close()
     mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")

@@ -329,7 +329,7 @@ def random_values_and_samples_are_not_repeated_on_more_ranks(root: Path) -> None
         loader = Loader()
         loader.place = 7
         training.save(root / name, mesh, model, data=loader)
-        states[name] = {key: digest(value) for key, value in seeds.random_state().items()}
+        states[name] = {key: digest(value) for key, value in seeds.collect_rng_states().items()}
         mesh.close()
     default = {"cpu", "python"}
     for source, target, kept in (
@@ -343,9 +343,9 @@ def random_values_and_samples_are_not_repeated_on_more_ranks(root: Path) -> None
     ):
         mesh = namedmesh.init_mesh(layouts[target], device="cpu")
         training.seed_all(1, mesh)
-        fresh = {key: digest(value) for key, value in seeds.random_state().items()}
+        fresh = {key: digest(value) for key, value in seeds.collect_rng_states().items()}
         training.load(root / source, mesh, model)
-        found = {key: digest(value) for key, value in seeds.random_state().items()}
+        found = {key: digest(value) for key, value in seeds.collect_rng_states().items()}
         for key in (*default, "data"):
             assert found[key] == (states[source] if key in kept else fresh)[key], (source, target, key)
         loader = Loader()

@@ -88,11 +88,11 @@ def test_a_stream_draws_one_default_number_and_states_can_be_restored() -> None:
             raise ZeroDivisionError
         # The outer block has drawn one default number, also this time.
         assert torch.equal(torch.rand(3), expected)
-        state = copy.deepcopy(seeds.random_state())
+        state = copy.deepcopy(seeds.collect_rng_states())
         assert sorted(state) == ["cpu", "data", "numpy", "python"]
         values = draw_from_all_generators()
         assert len(set(values)) == len(values)
-        seeds.set_random_state(state)
+        seeds.restore_rng_states(state)
         assert draw_from_all_generators() == values
         text = error_of(training.rng_stream("tenor").__enter__)
         mesh.close()
@@ -230,7 +230,7 @@ def test_the_default_device_and_dtype_have_no_effect() -> None:
             training.init_parameters(layer, 4)
             with training.rng_stream("tensor"), training.rng_stream("data"):
                 pass
-            seeds.set_random_state(seeds.random_state())
+            seeds.restore_rng_states(seeds.collect_rng_states())
             assert training.count_tokens(3, mesh).item() == 3
             assert training.mean_loss(torch.ones((), device="cpu"), mesh).item() == 1
             training.check_same_batch([1], mesh)

@@ -36,7 +36,7 @@ VISIBILITY_TIMEOUT = 20.0
 
 
 class CorruptedError(CheckpointError):
-    """A file of a checkpoint is missing, or failed its checksum."""
+    """A file of a checkpoint is missing, or its checksum is wrong."""
 
 
 class MissingError(CheckpointError):
@@ -70,7 +70,7 @@ def wait_until_visible(path: Path) -> bool:
     """Wait until this host sees a file or directory that another host has made.
 
     Returns:
-        Whether it has appeared in time.
+        True, or False if the path has not appeared before the timeout.
     """
     deadline = time.monotonic() + VISIBILITY_TIMEOUT
     while not path.exists():
@@ -167,7 +167,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, with the values from the data directory.
+    """Return the manifest of a checkpoint, with the non-tensor values of its data directory.
 
     Raises:
         MissingError: there is no complete checkpoint at ``path``.
@@ -185,6 +185,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest_file(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint without the values; raise as :func:`read_manifest`."""
     try:
         manifest: dict[str, Any] = _parse_manifest((path / MANIFEST_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -195,6 +196,7 @@ def _read_manifest_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_manifest(contents: bytes) -> Any:
+    """Verify the checksum of a manifest file and decode it. Any error means corruption."""
     if zipfile.is_zipfile(io.BytesIO(contents)):  # of an earlier release
         return torch.load(verify_archive(contents), weights_only=True)
     checksum, _, text = contents.partition(b"\n")
@@ -204,7 +206,7 @@ def _parse_manifest(contents: bytes) -> Any:
 
 
 def _describe_absence(path: Path) -> str:
-    """Return a message about a path that has no complete checkpoint."""
+    """Return the message of a MissingError: the path has no complete checkpoint, and why."""
     if path.is_file():
         problem = f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote"
         return f"{problem}. Read a file of torch.save() with torch.load()."
@@ -219,7 +221,7 @@ def _describe_absence(path: Path) -> str:
 
 
 class CheckpointEntry(NamedTuple):
-    """One of the checkpoints in a directory.
+    """A checkpoint in a directory of checkpoints, as its manifest describes it.
 
     Attributes:
         path: the directory of the checkpoint.
@@ -245,7 +247,7 @@ A save lists all checkpoints of a directory several times.
 
 
 def _read_entry(path: Path) -> CheckpointEntry:
-    """Return the entry of a checkpoint.
+    """Return the entry of a checkpoint, from a cache if its manifest file has not changed.
 
     Raises:
         MissingError: there is no complete checkpoint at ``path``.
@@ -283,7 +285,7 @@ def find_latest(directory: Path) -> Path | None:
         problem: object = entry.error
         if problem is None:
             try:
-                incomplete = _incomplete_files(entry.path)
+                incomplete = _find_incomplete_files(entry.path)
             except MissingError:
                 continue
             if not incomplete:
@@ -293,8 +295,8 @@ def find_latest(directory: Path) -> Path | None:
     return None
 
 
-def _incomplete_files(path: Path) -> list[str]:
-    """Return the files of a checkpoint that are missing or truncated.
+def _find_incomplete_files(path: Path) -> list[str]:
+    """Return the names of the files of a checkpoint that are missing or truncated.
 
     Raises:
         MissingError: another job has removed the checkpoint in the meantime.
@@ -307,5 +309,5 @@ def _incomplete_files(path: Path) -> list[str]:
             sizes[file.name] = file.stat().st_size
     incomplete = [name for name, size in manifest["files"].items() if sizes.get(name) != size]
     if incomplete and _read_manifest_file(path)["data"] != manifest["data"]:
-        return _incomplete_files(path)  # another job has replaced it in the meantime
+        return _find_incomplete_files(path)  # another job has replaced it in the meantime
     return incomplete

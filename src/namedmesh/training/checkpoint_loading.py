@@ -1,4 +1,4 @@
-"""DCP's load planner, which finds and checks the entries for the current layout."""
+"""DCP's load planner: finds and checks the saved entries for the current layout."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from namedmesh.training.checkpoint_state import (
     GROUPS,
     Options,
     State,
-    canonical_name,
-    display_name,
+    format_entry_name,
     group_by_parameter,
     make_entry_name,
+    replace_alias,
     split_entry_name,
 )
 
@@ -47,11 +47,13 @@ _MISSING = {
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP's load planner, which checks all ranks first, and reads into separate memory.
+    """DCP's load planner, which raises the problems of all ranks before anything is read.
+
+    Tensors are read into separate memory, and :meth:`apply` copies them into the model afterwards.
 
     Args:
         state: this rank's collected state.
-        aliases: further names of parameters here, and the names that a checkpoint has them under.
+        aliases: the aliases of parameters here, on any rank, and the names they are saved under.
         manifest: the manifest of the checkpoint.
         path: the path of the checkpoint, for messages.
         cast: whether tensors may have another dtype here.
@@ -101,7 +103,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self._options: Options = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
-        """Find the entry of the checkpoint for each entry of this rank, and note all problems."""
+        """Find the checkpoint's entry for each entry of this rank, and record all problems.
+
+        DCP calls it on every rank. Does not communicate.
+        """
         saved = metadata.state_dict_metadata
         self._saved = {self._prefix + name: entry for name, entry in saved.items()}
         self._names = dict.fromkeys(map(strip_copy_prefix, self._saved))
@@ -111,8 +116,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             elif name.startswith(("data.", "random.")):
                 self._find(name)
         self._find_optimizer_entries()  # after the model, so that its problems come first
-        # One parameter here may be two in the checkpoint: both are read, and check_tied() compares
-        # them.
+        # One parameter here may be two in the checkpoint: both are read, and check_tied_equal()
+        # compares them.
         for alias, tied_to in self._tied.items():
             name = f"model.{alias}"
             is_here = name in self.state.values or alias in self.state.aliases
@@ -127,6 +132,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         super().set_up_planner(self._targets, named, is_coordinator)
 
     def _find_model_entry(self, name: str) -> None:
+        """Find the entry for an entry of the model, unless ``select`` or ``strict`` skips it."""
         key = name.removeprefix("model.")
         if self._select(key) and (self._strict or self._find_source(name)):
             self._find(name)
@@ -134,7 +140,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             self._missing[key] = None
 
     def _find(self, name: str, source: str = "", like: str = "") -> None:
-        """Find the entry for a name and allocate memory for it, or note that it is missing.
+        """Find the checkpoint's entry for a name and allocate its target, or record it as missing.
 
         Args:
             name: the name here.
@@ -151,45 +157,47 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             self._add_problem(name, message.format(self._checkpoint))
 
     def _find_source(self, name: str) -> str:
-        """Return the name of the entry that is valid for this rank; empty if there is none."""
+        """Return the name of the entry that this rank loads; empty if there is none."""
         if not self._is_valid_here(name):
             return ""
         if name not in self._saved and name not in self._manifest["copies"]:
-            name = canonical_name(name, self._aliases)
+            name = replace_alias(name, self._aliases)
         source = self._find_copy(name) if name in self._manifest["copies"] else name
         return source if source in self._saved else ""
 
     def _add_problem(self, name: str, problem: str) -> None:
-        self._names_by_problem.setdefault(problem, []).append(display_name(name))
+        """Record a problem of an entry. All problems are raised together."""
+        self._names_by_problem.setdefault(problem, []).append(format_entry_name(name))
 
     def _is_valid_here(self, name: str) -> bool:
-        """Return whether a random state or the state of a data loader is valid in this layout.
+        """Return whether the layout allows to load an RNG state or a data loader's state.
 
-        If all ranks had the same state, it is still not valid for every other layout. With more
-        ranks, random values would repeat. A sampler's position counts the samples of one rank.
+        Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
+        state: with more ranks, random values would repeat, and the position of a sampler counts the
+        samples of one rank.
         """
         kind, _, generator = name.partition(".")
         if kind not in {"random", "data"}:
             return True
-        equal = seeds.axes_with_equal_state("data" if kind == "data" else generator)
+        equal = seeds.find_axes_with_equal_state("data" if kind == "data" else generator)
         layout = self._manifest["layout"]
         mesh = self.state.mesh
-        before = _sizes_without({} if layout is None else layout[0], equal)
-        now = _sizes_without({} if mesh is None else dict(mesh.layout.items()), equal)
+        before = _drop_axes({} if layout is None else layout[0], equal)
+        now = _drop_axes({} if mesh is None else dict(mesh.layout.items()), equal)
         if kind == "data":  # samplers know the number of data ranks, not their axes
             return prod(before.values()) == prod(now.values())
         return before == now
 
     def _find_copy(self, name: str) -> str:
-        """Return the entry with this rank's copy of a value that differed between ranks.
+        """Return the name of this rank's copy of an entry that differed between ranks.
 
-        A copy matches if its rank had this rank's coordinates on all axes whose size has not
-        changed.
+        A copy matches if the rank that saved it had this rank's coordinates on all axes whose size
+        has not changed.
 
         Returns:
-            The name of the entry. If several copies match, the copy of the lowest rank for buffers,
-                and an empty string for all others. An empty string, too, for the state of an
-                optimizer that belongs to another shard than this rank's.
+            The name of the copy; empty if no copy matches, or if it is the state of an optimizer
+            for another shard than this rank's. If several copies match and differ, the copy of the
+            lowest rank for buffers, and an empty string for all other entries.
         """
         by_rank: dict[int, int] = self._manifest["copies"][name]
         ranks = set(by_rank)
@@ -206,11 +214,11 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return f"copy.{copies[0]:x}.{name}"
 
     def _has_saved_shard(self, name: str) -> bool:
-        """Return whether a rank had this shard of the parameter of an optimizer's entry.
+        """Return whether the parameter of an optimizer's entry was saved in the same shards.
 
-        True for all other entries.
+        True if a rank has saved exactly this rank's shard, and for entries of no parameter.
         """
-        parameter = self.state.parameter_of(name)
+        parameter = self.state.find_parameter(name)
         if parameter is None:
             return True
         saved = self._saved.get(self._find_source(f"model.{split_entry_name(name)[0]}"))
@@ -222,7 +230,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return here in saved.chunks or prod(here.sizes) == 0
 
     def _allocate(self, name: str, source: str) -> Any:
-        """Return uninitialized memory for an entry, sharded as it is here, and note problems.
+        """Return an uninitialized tensor to read an entry into, and record a wrong shape or dtype.
+
+        It is sharded as the current tensor of that name; None if the entry is not a tensor.
 
         Args:
             name: the name here.
@@ -235,7 +245,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         dtype = saved.properties.dtype
         if name.startswith("optimizer."):
             return self._allocate_for_optimizer(name, strip_copy_prefix(source), shape, dtype)
-        here: Any = self.state.values.get(canonical_name(name, self.state.aliases))
+        here: Any = self.state.values.get(replace_alias(name, self.state.aliases))
         fits = isinstance(here, Tensor) and tuple(here.shape) == shape
         if name.startswith("model.") and not name.endswith("_extra_state"):
             if not fits:
@@ -252,7 +262,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def _allocate_for_optimizer(
         self, name: str, saved: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """Return uninitialized memory for an optimizer's entry.
+        """Return an uninitialized tensor to read an optimizer's entry into.
 
         It is a DTensor if the parameter is one, except for a value that was a plain tensor of a
         sharded parameter when it was saved.
@@ -263,7 +273,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             shape: the shape in the checkpoint.
             dtype: the dtype in the checkpoint.
         """
-        parameter: Any = self.state.parameter_of(name)
+        parameter: Any = self.state.find_parameter(name)
         is_elementwise = tuple(parameter.shape) == shape
         known = self._manifest.get("local")  # older checkpoints do not have it
         is_local = not is_elementwise if known is None else saved in known
@@ -286,7 +296,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return torch.distributed.tensor.empty(shape, dtype=dtype, **where)
 
     def _find_optimizer_entries(self) -> None:
-        """Find the entries for the optimizers, and note why one cannot resume from them."""
+        """Find the entries for the optimizers, and record why one cannot resume from them."""
         entries = group_by_parameter(self._names)
         saved = self._manifest["options"]
         options_of_groups: dict[int, Any] = {}
@@ -318,7 +328,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             self._find_optimizer_extras(position, positions.get(position, {position}))
 
     def _find_optimizer_extras(self, position: int, saved_positions: set[int]) -> None:
-        """Find the state of an optimizer that belongs to no parameter.
+        """Find the entry with the part of an optimizer's state that belongs to no parameter.
 
         Args:
             position: the position of the optimizer here.
@@ -373,20 +383,20 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return [replace(plan, planner_data=(list(missing), unexpected)) for plan in global_plan]
 
     def finish_plan(self, new_plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """Store the names that are not loaded, which rank 0 has merged."""
+        """Set ``missing_keys`` and ``unexpected_keys`` from the plan, as rank 0 has merged them."""
         self.missing_keys, self.unexpected_keys = new_plan.planner_data
         return new_plan
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Read a value that is not a tensor, without running code that a file names."""
+        """Read an object that is not a tensor, without running code that a file names."""
         loaded = torch.load(value, weights_only=True, map_location="cpu")
         self.state_dict[read_item.dest_index.fqn] = loaded
 
-    def check_tied(self) -> None:
-        """Compare the two tensors that a checkpoint has for one tied parameter.
+    def check_tied_equal(self) -> None:
+        """Check that the two saved tensors of a parameter that is tied now are equal. Local.
 
         Raises:
-            CheckpointError: they differ.
+            CheckpointError: the two tensors differ.
         """
         problems = []
         for alias, tied_to in self._tied.items():
@@ -401,10 +411,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             raise CheckpointError(*problems)
 
     def apply(self) -> None:
-        """Load the values into the model, the optimizers, the data loaders and the generators."""
+        """Copy the read entries into the model, optimizers, data loaders and generators. Local."""
         self.state.apply(self.state_dict, self._options)
 
 
-def _sizes_without(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of the axes with more than one rank, except for ``axes``."""
+def _drop_axes(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:
+    """Return ``sizes`` without ``axes`` and without axes of size 1."""
     return {axis: size for axis, size in sizes.items() if size > 1 and axis not in axes}

@@ -34,14 +34,16 @@ class Lock:
 
     def __init__(self, directory: Path) -> None:
         path = directory / _NAME
-        self.descriptor = _lock(path)
+        self.descriptor = _lock_file(path)
         os.ftruncate(self.descriptor, 0)
         os.write(self.descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
-        finalize(self, _release, self.descriptor, path, os.getpid())
+        finalize(self, _release_file, self.descriptor, path, os.getpid())
 
     @classmethod
-    def of(cls, directory: Path) -> Lock:
-        """Return the lock of this process on a directory.
+    def acquire(cls, directory: Path) -> Lock:
+        """Return the lock that this process holds on a directory; acquire it if it holds none.
+
+        Does not wait for another process.
 
         Args:
             directory: the directory, which is made if it does not exist.
@@ -58,8 +60,14 @@ class Lock:
         return lock
 
 
-def _lock(path: Path) -> int:
-    """Return the descriptor of a file that this process has locked."""
+def _lock_file(path: Path) -> int:
+    """Open and lock a file, and return its descriptor.
+
+    If the file system has no locks, it warns, and returns the descriptor of the unlocked file.
+
+    Raises:
+        CheckpointError: another process has the lock.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -83,7 +91,8 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
 
 
-def _release(descriptor: int, path: Path, process: int) -> None:
+def _release_file(descriptor: int, path: Path, process: int) -> None:
+    """Close the lock file, and delete it unless this is a fork of the process that locked it."""
     if os.getpid() == process:
         path.unlink(missing_ok=True)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""DCP's save planner, which compares the values that several ranks have under one name."""
+"""DCP's save planner, which compares the ranks' values of each entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, format_items, format_ranks
 from namedmesh.fingerprints import digest, fingerprint_sample
 from namedmesh.sharding import to_local
-from namedmesh.training.checkpoint_state import Names, State, canonical_name, display_name
+from namedmesh.training.checkpoint_state import Names, State, format_entry_name, replace_alias
 from namedmesh.training.checkpoint_storage import StorageWriter
 
 # Relative tolerance for parameters: rounding adds up over a run. Different tensors differ by more.
@@ -36,7 +36,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
     Args:
         state: this rank's collected state.
-        aliases: further names of parameters on any rank, and the names that they are saved under.
+        aliases: the aliases of parameters on any rank, and the names that they are saved under.
         writer: the storage writer, whose manifest is completed on rank 0.
     """
 
@@ -47,14 +47,14 @@ class SavePlanner(dcp.DefaultSavePlanner):
         self._writer = writer
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
-        """Use the values of the state, and not those that were given to DCP.
+        """Use the entries of ``state`` instead of the state dict that was given to DCP.
 
         DCP's ``save`` logs every value that it is given.
         """
         super().set_up_planner(self._state.values, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> dcp.SavePlan:
-        """Return this rank's writes, and a report about its values, which DCP sends to rank 0."""
+        """Return this rank's writes and the summaries of its entries, for rank 0."""
         plan = super().create_local_plan()
         state = self._state
         report: dict[str, Any] = {
@@ -66,7 +66,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return replace(plan, planner_data=report)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
-        """Compare the reports of all ranks, and complete the manifest. DCP calls it on rank 0.
+        """Compare the summaries of all ranks, and complete the manifest. DCP calls it on rank 0.
 
         Raises:
             CheckpointError: values that must be equal differ between ranks. DCP raises the error of
@@ -98,12 +98,12 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return plans, metadata
 
     def lookup_object(self, index: Any) -> Any:
-        """Return the value for an item, which may be this rank's copy."""
+        """Return this rank's value of an entry or of its copy, for DCP to write."""
         return super().lookup_object(replace(index, fqn=strip_copy_prefix(index.fqn)))
 
 
 class Summary(NamedTuple):
-    """A summary of a value, which ranks compare.
+    """A few numbers about the value of an entry, by which ranks compare it.
 
     Attributes:
         numbers: floats that may differ by rounding, or the hash of the value.
@@ -116,7 +116,7 @@ class Summary(NamedTuple):
     tolerance: float = _TOLERANCE
 
     def matches(self, other: Summary) -> bool:
-        """Return whether two values are equal, up to rounding."""
+        """Return whether the values of two summaries are equal, up to rounding."""
         if isinstance(self.numbers, int) or isinstance(other.numbers, int):
             return self.numbers == other.numbers
         limit = self.tolerance * max(map(abs, [*self.numbers, *other.numbers]), default=0.0)
@@ -125,7 +125,7 @@ class Summary(NamedTuple):
 
 
 def _summarize(state: State, name: str) -> Summary:
-    """Return the summary of an entry.
+    """Return the summary of this rank's value of an entry. Does not communicate.
 
     Parameters and DTensors must agree, up to rounding. A plain tensor of an optimizer that has its
     parameter's shape either agrees in the same way, or is saved for each rank. All other values
@@ -134,7 +134,7 @@ def _summarize(state: State, name: str) -> Summary:
     if state.mesh is None:
         return Summary([])  # a single process has nothing to compare with
     value = state.values[name]
-    parameter = state.parameter_of(name)
+    parameter = state.find_parameter(name)
     is_sharded = isinstance(value, DTensor)
     if name in state.parameters or (is_sharded and parameter is None):
         return Summary(fingerprint_sample(value))
@@ -150,7 +150,7 @@ def _summarize(state: State, name: str) -> Summary:
 
 
 def merge_aliases(names_by_rank: Iterable[Names]) -> dict[str, str]:
-    """Return the other names of parameters on all ranks, with the names they are saved under.
+    """Merge the aliases of all ranks into a dict from alias to the name it is saved under.
 
     Args:
         names_by_rank: the names of each rank: parameters with several names there, and parameters
@@ -171,17 +171,17 @@ def merge_aliases(names_by_rank: Iterable[Names]) -> dict[str, str]:
 def _compare_ranks(
     plans: Sequence[dcp.SavePlan], aliases: Mapping[str, str]
 ) -> tuple[dict[str, dict[int, int]], list[str]]:
-    """Compare the summaries of all ranks.
+    """Compare the summaries of all ranks, on rank 0.
 
     Returns:
-        The entries that are saved for each rank, with the copy of each rank; and a message for each
-            mismatch of values that must be equal.
+        By the names of entries that differ and may differ, the number of each rank's copy; and a
+            message for each mismatch of values that must be equal.
     """
     summaries: dict[Any, list[tuple[int, Summary]]] = {}
     for rank, plan in enumerate(plans):
         for item, summary in zip(plan.items, plan.planner_data["summaries"], strict=True):
             # The index also has the offsets of a shard, so only equal shards are compared.
-            index = replace(item.index, fqn=canonical_name(item.index.fqn, aliases))
+            index = replace(item.index, fqn=replace_alias(item.index.fqn, aliases))
             summaries.setdefault(index, []).append((rank, summary))
     copies: dict[str, dict[int, int]] = {}
     names_by_problem: dict[str, dict[str, None]] = {}
@@ -190,7 +190,7 @@ def _compare_ranks(
         different = [rank for rank, summary in by_rank if not first.matches(summary)]
         if different and not first.copy:
             problem = f"other values on rank {different[0]} than on rank {first_rank}, {_REMEDY}"
-            names_by_problem.setdefault(problem, {})[display_name(index.fqn)] = None
+            names_by_problem.setdefault(problem, {})[format_entry_name(index.fqn)] = None
         elif different:
             copies[index.fqn] = {rank: summary.copy for rank, summary in by_rank}
     return copies, format_problems(names_by_problem)
@@ -199,14 +199,14 @@ def _compare_ranks(
 def _rename_items(
     plan: dcp.SavePlan, rank: int, copies: dict[str, dict[int, int]], aliases: Mapping[str, str]
 ) -> dcp.SavePlan:
-    """Return a rank's plan without aliases, and with a separate name for each distinct copy.
+    """Return a rank's plan with aliases replaced, and a separate name for each distinct copy.
 
     Copies that are equal have the same name, so DCP saves them once.
     """
     items = []
     for item in plan.items:
         name = item.index.fqn
-        if canonical_name(name, aliases) != name:
+        if replace_alias(name, aliases) != name:
             continue  # another rank, or another entry of this one, saves it
         if name in copies:
             name = f"copy.{copies[name][rank]:x}.{name}"

@@ -29,8 +29,8 @@ class CheckpointRanks:
 
     Attributes:
         rank: the group rank, 0 without a mesh.
-        saving: the save in the background whose error nobody has seen yet, or None.
-        pinned: the pinned memory into which saves in the background copy, by entry name.
+        saving: the running or finished save in the background that was not waited for, or None.
+        pinned: the pinned tensors into which saves in the background copy, by entry name.
     """
 
     _instances: ClassVar[WeakKeyDictionary[dist.ProcessGroup, CheckpointRanks]] = WeakKeyDictionary()
@@ -43,8 +43,14 @@ class CheckpointRanks:
         self.pinned: dict[str, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, mesh: NamedMesh | None) -> CheckpointRanks:
-        """Return the ranks of a mesh. Collective: every rank of the mesh must call it."""
+    def from_mesh(cls, mesh: NamedMesh | None) -> CheckpointRanks:
+        """Return the ranks of a mesh, with the gloo group that they share.
+
+        Collective: every rank of the mesh must call it, because the group may have to be created.
+
+        Args:
+            mesh: the mesh; None in a process without process groups.
+        """
         if mesh is None:
             return cls(None)
         group = get_groups(mesh).get_checkpoint_group(mesh.layout)
@@ -69,7 +75,10 @@ class CheckpointRanks:
         return {"no_dist": False, "process_group": group}
 
     def wait_for_save(self) -> None:
-        """Wait for the save in the background, and raise its error once, the same on every rank."""
+        """Wait for the save in the background, and raise its error once.
+
+        Does not communicate: DCP has raised the same error on every rank.
+        """
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.result()
@@ -156,15 +165,16 @@ def _call_with_sendable_error(function: Callable[[], Any]) -> Any:
     except (NamedMeshError, OSError):
         raise
     except Exception as error:
-        raise CheckpointError(_first_line(error)) from error
+        raise CheckpointError(_format_first_line(error)) from error
 
 
-def _first_line(error: BaseException) -> str:
+def _format_first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
-    """Return one error for those of all ranks, with the ranks of each cause.
+    """Merge the errors of all ranks into one error, with the ranks of each cause.
 
     Args:
         error: the error of DCP, which has the errors of all ranks, or an error of this rank.
@@ -183,7 +193,7 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
         if isinstance(cause, NamedMeshError):
             expected[failed] = cause.problems
         else:
-            unexpected.setdefault(_first_line(cause), []).append(failed)
+            unexpected.setdefault(_format_first_line(cause), []).append(failed)
     problems = group_by_rank(expected)
     for message, ranks in unexpected.items():
         problems.append(

@@ -28,7 +28,7 @@ from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_plain_shard, to_local
 from namedmesh.training import seeds
-from namedmesh.training.tying import tie_of
+from namedmesh.training.tying import get_tie
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -44,9 +44,11 @@ GROUPS = 10**6
 """A parameter group has the number ``GROUPS * optimizer + position``."""
 
 Names: TypeAlias = tuple[dict[str, str], dict[tuple[str, str], str]]
-"""The names under which aliases are saved, and the names of tied parameters.
+"""Two dicts with parameter names of one rank.
 
-The latter are those that ``tie_stages()`` has tied, by the tie and its end.
+The first maps every further name (alias) of a shared parameter to the name that it is saved under.
+The second maps the tie of ``tie_stages()``, and the end that this rank has, to the name of the
+parameter.
 """
 
 
@@ -60,13 +62,14 @@ class State:
         data: the data loader, or a list.
 
     Attributes:
-        extra: the extra values of the caller.
-        values: the entries: tensors (shards as DTensors), and copies of all other values.
-        parameters: the entries of the model's parameters, whose replicas must be equal.
+        extra: the keyword arguments ``**extra`` of ``save()``.
+        values: by entry name, the tensors (shards as DTensors), and copies of all other objects.
+        parameters: the entry names of the model's parameters, whose replicas must be equal.
         aliases: the further names of parameters, as in ``Names``.
         ties: the names of tied parameters, as in ``Names``.
         options: the options of optimized parameters.
-        local: the entries that are plain tensors, of an optimizer whose parameter is a DTensor.
+        local: the entry names of optimizer tensors that are plain tensors (and therefore differ by
+            rank) although their parameter is a DTensor.
     """
 
     def __init__(
@@ -90,10 +93,12 @@ class State:
         self._sources: dict[str, Tensor] = {}
 
     def collect(self) -> Names:
-        """Find all values. Does not communicate.
+        """Fill the attributes from this rank's model, optimizers, data loaders and generators.
+
+        Does not communicate.
 
         Returns:
-            ``aliases`` and ``ties``, which the ranks exchange.
+            ``aliases`` and ``ties`` of this rank, for :func:`merge_aliases`.
 
         Raises:
             CheckpointError: a parameter is on the meta device; two values have the same name; an
@@ -101,12 +106,12 @@ class State:
         """
         on_meta = []
         for module in self.modules:
-            name_of = _without_wrappers(module)
+            remove_wrappers = _make_wrapper_remover(module)
             # keep_vars keeps the parameters themselves, whose attributes and ids are needed.
             for key, value in module.state_dict(keep_vars=True).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     on_meta.append(key)
-                self._add_to_model(name_of(key), value)
+                self._add_to_model(remove_wrappers(key), value)
         if on_meta:
             names = format_items(on_meta, 4)
             raise CheckpointError(f"{names}: on the meta device; call model.to_empty(device=...) first")
@@ -114,11 +119,12 @@ class State:
             self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
             self._add(f"data.{number}", loader.state_dict())
-        for name, state in seeds.random_state().items():
+        for name, state in seeds.collect_rng_states().items():
             self._add(f"random.{name}", state)
         return self.aliases, self.ties
 
     def _add_to_model(self, name: str, value: Any) -> None:
+        """Add an item of the model's state dict; a parameter seen before becomes an alias."""
         entry = f"model.{name}"
         if value is not None and self._sources.get(entry) is value:
             return  # two modules of this rank share the parameter
@@ -127,27 +133,27 @@ class State:
                 self.aliases[name] = self._names[id(value)]
                 return
             self.parameters.add(entry)
-            tie = tie_of(value)
+            tie = get_tie(value)
             if tie is not None:
                 self.ties[tie] = name
         self._add(entry, value, value)
 
     def _add(self, name: str, value: Any, source: object = None) -> None:
-        """Add an entry.
+        """Add a tensor or another object to ``values``, under the name of an entry.
 
         Args:
             name: the name of the entry.
-            value: its value; None adds nothing.
-            source: the parameter that the value belongs to, whose attributes say how it is sharded.
+            value: the tensor or object; None adds nothing.
+            source: the parameter whose attributes describe how the tensor is sharded.
         """
         if value is None:
             return
         if not isinstance(value, Tensor):
-            value = to_plain_data(value, display_name(name))
+            value = to_plain_data(value, format_entry_name(name))
         elif isinstance(source, Tensor):
             self._sources.setdefault(name, source)
-            value = self._as_shard(value, source)
-            is_of_shard = isinstance(self.parameter_of(name), DTensor)
+            value = self._wrap_plain_shard(value, source)
+            is_of_shard = isinstance(self.find_parameter(name), DTensor)
             if is_of_shard and value.ndim and not isinstance(value, DTensor):
                 self.local.add(name)
         if name in self.values:
@@ -157,11 +163,11 @@ class State:
                     "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
                 )
                 remedy += "the layers of pipeline stages with training.stage_layers"
-            raise CheckpointError(f"{display_name(name)} is the name of two values; {remedy}")
+            raise CheckpointError(f"{format_entry_name(name)} is the name of two values; {remedy}")
         self.values[name] = value
 
-    def parameter_of(self, name: str) -> Any:
-        """Return the parameter that an optimizer's entry belongs to.
+    def find_parameter(self, name: str) -> Any:
+        """Return the parameter for which an optimizer keeps the tensor of an entry.
 
         Args:
             name: the name of the entry.
@@ -174,15 +180,15 @@ class State:
         return self.values.get(f"model.{split_entry_name(name)[0]}")
 
     def is_plain_shard(self, name: str) -> bool:
-        """Return whether the parameter of an optimizer's entry is a plain shard with attributes."""
+        """Return whether an optimizer's entry is for a plain shard with attributes."""
         source = self._sources.get(f"model.{split_entry_name(name)[0]}")
-        return isinstance(self.parameter_of(name), DTensor) and not isinstance(source, DTensor)
+        return isinstance(self.find_parameter(name), DTensor) and not isinstance(source, DTensor)
 
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
         """Add the state of an optimizer and the options of its parameters.
 
         Args:
-            number: the position of the optimizer.
+            number: the position of the optimizer in ``optimizers``.
             optimizer: the optimizer.
         """
         named = self._named_parameters(optimizer)
@@ -226,15 +232,18 @@ class State:
                 self.options[self._names[id(param)]] = entry
 
     def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        """Return the names and parameters of an optimizer, in the order of torch's numbers.
+        """Return the parameters of an optimizer with their names in the model.
 
-        The name is empty if the parameter is not in the model.
+        The order is the numbering of ``optimizer.state_dict()``. The name is empty if the parameter
+        is not in the model.
         """
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         return [(self._names.get(id(param), ""), param) for param in params]
 
-    def _as_shard(self, tensor: Tensor, param: Tensor) -> Tensor:
-        """Return a plain shard as a DTensor on the same memory, and any other tensor as it is.
+    def _wrap_plain_shard(self, tensor: Tensor, param: Tensor) -> Tensor:
+        """Wrap a plain shard in a DTensor over the same memory. Return other tensors detached.
+
+        Does not communicate.
 
         Args:
             tensor: the parameter, or a tensor that an optimizer keeps for it.
@@ -253,10 +262,11 @@ class State:
         return DTensor.from_local(tensor, shard.mesh, [Shard(shard.dim)], run_check=False)
 
     @torch.no_grad()
-    def reduce_partial(self) -> None:
-        """All-reduce partial values, such as norms that an optimizer keeps: DCP rejects them.
+    def all_reduce_partial(self) -> None:
+        """All-reduce the partial DTensors in ``values``, because DCP rejects them.
 
-        Collective: every rank must call it, after all ranks have collected.
+        An optimizer may keep a partial norm, for example. Collective: every rank must call it,
+        after :meth:`collect` has succeeded on all ranks.
         """
         for name, value in self.values.items():
             if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
@@ -265,14 +275,14 @@ class State:
 
     @torch.no_grad()
     def copy_to_cpu(self, pinned: dict[str, Tensor]) -> None:
-        """Copy the tensors to the CPU, for a save in the background.
+        """Replace the tensors in ``values`` by copies on the CPU, for a save in the background.
 
         Copies from an accelerator go to pinned memory and do not wait for each other. To allocate
         pinned memory is slow, so the memory of the previous save is used again.
 
         Args:
-            pinned: the memory, by the names of entries. It is filled here, so the previous save
-                must have finished.
+            pinned: the pinned tensors of the previous save, by entry name. They are overwritten and
+                added to, so the previous save must have finished.
         """
         devices: set[torch.device] = set()
         for name, value in self.values.items():
@@ -294,19 +304,21 @@ class State:
             torch.accelerator.current_stream(device).synchronize()
 
     def apply(self, loaded: Mapping[str, Any], options: Options) -> None:
-        """Load values into the model, the optimizers, the data loaders and the generators.
+        """Copy loaded tensors and objects into the model, optimizers, data loaders and generators.
+
+        Does not communicate.
 
         Args:
-            loaded: the values, by the names of entries.
+            loaded: the tensors and objects, by entry name.
             options: the saved options of the parameters that are loaded.
         """
         local = {name: self._to_plain_shard(name, value) for name, value in loaded.items()}
         # strict=False, because load() has checked the names of all ranks before it read anything.
         for module in self.modules:
             state_dict = {}
-            name_of = _without_wrappers(module)
+            remove_wrappers = _make_wrapper_remover(module)
             for key in module.state_dict(keep_vars=True):
-                entry = f"model.{name_of(key)}"
+                entry = f"model.{remove_wrappers(key)}"
                 if entry in local and entry in self.values:
                     state_dict[key] = local[entry]
             module.load_state_dict(state_dict, strict=False)
@@ -315,7 +327,7 @@ class State:
         for number, loader in enumerate(self.loaders):
             loader.load_state_dict(local[f"data.{number}"])
         random = {name: value for name, value in local.items() if name.startswith("random.")}
-        seeds.set_random_state({name.removeprefix("random."): value for name, value in random.items()})
+        seeds.restore_rng_states({name.removeprefix("random."): value for name, value in random.items()})
 
     def _to_plain_shard(self, name: str, value: Any) -> Any:
         """Return the local tensor if collect() made a DTensor of a plain shard, else the value."""
@@ -329,14 +341,14 @@ class State:
     def _apply_to_optimizer(
         self, number: int, optimizer: Optimizer, loaded: Mapping[str, Any], options: Options
     ) -> None:
-        """Load the state and the options of an optimizer.
+        """Call ``load_state_dict()`` of an optimizer with its loaded state and options.
 
         Parameters that are not loaded keep their state and options.
 
         Args:
-            number: the position of the optimizer.
+            number: the position of the optimizer in ``optimizers``.
             optimizer: the optimizer.
-            loaded: the values, by the names of entries.
+            loaded: the tensors and objects, by entry name.
             options: the saved options of the parameters that are loaded.
         """
         named = self._named_parameters(optimizer)
@@ -368,7 +380,7 @@ class State:
 
 
 def group_by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the entry names of optimizers, by parameter and key. Other names are skipped."""
+    """Return the names ``optimizer.PARAMETER:KEY`` as ``{PARAMETER: {KEY: name}}``."""
     entries: dict[str, dict[str, str]] = {}
     for name in names:
         if name.startswith("optimizer."):
@@ -377,20 +389,20 @@ def group_by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return entries
 
 
-def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
-    """Return a function from a key of a state dict to its name without torch's wrappers."""
+def _make_wrapper_remover(module: nn.Module) -> Callable[[str], str]:
+    """Return a function that removes the prefixes of DDP and other wrappers from a key."""
     prefixes = []  # of the modules that DDP wraps
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, DistributedDataParallel):
             prefixes.append(f"{name}." if name else "")
 
-    def name_of(key: str) -> str:
+    def remove_wrappers(key: str) -> str:
         for prefix in reversed(prefixes):  # inner ones first: their names contain the outer ones
             if key.startswith(f"{prefix}module."):
                 key = prefix + key.removeprefix(f"{prefix}module.")
-        return seeds.plain_name(key)
+        return seeds.strip_wrapper_names(key)
 
-    return name_of
+    return remove_wrappers
 
 
 def make_entry_name(param_name: str, key: str) -> str:
@@ -420,8 +432,8 @@ def _unescape(name: str) -> str:
     return name.replace("%3A", ":").replace("%25", "%")
 
 
-def canonical_name(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the name under which a checkpoint has an entry of a parameter with several names.
+def replace_alias(name: str, aliases: Mapping[str, str]) -> str:
+    """Replace a parameter's alias in an entry name by the name that it is saved under.
 
     Args:
         name: the name of an entry.
@@ -436,8 +448,8 @@ def canonical_name(name: str, aliases: Mapping[str, str]) -> str:
     return name
 
 
-def display_name(name: str) -> str:
-    """Return the name of an entry for messages."""
+def format_entry_name(name: str) -> str:
+    """Format the name of an entry for messages, without its internal prefix."""
     kind, _, rest = name.partition(".")
     if kind == "optimizers":
         return f"optimizer {rest}"
@@ -445,14 +457,14 @@ def display_name(name: str) -> str:
 
 
 def to_plain_data(value: object, name: str) -> Any:
-    """Return a copy of a value as a checkpoint returns it.
+    """Return a copy of an object as it is after a save and a load.
 
     Args:
         value: numbers, strings, tensors, and lists, tuples and dicts of them.
-        name: the name of the value, for messages.
+        name: the name of the object, for messages.
 
     Raises:
-        CheckpointError: the value needs code to be read, which a checkpoint never runs.
+        CheckpointError: the object needs code to be read, which a checkpoint never runs.
     """
     # Writing and reading it once finds every value that the load would reject later.
     written = io.BytesIO()

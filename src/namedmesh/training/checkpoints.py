@@ -95,16 +95,18 @@ def _save(
 ) -> Future[Path]:
     """Save a model, its optimizers and data loaders (``objects``) and extra values.
 
+    Collective: every rank of the mesh must call it.
+
     Args:
-        path: as for :func:`save`, as all others but these.
-        mesh: see there.
-        objects: the arguments of :class:`State`.
-        extra: see there.
-        async_: see there.
+        path: as for :func:`save`.
+        mesh: as for :func:`save`.
+        objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
+        extra: as for :func:`save`.
+        async_: as for :func:`save`.
         run: the run that the checkpoint belongs to.
         on_finish: called on rank 0 after the checkpoint is complete.
     """
-    ranks = CheckpointRanks.of(mesh)
+    ranks = CheckpointRanks.from_mesh(mesh)
     # One save at a time: they share the pinned memory and the group.
     ranks.wait_for_save()
     # Without a mesh, every call has its own CheckpointRanks, and could not wait for this save.
@@ -117,12 +119,13 @@ def _save(
         return names
 
     def prepare() -> None:
-        state.reduce_partial()
+        state.all_reduce_partial()
         if in_background:
             state.copy_to_cpu(ranks.pinned)
 
     problem = f"the checkpoint {path} could not be written"
-    # Two calls: reduce_partial() communicates, and all ranks must have collected without an error.
+    # Two calls: all_reduce_partial() communicates, and all ranks must have collected without an
+    # error.
     aliases = merge_aliases(ranks.run_on_all_ranks(problem, collect))
     ranks.run_on_all_ranks(problem, prepare)
     name = ranks.run_on_rank0(problem, partial(files.make_data_directory, path))
@@ -254,13 +257,15 @@ def _load(
 ) -> tuple[Loaded, dict[str, Any]]:
     """Load a checkpoint, and return its extra values and its manifest.
 
+    Collective: every rank of the mesh must call it.
+
     Args:
         path: as for :func:`load`.
         mesh: as for :func:`load`.
-        objects: the arguments of :class:`State`.
+        objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
         **options: the options of :class:`LoadPlanner`.
     """
-    ranks = CheckpointRanks.of(mesh)
+    ranks = CheckpointRanks.from_mesh(mesh)
     ranks.wait_for_save()
     problem = f"the checkpoint {path} could not be read"
     manifest: dict[str, Any] = ranks.run_on_rank0(problem, partial(_read_manifest, path))
@@ -278,7 +283,7 @@ def _load(
     with ranks.reraise_on_all_ranks(problem):
         dcp.load({}, storage_reader=reader, planner=planner, **ranks.dcp_arguments)
     # Nothing has changed until here. An error in apply() may leave some values loaded.
-    ranks.run_on_all_ranks(problem, planner.check_tied)
+    ranks.run_on_all_ranks(problem, planner.check_tied_equal)
     ranks.run_on_all_ranks(problem, planner.apply)
     loaded = Loaded(manifest["extra"])
     loaded.missing_keys = planner.missing_keys
@@ -326,7 +331,7 @@ class CheckpointManager:
         self.mesh = mesh
         self.keep = keep
         self.async_ = async_
-        self._ranks = CheckpointRanks.of(mesh)
+        self._ranks = CheckpointRanks.from_mesh(mesh)
         self._run = ""
         self._lock: Lock | None = None  # only rank 0 has it
 
@@ -417,8 +422,8 @@ class CheckpointManager:
         return dict(manifest.get("extra", {"step": 0}))
 
     def _find_candidates(self, resume: bool | str | os.PathLike[str]) -> list[Path]:
-        """Return the checkpoints to try, the latest first, and lock the directory, on rank 0."""
-        self._lock = Lock.of(self.directory)
+        """Lock the directory, and return the checkpoints to try, on rank 0, the latest first."""
+        self._lock = Lock.acquire(self.directory)
         if resume is False:
             return []
         # Only the names that save() gives: a copy such as "best" may be newer.
@@ -438,10 +443,10 @@ class CheckpointManager:
 
         Args:
             step: the number of steps, which becomes one of the extra values.
-            model: as for :func:`namedmesh.training.save`, as all others.
-            optimizer: see there.
-            data: see there.
-            **extra: see there.
+            model: as for :func:`namedmesh.training.save`.
+            optimizer: as for :func:`namedmesh.training.save`.
+            data: as for :func:`namedmesh.training.save`.
+            **extra: as for :func:`namedmesh.training.save`.
 
         Returns:
             A future with the path, which is done already unless ``async_`` is set.
@@ -457,15 +462,16 @@ class CheckpointManager:
         return _save(path, self.mesh, (model, optimizer, data), {"step": step} | extra, **how)
 
     def _run_on_rank0(self, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0, and broadcast its result. Collective."""
         return self._ranks.run_on_rank0(f"{self.directory} could not be read", function)
 
     def _list_runs(self) -> list[tuple[Path, str]]:
-        """Return the checkpoints that belong to a run, in order, and the run of each."""
+        """Return path and run of each checkpoint that belongs to a run, the oldest first."""
         entries = files.list_checkpoints(self.directory)
         return [(entry.path, entry.run) for entry in entries if entry.run]
 
     def _check_run(self) -> str:
-        """Return the identifier of this run, a new one at the start.
+        """Return the identifier of this run, on rank 0; a new one in an empty directory.
 
         Raises:
             CheckpointError: the directory has checkpoints, and none of this run.
@@ -481,8 +487,8 @@ class CheckpointManager:
         return self._run or secrets.token_hex(8)
 
     def _prepare_directory(self) -> str:
-        """Lock the directory, remove the files of interrupted saves, and return the run."""
-        self._lock = Lock.of(self.directory)
+        """Lock the directory, remove leftovers, and return the run's identifier, on rank 0."""
+        self._lock = Lock.acquire(self.directory)
         run = self._check_run()
         for path in self.directory.glob("step-*"):
             if not path.is_symlink():
@@ -490,6 +496,7 @@ class CheckpointManager:
         return run
 
     def _remove_older(self) -> None:
+        """Remove the checkpoints of this run except the last ``keep``. Only rank 0 calls it."""
         runs = self._list_runs()
         paths = [path for path, run in runs if run == self._run and _NAME.fullmatch(path.name)]
         for path in paths[: -self.keep] if self.keep else []:

@@ -19,7 +19,7 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_attribute_axes, find_placements, to_local
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training import replicas
-from namedmesh.training.tying import is_counted_elsewhere
+from namedmesh.training.tying import is_counted_on_other_stage
 
 # The dtype of the factor by which gradients of a dtype are scaled, if it is not float32. On CUDA
 # torch's fused kernel needs a factor of the gradients' own dtype. float16 is the exception, with one
@@ -57,8 +57,8 @@ def clip_grad_norm_(
       :func:`tie_stages` tied it or it has the attribute ``shared`` or ``ds_pipe_replicated``.
 
     The norm needs one small all-gather for each group over which parameters are sharded. On the
-    first call with a mesh, and on calls 2, 4, 8 and so on up to 1024, the ranks also compare weights
-    and gradients of replicated parameters.
+    first call with a mesh, and on calls 2, 4, 8 and so on up to 1024, the ranks also compare
+    weights and gradients of replicated parameters.
 
     Collective: every rank of the mesh must call it, with the same parameters in the same order. A
     rank may lack some of the gradients.
@@ -67,7 +67,8 @@ def clip_grad_norm_(
         parameters: a tensor, or an iterable of tensors such as ``model.parameters()``.
         max_norm: the largest norm that is not scaled down.
         mesh: the mesh.
-        norm_type: the order of the norm, greater than 0; ``math.inf`` for the largest absolute value.
+        norm_type: the order of the norm, greater than 0; ``math.inf`` for the largest absolute
+            value.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
         foreach: False to use one kernel per gradient instead of one per device and dtype.
         check: whether the ranks compare weights and gradients on the calls above. Pass False if
@@ -97,9 +98,9 @@ def clip_grad_norm_(
     for position, grad in enumerate(grads):
         if grad is None:
             without_grad[position] = params[position]
-    replicas.check_sharded(without_grad)
+    replicas.check_not_unsharded(without_grad)
     if check:
-        replicas.compare(params, mesh)
+        replicas.check_replicas_equal(params, mesh)
     norm = _compute_power_of_model(_group_local_grads(params, grads, mesh), norm_type, mesh, foreach)
     if not math.isinf(norm_type):
         norm = norm ** (1 / norm_type)
@@ -120,7 +121,7 @@ def clip_grad_norm_(
 def _group_local_grads(
     params: Sequence[Any], grads: Sequence[Tensor | None], mesh: NamedMesh
 ) -> dict[ShardGroups, list[Tensor]]:
-    """Return the gradients that this rank counts, by the groups that shard them.
+    """Return the local gradients that this rank counts, by the groups that shard them.
 
     The keys depend on the parameters only. So a rank without gradients, for example because its
     experts got no tokens, takes part in the same collectives as the other ranks.
@@ -129,9 +130,9 @@ def _group_local_grads(
     # The parameters of a model have few different layouts, so the groups are found once for each.
     groups_by_layout: dict[object, ShardGroups] = {}
     for param, grad in zip(params, grads, strict=True):
-        if is_counted_elsewhere(param):
+        if is_counted_on_other_stage(param):
             continue
-        layout = replicas.layout_key(param)
+        layout = replicas.make_layout_key(param)
         if layout not in groups_by_layout:
             groups_by_layout[layout] = _find_shard_groups(param, mesh)
         same_groups = local_grads.setdefault(groups_by_layout[layout], [])
@@ -144,7 +145,10 @@ def _group_local_grads(
 
 
 def _find_shard_groups(param: Tensor, mesh: NamedMesh) -> ShardGroups:
-    """Return the groups over which a parameter is sharded, by its placements and attributes."""
+    """Return the process groups over which a parameter is sharded.
+
+    They follow from the placements of a DTensor, or from the attributes of a plain tensor.
+    """
     device_mesh, placements = find_placements(param) or (None, ())
     groups: list[ProcessGroup] = []
     ranks_of_placements: set[int] = set()
@@ -173,7 +177,9 @@ def _compute_power_of_model(
     mesh: NamedMesh,
     foreach: bool | None,
 ) -> Tensor:
-    """Return the power of all gradients of the model, in float64, identical on every rank.
+    """Return the norm of all gradients of the model, to the power of ``norm_type``.
+
+    The infinity norm is not raised to a power. The result is in float64, equal on every rank.
 
     Collective: one all-gather for each group that shards parameters, and one over ``pp``.
     """
@@ -196,7 +202,7 @@ def _compute_power_of_model(
 def _compute_local_power(
     grads: list[Tensor], norm_type: float, device: torch.device, foreach: bool | None
 ) -> Tensor:
-    """Return the power of local gradients, in float64."""
+    """Return the norm of local gradients to the power of ``norm_type``, in float64. Local."""
     # An empty shard has no largest element: torch's norm raises if norm_type is infinite.
     not_empty = [grad for grad in grads if grad.numel()]
     powers: list[Tensor] = []
@@ -212,7 +218,7 @@ def _compute_local_power(
 def _group_by_device_and_dtype(
     tensors: list[Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Return lists of tensors that one fused kernel can process together."""
+    """Group tensors by device and dtype: one fused kernel can process each group."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -220,7 +226,7 @@ def _group_by_device_and_dtype(
 
 
 def _combine(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the power of several sets of gradients; zero if there are none."""
+    """Return the sum of powers of norms, or their maximum for the infinity norm. Local."""
     if not powers:
         return torch.zeros((), dtype=torch.float64, device=device)
     if len(powers) == 1:
@@ -230,7 +236,7 @@ def _combine(powers: list[Tensor], norm_type: float, device: torch.device) -> Te
 
 
 def _combine_over_ranks(powers: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
-    """Combine each power with the same power of the other ranks of a group.
+    """Sum each power over the ranks of a group, or take the maximum for the infinity norm.
 
     Collective: one all-gather over ``group``.
     """

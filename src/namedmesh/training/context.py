@@ -108,14 +108,16 @@ def context_attention(
         key: ``(batch, kv_heads, length / cp, head_dim)``; ``kv_heads`` divides ``heads``.
         value: a tensor of the shape of ``key``.
         mesh: the NamedMesh, whose axis ``cp`` is used, or the DeviceMesh of one axis.
-        is_causal: whether a token attends only to itself and to earlier tokens of the full sequence.
+        is_causal: whether a token attends only to itself and to earlier tokens of the full
+            sequence.
         ulysses: whether to exchange heads. The number of ranks must divide ``heads`` and
             ``kv_heads``.
         scale: the factor of the scores, as in torch's function.
-        attn_mask: a mask in place of ``is_causal``, as in torch's function: of shape ``(..., length,
-            length)`` for the full sequence in its original order, and the same for all heads.
-        dropout_p: as in torch's function, with ``ulysses`` only. Each rank has other heads, and draws
-            from its default generator.
+        attn_mask: a mask in place of ``is_causal``, as in torch's function: of shape
+            ``(..., length, length)`` for the full sequence in its original order,
+            and the same for all heads.
+        dropout_p: as in torch's function, with ``ulysses`` only. Each rank has different heads,
+            and draws from its default generator.
 
     Raises:
         AxisError: the NamedMesh has no axis ``cp``.
@@ -250,7 +252,7 @@ def _attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float | 
 
 
 def _all_gather_sequence(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the full sequence in its original order.
+    """All-gather the shards of a sequence, in the original order of its tokens.
 
     Forward: all-gather along dim 2. Backward: reduce-scatter, as each rank's queries contribute to
     the gradients of all keys and values.
@@ -261,7 +263,7 @@ def _all_gather_sequence(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _exchange_for_heads(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return some heads of the full sequence, for all heads of a shard of the sequence.
+    """Exchange all heads of the local shard for some heads of the full sequence.
 
     Forward: all-to-all from dim 2 (the sequence) to dim 1 (the heads). Backward: the reverse.
     """
@@ -271,7 +273,10 @@ def _exchange_for_heads(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _exchange_for_tokens(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return all heads of a shard of the sequence: the inverse of :func:`_exchange_for_heads`."""
+    """Exchange some heads of the full sequence for all heads of the local shard.
+
+    Forward: all-to-all from dim 1 (the heads) to dim 2 (the sequence). Backward: the reverse.
+    """
     rank_order = _to_rank_order(tensor, mesh.size())
     sharded_heads = DTensor.from_local(rank_order, mesh, [Shard(1)], run_check=False)
     return sharded_heads.redistribute(placements=[Shard(2)]).to_local()

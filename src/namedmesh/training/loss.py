@@ -123,7 +123,7 @@ def normalize_loss(loss_sum: Tensor, num_tokens: Tensor, mesh: NamedMesh) -> Ten
 
 
 def _check_is_tensor(name: str, value: object, remedy: str) -> list[str]:
-    """Return the reason why an argument is not valid (empty if it is a tensor)."""
+    """Return a list with a message if an argument is not a tensor, else an empty list."""
     if isinstance(value, Tensor):
         return []
     return [f"{name} must be a tensor, got {type(value).__name__}; {remedy}"]
@@ -169,7 +169,9 @@ def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
 
 
 def sum_losses(losses: Iterable[Tensor], mesh: NamedMesh) -> Tensor:
-    """Return the sum of losses on this rank, in float64 and without a graph.
+    """Return the sum of this rank's losses, in float64 and without a graph.
+
+    All-reduces or all-gathers DTensors over their own mesh; plain tensors are only added.
 
     Args:
         losses: tensors, or DTensors, whose full value counts.

@@ -100,8 +100,8 @@ def find_tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def shape_key(value: Any, *, skip_batch_dim: bool) -> object:
-    """Return the properties of an input that the shapes between stages may depend on.
+def make_shape_key(value: Any, *, skip_batch_dim: bool) -> object:
+    """Return a key with the properties of an input that shapes between stages may depend on.
 
     Args:
         value: a leaf of the inputs.
@@ -121,25 +121,28 @@ def shape_key(value: Any, *, skip_batch_dim: bool) -> object:
 
 
 def select_rows(rows: slice | Tensor, value: Any) -> Any:
-    """Return the given indices of dim 0 of a tensor; other values and scalars unchanged."""
+    """Return the given rows (dim 0) of a tensor. Return scalars and other objects unchanged."""
     if isinstance(value, Tensor) and value.ndim:
         return value[rows]
     return value
 
 
 def repeat_rows(value: Any) -> Any:
-    """Return a tensor concatenated with itself along dim 0, and any other value as it is."""
+    """Concatenate a tensor with itself along dim 0; leave scalars and objects unchanged."""
     if isinstance(value, Tensor) and value.ndim:
         return torch.cat([value, value])
     return value
 
 
 @contextmanager
-def stage_hooks(modules: list[nn.Module], batch: PipelineBatch, built: BuiltSchedule) -> Iterator[None]:
-    """Context manager: stages get ``replicate_kwargs``, and the first output is checked.
+def register_stage_hooks(
+    modules: list[nn.Module], batch: PipelineBatch, built: BuiltSchedule
+) -> Iterator[None]:
+    """Context manager: add forward hooks that pass ``replicate_kwargs`` and check the output.
 
-    These arguments are not passed through torch's schedule, which sets the gradients of all inputs
-    that it knows to None after each micro-batch.
+    The output of the last stage is checked in the first run of a schedule. The arguments are not
+    passed through torch's schedule, which sets the gradients of all inputs that it knows to None
+    after each micro-batch.
     """
 
     def add_arguments(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

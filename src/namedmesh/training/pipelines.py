@@ -33,10 +33,10 @@ from namedmesh.training.microbatches import (
     BuiltSchedule,
     PipelineBatch,
     find_tensors,
+    make_shape_key,
+    register_stage_hooks,
     repeat_rows,
     select_rows,
-    shape_key,
-    stage_hooks,
 )
 from namedmesh.training.stages import SPLIT_BACKWARD_SCHEDULES, find_schedule_class, stage_indices
 
@@ -195,7 +195,7 @@ class Pipeline:
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, backward: bool
     ) -> tuple[Any, list[Tensor]]:
-        """Run a schedule over a batch.
+        """Run a schedule over a batch. Collective: every rank of ``pp`` must call it.
 
         Returns:
             The output for the batch, if there is no target, and the losses of its micro-batches;
@@ -226,7 +226,10 @@ class Pipeline:
         return PipelineBatch(args, split_kwargs, replicate_kwargs, target, backward)
 
     def _find_schedule(self, batch: PipelineBatch, cached: BuiltSchedule | None) -> BuiltSchedule:
-        """Return the cached schedule if it fits the batch on every rank, else build one."""
+        """Return the cached schedule if it fits the batch on every rank, else build one.
+
+        Collective: every rank of ``pp`` must call it. Raises the problems of all ranks.
+        """
         inputs_key = self._make_inputs_key(batch)
         microbatch_size = -(-batch.size // self._n_microbatches)
         if cached is not None:
@@ -243,12 +246,12 @@ class Pipeline:
         return self._build_schedule(inputs_key, microbatch_size, batch)
 
     def _make_inputs_key(self, batch: PipelineBatch) -> object:
-        """Return everything on this rank that the tensors between the stages depend on."""
+        """Return a key with all local properties that the tensors between stages depend on."""
         key: list[object] = [tuple(batch.split_kwargs), tuple(batch.replicate_kwargs)]
         split_inputs = tree_leaves((batch.args, batch.split_kwargs))
-        key.extend(map(partial(shape_key, skip_batch_dim=True), split_inputs))
+        key.extend(map(partial(make_shape_key, skip_batch_dim=True), split_inputs))
         replicated_inputs = tree_leaves(batch.replicate_kwargs)
-        key.extend(map(partial(shape_key, skip_batch_dim=False), replicated_inputs))
+        key.extend(map(partial(make_shape_key, skip_batch_dim=False), replicated_inputs))
         device_type = self._mesh.device.type
         if torch.is_autocast_enabled(device_type):
             key.append(torch.get_autocast_dtype(device_type))
@@ -282,7 +285,10 @@ class Pipeline:
         return built.has_unbatched_output and (is_padded or batch.target is None)
 
     def _raise_output_problems(self, batch: PipelineBatch, built: BuiltSchedule) -> None:
-        """Raise on every rank of ``pp`` the problems that the last stage found in a first run."""
+        """Raise on every rank of ``pp`` the problems that the last stage found in a first run.
+
+        Collective: one all-gather over ``pp``.
+        """
         local_report = (batch.problems, built.has_unbatched_output)
         for problems, has_unbatched_output in all_gather_object(self._mesh.group("pp"), local_report):
             built.has_unbatched_output |= has_unbatched_output
@@ -329,7 +335,10 @@ class Pipeline:
         return BuiltSchedule(inputs_key, microbatch_size, stages, schedule)
 
     def _run_schedule(self, batch: PipelineBatch, built: BuiltSchedule) -> tuple[Any, list[Tensor]]:
-        """Run a schedule over a batch; return torch's output and the losses of micro-batches."""
+        """Run a schedule over a batch; return torch's output and the losses of micro-batches.
+
+        Collective: every rank of ``pp`` must call it. Only the last stage gets output and losses.
+        """
         row_numbers = torch.arange(built.microbatch_size * self._n_microbatches, device="cpu")
         args = batch.args
         split_kwargs = batch.split_kwargs
@@ -343,7 +352,7 @@ class Pipeline:
         run = built.schedule.step if batch.backward else built.schedule.eval
         losses: list[Tensor] = []
         with (
-            stage_hooks(self._modules, batch, built),
+            register_stage_hooks(self._modules, batch, built),
             _keep_gradients(self._modules if batch.checks_output else []),
             set_schedule_loss(built.schedule, partial(self._compute_loss, batch, built)),
         ):

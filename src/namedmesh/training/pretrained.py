@@ -59,7 +59,7 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
         stored = saved[entry]
         if isinstance(stored, dcp.TensorStorageMetadata):
             tensors[entry] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-    with CheckpointRanks.of(None).reraise_on_all_ranks(
+    with CheckpointRanks.from_mesh(None).reraise_on_all_ranks(
         f"the model of {source} could not be written to {target}"
     ):
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
@@ -69,9 +69,9 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
 
 
 def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Raise CheckpointError if ``from_pretrained`` would read other weights."""
+    """Raise CheckpointError if ``from_pretrained`` would read weights of another model."""
     problems = []
-    if adapters := [name for name in names if _is_of_adapter(name)]:
+    if adapters := [name for name in names if _belongs_to_adapter(name)]:
         problems.append(
             f"The checkpoint {source} has adapters of PEFT, such as {adapters[0]!r}. "
             "from_pretrained() does not find these names, and would start from random weights. Load "
@@ -88,7 +88,7 @@ def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
         raise CheckpointError(*problems)
 
 
-def _is_of_adapter(name: str) -> bool:
+def _belongs_to_adapter(name: str) -> bool:
     """Return whether a weight belongs to a layer that PEFT has wrapped, or to an adapter."""
     parts = name.split(".")
     wrapped = not {"base_layer", "modules_to_save"}.isdisjoint(parts)
@@ -112,8 +112,8 @@ class PretrainedReader(dcp.HuggingFaceStorageReader):
         return self._metadata
 
 
-class _SomeFiles(FileSystem):
-    """A file system that lists some files only: DCP's reader reads all files of a directory."""
+class _ListedFiles(FileSystem):
+    """A file system that lists only given files: DCP's reader reads every listed file."""
 
     def __init__(self, listed: list[Path]) -> None:
         self._listed = [str(file) for file in listed]
@@ -123,13 +123,13 @@ class _SomeFiles(FileSystem):
 
 
 def read_pretrained(path: Path) -> dict[str, Any] | None:
-    """Return the contents of a Hugging Face directory, with the keys of a manifest.
+    """Describe a Hugging Face directory in the form of a checkpoint's manifest.
 
     Args:
         path: the directory.
 
     Returns:
-        None if the directory has no weights in this format.
+        The manifest, with DCP's metadata; None if the directory has no weights in this format.
 
     Raises:
         CheckpointError: a tensor is in several files, or a file of the index does not exist.
@@ -138,7 +138,7 @@ def read_pretrained(path: Path) -> dict[str, Any] | None:
         return None
     reader = dcp.HuggingFaceStorageReader(str(path))
     # A directory may have weights that the index does not name, such as the weights of its base model.
-    reader.fs = _SomeFiles(_weight_files(path))
+    reader.fs = _ListedFiles(_list_weight_files(path))
     metadata = reader.read_metadata()
     # DCP takes two tensors of one name for two shards of one tensor.
     duplicates = []
@@ -155,8 +155,8 @@ def read_pretrained(path: Path) -> dict[str, Any] | None:
     return {"data": None, "layout": None, "run": None, **values}
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """Return the files that the index of a directory names; all files if it has no index."""
+def _list_weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files that the index of a directory names; all, without an index."""
     if not (path / _INDEX).exists():
         return sorted(path.glob("*.safetensors"))
     named = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())

@@ -44,25 +44,27 @@ _CAUSES = (
 _calls: weakref.WeakKeyDictionary[NamedMesh, int] = weakref.WeakKeyDictionary()
 
 
-def layout_key(param: Tensor) -> object:
-    """Return a key that is equal for parameters that are sharded in the same way.
+def make_layout_key(param: Tensor) -> object:
+    """Return a dict key that is equal for parameters that are sharded in the same way.
 
     Args:
-        param: a DTensor or a plain tensor, whose attributes count.
+        param: a DTensor, keyed by its placements, or a plain tensor, keyed by Megatron-LM's
+            attributes.
     """
     return find_placements(param), *find_attribute_axes(param)
 
 
-def check_sharded(without_grad: dict[int, Tensor]) -> None:
-    """Check that FSDP2 does not have the parameters unsharded.
+def check_not_unsharded(without_grad: dict[int, Tensor]) -> None:
+    """Check that these are not FSDP2's unsharded parameters, which get no gradients.
 
-    The gradients belong to the sharded parameters, which are not in the model at that time.
+    ``model.parameters()`` returns them between a forward and its backward. The gradients belong to
+    the sharded parameters. Does not communicate.
 
     Args:
-        without_grad: the parameters that have no gradient, by position.
+        without_grad: the caller's parameters without a gradient, by position in its arguments.
 
     Raises:
-        TrainingError: some of them are unsharded.
+        TrainingError: some of these parameters are unsharded.
     """
     is_trained = any(param.requires_grad for param in without_grad.values())
     if torch.compiler.is_compiling() or not is_trained:
@@ -71,15 +73,18 @@ def check_sharded(without_grad: dict[int, Tensor]) -> None:
     hidden = {at: param for at, param in without_grad.items() if id(param) in unsharded}
     if hidden:
         raise TrainingError(
-            f"Parameters {_describe(hidden.items())} are unsharded by FSDP2, as after a forward "
+            f"Parameters {_format_params(hidden.items())} are unsharded by FSDP2, as after a forward "
             "without a backward. Their gradients belong to the sharded parameters, and an "
             "optimizer made from these trains nothing. Clip before the next forward, or first "
             "call reshard() on every FSDPModule of the model"
         )
 
 
-def _check_not_hidden(params: Sequence[Tensor]) -> None:
-    """Raise TrainingError if DDP over tensor parallelism has removed parameters."""
+def _check_not_removed_by_ddp(params: Sequence[Tensor]) -> None:
+    """Raise TrainingError if DDP over tensor parallelism has removed parameters.
+
+    Does not communicate.
+    """
     ids = {id(param) for param in params}
     if any(find_sharding_under_ddp(param) for param in params):
         return  # the caller has kept the local shards from before the first forward
@@ -96,17 +101,20 @@ def _check_not_hidden(params: Sequence[Tensor]) -> None:
             )
 
 
-def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
-    """Compare replicated weights and gradients along each axis, on calls 1, 2, 4 and so on.
+def check_replicas_equal(params: Sequence[Tensor], mesh: NamedMesh) -> None:
+    """Check that replicated weights and gradients are equal on all ranks of each axis.
 
-    Collective: every rank of the mesh must call it.
+    It compares on calls 1, 2, 4 and so on up to 1024 with a mesh, and returns at once otherwise.
+
+    Collective: every rank of the mesh must call it. Calls that compare run a few small all-reduces
+    for each axis, and one all-gather of the messages.
 
     Args:
         params: the parameters, in the same order on every rank.
         mesh: the mesh.
 
     Raises:
-        GradientError: on every rank of the mesh, with all differences.
+        GradientError: on every rank of the mesh, with the differences of all axes and stages.
         TrainingError: DDP over tensor parallelism has taken parameters out of the model.
     """
     # Compiled code and a CUDA graph cannot read values.
@@ -115,7 +123,7 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
     call = _calls[mesh] = _calls.get(mesh, 0) + 1
     if call > LAST_STEP or call & (call - 1) or mesh.size() == 1 or dist.get_backend() == "fake":
         return
-    _check_not_hidden(params)
+    _check_not_removed_by_ddp(params)
     problems = set(_find_differences(params, mesh))
     # Every rank raises, whichever stage or shard the ranks that differ have.
     for axis in mesh.layout:
@@ -126,32 +134,33 @@ def compare(params: Sequence[Tensor], mesh: NamedMesh) -> None:
 
 
 def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
-    """Return a message for each axis along which weights or gradients differ.
+    """Return a message for each axis of this rank along which weights or gradients differ.
 
-    Collective: every rank of the mesh must call it.
+    Collective: every rank of the mesh must call it. The ranks of a group get the same messages.
     """
     known: dict[object, list[str]] = {}
     compared: dict[str, list[int]] = {}
     for position, param in enumerate(params):
-        layout = layout_key(param)
+        layout = make_layout_key(param)
         if layout not in known:
-            known[layout] = _replicated_over(param, mesh)
+            known[layout] = _find_replicated_axes(param, mesh)
         for axis in known[layout]:
             compared.setdefault(axis, []).append(position)
     problems = []
     # In one order on every rank, or ranks would wait for each other.
     for axis in sorted(compared):
         positions, group = compared[axis], mesh.group(axis)
-        most, least = _extremes([len(positions)], group, mesh.device)
+        most, least = _all_reduce_extremes([len(positions)], group, mesh.device)
         if most != least:
             continue  # a rank has more parameters than others, such as the bias of a sharded layer
         # Different weights have different gradients, so the weights come first.
         for kind in ("weights", "gradients"):
             chosen = [params[at] if kind == "weights" else params[at].grad for at in positions]
             numbers = [_summarize(tensor) for tensor in chosen]
-            different = _differences(*_extremes(numbers, group, mesh.device))
+            extremes = _all_reduce_extremes(numbers, group, mesh.device)
+            different = _find_unequal_tensors(*extremes)
             if different:
-                described = _describe((positions[at], params[positions[at]]) for at in different)
+                described = _format_params((positions[at], params[positions[at]]) for at in different)
                 stage = f" of stage {mesh.rank('pp')}" if "pp" in mesh.layout else ""
                 where = f"{described}{stage} differ between the ranks of {axis}"
                 problems.append(f"The {kind} of parameters {where}. {_CAUSES}")
@@ -159,8 +168,8 @@ def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
     return problems
 
 
-def _replicated_over(param: Tensor, mesh: NamedMesh) -> list[str]:
-    """Return the axes along which a parameter must be replicated."""
+def _find_replicated_axes(param: Tensor, mesh: NamedMesh) -> list[str]:
+    """Return the axes along which other ranks must have the same values of a parameter."""
     own_mesh, placements = find_placements(param) or (mesh.device_mesh, ())
     names = (own_mesh.mesh_dim_names or ())[: len(placements)]
     attribute_axes = find_attribute_axes(param)
@@ -187,7 +196,7 @@ def _replicated_over(param: Tensor, mesh: NamedMesh) -> list[str]:
 
 
 def _summarize(tensor: Tensor | None) -> list[float]:
-    """Return the norm of a tensor, a weighted sum, and 1 if both are finite; zeros for None."""
+    """Return norm and weighted sum of a tensor, and 1 if both are finite; 0, 0, 1 for None."""
     if tensor is None:
         return [0.0, 0.0, 1.0]
     norm, weighted = fingerprint(tensor)
@@ -195,12 +204,12 @@ def _summarize(tensor: Tensor | None) -> list[float]:
     return [norm, weighted, 1.0] if is_finite else [0.0, 0.0, 0.0]
 
 
-def _extremes(
+def _all_reduce_extremes(
     numbers: list[Any], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[Any], list[Any]]:
-    """Return the highest and the lowest value of each number over the ranks.
+    """Return the highest and the lowest value of each number over the ranks of a group.
 
-    Collective: one all-reduce, whose cost does not grow with the number of ranks.
+    Collective: one all-reduce (MAX), whose cost does not grow with the number of ranks.
     """
     values = torch.tensor(numbers, dtype=torch.float64, device=device)
     both = torch.stack([values, -values])
@@ -208,8 +217,13 @@ def _extremes(
     return both[0].tolist(), (-both[1]).tolist()
 
 
-def _differences(highest: list[list[float]], lowest: list[list[float]]) -> list[int]:
-    """Return the positions at which tensors differ by more than rounding."""
+def _find_unequal_tensors(highest: list[list[float]], lowest: list[list[float]]) -> list[int]:
+    """Return the positions of tensors that differ between ranks by more than rounding.
+
+    Args:
+        highest: for each tensor, the highest value over the ranks of each number of its summary.
+        lowest: the lowest values.
+    """
     largest = max(norm for norm, *_ in highest)
     different = []
     for position, (high, low) in enumerate(zip(highest, lowest, strict=True)):
@@ -221,6 +235,6 @@ def _differences(highest: list[list[float]], lowest: list[list[float]]) -> list[
     return different
 
 
-def _describe(params: Iterable[tuple[int, Tensor]]) -> str:
-    """Return parameters by their position in the call, and their shape."""
+def _format_params(params: Iterable[tuple[int, Tensor]]) -> str:
+    """Format parameters for a message: the position in the caller's arguments, and the shape."""
     return format_items(f"{position} {tuple(param.shape)}" for position, param in params)

@@ -39,7 +39,7 @@ _TILE_ROWS = 32
 
 
 def _derive_seed(seed: int, name: str, key: object = "") -> int:
-    """Return a seed for something with a name and a key. It differs if one of them differs."""
+    """Hash a seed, a name and a key to a new seed."""
     # All random values depend on this text, so another text, or another form of a dict in it, would
     # change the initial weights of every model.
     digest = hashlib.blake2b(f"{seed} {name} {key}".encode(), digest_size=8).digest()
@@ -47,7 +47,7 @@ def _derive_seed(seed: int, name: str, key: object = "") -> int:
 
 
 def _derive_default_seed(seed: int, name: str, mesh: NamedMesh, same_axes: Sequence[str]) -> int:
-    """Return a seed that differs along all axes of the mesh except the given ones."""
+    """Return this rank's seed: equal along ``same_axes``, different along all other axes."""
     return _derive_seed(seed, name, {axis: mesh.rank(axis) for axis in mesh.layout if axis not in same_axes})
 
 
@@ -65,13 +65,13 @@ def seed_all(seed: int, mesh: NamedMesh) -> None:
         MeshError: ``mesh`` is not a NamedMesh.
     """
     mesh = named_mesh(mesh, "seed_all")
-    local_seed = _derive_default_seed(seed, "default", mesh, axes_with_equal_state("cpu"))
+    local_seed = _derive_default_seed(seed, "default", mesh, find_axes_with_equal_state("cpu"))
     # "tensor" and "expert" differ along these axes, in addition to the axes of the default values.
     tensor_axes = [axis for axis in ("tp",) if axis in mesh.coords]
     expert_axes = [axis for axis in EXPERT_MODEL_AXES if axis in mesh.coords]
     for name, axes in (("tensor", tensor_axes), ("expert", expert_axes or tensor_axes)):
         _stream_keys[name] = f"{name} { {axis: mesh.rank(axis) for axis in axes} }"
-    data_seed = _derive_default_seed(seed, "data", mesh, axes_with_equal_state("data"))
+    data_seed = _derive_default_seed(seed, "data", mesh, find_axes_with_equal_state("data"))
     _data_generator.manual_seed(data_seed)
     _devices.clear()
     if mesh.device.type not in {"cpu", "meta"}:
@@ -158,12 +158,13 @@ def rng_stream(name: str) -> Iterator[None]:
         yield
 
 
-def random_state() -> dict[str, Any]:
-    """Return the states of the default generators and of :func:`data_generator`.
+def collect_rng_states() -> dict[str, Any]:
+    """Return this rank's states of the default generators and of :func:`data_generator`.
 
     Returns:
-        By name: ``"cpu"`` and the type of the accelerator for torch, ``"python"``, ``"numpy"`` if it
-        is imported, and ``"data"``. All numbers are in tensors, as checkpoints need them.
+        The states by generator: ``"cpu"`` and the type of the accelerator for torch, ``"python"``,
+        ``"numpy"`` if it is imported, and ``"data"``. All numbers are in tensors, as checkpoints
+        need them.
     """
     states: dict[str, Any] = {"cpu": torch.get_rng_state(), "data": _data_generator.get_state()}
     version, numbers, *rest = random.getstate()
@@ -176,26 +177,26 @@ def random_state() -> dict[str, Any]:
     return states
 
 
-def axes_with_equal_state(name: str) -> tuple[str, ...]:
+def find_axes_with_equal_state(name: str) -> tuple[str, ...]:
     """Return the axes along which :func:`seed_all` gives ranks the same state of a generator.
 
     Args:
-        name: the key of the generator in :func:`random_state`.
+        name: the key of the generator in :func:`collect_rng_states`.
     """
     return SAME_SAMPLE_AXES if name == "data" else ("tp",)
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the states of generators.
+def restore_rng_states(state: Mapping[str, Any]) -> None:
+    """Restore this rank's states of the default generators and of :func:`data_generator`.
 
     Args:
-        state: the states, as :func:`random_state` returns them. Generators that are missing here or
+        state: states of :func:`collect_rng_states`, by name. Generators that are missing in it or
             in this process, such as the generator of an accelerator, are not changed.
     """
     setters: dict[str, Callable[[Any], object]] = {
         "cpu": torch.set_rng_state,
         "data": _data_generator.set_state,
-        "python": _set_python_state,
+        "python": _restore_python_state,
     }
     for device in _devices:
         setters[device.type] = partial(torch.get_device_module(device).set_rng_state, device=device)
@@ -205,21 +206,22 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         setters[name](state[name])
 
 
-def _set_python_state(state: Any) -> None:
+def _restore_python_state(state: Any) -> None:
     # Python needs a tuple of ints. A state has a tensor, which checkpoints store more compactly.
     version, numbers, *rest = state
     random.setstate((version, tuple(torch.as_tensor(numbers, device="cpu").tolist()), *rest))
 
 
 def normal(name: str, parameter: Tensor) -> tuple[float, float]:
-    """Return the usual mean and standard deviation of a parameter's initial weights.
+    """Return the default mean and standard deviation of a parameter's initial values.
 
     Args:
         name: the name of the parameter.
         parameter: the parameter.
 
     Returns:
-        0 and 0.02 for matrices, 0 and 0 for biases, and 1 and 0 for the weights of norms.
+        The mean and the standard deviation: 0 and 0.02 for tensors of two or more dims, 0 and 0 for
+        biases, and 1 and 0 for all other vectors, such as the weights of norms.
     """
     if parameter.ndim > 1:
         return 0.0, 0.02
@@ -227,8 +229,8 @@ def normal(name: str, parameter: Tensor) -> tuple[float, float]:
     return mean, 0.0
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a parameter without the names of torch.compile's and other wrappers."""
+def strip_wrapper_names(name: str) -> str:
+    """Remove from a parameter's name the prefixes of torch.compile and other wrappers."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -238,12 +240,12 @@ def init_parameters(
 ) -> None:
     """Fill a model's parameters with random values that do not depend on the layout.
 
-    Call it after the model was parallelized and sharded. Each value depends on the seed, the name of
-    the parameter and the position in the full parameter only, so each rank draws just its shards,
-    on the CPU in float32. Local shards belong to DTensors, or to plain tensors with Megatron's
-    attributes, which are sharded over the tp axis (experts: etp) of the current mesh. The parameters
-    of a pipeline stage must have the names of the full model, as with :func:`stage_layers`. Buffers
-    are not changed. Does not communicate.
+    Call it after the model was parallelized and sharded. Each value depends on the seed, the name
+    of the parameter and the position in the full parameter only, so each rank draws just its
+    shards, on the CPU in float32. Local shards belong to DTensors, or to plain tensors with Megatron's
+    attributes, which are sharded over the tp axis (experts: etp) of the current mesh. The
+    parameters of a pipeline stage must have the names of the full model, as with :func:`stage_layers`.
+    Buffers are not changed. Does not communicate.
 
     Args:
         model: the model, on any device except meta.
@@ -266,7 +268,7 @@ def init_parameters(
             f"{format_items(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
         )
     for wrapped_name, param in model.named_parameters():
-        name = plain_name(wrapped_name)
+        name = strip_wrapper_names(wrapped_name)
         mean, deviation = distribution(name, param)
         local = to_local(param)
         if deviation == 0:

@@ -27,8 +27,8 @@ _numbers = count()
 _ties: dict[int, tuple[str, str]] = {}
 
 
-def tie_of(parameter: Tensor) -> tuple[str, str] | None:
-    """Return the tie of a parameter, and its end of the tie: ``"first"`` or ``"last"``.
+def get_tie(parameter: Tensor) -> tuple[str, str] | None:
+    """Return the identifier of a parameter's tie, and its end of the tie.
 
     Copies of the parameter (``copy.deepcopy``, ``pickle``) have the same tie.
 
@@ -36,7 +36,8 @@ def tie_of(parameter: Tensor) -> tuple[str, str] | None:
         parameter: any tensor.
 
     Returns:
-        None if the parameter is not tied.
+        The identifier, equal on both stages, and ``"first"`` or ``"last"``; None if the parameter
+        is not tied.
     """
     tie: tuple[str, str] | None = getattr(parameter, "tied_stages", None)
     if tie is None and _ties:
@@ -44,7 +45,7 @@ def tie_of(parameter: Tensor) -> tuple[str, str] | None:
     return tie
 
 
-def is_counted_elsewhere(parameter: Tensor) -> bool:
+def is_counted_on_other_stage(parameter: Tensor) -> bool:
     """Return whether the gradient of this parameter is counted on another pipeline stage.
 
     True for the last stage's end of :func:`tie_stages`, and for copies to which Megatron-LM or
@@ -55,7 +56,7 @@ def is_counted_elsewhere(parameter: Tensor) -> bool:
     """
     if is_copy_of_stage(parameter):
         return True
-    tie = tie_of(parameter)
+    tie = get_tie(parameter)
     return tie is not None and tie[1] == "last"
 
 
@@ -107,22 +108,24 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
             grad = param.grad if param.requires_grad else None
             # The peer waits for a tensor, whether this end trains or not.
             local_grads.append(torch.zeros_like(to_local(param)) if grad is None else to_local(grad))
-        for grad, peer_grad in zip(local_grads, _exchange(local_grads, mesh, peer), strict=True):
+        for grad, peer_grad in zip(local_grads, _exchange_with_peer(local_grads, mesh, peer), strict=True):
             grad.add_(peer_grad)
 
     for end, param in here.items():
         tie = (number, end)
         _set_attributes(param, tie)
         _ties[id(param)] = tie
-        weakref.finalize(sum_gradients, _forget, id(param), tie).atexit = False
-    peer_values = _exchange([to_local(param) for param in here.values()], mesh, peer)
+        weakref.finalize(sum_gradients, _forget_tie, id(param), tie).atexit = False
+    peer_values = _exchange_with_peer([to_local(param) for param in here.values()], mesh, peer)
     if last is not None:
         to_local(last).copy_(peer_values[-1])
     return sum_gradients
 
 
 def _check_ends(by_rank: list[dict[str, Any]], here: dict[str, Tensor]) -> int:
-    """Return the group rank of the other end.
+    """Check the two ends of a tie, and return the group rank of the end that is not here.
+
+    Does not communicate.
 
     Args:
         by_rank: the shape, the dtype and ``requires_grad`` of the ends that each rank has.
@@ -147,6 +150,7 @@ def _check_ends(by_rank: list[dict[str, Any]], here: dict[str, Tensor]) -> int:
 
 
 def _set_attributes(parameter: Any, tie: tuple[str, str]) -> None:
+    """Set the attributes by which a parameter and its copies are known to be tied."""
     parameter.tied_stages = tie
     set_copy_of_stage(parameter, tie[1] == "last")
     if type(parameter) is nn.Parameter:
@@ -155,12 +159,13 @@ def _set_attributes(parameter: Any, tie: tuple[str, str]) -> None:
         vars(parameter)["__deepcopy__"] = None
 
 
-def _forget(param_id: int, tie: tuple[str, str]) -> None:
+def _forget_tie(param_id: int, tie: tuple[str, str]) -> None:
+    """Remove the tie of a parameter that may have been freed: its id may be used again."""
     if _ties.get(param_id) == tie:  # unless the parameter was tied again
         del _ties[param_id]
 
 
-def _exchange(here: list[Tensor], mesh: NamedMesh, peer: int) -> list[Tensor]:
+def _exchange_with_peer(here: list[Tensor], mesh: NamedMesh, peer: int) -> list[Tensor]:
     """Return the tensors of the other end: the peer's, or copies if this rank has both ends.
 
     Collective: both ends of the tie must call it.
