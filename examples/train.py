@@ -242,7 +242,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, settings: Settings, step: int) -> None:
-    """Set the learning rate of a step, which does not depend on where training ends: so it can go on."""
+    """Set the learning rate of a step, which does not depend on where training ends: so it can be resumed."""
     # Experts do not train stably at a higher rate: rounding alone grows from step to step, in one process, too.
     highest = settings.lr or (0.002 if settings.moe else 0.008)
     for group in optimizer.param_groups:
@@ -318,7 +318,7 @@ def train(settings: Settings, text: Tensor, mesh: NamedMesh) -> list[float]:
         if stopping:
             raise SystemExit(130)
     if settings.checkpoint:
-        show(f"to go on, in any layout: --checkpoint {settings.checkpoint} --steps N", flush=True)
+        show(f"to continue, in any layout: --checkpoint {settings.checkpoint} --steps N", flush=True)
     return losses
 
 

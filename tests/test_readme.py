@@ -51,8 +51,8 @@ def test_the_shown_training_is_the_real_one(tmp_path: Path) -> None:
     (real,) = re.findall(pattern, told, flags=re.MULTILINE)
     (shown,) = re.findall(pattern, first, flags=re.MULTILINE)
     assert float(real) == pytest.approx(float(shown), abs=0.2)  # of another text
-    going_on = last[last.index("to go on") :]
-    assert going_on.replace("checkpoints", str(tmp_path)) in told
+    continuing = last[last.index("to continue") :]
+    assert continuing.replace("checkpoints", str(tmp_path)) in told
 
 
 SECTIONS = [
