@@ -13,7 +13,8 @@ from ranks import live_groups, run_ranks, summed
 
 import namedmesh
 from namedmesh import AgreementError, GroupOptions, Layout
-from namedmesh.agreement import StoreCoordinator, agree_on
+from namedmesh.agreement import agree_on
+from namedmesh.coordinator import StoreCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
 from typing import Any, NamedTuple
-from uuid import uuid4
-from weakref import ref
 
 import torch.distributed as dist
 
-from namedmesh._torch import get_default_store, get_default_timeout
+from namedmesh._torch import get_default_timeout
+from namedmesh.coordinator import StoreCoordinator, format_missing, get_default_coordinator
 from namedmesh.errors import AgreementError, NamedMeshError, format_ranks
 
 # How long a failed rank waits for the others before it publishes its failure. Ranks that are
@@ -32,9 +31,6 @@ from namedmesh.errors import AgreementError, NamedMeshError, format_ranks
 _FAILURE_GRACE_PERIOD = timedelta(seconds=5)
 # The time limit of store operations that do not depend on other ranks.
 _STORE_TIMEOUT = timedelta(seconds=15)
-# Rank 0 polls the store for requests, because torch logs each wait that times out.
-_SHORTEST_POLL_SECONDS = 0.001
-_LONGEST_POLL_SECONDS = 0.1
 # How long the process that hosts the store stays alive after a failure, so that the other ranks can
 # read the result.
 _RESULT_GRACE_SECONDS = 10.0
@@ -50,167 +46,6 @@ class Distinct(NamedTuple):
 
     value: str
     remedy: str
-
-
-class StoreCoordinator:
-    """The coordinated calls of one job, in order, over a store that every rank can reach.
-
-    Args:
-        store: the store.
-        rank: the global rank of this process.
-        world_size: the number of ranks.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        # The number is the same on every rank, since all ranks make the same calls in the same
-        # order.
-        self.num_calls = 0
-        self._root_store = dist.PrefixStore("namedmesh", store)
-        self._run_prefix = uuid4().hex if rank == 0 else ""
-        self._prefix_read_by_all = False
-        self._finished_phase: tuple[dist.Store, str] | None = None
-
-    def run_store(self, call: str, timeout: timedelta) -> dist.Store:
-        """Return a namespace of the store that only this run of the job uses.
-
-        torchrun restarts the ranks of a job on the same store, so that the keys of previous
-        attempts still exist and cannot be told from new ones. Rank 0 therefore generates a random
-        prefix, and sends it to each rank in reply to a request under a key that nobody has used
-        before.
-
-        Args:
-            call: the call that needs the store, for the error.
-            timeout: how long to wait for the reply of rank 0.
-
-        Raises:
-            AgreementError: rank 0 did not reply.
-        """
-        if not self._run_prefix:
-            token = uuid4().hex
-            number = self._root_store.add("num_requests", 1)
-            self._root_store.set(f"request/{number}", token)
-            try:
-                self._root_store.wait([f"reply/{token}"], timeout)
-                self._run_prefix = self._root_store.get(f"reply/{token}").decode()
-            except dist.DistStoreError:
-                # Rank 0 stops replying once the call has failed. Then this rank is the late one,
-                # and finds the result of the call under the prefix that rank 0 has published.
-                self._run_prefix = self._find_published_prefix()
-                if not self._run_prefix:
-                    problem = _format_missing([0], self.world_size, f"call {call}", timeout)
-                    raise AgreementError(problem) from None
-            self._root_store.add(f"{self._run_prefix}/read", 1)
-        return dist.PrefixStore(self._run_prefix, self._root_store)
-
-    def serve_run_prefix(self, store: dist.Store, result_key: str, deadline: float) -> None:
-        """Send the prefix of :meth:`run_store` from rank 0 to the ranks that request it.
-
-        Returns once every rank has read the prefix, the call has a result, or the deadline is over.
-
-        Args:
-            store: the store of the call.
-            result_key: the key of the call's result.
-            deadline: the end of the wait, in seconds of :func:`time.monotonic`.
-        """
-        if self.rank != 0:
-            return
-        num_seen = 0
-        pending: list[int] = []
-        pause = _SHORTEST_POLL_SECONDS
-        while not self._prefix_read_by_all:
-            if time.monotonic() >= deadline or store.check([result_key]):
-                return
-            # The requests of previous attempts are counted too. Replies to them do no harm.
-            num_requests = self._root_store.add("num_requests", 0)
-            pending.extend(range(num_seen + 1, num_requests + 1))
-            num_seen = num_requests
-            pending = self._reply(pending)
-            num_readers = self._root_store.add(f"{self._run_prefix}/read", 0)
-            if num_readers == self.world_size - 1:
-                self._prefix_read_by_all = True
-                return
-            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-            time.sleep(pause)
-
-    def _reply(self, numbers: Sequence[int]) -> list[int]:
-        """Reply to requests for the prefix.
-
-        Returns:
-            The numbers of requests that are not written yet.
-        """
-        pending = []
-        for number in numbers:
-            # A rank increments the counter first and writes its request then. It may have been
-            # killed in between.
-            if self._root_store.check([f"request/{number}"]):
-                token = self._root_store.get(f"request/{number}").decode()
-                self._root_store.set(f"reply/{token}", self._run_prefix)
-            else:
-                pending.append(number)
-        return pending
-
-    def publish_prefix(self) -> None:
-        """Publish the prefix of rank 0 after a failed call.
-
-        Ranks that arrive after rank 0 has exited can then read the result of the call.
-        """
-        if self.rank == 0 and not self._prefix_read_by_all:
-            self._root_store.set("late", json.dumps([_restart_count(), self._run_prefix]))
-
-    def _find_published_prefix(self) -> str:
-        """Return the prefix that rank 0 has published in this run; empty if it has not."""
-        if not self._root_store.check(["late"]):
-            return ""
-        restart_count, prefix = json.loads(self._root_store.get("late"))
-        return str(prefix) if restart_count == _restart_count() else ""
-
-    def delete_finished_phase(self, store: dist.Store, phase: str) -> None:
-        """Delete the keys of the phase before ``phase``.
-
-        Nobody reads them any more, since every rank has arrived at ``phase``.
-
-        Args:
-            store: the store of the call.
-            phase: the phase at which every rank has arrived.
-        """
-        if self._finished_phase is not None:
-            old_store, old_phase = self._finished_phase
-            names = [str(self.rank)]
-            if self.rank == 0:
-                names += ["arrived", "result"]
-            for name in names:
-                old_store.delete_key(f"{old_phase}/{name}")
-        self._finished_phase = (store, phase)
-
-
-def _restart_count() -> str:
-    """Return torchrun's number of restarts on the same store; empty without torchrun."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-
-
-# The coordinator of the default group, if there is one, and a weak reference to the store of that
-# group. torch drops the store together with the group. A dead reference thus marks a coordinator of
-# an old group.
-_default_coordinator: list[tuple[ref[dist.Store], StoreCoordinator]] = []
-
-
-def set_default_coordinator(coordinator: StoreCoordinator) -> None:
-    """Use the coordinator that made the default group for the calls of its meshes, too.
-
-    Args:
-        coordinator: the coordinator. It is used until the default group is destroyed.
-    """
-    _default_coordinator[:] = [(ref(get_default_store()), coordinator)]
-
-
-def _get_default_coordinator() -> StoreCoordinator:
-    """Return the coordinator of the default group; create it if there is none."""
-    store = get_default_store()
-    if not _default_coordinator or _default_coordinator[0][0]() is not store:
-        set_default_coordinator(StoreCoordinator(store, dist.get_rank(), dist.get_world_size()))
-    return _default_coordinator[0][1]
 
 
 @contextmanager
@@ -239,7 +74,7 @@ def agree_on(
         yield lambda request: None  # noqa: ARG005
         return
     if coordinator is None:
-        coordinator = _get_default_coordinator()
+        coordinator = get_default_coordinator()
     coordinated = _CoordinatedCall(coordinator, call, timeout or get_default_timeout())
     try:
         yield coordinated.compare
@@ -253,8 +88,8 @@ def agree_on(
         coordinated.compare({})
 
 
-class _Entry(NamedTuple):
-    """The entry of one rank in one phase, as it is written to the store.
+class _Record(NamedTuple):
+    """The record that one rank writes to the store in one phase of a call.
 
     Attributes:
         failure: the reason why the rank failed; empty if it did not.
@@ -268,9 +103,14 @@ class _Entry(NamedTuple):
 
 
 class _CoordinatedCall:
-    """One coordinated call.
+    """One coordinated call of this rank.
 
     The phase ``request`` comes before the operation, and the phase ``done`` after it.
+
+    Args:
+        coordinator: the coordinator of the job.
+        call: the call that the user made, for messages.
+        timeout: how long each phase waits for the other ranks.
     """
 
     def __init__(self, coordinator: StoreCoordinator, call: str, timeout: timedelta) -> None:
@@ -286,7 +126,9 @@ class _CoordinatedCall:
         self.deadline = time.monotonic() + timeout.total_seconds()
 
     def compare(self, request: Mapping[str, object]) -> None:
-        """Finish the phase: compare the requests of all ranks.
+        """Compare the requests of all ranks, and enter the next phase.
+
+        Collective: every rank of the world must call it, or :meth:`report_failure`.
 
         Args:
             request: the fields of the request. A value of type :class:`Distinct` must differ
@@ -302,13 +144,13 @@ class _CoordinatedCall:
                 distinct[name] = value
             else:
                 texts[name] = str(value)
-        entry = _Entry("", texts, distinct)
-        self._run_in_thread(self.timeout, lambda: self._exchange(entry, self.timeout))
+        record = _Record("", texts, distinct)
+        self._run_in_thread(self.timeout, lambda: self._exchange(record, self.timeout))
         self.phase = "done"
         self.deadline = time.monotonic() + self.timeout.total_seconds()
 
     def report_failure(self, error: Exception) -> None:
-        """Report to the other ranks why this rank has failed.
+        """Report to the other ranks why this rank has failed, in place of a request.
 
         Args:
             error: the exception that this rank has raised.
@@ -322,27 +164,30 @@ class _CoordinatedCall:
             own_problems = error.problems
         reason = "; ".join(own_problems) or f"{type(error).__name__}: {error}"
         first_line = reason.partition("\n")[0]
-        entry = _Entry(first_line, {}, {})
+        record = _Record(first_line, {}, {})
         try:
             self._run_in_thread(
-                2 * _FAILURE_GRACE_PERIOD, lambda: self._exchange(entry, _FAILURE_GRACE_PERIOD)
+                2 * _FAILURE_GRACE_PERIOD, lambda: self._exchange(record, _FAILURE_GRACE_PERIOD)
             )
         except AgreementError as result:
             if not isinstance(error, NamedMeshError):
                 raise result from error
 
-    def _exchange(self, entry: _Entry, patience: timedelta) -> list[str]:
-        """Write this rank's entry, wait for the result of the phase, and return its problems.
+    def _exchange(self, record: _Record, patience: timedelta) -> list[str]:
+        """Write this rank's record, and wait for the problems that the phase has as its result.
 
         Args:
-            entry: the entry.
+            record: the record of this rank.
             patience: how long to wait for the other ranks, within the deadline of the phase.
+
+        Returns:
+            The problems, the same on every rank; an empty list if the phase succeeded.
         """
         coordinator = self.coordinator
         run_store = coordinator.run_store(self.call, patience)
         self.store = store = dist.PrefixStore(str(self.number), run_store)
         result_key = f"{self.phase}/result"
-        store.set(f"{self.phase}/{self.rank}", json.dumps(entry))
+        store.set(f"{self.phase}/{self.rank}", json.dumps(record))
         if store.add(f"{self.phase}/arrived", 1) == self.world_size:
             self._publish_result(range(self.world_size))
         deadline = min(self.deadline, time.monotonic() + patience.total_seconds())
@@ -365,23 +210,26 @@ class _CoordinatedCall:
         return problems
 
     def _find_arrived(self) -> list[int]:
-        """Return the ranks that have written an entry in this phase."""
+        """Return the ranks that have written a record in this phase."""
         return [rank for rank in range(self.world_size) if self.store.check([f"{self.phase}/{rank}"])]
 
     def _publish_result(self, arrived: Sequence[int]) -> None:
-        """Work out the problems from the entries of the ranks that have arrived, and publish them.
+        """Find the problems in the records of a phase, and publish them as its result.
 
         A result that exists is not replaced: all ranks must read the same one.
+
+        Args:
+            arrived: the ranks that have written a record.
         """
-        entries = self._read_entries(arrived)
+        records = self._read_records(arrived)
         failures = {}
         requests = {}
         distinct = {}
-        for rank, entry in entries.items():
-            if entry.failure:
-                failures[rank] = entry.failure
-            requests[rank] = entry.request
-            distinct[rank] = entry.distinct
+        for rank, record in records.items():
+            if record.failure:
+                failures[rank] = record.failure
+            requests[rank] = record.request
+            distinct[rank] = record.distinct
         problems = []
         if not failures:
             # A failed rank has no request. It would differ in every field.
@@ -394,20 +242,20 @@ class _CoordinatedCall:
             action = f"call {self.call}"
             if self.phase == "done":
                 action = f"reach the end of {self.call}"
-            problems.append(_format_missing(missing, self.world_size, action, self.timeout))
+            problems.append(format_missing(missing, self.world_size, action, self.timeout))
         for rank in list(failures)[:3]:
             problems.append(f"rank {rank} failed in {self.call}: {failures[rank]}")
         self.store.compare_set(f"{self.phase}/result", "", json.dumps(problems))
 
-    def _read_entries(self, ranks: Sequence[int]) -> dict[int, _Entry]:
-        """Return the entries of some ranks in this phase."""
+    def _read_records(self, ranks: Sequence[int]) -> dict[int, _Record]:
+        """Return the records of some ranks in this phase."""
         keys = [f"{self.phase}/{rank}" for rank in ranks]
         # A FileStore has no multi_get.
         texts = self.store.multi_get(keys) if self.store.has_extended_api() else map(self.store.get, keys)
-        entries = {}
+        records = {}
         for rank, text in zip(ranks, texts, strict=True):
-            entries[rank] = _Entry(*json.loads(text))
-        return entries
+            records[rank] = _Record(*json.loads(text))
+        return records
 
     def _wait_for_readers(self) -> None:
         """Wait until the other ranks have read the result, if this process hosts the store.
@@ -431,6 +279,10 @@ class _CoordinatedCall:
         torch's store client blocks without limit on a host that it cannot reach, and ignores
         signals while it does. The main thread stays responsive.
 
+        Args:
+            timeout: how long the exchange may take.
+            exchange: the function that communicates over the store and returns problems.
+
         Raises:
             AgreementError: the problems that the exchange returned, or the store cannot be reached.
         """
@@ -446,28 +298,23 @@ class _CoordinatedCall:
         thread.start()
         thread.join((timeout + _STORE_TIMEOUT).total_seconds())
         if not outcome:
-            raise self._connection_error("its host does not answer, or this host cannot reach it")
+            raise self._make_connection_error("its host does not answer, or this host cannot reach it")
         result = outcome.pop()
         if isinstance(result, dist.DistNetworkError):
-            raise self._connection_error("the process that hosts it (rank 0 or torchrun's agent) has exited")
+            raise self._make_connection_error(
+                "the process that hosts it (rank 0 or torchrun's agent) has exited"
+            )
         if isinstance(result, Exception):
             raise result
         if result:
             raise AgreementError(*result)
 
-    def _connection_error(self, reason: str) -> AgreementError:
+    def _make_connection_error(self, reason: str) -> AgreementError:
+        """Return the error about a store that cannot be reached."""
         return AgreementError(
             f"lost the connection to the store of the job during {self.call}: {reason}; check that "
             "host and the network between the hosts, then start the job again"
         )
-
-
-def _format_missing(ranks: Sequence[int], world_size: int, action: str, timeout: timedelta) -> str:
-    return (
-        f"{format_ranks(ranks)} of {world_size} did not {action} within "
-        f"{timeout.total_seconds():g} s; make sure that every rank makes the same calls in the "
-        "same order"
-    )
 
 
 def find_differences(requests: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import get_bound_device, guesses_device
-from namedmesh.agreement import Distinct, StoreCoordinator, agree_on, set_default_coordinator
+from namedmesh.agreement import Distinct, agree_on
+from namedmesh.coordinator import StoreCoordinator, set_default_coordinator
 from namedmesh.errors import LaunchError, format_count
 from namedmesh.launchers import check_torchrun_variables, read_int, torchrun_variables, was_launched
 from namedmesh.options import GroupOptions

@@ -1,0 +1,208 @@
+"""The coordinator of a job, which numbers its coordinated calls over a common store.
+
+The ranks of a job number their coordinated calls (:mod:`namedmesh.agreement`) in the same order, so
+that each call has its own keys in the store. torchrun restarts a job on the same store. Each run of
+the job therefore has its own random prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from uuid import uuid4
+from weakref import ref
+
+import torch.distributed as dist
+
+from namedmesh._torch import get_default_store
+from namedmesh.errors import AgreementError, format_ranks
+
+# Rank 0 polls the store for requests, because torch logs each wait that times out.
+_SHORTEST_POLL_SECONDS = 0.001
+_LONGEST_POLL_SECONDS = 0.1
+
+
+class StoreCoordinator:
+    """Numbers the coordinated calls of one job, and gives each run of the job its own keys.
+
+    Args:
+        store: a store that every rank can reach.
+        rank: the global rank of this process.
+        world_size: the number of ranks.
+
+    Attributes:
+        num_calls: the number of calls so far, which is the same on every rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        # The number is the same on every rank, since all ranks make the same calls in the same
+        # order.
+        self.num_calls = 0
+        self._root_store = dist.PrefixStore("namedmesh", store)
+        self._run_prefix = uuid4().hex if rank == 0 else ""
+        self._prefix_read_by_all = False
+        self._finished_phase: tuple[dist.Store, str] | None = None
+
+    def run_store(self, call: str, timeout: timedelta) -> dist.Store:
+        """Return a namespace of the store that only this run of the job uses.
+
+        torchrun restarts the ranks of a job on the same store, so that the keys of previous
+        attempts still exist and cannot be told from new ones. Rank 0 therefore generates a random
+        prefix, and sends it to each rank in reply to a request under a key that nobody has used
+        before.
+
+        Args:
+            call: the call that needs the store, for the error.
+            timeout: how long to wait for the reply of rank 0.
+
+        Raises:
+            AgreementError: rank 0 did not reply.
+        """
+        if not self._run_prefix:
+            token = uuid4().hex
+            number = self._root_store.add("num_requests", 1)
+            self._root_store.set(f"request/{number}", token)
+            try:
+                self._root_store.wait([f"reply/{token}"], timeout)
+                self._run_prefix = self._root_store.get(f"reply/{token}").decode()
+            except dist.DistStoreError:
+                # Rank 0 stops replying once the call has failed. Then this rank is the late one,
+                # and finds the result of the call under the prefix that rank 0 has published.
+                self._run_prefix = self._find_published_prefix()
+                if not self._run_prefix:
+                    problem = format_missing([0], self.world_size, f"call {call}", timeout)
+                    raise AgreementError(problem) from None
+            self._root_store.add(f"{self._run_prefix}/read", 1)
+        return dist.PrefixStore(self._run_prefix, self._root_store)
+
+    def serve_run_prefix(self, store: dist.Store, result_key: str, deadline: float) -> None:
+        """Send the prefix of :meth:`run_store` from rank 0 to the ranks that request it.
+
+        Returns once every rank has read the prefix, the call has a result, or the deadline is over.
+
+        Args:
+            store: the store of the call.
+            result_key: the key of the call's result.
+            deadline: the end of the wait, in seconds of :func:`time.monotonic`.
+        """
+        if self.rank != 0:
+            return
+        num_seen = 0
+        pending: list[int] = []
+        pause = _SHORTEST_POLL_SECONDS
+        while not self._prefix_read_by_all:
+            if time.monotonic() >= deadline or store.check([result_key]):
+                return
+            # The requests of previous attempts are counted too. Replies to them do no harm.
+            num_requests = self._root_store.add("num_requests", 0)
+            pending.extend(range(num_seen + 1, num_requests + 1))
+            num_seen = num_requests
+            pending = self._reply_to_requests(pending)
+            num_readers = self._root_store.add(f"{self._run_prefix}/read", 0)
+            if num_readers == self.world_size - 1:
+                self._prefix_read_by_all = True
+                return
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+            time.sleep(pause)
+
+    def _reply_to_requests(self, numbers: Sequence[int]) -> list[int]:
+        """Send the prefix to the ranks that have written a request for it.
+
+        Args:
+            numbers: the numbers of requests without a reply.
+
+        Returns:
+            The numbers of the requests that are not written yet.
+        """
+        pending = []
+        for number in numbers:
+            # A rank increments the counter first and writes its request then. It may have been
+            # killed in between.
+            if self._root_store.check([f"request/{number}"]):
+                token = self._root_store.get(f"request/{number}").decode()
+                self._root_store.set(f"reply/{token}", self._run_prefix)
+            else:
+                pending.append(number)
+        return pending
+
+    def publish_prefix(self) -> None:
+        """Publish the prefix after a failed call, if this is rank 0.
+
+        Ranks that arrive after rank 0 has exited can then read the result of the call.
+        """
+        if self.rank == 0 and not self._prefix_read_by_all:
+            self._root_store.set("late", json.dumps([_get_restart_count(), self._run_prefix]))
+
+    def _find_published_prefix(self) -> str:
+        """Return the prefix that rank 0 has published in this run; empty if it has not."""
+        if not self._root_store.check(["late"]):
+            return ""
+        restart_count, prefix = json.loads(self._root_store.get("late"))
+        return str(prefix) if restart_count == _get_restart_count() else ""
+
+    def delete_finished_phase(self, store: dist.Store, phase: str) -> None:
+        """Delete the keys of the phase before ``phase``.
+
+        Nobody reads them any more, since every rank has arrived at ``phase``.
+
+        Args:
+            store: the store of the call.
+            phase: the phase at which every rank has arrived.
+        """
+        if self._finished_phase is not None:
+            old_store, old_phase = self._finished_phase
+            names = [str(self.rank)]
+            if self.rank == 0:
+                names += ["arrived", "result"]
+            for name in names:
+                old_store.delete_key(f"{old_phase}/{name}")
+        self._finished_phase = (store, phase)
+
+
+def _get_restart_count() -> str:
+    """Return torchrun's number of restarts on the same store; empty without torchrun."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+
+
+# The coordinator of the default group, if there is one, and a weak reference to the store of that
+# group. torch drops the store together with the group. A dead reference thus marks a coordinator of
+# an old group.
+_default_coordinator: list[tuple[ref[dist.Store], StoreCoordinator]] = []
+
+
+def set_default_coordinator(coordinator: StoreCoordinator) -> None:
+    """Keep the coordinator of a new default group for later calls, such as ``init_mesh``.
+
+    Args:
+        coordinator: the coordinator. It is kept until the default group is destroyed.
+    """
+    _default_coordinator[:] = [(ref(get_default_store()), coordinator)]
+
+
+def get_default_coordinator() -> StoreCoordinator:
+    """Return the coordinator of the default group; create it if there is none."""
+    store = get_default_store()
+    if not _default_coordinator or _default_coordinator[0][0]() is not store:
+        set_default_coordinator(StoreCoordinator(store, dist.get_rank(), dist.get_world_size()))
+    return _default_coordinator[0][1]
+
+
+def format_missing(ranks: Sequence[int], world_size: int, action: str, timeout: timedelta) -> str:
+    """Format the message about ranks that did not take part in a call.
+
+    Args:
+        ranks: the missing ranks.
+        world_size: the number of ranks.
+        action: the action that is missing, such as "call init_mesh".
+        timeout: how long the other ranks have waited.
+    """
+    return (
+        f"{format_ranks(ranks)} of {world_size} did not {action} within "
+        f"{timeout.total_seconds():g} s; make sure that every rank makes the same calls in the "
+        "same order"
+    )
