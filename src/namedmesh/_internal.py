@@ -20,7 +20,11 @@ from namedmesh.options import GroupOptions
 
 
 def get_groups(mesh: NamedMesh) -> Groups:
-    """Return the process groups of a mesh, with their options. Does not communicate."""
+    """Return the process groups of a mesh, with their options. Does not communicate.
+
+    Args:
+        mesh: the mesh.
+    """
     return mesh._groups
 
 
@@ -67,5 +71,10 @@ def add_agreed_view(
 
 
 def call_before_close(mesh: NamedMesh, function: Callable[[], None]) -> None:
-    """Let ``mesh.close()`` call a function first, while the groups of the mesh exist."""
+    """Let ``mesh.close()`` call a function first, while the groups of the mesh exist.
+
+    Args:
+        mesh: the mesh.
+        function: the function, without arguments.
+    """
     mesh._close_hooks.append(function)

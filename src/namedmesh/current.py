@@ -55,19 +55,31 @@ def register(mesh: NamedMesh, groups: Groups, groups_by_axis: Mapping[str, dist.
 
 
 def unregister(mesh: NamedMesh) -> None:
-    """Remove a mesh that was closed from the open meshes."""
+    """Remove a mesh that was closed from the open meshes.
+
+    Args:
+        mesh: the mesh.
+    """
     del _meshes[mesh]
     _notify(mesh)
 
 
 def select(mesh: NamedMesh) -> None:
-    """Make a mesh the current one of the process, until :func:`deselect`."""
+    """Make a mesh the current one of the process, until :func:`deselect`.
+
+    Args:
+        mesh: the mesh.
+    """
     _selected.append(mesh)
     _notify()
 
 
 def deselect(mesh: NamedMesh) -> None:
-    """Undo the last :func:`select` of a mesh."""
+    """Undo the last :func:`select` of a mesh.
+
+    Args:
+        mesh: the mesh.
+    """
     # The same mesh may have been selected several times, and others after it.
     for index in reversed(range(len(_selected))):
         if _selected[index] is mesh:

@@ -198,7 +198,11 @@ class Groups:
             number += 1
 
     def normalize(self, options: GroupOptions) -> GroupOptions:
-        """Return options with defaults filled in and the backend normalized, for a cache key."""
+        """Return options with defaults filled in and the backend normalized, for a cache key.
+
+        Args:
+            options: the options of a group.
+        """
         if options not in self._normalized:
             backend: str | None = (options.backend or self.defaults.backend or "").lower()
             if backend in ("", dist.get_backend()):
@@ -366,7 +370,11 @@ class Groups:
         self.acquired.clear()
 
     def make_gloo_options(self, options: GroupOptions) -> GroupOptions:
-        """Return the options of the additional gloo group of a group with the given options."""
+        """Return the options of the additional gloo group of a group with the given options.
+
+        Args:
+            options: the options of the group next to which the gloo group is created.
+        """
         if dist.get_backend() == "fake":
             # Fake groups serve every device, so the group itself is returned as the gloo group.
             return options
@@ -374,7 +382,11 @@ class Groups:
 
 
 def get_backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return a group's backend by device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Return a group's backend by device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+
+    Args:
+        group: a process group.
+    """
     backends = {}
     for pair in dist.get_backend_config(group).split(","):
         device, _, backend = pair.partition(":")

@@ -125,6 +125,9 @@ def make_mesh(
         options: the options of groups, by the name of an axis or by a flattened name.
         defaults: the options of every group for which an axis sets no other.
         device: the device of the mesh; by default the device of the default group.
+
+    Returns:
+        The mesh.
     """
     # Both calls may raise on one rank only. The others then get the error instead of a comparison.
     by_axes = find_options_by_axes(options, layout.axes)

@@ -60,7 +60,11 @@ class _Launcher(NamedTuple):
     num_nodes: tuple[str, ...] = ()
 
     def has_started(self, environment: Mapping[str, str]) -> bool:
-        """Return whether this launcher started the process."""
+        """Return whether this launcher started the process.
+
+        Args:
+            environment: the environment of this process.
+        """
         if self.name == "SLURM":
             # The shell of an allocation has the other variables of SLURM too.
             step = read_int(environment, "SLURM_STEP_ID")
@@ -68,7 +72,11 @@ class _Launcher(NamedTuple):
         return any(name in environment for name in (*self.rank, *self.world_size))
 
     def read(self, environment: Mapping[str, str]) -> dict[str, int]:
-        """Return the ints in the variables that are set, by the attribute that lists them."""
+        """Return the ints in the variables that are set, by the attribute that lists them.
+
+        Args:
+            environment: the environment of this process.
+        """
         numbers = {}
         for field in ("rank", "world_size", "local_rank", "local_world_size", "num_nodes"):
             number = read_int(environment, *getattr(self, field))

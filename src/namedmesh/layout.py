@@ -437,12 +437,20 @@ def make_partition_key(layout: Layout, *axes: str) -> tuple[object, ...]:
 
 
 def format_axes(axes: Sequence[str]) -> str:
-    """Format axes for a sentence, such as ``'dp' and 'tp'``."""
+    """Format axes for a sentence, such as ``'dp' and 'tp'``.
+
+    Args:
+        axes: the names of the axes.
+    """
     return " and ".join(repr(axis) for axis in axes)
 
 
 def quote_axes(axes: Sequence[str]) -> str:
-    """Format axes as arguments in code, such as ``"dp", "tp"``."""
+    """Format axes as arguments in code, such as ``"dp", "tp"``.
+
+    Args:
+        axes: the names of the axes.
+    """
     return ", ".join(f'"{axis}"' for axis in axes)
 
 

@@ -183,7 +183,11 @@ class JobLayout(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def get_layout(self, view: str) -> Layout:
-        """Return the layout of a view; the dense one if the job has no layout of experts."""
+        """Return the layout of a view; the dense one if the job has no layout of experts.
+
+        Args:
+            view: ``DENSE`` or ``EXPERT``.
+        """
         if view == EXPERT and self.expert is not None:
             return self.expert
         return self.dense
@@ -210,6 +214,9 @@ def parse_order(order: str, axes: Sequence[str]) -> ParsedOrder:
         order: axis names that are joined by hyphens, fastest first.
         axes: the axes that the API knows.
 
+    Returns:
+        All names of the string, also unknown ones, and the axes that it omits.
+
     Example:
         >>> parse_order("tp-dpp", ("tp", "dp", "pp"))
         ParsedOrder(tokens=['tp', 'dpp', 'dp', 'pp'], omitted=['dp', 'pp'])
@@ -233,6 +240,9 @@ def compute_layouts(
         order: axis names that are joined by hyphens, fastest first, with ``ep`` at the position of
             the experts' axis; by default the API's own order. In the layout of the experts, ``etp``
             and ``edp`` take the positions of ``tp`` and ``dp``.
+
+    Returns:
+        The layouts, and messages about sizes that the API changed.
 
     Raises:
         AxisError: the API does not have an axis, or the order does not name it.
@@ -282,6 +292,9 @@ def list_groups(job: JobLayout) -> tuple[GroupSpec, ...]:
     """Return the groups that an API makes in a job.
 
     namedmesh makes one for each axis, and those over the usual flattened axes.
+
+    Args:
+        job: the layouts of the job.
 
     Example:
         >>> job = compute_layouts(NAMEDMESH_API, {"pp": 2, "tp": 2}, world_size=8)

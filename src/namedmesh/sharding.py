@@ -29,7 +29,11 @@ from namedmesh.mesh import NamedMesh
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, and any other tensor as it is."""
+    """Return the local tensor of a DTensor, and any other tensor as it is.
+
+    Args:
+        tensor: any tensor.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -48,7 +52,11 @@ def find_placements(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] |
 
 
 def is_tp_shard(param: Tensor) -> bool:
-    """Return whether the attributes of a parameter make it a local shard over ``tp``."""
+    """Return whether the attributes of a parameter make it a local shard over ``tp``.
+
+    Args:
+        param: the parameter.
+    """
     return has_partition_dim(param) or bool(getattr(param, "model_parallel", False))
 
 
@@ -57,22 +65,38 @@ def is_expert(param: Tensor) -> bool:
 
     The gradients of experts are not all-reduced over the data axes, because the ranks of ``ep``
     have different experts. Megatron-LM and DeepSpeed set ``allreduce = False`` therefore.
+
+    Args:
+        param: the parameter.
     """
     return not getattr(param, "allreduce", True)
 
 
 def is_copy_of_stage(param: Tensor) -> bool:
-    """Return whether a parameter is a copy of another pipeline stage's by its attributes."""
+    """Return whether a parameter is a copy of another pipeline stage's by its attributes.
+
+    Args:
+        param: the parameter.
+    """
     return bool(getattr(param, "shared", False) or getattr(param, "ds_pipe_replicated", False))
 
 
 def set_copy_of_stage(param: Any, is_copy: bool) -> None:
-    """Set the attribute by which Megatron-LM does not count the copy of a tied weight twice."""
+    """Set the attribute by which Megatron-LM does not count the copy of a tied weight twice.
+
+    Args:
+        param: the parameter.
+        is_copy: whether another stage owns the tied weight.
+    """
     param.shared = is_copy
 
 
 def find_attribute_axes(param: Tensor) -> list[str]:
-    """Return the axes over which the attributes of a parameter shard it."""
+    """Return the axes over which the attributes of a parameter shard it.
+
+    Args:
+        param: the parameter.
+    """
     is_of_expert = is_expert(param)
     axes = ["ep"] if is_of_expert else []
     if is_tp_shard(param):
@@ -96,7 +120,11 @@ class PlainShard(NamedTuple):
 
 
 def has_partition_dim(param: Tensor) -> bool:
-    """Return whether a parameter has Megatron-LM's attributes, which name the sharded dim."""
+    """Return whether a parameter has Megatron-LM's attributes, which name the sharded dim.
+
+    Args:
+        param: the parameter.
+    """
     return bool(getattr(param, "tensor_model_parallel", False))
 
 

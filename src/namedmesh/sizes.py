@@ -91,6 +91,9 @@ def as_int(value: object) -> int | None:
     """Return a value as an int; None if it is not an integer.
 
     NumPy's integers are integers here. True and False are not.
+
+    Args:
+        value: any object.
     """
     # A fast path for the usual case: the planner makes many layouts.
     if type(value) is int:

@@ -73,7 +73,11 @@ class Views:
         return views
 
     def expand(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return names with each flattened axis replaced by the axes that it consists of."""
+        """Return names with each flattened axis replaced by the axes that it consists of.
+
+        Args:
+            names: axes and flattened axes.
+        """
         axes: list[str] = []
         for name in names:
             axes += self.flattened_axes.get(name, (name,))
@@ -169,6 +173,10 @@ class Views:
         The additional gloo group is created, too, if the options ask for it.
 
         Collective: every rank of the world must call it.
+
+        Args:
+            layout: the layout of a view.
+            axes: axes of the layout, in its order.
         """
         options = self.groups.get_options(axes)
         # The gloo group comes first on every rank: ranks must create groups in the same order.
@@ -185,6 +193,9 @@ class Views:
         a group already. Those come from the cache instead.
 
         Collective: every rank of the world must call it.
+
+        Args:
+            layout: the layout of a view.
         """
         root: DeviceMesh | None = None
         large_axes = {axis: size for axis, size in layout.items() if size > 1}
@@ -215,6 +226,9 @@ class Views:
         """Return the torch mesh over the axes of a layout, on groups that exist.
 
         Does not communicate.
+
+        Args:
+            layout: the layout of a view.
         """
         groups: Any = []
         for axis in layout:
@@ -246,6 +260,9 @@ class Views:
     @disable_dispatch_modes
     def slice(self, names: tuple[str, ...]) -> DeviceMesh:
         """Return the sub-mesh over axes and flattened axes. Does not communicate.
+
+        Args:
+            names: axes and flattened axes, in the order of the view.
 
         Raises:
             AxisError: an axis does not exist or is named twice, or no view has all axes.

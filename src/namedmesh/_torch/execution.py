@@ -19,6 +19,9 @@ def constant_under_compile(function: F) -> F:
 
     ``torch.compiler.assume_constant_result`` sets the same attribute, but imports the compiler to
     do so.
+
+    Args:
+        function: the function. Its result may depend on its arguments only.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -28,6 +31,9 @@ def disable_dispatch_modes(function: F) -> F:
     """Decorate a function to run with fake-tensor, inference and other modes disabled.
 
     Code that is called under such a mode, and that keeps the tensors it makes, must make real ones.
+
+    Args:
+        function: the function, which takes positional arguments only.
     """
 
     @wraps(function)

@@ -110,7 +110,11 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> No
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether a group is in torch's registry, which drops destroyed groups."""
+    """Return whether a group is in torch's registry, which drops destroyed groups.
+
+    Args:
+        group: a process group.
+    """
     return group in c10d._world.pg_map
 
 

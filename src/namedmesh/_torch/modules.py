@@ -14,7 +14,11 @@ if TYPE_CHECKING:  # importing DTensor takes more than a second, and a mesh does
 
 
 def has_hooks(owner: torch.Tensor | torch.nn.Module) -> bool:
-    """Return whether hooks may change the gradient of a parameter, or the output of a module."""
+    """Return whether hooks may change the gradient of a parameter, or the output of a module.
+
+    Args:
+        owner: the parameter or the module.
+    """
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks", "_forward_hooks")
     return any(getattr(owner, kind, None) for kind in kinds)
 

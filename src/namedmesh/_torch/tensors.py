@@ -37,6 +37,9 @@ def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for an AsyncCollectiveTensor, and return its plain tensor.
 
     Other tensors are returned as they are. The result is not differentiable.
+
+    Args:
+        tensor: any tensor.
     """
     if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
         waited: torch.Tensor = tensor.wait()
@@ -142,7 +145,11 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def was_written(tensor: torch.Tensor) -> bool:
-    """Return whether an in-place operation has changed a tensor since its creation."""
+    """Return whether an in-place operation has changed a tensor since its creation.
+
+    Args:
+        tensor: any tensor.
+    """
     return tensor._version > 0
 
 

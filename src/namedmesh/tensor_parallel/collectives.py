@@ -250,6 +250,9 @@ def all_reduce(x: Tensor, group: Group, operation: str = "sum") -> Tensor:
         x: the local tensor.
         group: the ranks.
         operation: ``"sum"`` or ``"max"``.
+
+    Returns:
+        A new tensor with the sum or the maximum, the same on every rank.
     """
     if group.size == 1:
         return x
@@ -263,6 +266,9 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
         x: the local shard.
         group: the ranks.
         dim: the dim along which the shards are concatenated, in rank order.
+
+    Returns:
+        The full tensor, the same on every rank.
     """
     if group.size == 1:
         return x

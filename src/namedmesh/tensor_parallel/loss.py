@@ -183,7 +183,11 @@ def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
 
 
 def logits_problems(logits: Tensor) -> list[str]:
-    """Return the reasons why a tensor cannot be the local shard of logits (empty if it can)."""
+    """Return the reasons why a tensor cannot be the local shard of logits (empty if it can).
+
+    Args:
+        logits: the local tensor of this rank.
+    """
     if isinstance(logits, DTensor):
         return [f"the logits are a DTensor, {logits.placements}; pass each rank's to_local()"]
     if not logits.is_floating_point():
