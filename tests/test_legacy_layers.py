@@ -472,7 +472,7 @@ def test_weights_are_uninitialized_or_initialized_on_their_device(monkeypatch: p
     config = SimpleNamespace(perform_initialization=False)
     layer = COLUMN(4, 6, config=config, init_method=lambda _: pytest.fail("filled"))
     assert vars(layer.weight)["tensor_model_parallel"]
-    monkeypatch.setattr(our_layers, "accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(our_layers, "find_accelerator", lambda: torch.device("cpu"))
     with fake_world(2):
         arguments: dict[str, Any] = {"init_method": Tensor.normal_, "tp_group": dist.group.WORLD}
         row = ROW(6, 4, keep_master_weight_for_test=True, **arguments)

@@ -1,6 +1,7 @@
 """Compatibility layers for legacy APIs.
 
-Each module or package serves one legacy API from the process groups of a :class:`namedmesh.NamedMesh`.
+Each module or package implements one legacy API on the process groups of a
+:class:`namedmesh.NamedMesh`.
 """
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError, ContractTypeError

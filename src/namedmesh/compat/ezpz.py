@@ -123,7 +123,7 @@ def initialize_tensor_parallel(  # noqa: PLR0917  upstream's signature
 
 def tensor_parallel_is_initialized() -> bool:
     """Return whether tensor-, pipeline-, context- and data-parallel groups exist."""
-    return _tensor_parallel.are_assigned(
+    return _tensor_parallel.has_values_for(
         "_TENSOR_PARALLEL_GROUP",
         "_PIPELINE_PARALLEL_GROUP",
         "_CONTEXT_PARALLEL_GROUP",
@@ -140,7 +140,7 @@ gather_from_tensor_parallel_region = _tensor_parallel.gather_from_region
 
 
 class _Layer:
-    """Makes fairscale's layers use ezpz's tensor-parallel group at the time of their creation."""
+    """Mixin: a fairscale layer uses the tensor-parallel group of ezpz when it is created."""
 
     model_parallel = _tensor_parallel
 

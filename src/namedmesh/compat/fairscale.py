@@ -128,7 +128,7 @@ def initialize_model_parallel(
 
 def model_parallel_is_initialized() -> bool:
     """Return whether model-, data- and pipeline-parallel groups exist."""
-    return _model_parallel.are_assigned(
+    return _model_parallel.has_values_for(
         "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP"
     )
 
@@ -145,8 +145,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     """Return the cross entropy of each token from sharded logits.
 
     Forward: all-reduces of one value per token. Backward: no communication. Unlike upstream, this
-        does not
-    overwrite the logits.
+    does not overwrite the logits.
 
     Args:
         vocab_parallel_logits: the local shard ``(..., v / t)``, for t model-parallel ranks.
@@ -408,7 +407,7 @@ for _name in _SUBMODULES:
 
 
 def _replace(module: ModuleType) -> dict[str, object]:
-    """Attach to upstream's variables, and return the replacements of upstream's functions."""
+    """Use upstream's variables from now on, and return the replacements of its functions."""
     for name in _model_parallel.state.names:
         # Variables of later sources do not exist in the published release.
         if name not in vars(module):
@@ -423,7 +422,7 @@ def _replace(module: ModuleType) -> dict[str, object]:
 
 
 def _attach_to_this_module() -> None:
-    """Use the variables of this module again, after upstream's were used."""
+    """Use the variables of this module from now on, instead of upstream's."""
     _model_parallel.attach(sys.modules[__name__])
 
 

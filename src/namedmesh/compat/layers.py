@@ -121,7 +121,7 @@ class VocabUtility:
         rank: int,
         world_size: int,  # noqa: ARG004  the legacy signature has it
     ) -> tuple[int, int]:
-        """Return the range of a group rank, from the number of ids that each rank holds."""
+        """Return the (first, last + 1) ids of a group rank, from the number of ids per rank."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
@@ -129,7 +129,7 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return the range of a group rank, from the size of the global vocabulary.
+        """Return the (first, last + 1) ids of a group rank, from the size of the vocabulary.
 
         Raises:
             ContractError: ``world_size`` does not divide the vocabulary.
@@ -142,7 +142,9 @@ class VocabUtility:
 
 
 def fill_shard(shard: Tensor, initialize: Initializer, group: Group) -> None:
-    """Initialize a local shard on its device, with different values on each rank.
+    """Initialize a local shard on its device, with different random values on each rank.
+
+    Does not communicate.
 
     Args:
         shard: the local shard.
@@ -313,7 +315,7 @@ def cross_entropy(
         label_smoothing: the probability that is taken from the target.
 
     Raises:
-        ContractError: shapes, dtypes or ``label_smoothing`` are wrong.
+        ContractError: shapes or dtypes do not fit, or ``label_smoothing`` is out of range.
     """
     num_entries = logits.shape[-1]
     problems = target_problems(logits.shape, target)

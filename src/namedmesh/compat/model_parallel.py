@@ -17,7 +17,14 @@ from torch import Tensor
 from namedmesh.agreement import agree_on
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import scatter
-from namedmesh.compat.state import Bound, State, agreed_groups, check_axes, check_default_group, group_over
+from namedmesh.compat.state import (
+    Bound,
+    State,
+    agree_before_creation,
+    check_axes,
+    check_default_group,
+    get_or_create_group,
+)
 from namedmesh.errors import LayoutError
 from namedmesh.init import make_mesh
 from namedmesh.legacy import LEGACY_APIS, JobLayout, compute_layouts
@@ -34,7 +41,7 @@ T = TypeVar("T")
 
 
 def return_value(value: Any) -> Any:
-    """Return the argument: the function of an accessor that returns a variable as it is."""
+    """Return the argument, as the ``read`` function of an accessor that returns the variable."""
     return value
 
 
@@ -52,7 +59,7 @@ class ModelParallel:
         module: the compatibility layer. Its variables are created here.
 
     Attributes:
-        state: the values of the variables for each mesh.
+        state: the variables of the module, with separate values for each mesh.
     """
 
     def __init__(self, name: str, initializer: str, module: ModuleType) -> None:
@@ -71,9 +78,9 @@ class ModelParallel:
         self._get_tensor_group = self.make_accessor(tensor_group_variable, return_value)
 
     def attach(self, module: ModuleType) -> None:
-        """Use the variables of another module, our own one or the installed upstream.
+        """Use the variables of another module: our own, or the installed upstream's.
 
-        Meshes that were bound before are forgotten.
+        Ends all bindings.
         """
         self.state.destroy()
         self.state.module = module
@@ -81,8 +88,8 @@ class ModelParallel:
     def bind(self, mesh: NamedMesh) -> Bound:
         """Let accessors and layers use the groups of an existing mesh.
 
-        Collective: every rank must call it when a mesh is bound for the first time. Later calls with
-        the same mesh do not communicate.
+        Collective: every rank must call it when a mesh is bound for the first time. Later calls
+        with the same mesh do not communicate.
 
         Args:
             mesh: a mesh with any of the axes ``tp``, ``cp``, ``pp``, and ``dp`` or ``dp_replicate``
@@ -102,7 +109,7 @@ class ModelParallel:
         # The first binding of a mesh makes missing groups; the values of a later one are known.
         if self.state.has_values(mesh):
             return self.state.bind(mesh)
-        with agreed_groups(mesh, call):
+        with agree_before_creation(mesh, call):
             check_axes(mesh.layout, self.name)
             values = self._collect_values(mesh)
         return self.state.bind_with_values(mesh, values)
@@ -136,14 +143,14 @@ class ModelParallel:
             values = self._collect_values(mesh)
         self.state.bind_with_values(mesh, values, owned=True)
 
-    def are_assigned(self, *variables: str) -> bool:
-        """Return whether all of the variables have values other than None."""
+    def has_values_for(self, *variables: str) -> bool:
+        """Return whether none of the given variables is None."""
         return all(getattr(self.state.module, variable) is not None for variable in variables)
 
     def make_accessor(
         self, variable: str, read: Callable[[Any], T], default: T | None = None
     ) -> Callable[[], T]:
-        """Return a function that reads a variable.
+        """Make an accessor: a function without arguments that reads a variable.
 
         Args:
             variable: the name of the variable.
@@ -171,7 +178,7 @@ class ModelParallel:
         return access
 
     def get_tensor_group(self) -> Group:
-        """Return the tensor-parallel group of the current mesh."""
+        """Return the tensor-parallel group from the variables, that is of the current mesh."""
         return Group.of(self._get_tensor_group())
 
     # Region functions: each one is the backward of another one. They return new tensors, because
@@ -219,7 +226,7 @@ class ModelParallel:
         return gather(input_, self.get_tensor_group(), -1)
 
     def _compute_layouts(self, sizes: Mapping[str, int]) -> JobLayout:
-        """Return the layouts for some sizes; wrong sizes raise a ContractError."""
+        """Compute the layouts of a world from axis sizes; raise ContractError if they do not fit."""
         try:
             return compute_layouts(
                 LEGACY_APIS[self.name], {"dp": -1, **sizes}, world_size=dist.get_world_size()
@@ -231,7 +238,7 @@ class ModelParallel:
     def _check_uninitialized(self) -> None:
         """Raise a ContractError if a mesh exists or a variable was assigned by hand."""
         self.state.check_uninitialized()
-        assigned = [variable for variable in self.state.names if self.are_assigned(variable)]
+        assigned = [variable for variable in self.state.names if self.has_values_for(variable)]
         if assigned:
             raise ContractError(
                 f"{', '.join(assigned)} were assigned by hand; call the function that destroys "
@@ -239,11 +246,14 @@ class ModelParallel:
             )
 
     def _collect_values(self, mesh: NamedMesh) -> dict[str, Any]:
-        """Return the values of the variables for a mesh: its groups, and their global ranks."""
+        """Return the values of the variables for a mesh: its groups, and their global ranks.
+
+        Collective: every rank of the mesh must call it, as groups may have to be created.
+        """
         values: dict[str, Any] = {}
         # An axis that the mesh does not have has a group of one rank.
         for spec in self.group_specs:
-            group, ranks = group_over(mesh, spec.axes)
+            group, ranks = get_or_create_group(mesh, spec.axes)
             values[spec.variable] = group
             if spec.ranks:
                 values[spec.ranks] = ranks

@@ -79,12 +79,12 @@ class Patch:
         self._undo.close()
 
     def set(self, namespace: dict[str, Any], name: str, value: object) -> None:
-        """Set a name in a namespace; :meth:`uninstall` restores its value.
+        """Set a name in a namespace; :meth:`uninstall` restores the previous value.
 
         Args:
             namespace: the ``__dict__`` of a module, or ``sys.modules``.
             name: the name.
-            value: the new value.
+            value: the object to set.
         """
         if name in namespace:
             self._undo.callback(namespace.__setitem__, name, namespace[name])

@@ -1,9 +1,10 @@
 """The module-level variables of a legacy API, with separate values for each mesh.
 
-Megatron, fairscale, ezpz and DeepSpeed keep their groups in module-level variables, which legacy code reads and
-assigns. The module is our own or, after ``install()``, upstream's, whose accessors then answer from our groups.
-The functions at the end of this file map the axes of a legacy API to the axes of a mesh, which may lack some
-and may have ``dp_replicate`` and ``dp_shard`` instead of ``dp``.
+Megatron, fairscale, ezpz and DeepSpeed keep their groups in module-level variables, which legacy
+code reads and assigns. The module is our own or, after ``install()``, upstream's, whose accessors
+then return our groups. The functions at the end of this file map the axes of a legacy API to the
+axes of a mesh, which may lack some and may have ``dp_replicate`` and ``dp_shard`` instead of
+``dp``.
 """
 
 from __future__ import annotations
@@ -32,25 +33,28 @@ from namedmesh.mesh import NamedMesh
 class State:
     """The variables of one legacy module, with separate values for each mesh.
 
-    Make one for each module.
+    Make one for each module. It does not communicate.
 
-    The variables show the mesh that is selected with ``with mesh:``, in whatever thread, or else the mesh
-    that was bound last. Code that assigns a variable while a mesh is shown gets its value back with that
-    mesh; a value that was assigned without a mesh comes back when no mesh is shown.
+    At any time, the variables have the values of one mesh, the *shown* mesh: the mesh that is
+    selected with ``with mesh:``, in whatever thread, or else the mesh that was bound last. If code
+    assigns a variable, the assigned value belongs to the shown mesh, and returns when that mesh is
+    shown again. The same holds for values that are assigned while no mesh is shown.
 
     Args:
         api: the name of the legacy API, for messages.
         initialize: the name of its function that makes a mesh, for messages.
-        module: the module. Its variables are the private names that are None, a list or a dict at import.
+        module: the module. Its variables are the private names that are None, a list or a dict at
+            import.
         at_import: the module as it is right after its import; by default as it is now.
-        more: names of other variables.
+        more: the names of further variables.
 
     Attributes:
         empty: the values at import, by name.
         names: the names of the variables.
-        values: the values for each mesh that was bound or selected, and for None.
+        values: for each mesh that was bound or selected, and for None (no mesh), the values of the
+            variables by name.
         requests: the options with which each mesh was bound.
-        shown: the mesh that the variables show now.
+        shown: the mesh whose values the variables have now.
         bound: the mesh that was bound last.
         owned: the mesh that the legacy API's own function made.
     """
@@ -76,19 +80,20 @@ class State:
         self.shown: NamedMesh | None = None
         self.bound: NamedMesh | None = None
         self.owned: NamedMesh | None = None
-        current.watch(self.follow)
+        current.watch(self.update_shown)
 
     def _read(self) -> dict[str, Any]:
+        """Return the current values of the module's variables, by name."""
         return {name: vars(self.module)[name] for name in self.names}
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        """Set the variables; variables without a value get the one that they have at import."""
+        """Set the module's variables; those that ``values`` lacks get their value at import."""
         vars(self.module).update({**_copy_containers(self.empty), **values})
 
     def run_initializer(self, initialize: Callable[[], object], **functions: Any) -> dict[str, Any]:
-        """Run upstream's initialization and return the values that it gives the variables.
+        """Run upstream's initialization, and return the values that it assigned to the variables.
 
-        Afterwards the variables are as they were before.
+        Afterwards the variables have their previous values again.
 
         Args:
             initialize: upstream's function. It sees the variables as if there were no other mesh.
@@ -110,12 +115,12 @@ class State:
     def bind_with_values(
         self, mesh: NamedMesh, values: Mapping[str, Any], request: object = None, *, owned: bool = False
     ) -> Bound:
-        """Bind a mesh with the values that were made for it.
+        """Bind a mesh, and set the values of the variables for it.
 
         Args:
             mesh: the mesh.
-            values: the values of the variables, by name.
-            request: the options that the values were made for.
+            values: the values of the variables for this mesh, by name.
+            request: the options with which the values were computed.
             owned: whether :meth:`destroy` closes the mesh.
         """
         self.values[mesh] = dict(values)
@@ -125,35 +130,35 @@ class State:
         if owned:
             self.owned = mesh
         # The variables hold groups, which destroy_process_group() has to end with their threads.
-        add_default_group_finalizer(partial(self.follow, mesh))
+        add_default_group_finalizer(partial(self.update_shown, mesh))
         return self.bind(mesh)
 
     def bind(self, mesh: NamedMesh) -> Bound:
-        """Bind a mesh for which there are values already."""
+        """Bind a mesh whose values were set by an earlier :meth:`bind_with_values`."""
         bound = Bound(self, mesh, self.bound)
         self.bound = mesh
-        self.follow()
+        self.update_shown()
         return bound
 
     def has_values(self, mesh: NamedMesh, request: object = None) -> bool:
-        """Return whether there are values for a mesh that were made for the same request."""
+        """Return whether a mesh was bound before with the same options."""
         return mesh in self.requests and self.requests[mesh] == request
 
     def current_mesh(self) -> NamedMesh:
-        """Return the mesh that the accessors answer from now; raise a MeshError if there is none."""
+        """Return the mesh whose groups the accessors return now; raise a MeshError without one."""
         if self.shown not in self.requests:
             raise MeshError(
                 f"{self.api} is not bound to a mesh; call {self.initialize}(...) or bind(mesh) first"
             )
         return self.shown
 
-    def mesh_in_use(self) -> NamedMesh | None:
-        """Return the mesh that keeps the legacy API from making one of its own, if there is one."""
+    def find_blocking_mesh(self) -> NamedMesh | None:
+        """Return a mesh that is bound, selected or owned: with one, no other can be initialized."""
         return self.owned or self.bound or self.shown
 
     def check_uninitialized(self) -> None:
         """Raise if the legacy API has a mesh already, or if another mesh is selected."""
-        mesh = self.mesh_in_use()
+        mesh = self.find_blocking_mesh()
         if mesh is not None:
             raise ContractError(
                 f"{self.api} is already initialized, for {mesh.layout}; call the function that destroys it first, "
@@ -161,12 +166,12 @@ class State:
             )
 
     def unbind(self) -> None:
-        """Forget the mesh that is bound. The mesh stays open, with its groups."""
+        """End the binding of the mesh that is bound. The mesh stays open, with its groups."""
         if self.bound is not None:
-            self.follow(self.bound)
+            self.update_shown(self.bound)
 
     def destroy(self) -> None:
-        """Forget every mesh and assignment, and close the mesh that the legacy API made."""
+        """End all bindings, reset the variables, and close the mesh that the legacy API made."""
         owned = self.owned
         self.values = {}
         self.requests = {}
@@ -177,8 +182,10 @@ class State:
         if owned is not None:
             owned.close(destroy_groups=True)
 
-    def follow(self, closed: NamedMesh | None = None) -> None:
-        """Show the selected or bound mesh after one was selected, bound or closed.
+    def update_shown(self, closed: NamedMesh | None = None) -> None:
+        """Set the variables for the mesh that is selected or bound now, and store the old values.
+
+        Called after a mesh was selected, bound or closed.
 
         Args:
             closed: the mesh that was closed, if that is the reason of the call.
@@ -197,7 +204,7 @@ class State:
 
 
 def _copy_containers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with copies of lists and dicts, because upstream fills these in place."""
+    """Return values of variables, with lists and dicts copied: upstream fills them in place."""
     copies = {}
     for name, value in values.items():
         copies[name] = copy(value) if isinstance(value, (list, dict)) else value
@@ -205,6 +212,7 @@ def _copy_containers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_variable(name: str, value: object) -> bool:
+    """Return whether a name of a module is a variable that upstream fills."""
     is_private = name.startswith("_") and not name.startswith("__")
     return is_private and (value is None or isinstance(value, (list, dict)))
 
@@ -255,25 +263,29 @@ def check_open(mesh: object, call: str) -> None:
 # --- the groups of a legacy API ------------------------------------------------------------------------------
 
 
-def mesh_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
+def find_mesh_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
     """Return the axes of a layout that correspond to axes of a legacy API, in layout order.
 
     An axis that the layout lacks has size 1 and does not appear.
 
     Example:
         >>> from namedmesh import Layout
-        >>> mesh_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
+        >>> find_mesh_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
         ('dp_replicate', 'dp_shard', 'tp')
     """
     return tuple(axis for axis in layout.axes if axis in axes or LEGACY_AXES.get(axis) in axes)
 
 
-def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, list[int]]:
+def get_or_create_group(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, list[int]]:
     """Return this rank's group over axes of a legacy API, and its global ranks.
 
-    Collective: every rank of the mesh must call it, as the group may have to be made.
+    Collective: every rank of the mesh must call it, as the group may have to be created.
+
+    Args:
+        mesh: the mesh.
+        axes: the axes, by the names that the legacy API gives them.
     """
-    own = mesh_axes(mesh.layout, axes)
+    own = find_mesh_axes(mesh.layout, axes)
     groups = get_groups(mesh)
     if not own:
         return groups.get_self_group(), [mesh.global_rank]
@@ -282,11 +294,22 @@ def group_over(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, li
 
 
 @contextmanager
-def agreed_groups(mesh: NamedMesh, call: str, request: Mapping[str, object] | None = None) -> Iterator[None]:
-    """Open a context in which groups of a mesh can be made.
+def agree_before_creation(
+    mesh: NamedMesh, call: str, request: Mapping[str, object] | None = None
+) -> Iterator[None]:
+    """Context manager in which groups of a mesh can be created.
 
-    On entry the ranks compare the mesh and the request. Collective: every rank of the mesh must
-    enter it.
+    On entry the ranks compare the mesh and the request, so that no rank creates other groups.
+    Collective: every rank of the mesh must enter it.
+
+    Args:
+        mesh: the mesh.
+        call: the call of the user, for messages.
+        request: further arguments of the call that must be equal on all ranks.
+
+    Raises:
+        MeshError: ``mesh`` is not an open NamedMesh.
+        AgreementError: a rank did not enter it, or with different arguments.
     """
     check_open(mesh, call)
     with agree_on_call(mesh, call) as compare:
@@ -308,9 +331,9 @@ def check_axes(
     Args:
         layout: the layout of the mesh.
         api: the name of the legacy API, for messages.
-        allowed: the axes that it has.
-        experts: the axes of experts, which a mesh has in a view.
-        instead: the advice about these axes, for messages.
+        allowed: the axes that the legacy API has.
+        experts: axes that a mesh may only have in a view for the experts.
+        instead: for messages, the advice if the layout has one of ``experts``.
     """
     problems = []
     for axis in layout:

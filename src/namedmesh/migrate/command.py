@@ -177,7 +177,7 @@ def format_report(program: Program, file_count: int, *, shows_certain: bool) -> 
 def _describe_initialization(program: Program, file: FileUses, source: str, advice: Advice) -> str:
     """Describe the call that makes the groups: it stays; the advice is for a rewrite by hand."""
     text = f"{source} stays"
-    layers = program.installs(file)
+    layers = program.list_missing_layers(file)
     if layers:
         text += f" behind {', '.join(f'{api.layer}.install()' for api in layers)}"
     text += "; by hand"

@@ -75,7 +75,7 @@ class Program:
         return ""
 
     def advise(self, use: Use) -> Advice:
-        """Return the advice on a use, with a doubt if the rest of the program makes it uncertain."""
+        """Return the replacement of a use, with a doubt if another part of the program raises one."""
         advice = use.advice
         if use.makes_groups or advice.doubt:
             return advice
@@ -89,8 +89,8 @@ class Program:
         """Return whether a use is replaced when the program is rewritten."""
         return not use.makes_groups and not self.advise(use).doubt
 
-    def installs(self, file: FileUses) -> list[LegacyApi]:
-        """Return the legacy APIs whose compatibility layer has to be installed in a file."""
+    def list_missing_layers(self, file: FileUses) -> list[LegacyApi]:
+        """Return the legacy APIs for which a rewrite adds ``install()`` to a file."""
         # A program without any replacement needs no mesh.
         if not any(self.is_replaced(use) for use in self._uses):
             return []
@@ -113,14 +113,14 @@ class Program:
                 edits.append((use.start, use.end, new.encode()))
         if edits and not file.has_namedmesh:
             imports.append("namedmesh")
-        for api in self.installs(file):
+        for api in self.list_missing_layers(file):
             imports.append(api.layer)
             for start in sorted(set(file.initialized[api.name])):
                 line_start = file.source.rfind(b"\n", 0, start) + 1
                 indent = file.source[line_start:start]
                 edits.append((start, start, f"{api.layer}.install()".encode() + newline + indent))
         if imports:
-            edits.append(_import_lines(file, imports, newline))
+            edits.append(_make_import_edit(file, imports, newline))
         written = file.source
         # From the end, so that earlier offsets stay valid. At one offset the last edit comes first
         # in the file: an import before a statement.
@@ -133,7 +133,7 @@ Edit: TypeAlias = tuple[int, int, bytes]
 """The offsets in bytes between which a file is replaced, and the new text."""
 
 
-def _import_lines(file: FileUses, names: Sequence[str], newline: bytes) -> Edit:
+def _make_import_edit(file: FileUses, names: Sequence[str], newline: bytes) -> Edit:
     """Return the edit that adds imports after the first imports of a file."""
     lines = b""
     if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):

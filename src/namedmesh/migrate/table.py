@@ -38,15 +38,15 @@ class Advice(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One legacy name that a mesh can answer.
+    """The replacement of one legacy name by an expression of a mesh.
 
     Attributes:
         new: the expression that replaces it.
         axes: the axes of the group, by the flags of the call that choose them.
         parameters: the parameters that may be given by position, in their order.
-        depends_on_virtual: whether the answer takes virtual pipeline stages into account unless
-            ``ignore_virtual=True`` is given. It does so by default up to megatron-core 0.12 and in
-            many vendored copies; from 0.13 on the default is True.
+        depends_on_virtual: whether the legacy function takes virtual pipeline stages into account
+            unless ``ignore_virtual=True`` is given. It does so by default up to megatron-core 0.12
+            and in many vendored copies; from 0.13 on the default is True.
     """
 
     new: str
@@ -117,8 +117,8 @@ _ACCESSORS = {
 }
 
 
-def _rows_of(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
-    """Return the rows of groups: their accessors with every flag, and their private variables."""
+def _make_rows(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
+    """Make the rows of groups: of their accessors with every flag, and of their variables."""
     rows: dict[str, Row] = {}
     for group in groups:
         # Groups of the first or the last stage follow from no axes.
@@ -134,7 +134,7 @@ def _rows_of(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
     return rows
 
 
-MEGATRON = _rows_of(LEGACY_APIS["megatron"].groups) | {
+MEGATRON = _make_rows(LEGACY_APIS["megatron"].groups) | {
     "get_pipeline_model_parallel_first_rank": Row('mesh.ranks("pp")[0]', {(): ()}),
     "get_pipeline_model_parallel_last_rank": Row('mesh.ranks("pp")[-1]', {(): ()}),
     "get_pipeline_model_parallel_next_rank": Row('mesh.next("pp")', {(): ()}),
@@ -144,7 +144,7 @@ MEGATRON = _rows_of(LEGACY_APIS["megatron"].groups) | {
 }
 """The names of Megatron's ``parallel_state``. A name that is not here stays."""
 MEGATRON["get_data_parallel_group"] = MEGATRON["get_data_parallel_group"]._replace(parameters=_WITH_CP)
-FAIRSCALE = _rows_of(LEGACY_APIS["fairscale"].groups, "_parallel")
+FAIRSCALE = _make_rows(LEGACY_APIS["fairscale"].groups, "_parallel")
 """The names of fairscale's ``nn.model_parallel.initialize``."""
 
 
@@ -191,7 +191,7 @@ _BOUND = (VIRTUAL, "create_gloo_process_groups", "get_embedding_ranks", "get_pos
 
 
 def initialize(module: str, arguments: Arguments) -> Advice:
-    """Return the mesh that can replace ``initialize_model_parallel``, bound to its layer.
+    """Return the replacement of ``initialize_model_parallel``: a mesh, bound to its layer.
 
     This is advice for a person: ``--write`` leaves the call as it is, behind ``install()``.
 

@@ -103,7 +103,7 @@ def read_file(path: Path) -> FileUses | str | None:
         source = path.read_bytes()
         if not _MARKS.search(source):
             return None
-        imports = _legacy_imports(ast.parse(source))
+        imports = _find_legacy_imports(ast.parse(source))
         wrapper = metadata.MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
         finder = _Finder(path, source, wrapper.module, imports)
         wrapper.visit(finder)
@@ -113,7 +113,7 @@ def read_file(path: Path) -> FileUses | str | None:
     return finder.found
 
 
-def _legacy_imports(tree: ast.Module) -> set[str]:
+def _find_legacy_imports(tree: ast.Module) -> set[str]:
     """Return the local names of imports that may be legacy names or namedmesh.
 
     LibCST's scopes resolve such a name at each place. That is slow, so only these names are looked
@@ -133,13 +133,13 @@ def _legacy_imports(tree: ast.Module) -> set[str]:
     return names
 
 
-def _name_node(node: Any) -> Any:
-    """Return the function of a call; a name or an attribute itself."""
+def _get_name_node(node: Any) -> Any:
+    """Return the node with the name of a use: the function of a call, or the node itself."""
     return node.func if isinstance(node, cst.Call) else node
 
 
 class _Finder(cst.CSTVisitor):
-    """Fill a :class:`FileUses`."""
+    """Visitor that fills a :class:`FileUses`, ``found``, from the syntax tree of a file."""
 
     # LibCST's providers for qualified names, expression contexts and lines compute them for every
     # node, which takes several times as long as all the rest.
@@ -161,7 +161,7 @@ class _Finder(cst.CSTVisitor):
         self._find_first_imports()
 
     def _find_first_imports(self) -> None:
-        """Note where the first imports of the file end; new ones are added there."""
+        """Record the last of the first imports of the file; new imports are added after it."""
         last: cst.CSTNode | None = None
         for position, statement in enumerate(self.module.body):
             # LibCST has one line of `import a; import b` as one statement with small ones.
@@ -174,11 +174,11 @@ class _Finder(cst.CSTVisitor):
         self._last_import = last
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Look at one node; its children come next unless it is an import."""
+        """Process a node before its children; skip the children of an import."""
         if self._statement is None and isinstance(node, (cst.BaseStatement, cst.SimpleStatementLine)):
             self._statement = node  # the first statement inside of the module
         if isinstance(node, (cst.Import, cst.ImportFrom)):
-            self._note_import(node)
+            self._record_import(node)
             return False
         if isinstance(node, cst.FunctionDef):
             self._functions.append(node)
@@ -187,14 +187,14 @@ class _Finder(cst.CSTVisitor):
         elif isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del)):
             self._stored.add(node.target)
         elif isinstance(node, (cst.Call, cst.Attribute, cst.Name)) and self._may_be_legacy(node):
-            self._look_at(node)
+            self._visit_name(node)
         return True
 
     def _may_be_legacy(self, node: Any) -> bool:
-        """Return whether a name has to be looked up: it may be a legacy name."""
+        """Return whether a name may be a legacy name, so that its scope has to be resolved."""
         if node in self._inner:
             return False
-        part = _name_node(node)
+        part = _get_name_node(node)
         if isinstance(part, cst.Attribute) and part.attr.value in _TABLE_NAMES:
             return True
         while isinstance(part, cst.Attribute):
@@ -202,7 +202,7 @@ class _Finder(cst.CSTVisitor):
         return isinstance(part, cst.Name) and part.value in self._imports
 
     def on_leave(self, node: cst.CSTNode) -> None:
-        """Leave the function, the f-string or the statement that a node is."""
+        """End the function, f-string, statement or imports that a node is."""
         if node is self._statement:
             self._statement = None
         if isinstance(node, cst.FunctionDef):
@@ -211,11 +211,11 @@ class _Finder(cst.CSTVisitor):
             self._f_strings -= 1
         elif node is self._last_import:
             # Without a line end after them, the imports end with the file.
-            line_end = self.found.source.find(b"\n", self._span(node)[1])
+            line_end = self.found.source.find(b"\n", self._find_span(node)[1])
             self.found.imports_end = line_end + 1 or len(self.found.source)
 
-    def _note_import(self, node: cst.Import | cst.ImportFrom) -> None:
-        """Note whether ``namedmesh`` is imported at the top of the file, and star imports."""
+    def _record_import(self, node: cst.Import | cst.ImportFrom) -> None:
+        """Record ``import namedmesh`` outside of functions, and star imports."""
         if isinstance(node, cst.ImportFrom):
             if isinstance(node.names, cst.ImportStar) and node.module is not None:
                 module = self.module.code_for_node(node.module)
@@ -228,8 +228,8 @@ class _Finder(cst.CSTVisitor):
                 if package == "namedmesh" and alias.asname is None:
                     self.found.has_namedmesh = True
 
-    def _look_at(self, node: Any) -> None:
-        """Note a use of a legacy name, if this node is one."""
+    def _visit_name(self, node: Any) -> None:
+        """Resolve the qualified name of a node, and record the node if it is a legacy name."""
         is_call = isinstance(node, cst.Call)
         if is_call:
             self._inner.add(node.func)
@@ -238,23 +238,23 @@ class _Finder(cst.CSTVisitor):
         for name in names:
             if name.source is not metadata.QualifiedNameSource.IMPORT:
                 continue
-            if self._note(node, name.name, is_certain_name=len(names) == 1):
-                self._mark_inner(node)
+            if self._record_use(node, name.name, is_certain_name=len(names) == 1):
+                self._skip_inner_names(node)
                 return
         # No use: the function of the call may be one by itself, such as a module that is called.
         if is_call:
             self._inner.discard(node.func)
 
-    def _mark_inner(self, node: Any) -> None:
-        """Do not visit the names before the dots of a use."""
-        part = _name_node(node)
+    def _skip_inner_names(self, node: Any) -> None:
+        """Mark the names inside of a recorded use, so that they are not recorded themselves."""
+        part = _get_name_node(node)
         while isinstance(part, cst.Attribute):
             self._inner.update((part, part.attr))
             part = part.value
         self._inner.add(part)
 
-    def _note(self, node: Any, name: str, *, is_certain_name: bool) -> bool:
-        """Note a use of a qualified name; return whether it is a legacy name or a layer's."""
+    def _record_use(self, node: Any, name: str, *, is_certain_name: bool) -> bool:
+        """Record a use of a qualified name; return False if it belongs to no legacy API or layer."""
         module, _, leaf = name.rpartition(".")
         if name in _API_OF_INSTALLER:
             self.found.installed.add(_API_OF_INSTALLER[name])
@@ -264,20 +264,20 @@ class _Finder(cst.CSTVisitor):
             self._add(node, API_OF_MODULE[name], leaf, Advice("", doubt=_HANDED_ON))
             return True
         api = API_OF_MODULE.get(module)
-        arguments = self._arguments(node)
+        arguments = self._read_arguments(node)
         if api is not None and leaf == _INITIALIZE:
             if module.startswith("namedmesh."):
                 self.found.installed.add(api.name)  # the layer itself makes a mesh
             else:
-                self._note_initialization(node, api, arguments)
+                self._record_initialization(node, api, arguments)
             self._add(node, api, leaf, initialize(module, arguments), makes_groups=True)
             return True
         advice = advise(module, leaf, arguments)
         if not module or advice is None:
             return False
         if api is not None:
-            self._note_assignment(node, api, leaf)
-        doubt = advice.doubt or self._doubt(node, module, leaf, is_certain_name=is_certain_name)
+            self._record_assignment(node, api, leaf)
+        doubt = advice.doubt or self._find_doubt(node, module, leaf, is_certain_name=is_certain_name)
         self._add(node, api, leaf, advice._replace(doubt=doubt))
         return True
 
@@ -287,18 +287,18 @@ class _Finder(cst.CSTVisitor):
         code = " ".join(self.module.code_for_node(node).split())
         source = leaf + code[code.index("(") :] if isinstance(node, cst.Call) else leaf
         name = api.name if api else ""
-        start, end = self._span(node)
-        self.found.uses.append(Use(self._line(node), start, end, source, name, advice, makes_groups))
+        start, end = self._find_span(node)
+        self.found.uses.append(Use(self._find_line(node), start, end, source, name, advice, makes_groups))
 
-    def _span(self, node: Any) -> tuple[int, int]:
+    def _find_span(self, node: Any) -> tuple[int, int]:
         """Return the offsets in bytes at which a node begins and ends."""
         span = self.get_metadata(metadata.ByteSpanPositionProvider, node)
         return span.start, span.start + span.length
 
-    def _line(self, node: Any) -> int:
-        return self.found.source.count(b"\n", 0, self._span(node)[0]) + 1
+    def _find_line(self, node: Any) -> int:
+        return self.found.source.count(b"\n", 0, self._find_span(node)[0]) + 1
 
-    def _arguments(self, node: Any) -> Arguments:
+    def _read_arguments(self, node: Any) -> Arguments:
         arguments = []
         if isinstance(node, cst.Call):
             for argument in node.args:
@@ -306,10 +306,10 @@ class _Finder(cst.CSTVisitor):
                 arguments.append((keyword, self.module.code_for_node(argument.value)))
         return arguments
 
-    def _doubt(  # noqa: PLR0911  one for each reason
+    def _find_doubt(  # noqa: PLR0911  one for each reason
         self, node: Any, module: str, leaf: str, *, is_certain_name: bool
     ) -> str:
-        """Return why this use cannot be replaced in any program; empty if it can."""
+        """Return the reason in this file why a use cannot be replaced; empty if there is none."""
         is_variable = leaf.startswith("_")
         if node in self._stored:
             return "an assignment changes the answers of the legacy API, and not the mesh"
@@ -330,19 +330,19 @@ class _Finder(cst.CSTVisitor):
             return "the file has another object under the name namedmesh"
         return ""
 
-    def _note_assignment(self, node: Any, api: LegacyApi, leaf: str) -> None:
-        """Note results that are changed by an assignment, or by one of Megatron's setters."""
+    def _record_assignment(self, node: Any, api: LegacyApi, leaf: str) -> None:
+        """Record that results are changed by an assignment, or by one of Megatron's setters."""
         is_setter = leaf.startswith("set_")
         if not is_setter and node not in self._stored:
             return
         if "virtual" in leaf.lower():
             self.found.has_virtual = True  # changes no answer that does not depend on virtual stages
             return
-        text = f"{self.found.path}:{self._line(node)} changes answers by hand ({leaf})"
+        text = f"{self.found.path}:{self._find_line(node)} changes answers by hand ({leaf})"
         self.found.obstacles.setdefault(api.name, text)
 
-    def _note_initialization(self, node: Any, api: LegacyApi, arguments: Arguments) -> None:
-        """Note where the layer has to be installed: at the start of the function around.
+    def _record_initialization(self, node: Any, api: LegacyApi, arguments: Arguments) -> None:
+        """Record where the layer has to be installed: at the start of the outermost function.
 
         The names may be imported in that function, too, and such a local name is not replaced by
         ``install()``.
@@ -352,9 +352,7 @@ class _Finder(cst.CSTVisitor):
             if keyword in {"*", "**"} or (is_virtual and source != "None"):
                 self.found.has_virtual = True
             if keyword in {"rank_offset", "local_world_size"}:
-                text = (
-                    f"{self.found.path}:{self._line(node)} makes groups over a part of the world ({keyword})"
-                )
+                text = f"{self.found.path}:{self._find_line(node)} makes groups over a part of the world ({keyword})"
                 self.found.obstacles.setdefault(api.name, text)
         if not isinstance(node, cst.Call):  # passed on: another line calls it
             self.found.has_virtual = True
@@ -366,4 +364,4 @@ class _Finder(cst.CSTVisitor):
             before = statements[int(has_docstring)]
         # LibCST does not count decorators as a part of the function's or class's own span.
         first = [*getattr(before, "decorators", ()), before][0]
-        self.found.initialized.setdefault(api.name, []).append(self._span(first)[0])
+        self.found.initialized.setdefault(api.name, []).append(self._find_span(first)[0])

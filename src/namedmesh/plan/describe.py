@@ -42,8 +42,8 @@ class Kind:
             "first".
         size: the number of ranks in a group.
         count: the number of groups.
-        communicator: the communicator that serves the groups if groups over the same ranks are
-            shared: "its own", "the world's", "none, one rank", or "that of" another kind.
+        communicator: the owner of the groups' communicator, if groups over the same ranks share
+            one: "its own", "the world's", "none, one rank", or "that of" another kind.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Kind:
         Args:
             limit: the number of groups; by default all.
         """
-        return first_groups(self.layout, self.axes, self.members, limit)
+        return list_first_groups(self.layout, self.axes, self.members, limit)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class LayoutPlan:
         arrangement: the dense and the expert layout, and the legacy API whose groups are listed.
         kinds: the kinds of groups, in the order in which they are created.
         groups_per_rank: the number of groups that a rank requests, without the default group.
-        communicators_per_rank: the number of communicators that a rank holds if groups over the same ranks are
-            shared, without the default group.
+        communicators_per_rank: the number of communicators that a rank holds if groups over the
+            same ranks are shared, without the default group.
         groups_in_world: the number of groups of all ranks together.
         gpus_per_node: the number of consecutive ranks of a node, if known.
         across_nodes: by axis, the number of its groups that have ranks on several nodes.
@@ -99,7 +99,7 @@ class LayoutPlan:
         if self.arrangement.expert is not None:
             lines.append(f"experts: {self.arrangement.expert}")
         lines += ["", self._format_kinds(), ""]
-        for kind in (*self.kinds, _model_replicas(self.layout)):
+        for kind in (*self.kinds, _find_model_replicas(self.layout)):
             # A kind that shares the groups of another kind has the same ranks; listing them once is
             # enough.
             if kind.communicator == "its own":
@@ -128,7 +128,7 @@ class LayoutPlan:
         return format_table(("kind", "axes", "size", "groups", "communicator"), rows)
 
 
-def _model_replicas(layout: Layout) -> Kind:
+def _find_model_replicas(layout: Layout) -> Kind:
     """Return the groups of ranks that together hold one replica of the model."""
     # ZeRO and FSDP shards along dp do not count here: which of them a trainer uses is not part of a
     # layout.
@@ -185,7 +185,7 @@ def make_plan(
     )
 
 
-def _axis_layouts(layouts: JobLayout) -> dict[str, Layout]:
+def _map_axes_to_layouts(layouts: JobLayout) -> dict[str, Layout]:
     """Return the layout of each axis; an axis of both layouts is an axis of the dense one."""
     by_axis = dict.fromkeys(layouts.dense, layouts.dense)
     if layouts.expert is not None:
@@ -197,7 +197,7 @@ def _axis_layouts(layouts: JobLayout) -> dict[str, Layout]:
 def _count_node_crossings(layouts: JobLayout, gpus_per_node: int) -> dict[str, int]:
     """Return by axis the number of groups that have ranks on several nodes."""
     crossings = {}
-    for axis, layout in _axis_layouts(layouts).items():
+    for axis, layout in _map_axes_to_layouts(layouts).items():
         # Every group is a translation of rank 0's group, so the first and the last rank of each are
         # enough.
         extent = layout.group(0, axis)[-1]
@@ -219,7 +219,7 @@ def _find_node_warnings(layouts: JobLayout, gpus_per_node: int, crossings: dict[
     remainder = world_size % gpus_per_node
     if world_size > gpus_per_node and remainder:
         warnings.append(f"{world_size} ranks do not fill nodes of {gpus_per_node}: the last has {remainder}")
-    for axis, layout in _axis_layouts(layouts).items():
+    for axis, layout in _map_axes_to_layouts(layouts).items():
         if crossings[axis] and axis in LAYER_AXES:
             warnings.append(
                 f"{axis}={layout[axis]} leaves a node of {format_count(gpus_per_node, 'GPU')}, with what it sends "
@@ -228,7 +228,7 @@ def _find_node_warnings(layouts: JobLayout, gpus_per_node: int, crossings: dict[
     return warnings
 
 
-def first_groups(
+def list_first_groups(
     layout: Layout, axes: Sequence[str], members: str = "all", limit: int | None = None
 ) -> list[Group]:
     """Return the groups over some axes in order of their lowest rank.
@@ -251,7 +251,12 @@ def first_groups(
 
 
 def _list_kinds(layouts: JobLayout) -> tuple[tuple[Kind, ...], int, int, int]:
-    """Return the kinds, and the number of groups that a rank requests, holds, and in all."""
+    """List the kinds of groups, and count the groups.
+
+    Returns:
+        The kinds; the number of groups that a rank requests; the number of communicators that a
+        rank holds; and the number of groups of all ranks.
+    """
     kinds: list[Kind] = []
     # Rank 0 is in a group of every kind. Two kinds with the same group there have the same groups
     # everywhere.
@@ -262,7 +267,7 @@ def _list_kinds(layouts: JobLayout) -> tuple[tuple[Kind, ...], int, int, int]:
     total = 0
     for row in list_groups(layouts):
         layout = layouts.get_layout(row.view)
-        [group] = first_groups(layout, row.axes, row.members, limit=1)
+        [group] = list_first_groups(layout, row.axes, row.members, limit=1)
         count = layout.count(*row.axes)
         backends = {False, bool(row.gloo)}
         owner = owners.setdefault(group, row.name)
@@ -291,7 +296,7 @@ def format_groups(groups: Iterable[Group]) -> str:
 
 
 def rank_text(plan: LayoutPlan, rank: int) -> str:
-    """Format the coordinates of a rank as text: its peers, its batch and its parameters.
+    """Format the coordinates of a rank, its peers, its batch and its parameters as text.
 
     Args:
         plan: as :func:`make_plan` returns it.
@@ -306,7 +311,7 @@ def rank_text(plan: LayoutPlan, rank: int) -> str:
     if plan.gpus_per_node:
         heading += f", node {rank // plan.gpus_per_node}"
     lines = [heading]
-    for axis, axis_layout in _axis_layouts(plan.arrangement).items():
+    for axis, axis_layout in _map_axes_to_layouts(plan.arrangement).items():
         position = axis_layout.coords(rank)[axis]
         peers = format_items(axis_layout.group(rank, axis), _SHOWN_RANKS_OF_GROUP)
         lines.append(f"  {axis} {position} of 0 to {axis_layout[axis] - 1}, with ranks {peers}")

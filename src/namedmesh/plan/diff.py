@@ -10,7 +10,7 @@ from namedmesh.axes import DATA_AXES, DATA_PARTS
 from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout, make_partition_key
 from namedmesh.legacy import JobLayout
-from namedmesh.plan.describe import Group, first_groups, format_groups
+from namedmesh.plan.describe import Group, format_groups, list_first_groups
 from namedmesh.plan.spec import EXIT_MISMATCH, make_layouts, positive_int
 
 _SHOWN_GROUPS = 4  # groups of each layout that are shown for a difference
@@ -94,7 +94,7 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
 def _find_difference(
     axes: tuple[str, ...], layout_a: Layout, layout_b: Layout
 ) -> tuple[list[Group], list[Group]] | None:
-    """Return the first groups of both layouts over some axes, None if all are identical.
+    """Return the first groups of both layouts over some axes; None if all groups are equal.
 
     An axis that a layout does not have is of size 1; ``dp`` includes both parts that it may be
     split into.
@@ -106,15 +106,15 @@ def _find_difference(
     # the other.
     axes_a = [axis for axis in layout_a if axis in names]
     axes_b = [axis for axis in layout_b if axis in names]
-    if _group_ranks_key(layout_a, axes_a) == _group_ranks_key(layout_b, axes_b):
+    if _make_groups_key(layout_a, axes_a) == _make_groups_key(layout_b, axes_b):
         return None
-    groups_a = first_groups(layout_a, axes_a, limit=_SHOWN_GROUPS)
-    groups_b = first_groups(layout_b, axes_b, limit=_SHOWN_GROUPS)
+    groups_a = list_first_groups(layout_a, axes_a, limit=_SHOWN_GROUPS)
+    groups_b = list_first_groups(layout_b, axes_b, limit=_SHOWN_GROUPS)
     return groups_a, groups_b
 
 
-def _group_ranks_key(layout: Layout, axes: list[str]) -> object:
-    """Return a key that two layouts of one world share exactly if their groups are the same."""
+def _make_groups_key(layout: Layout, axes: list[str]) -> object:
+    """Return a key that is equal for two layouts exactly if their groups are equal."""
     # Enumerating the groups of a million ranks would take seconds; the runs of the ranks are
     # compared instead.
     if not axes:

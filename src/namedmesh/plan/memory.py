@@ -11,8 +11,8 @@ from namedmesh.plan.stages import (
     StageShare,
     count_in_flight,
     count_layer_elements,
+    count_loss_bytes_per_token,
     list_stage_shares,
-    loss_bytes_per_token,
 )
 
 REDUCED_BYTES = 4
@@ -28,7 +28,7 @@ _GRADIENT_BYTES = {"torch": 2, "megatron": 4, "bridge": 2}
 
 
 class Memory(NamedTuple):
-    """The memory that one rank needs, in bytes.
+    """The memory that one rank needs, in bytes, by part.
 
     Attributes:
         weights: the weights that the rank keeps.
@@ -91,16 +91,16 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> Memory:
     backward = tokens * BF16_BYTES * (recomputed + largest_layer.gradients)
     if job.stage == FSDP_STAGE:
         accumulates = not micro_batches or micro_batches > in_flight
-        gathered, layer_bytes = _gathered_bytes(job, axes, share, accumulates=accumulates)
+        gathered, layer_bytes = _estimate_gathered_bytes(job, axes, share, accumulates=accumulates)
         backward += layer_bytes
     loss = 0.0
     if share.is_last:
         hidden_states = 2 * BF16_BYTES * job.model.hidden
-        loss = tokens * (loss_bytes_per_token(job, axes) + hidden_states)
+        loss = tokens * (count_loss_bytes_per_token(job, axes) + hidden_states)
     return Memory(
-        weights=_state_bytes(job, axes, share, BF16_BYTES, from_stage=3),
-        gradients=_state_bytes(job, axes, share, _GRADIENT_BYTES[job.trainer], from_stage=2),
-        optimizer=_state_bytes(job, axes, share, _OPTIMIZER_BYTES, from_stage=1),
+        weights=_estimate_state_bytes(job, axes, share, BF16_BYTES, from_stage=3),
+        gradients=_estimate_state_bytes(job, axes, share, _GRADIENT_BYTES[job.trainer], from_stage=2),
+        optimizer=_estimate_state_bytes(job, axes, share, _OPTIMIZER_BYTES, from_stage=1),
         gathered=gathered,
         activations=in_flight * tokens * BF16_BYTES * kept,
         loss=loss,
@@ -108,17 +108,27 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> Memory:
     )
 
 
-def _state_bytes(
+def _estimate_state_bytes(
     job: Job, axes: Axes, share: StageShare, bytes_per_parameter: int, *, from_stage: int
 ) -> float:
-    """Return the bytes of one kind of state, which ZeRO shards from ``from_stage`` on."""
+    """Return the bytes on a rank of weights, gradients or optimizer states.
+
+    Args:
+        job: the model, and how it is trained.
+        axes: the sizes of the axes.
+        share: the layers of the pipeline rank.
+        bytes_per_parameter: the bytes of these tensors for each parameter.
+        from_stage: the lowest ZeRO stage that shards them.
+    """
     shared, routed = share.parameters(job.model, axes)
     if (job.stage or 0) >= from_stage:
         return bytes_per_parameter * (shared / axes.shards + routed / axes.expert_shards)
     return bytes_per_parameter * (shared + routed)
 
 
-def _gathered_bytes(job: Job, axes: Axes, share: StageShare, *, accumulates: bool) -> tuple[float, float]:
+def _estimate_gathered_bytes(
+    job: Job, axes: Axes, share: StageShare, *, accumulates: bool
+) -> tuple[float, float]:
     """Return the bytes that FSDP2 gathers for a whole step and for one layer's backward pass.
 
     Args:

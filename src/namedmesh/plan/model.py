@@ -41,13 +41,16 @@ def option(text: str, default: Any = 0, choices: tuple[Any, ...] = (), keys: str
 
 
 def list_options(kind: type[Model | Job]) -> list[Field[Any]]:
-    """Return the fields that :func:`option` declares."""
+    """Return the dataclass fields that were declared with :func:`option`."""
     return [entry for entry in fields(kind) if entry.metadata]
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a transformer; 0 means unknown, or none."""
+    """The sizes of a transformer. A size of 0 is unknown, or the model does not have it.
+
+    The text of each field describes it; it is also the help of the command-line flag.
+    """
 
     layers: int = option("how many layers", keys="num_hidden_layers n_layer num_layers")
     hidden: int = option("width of the residual stream", keys="hidden_size n_embd d_model")
@@ -84,7 +87,7 @@ class Model:
 
     @cached_property
     def features(self) -> tuple[int, int]:
-        """The features of a query or key head, and of a value head."""
+        """The number of features of a query or key head, and of a value head."""
         head_dim = self.head_dim or self.hidden // self.heads
         return head_dim + self.rope_dim, self.value_dim or head_dim
 
@@ -95,12 +98,15 @@ class Model:
 
     @cached_property
     def embedding(self) -> int:
-        """The parameters of the embedding; also of the head, if it is a separate matrix."""
+        """The number of parameters of the embedding, and of the head if it is not tied."""
         return self.hidden * self.vocab
 
     @cached_property
     def layer(self) -> tuple[int, int, int]:
-        """The parameters of a dense layer, an expert layer without routed experts, and these."""
+        """The numbers of parameters of layers, as (dense layer, expert layer, routed experts).
+
+        The expert layer is counted without its routed experts, which are the third number.
+        """
         hidden = self.hidden
         heads = self.heads
         query, value = self.features
@@ -126,7 +132,7 @@ class Model:
 
     @cached_property
     def total(self) -> int:
-        """The parameters of the model."""
+        """The number of parameters of the model."""
         dense, expert, routed = self.layer
         ends = self.embedding if self.tied else 2 * self.embedding
         layers = dense * (self.layers - self.expert_layers) + (expert + routed) * self.expert_layers
@@ -172,7 +178,7 @@ def _is_uniform(value: Any) -> bool:
 
 
 def _read_sizes(config: dict[str, Any], path: str) -> dict[str, int]:
-    """Return the sizes in a configuration by their names here, or raise a UsageError."""
+    """Return the sizes in a ``config.json`` by field of :class:`Model`, or raise a UsageError."""
     sizes: dict[str, int] = {}
     problems = []
     for entry in list_options(Model):
@@ -240,6 +246,8 @@ class Axes(NamedTuple):
 class Job:
     """A model, the hardware, and how the model is trained.
 
+    The text of each field describes it; it is also the help of the command-line flag.
+
     ``list_partitions`` searches the policies that are None. An estimate takes a micro-batch of 1,
     stage 0 and no checkpointing for them.
     """
@@ -276,7 +284,7 @@ class Job:
         return self.trainer == "torch"
 
     def problems(self) -> list[str]:
-        """Return a message for each wrong value, and for values that contradict each other."""
+        """Return a message for each invalid field of the job or its model; empty if it is valid."""
         problems = _find_wrong_values(self.model) + _find_wrong_values(self)
         model = self.model
         if model.experts and model.top_k > model.experts:
@@ -296,7 +304,7 @@ class Job:
         return problems
 
     def micro_batches(self, dp: int) -> int:
-        """Return the number of micro-batches of a rank in a step; 0 if the batch does not divide.
+        """Return the number of micro-batches of a rank in a step; 0 if it is not an integer.
 
         Args:
             dp: the number of data-parallel ranks.

@@ -166,7 +166,7 @@ def _find_best(
         replicated = axes._replace(dp_replicate=replicas)
         for jobs in searches:
             candidates += _estimate_candidates(replicated, jobs, limit)
-    best = max(candidates, key=rank_key)
+    best = max(candidates, key=make_sort_key)
     if best.memory is None or best.seconds:
         return best
     # The step of a layout that does not fit was not needed to compare it, but is reported.
@@ -196,8 +196,8 @@ def _estimate_candidates(axes: Axes, jobs: Sequence[Job], limit: float) -> list[
     return candidates
 
 
-def rank_key(partition: Partition) -> tuple[bool, float]:
-    """Return a sort key: layouts that fit by speed, above the others by memory."""
+def make_sort_key(partition: Partition) -> tuple[bool, float]:
+    """Return a sort key, worst first: by whether partitions fit, then by speed or memory."""
     if partition.fits:
         return True, partition.tokens_per_second
     if partition.memory is None:
@@ -212,12 +212,13 @@ def _list_replica_counts(axes: Axes, job: Job) -> list[int]:
         return [1]
     ranks_per_stage = axes.world // axes.pp
     # Experts are replicated, too. If the shards of a replica leave a domain, replicas save little.
-    divide_dp = [replicas for replicas in _divisors(axes.dp)[1:] if axes.edp % replicas == 0]
+    divide_dp = [replicas for replicas in _list_divisors(axes.dp)[1:] if axes.edp % replicas == 0]
     fill_domains = [replicas for replicas in divide_dp if ranks_per_stage // replicas % domain == 0]
     return [1, *fill_domains[-_TRIED_REPLICAS:]]
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
     divisors: set[int] = set()
     for divisor in range(1, isqrt(number) + 1):
         if number % divisor == 0:
@@ -227,10 +228,10 @@ def _divisors(number: int) -> list[int]:
 
 def _iter_axes(world_size: int, job: Job) -> Iterator[Axes]:
     """Yield the sizes of every layout of a world."""
-    for tp in _divisors(world_size):
-        for cp in _divisors(world_size // tp):
+    for tp in _list_divisors(world_size):
+        for cp in _list_divisors(world_size // tp):
             pp_times_dp = world_size // tp // cp
-            for pp in _divisors(pp_times_dp):
+            for pp in _list_divisors(pp_times_dp):
                 dense = Axes(tp, cp, pp, pp_times_dp // pp)
                 if job.model.experts:
                     yield from _iter_expert_axes(dense, world_size // pp)
@@ -240,19 +241,20 @@ def _iter_axes(world_size: int, job: Job) -> Iterator[Axes]:
 
 def _iter_expert_axes(dense: Axes, ranks_per_stage: int) -> Iterator[Axes]:
     """Yield a layout with every size of ep, with experts sharded over tp and not."""
-    for ep in _divisors(ranks_per_stage):
+    for ep in _list_divisors(ranks_per_stage):
         for etp in sorted({1, dense.tp}):
             if ranks_per_stage % (ep * etp) == 0:
                 yield dense._replace(ep=ep, etp=etp)
 
 
 def find_incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
-    """Yield a message for each size that does not divide, and if a trainer rejects it."""
+    """Yield a message for each reason, except memory, why a job cannot be trained."""
     yield from _find_size_problems(job, axes)
     yield from _find_batch_problems(job, axes)
 
 
 def _find_size_problems(job: Job, axes: Axes) -> Iterator[str]:
+    """Yield a message for each size of the model that does not fit an axis."""
     model = job.model
     ffn = model.ffn
     if model.experts and not model.dense_layers:  # then no layer has a dense feed-forward network
@@ -284,6 +286,7 @@ def _find_size_problems(job: Job, axes: Axes) -> Iterator[str]:
 
 
 def _find_batch_problems(job: Job, axes: Axes) -> Iterator[str]:
+    """Yield a message if the trainer cannot split the global batch over the ranks."""
     micro_batches = job.micro_batches(axes.dp)  # 0 if the global batch is not known, or does not divide
     if job.global_batch and not micro_batches:
         batch = f"a global batch of {job.global_batch}"
@@ -321,7 +324,7 @@ def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) ->
             any.
 
     Raises:
-        LayoutError: if there is none.
+        LayoutError: if no partition has these sizes.
     """
     required = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, **sizes}
     # Several partitions may match, such as those with different etp; the list has the smallest etp
@@ -338,7 +341,7 @@ def explain(first: Partition, second: Partition) -> str:
 
     Args:
         first: a partition whose step is estimated.
-        second: another one.
+        second: another partition, whose step is estimated.
 
     Raises:
         LayoutError: if the step of one of them is not estimated.
@@ -363,7 +366,7 @@ def explain(first: Partition, second: Partition) -> str:
 
 
 def _memory_in_gigabytes(partition: Partition) -> dict[str, float]:
-    """Return the memory by part; raise a LayoutError if it is not estimated."""
+    """Return the gigabytes of each part of the memory; LayoutError if it is not estimated."""
     if partition.memory is None:
         missing = f"the seconds of a step need {', '.join(partition.job.missing)}"
         reason = "; ".join(partition.reasons) or missing

@@ -18,7 +18,7 @@ from namedmesh.plan.partitions import (
     explain,
     find_partition,
     list_partitions,
-    rank_key,
+    make_sort_key,
 )
 from namedmesh.plan.settings import describe_assumptions
 from namedmesh.plan.spec import EXIT_MISMATCH, format_table, parse_spec, positive_int
@@ -94,7 +94,7 @@ def _run(arguments: Namespace) -> int:
     # A GPU of the same kind with another memory, such as the 40 GB of an A100.
     if arguments.memory:
         hardware = replace(hardware, memory=arguments.memory * 1e9)
-    job = Job(model, hardware, **_given_options(Job, arguments))
+    job = Job(model, hardware, **_read_options(Job, arguments))
     partitions = list_partitions(
         arguments.world_size, job, margin=arguments.margin, dp_replicate=arguments.dp_replicate
     )
@@ -112,7 +112,7 @@ def _run(arguments: Namespace) -> int:
     listed: Sequence[Partition] = partitions
     if not fitting:
         paragraphs.append("nothing fits; the nearest, with the policies that need the least memory:")
-        nearest_first = sorted(partitions, key=rank_key, reverse=True)
+        nearest_first = sorted(partitions, key=make_sort_key, reverse=True)
         listed = nearest_first[: arguments.best or _SHOWN_IF_NOTHING_FITS]
     elif arguments.best:
         listed = best_partitions(partitions, arguments.best)
@@ -155,11 +155,11 @@ def _read_model(arguments: Namespace) -> tuple[Model, list[str]]:
     notes: list[str] = []
     if arguments.config:
         model, notes = read_config(arguments.config)
-    return replace(model, **_given_options(Model, arguments)), notes
+    return replace(model, **_read_options(Model, arguments)), notes
 
 
-def _given_options(kind: type[Model | Job], arguments: Namespace) -> dict[str, Any]:
-    """Return the options of a model or a job that are given as flags."""
+def _read_options(kind: type[Model | Job], arguments: Namespace) -> dict[str, Any]:
+    """Return the fields of a model or a job that were given as flags, by name."""
     given = {}
     for entry in list_options(kind):
         value = getattr(arguments, entry.name)
@@ -170,20 +170,21 @@ def _given_options(kind: type[Model | Job], arguments: Namespace) -> dict[str, A
 
 def _format_partitions(partitions: Sequence[Partition]) -> str:
     """Format a row for each partition, without the columns that are empty in all rows."""
-    rows = [_row_of(partition) for partition in partitions]
+    rows = [_make_row(partition) for partition in partitions]
     filled: set[str] = set()
     for row in rows:
         filled.update(row)
     # The columns keep their order, whichever rows have them.
     columns = [name for name in _COLUMNS if name in filled]
-    return format_table(columns, [_cells_of(row, columns) for row in rows])
+    return format_table(columns, [_list_cells(row, columns) for row in rows])
 
 
-def _cells_of(row: dict[str, Any], columns: Sequence[str]) -> list[Any]:
+def _list_cells(row: dict[str, Any], columns: Sequence[str]) -> list[Any]:
+    """Return the cells of a row in the order of the columns; empty text if a cell is missing."""
     return [row.get(name, "") for name in columns]
 
 
-def _row_of(partition: Partition) -> dict[str, Any]:
+def _make_row(partition: Partition) -> dict[str, Any]:
     """Return the cells of a partition by column, without those that do not apply to it."""
     row: dict[str, Any] = partition.axes._asdict()
     if partition.dp_replicate == 1:

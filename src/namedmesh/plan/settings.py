@@ -46,8 +46,8 @@ def list_settings(job: Job, axes: Axes) -> list[str]:
     stage = job.stage or 0
     checkpointing = job.checkpointing or "none"
     if job.is_torch:
-        batch = _torch_batch_setting(job, axes, size)
-        sharding = _torch_sharding_setting(job, axes, stage)
+        batch = _format_torch_batch(job, axes, size)
+        sharding = _format_torch_sharding(job, axes, stage)
         recomputation = _TORCH_CHECKPOINTING[checkpointing]
     else:
         batch = f"--micro-batch-size {size} --global-batch-size {job.global_batch}"
@@ -62,7 +62,8 @@ def list_settings(job: Job, axes: Axes) -> list[str]:
     ]
 
 
-def _torch_batch_setting(job: Job, axes: Axes, size: int) -> str:
+def _format_torch_batch(job: Job, axes: Axes, size: int) -> str:
+    """Format the torch code that splits a batch into micro-batches of ``size``."""
     count = job.micro_batches(axes.dp)
     if axes.pp == 1:
         return f"for rows in batch.split({size}), {count} times forward and backward before a step of the optimizer"
@@ -70,7 +71,8 @@ def _torch_batch_setting(job: Job, axes: Axes, size: int) -> str:
     return f'training.Pipeline(stage, mesh, "{schedule}", n_microbatches={count}, loss_fn=...)'
 
 
-def _torch_sharding_setting(job: Job, axes: Axes, stage: int) -> str:
+def _format_torch_sharding(job: Job, axes: Axes, stage: int) -> str:
+    """Format the torch code that shards the states as ZeRO does at a stage."""
     sharding = _TORCH_STAGES[stage]
     if stage == 1 and axes.pp > 1:
         # torch's pipeline schedules reduce gradients only after the last micro-batch, without

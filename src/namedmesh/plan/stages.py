@@ -54,7 +54,8 @@ class StageShare(NamedTuple):
             axes: the sizes of the axes. Here tp, ep and etp shard parameters.
 
         Returns:
-            The parameters that are replicated over dp and cp, and the parameters of the routed experts.
+            The parameters that are replicated over dp and cp, and the parameters of the routed
+            experts.
         """
         dense, expert, routed = model.layer
         shared = dense * self.dense_layers + expert * self.expert_layers + model.embedding * self.ends
@@ -219,7 +220,7 @@ def count_kv_heads(model: Model, tp: int) -> float:
     return max(1.0, model.kv / tp)
 
 
-def loss_bytes_per_token(job: Job, axes: Axes) -> float:
+def count_loss_bytes_per_token(job: Job, axes: Axes) -> float:
     """Return the bytes that the loss needs for the logits of one token on a rank."""
     if not job.is_torch:
         bytes_per_logit = _MEGATRON_LOSS_BYTES

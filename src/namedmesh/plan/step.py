@@ -13,8 +13,8 @@ from namedmesh.plan.stages import (
     StageShare,
     count_kv_heads,
     count_layer_elements,
+    count_loss_bytes_per_token,
     list_stage_shares,
-    loss_bytes_per_token,
 )
 
 # How often an elementwise kernel moves a tensor that the backward pass reads. Forward it is written
@@ -49,7 +49,7 @@ _NETWORK_HOP_SECONDS = 9.6e-6
 
 @dataclass
 class _Passes:
-    """Seconds of the forward and of the backward pass."""
+    """The seconds of a computation in the forward and in the backward pass."""
 
     forward: float
     backward: float
@@ -118,9 +118,9 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> dict[str, float]
     seconds = {part: part_passes.forward + part_passes.backward for part, part_passes in passes.items()}
     communication = _estimate_communication(job, axes, share, tokens)
     if not job.is_torch:
-        communication["cp"] = _exposed_seconds(communication["cp"], seconds["attention"])
+        communication["cp"] = _compute_exposed_seconds(communication["cp"], seconds["attention"])
     if job.stages_per_rank > 1:
-        communication["pp"] = _exposed_seconds(communication["pp"], sum(seconds.values()))
+        communication["pp"] = _compute_exposed_seconds(communication["pp"], sum(seconds.values()))
     seconds |= communication
 
     # All of the above is for one micro-batch. While the pipeline fills and drains, ranks wait for
@@ -149,7 +149,7 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> dict[str, float]
     return {part: time for part, time in largest_first if time}
 
 
-def _exposed_seconds(communication: float, computation: float, edge: float = 0.0) -> float:
+def _compute_exposed_seconds(communication: float, computation: float, edge: float = 0.0) -> float:
     """Return the seconds that communication adds to a computation that it overlaps with.
 
     Args:
@@ -186,7 +186,7 @@ def _estimate_computation(job: Job, axes: Axes, share: StageShare, tokens: float
     loss_bytes = 0.0
     if share.is_last:
         head = 2 * tokens * model.embedding / axes.tp / rates["bf16"]
-        loss_bytes = loss_bytes_per_token(job, axes)
+        loss_bytes = count_loss_bytes_per_token(job, axes)
 
     # Two products of all pairs of tokens. The causal mask leaves half of the pairs.
     scores = tokens * job.seq * model.heads * sum(model.features) / axes.tp * share.layers
@@ -253,8 +253,8 @@ def _estimate_data_parallel(
     backward = sum(part_passes.backward for part_passes in passes.values())
     # The first layer's weights and the last layer's gradients have no computation to overlap with.
     edge = 1 / max(1, share.layers)
-    exposed_forward = _exposed_seconds(all_gather, forward, edge)
-    exposed_backward = _exposed_seconds(reduction + all_gather * (gathers - 1), backward, edge)
+    exposed_forward = _compute_exposed_seconds(all_gather, forward, edge)
+    exposed_backward = _compute_exposed_seconds(reduction + all_gather * (gathers - 1), backward, edge)
     return exposed_forward + exposed_backward
 
 

@@ -69,17 +69,17 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
         x, y = grid.box_position(box, top)
         ranks = range(box * grid.box_size, min((box + 1) * grid.box_size, drawn))
         label = f"node {box}" if gpus_per_node else f"ranks {ranks[0]} to {ranks[-1]}"
-        elements.append(_rect(x, y, grid.box_width, grid.box_height, 'class="node edge" rx="10"'))
-        elements.append(_text(x + _PADDING, y + _PADDING + 6, label, 13, 'class="soft"'))
+        elements.append(_format_rect(x, y, grid.box_width, grid.box_height, 'class="node edge" rx="10"'))
+        elements.append(_format_text(x + _PADDING, y + _PADDING + 6, label, 13, 'class="soft"'))
         for index, rank in enumerate(ranks):
             positions[rank] = grid.cell_position(index, x, y)
     for rank, (x, y) in positions.items():
         coords = layout.coords(rank)
         lines = [f"{axis} {coords[axis]}" for axis in axes]
-        color = _color_of(coords[color_axis], layout[color_axis])
+        color = _choose_color(coords[color_axis], layout[color_axis])
         # Browsers show the title as a tooltip, also if the cell has no room for coordinates.
         elements.append(f'<g class="rank" data-rank="{rank}"><title>rank {rank}: {", ".join(lines)}</title>')
-        elements.append(_rect(x, y, grid.cell_width, grid.cell_height, f'fill="{color}" rx="5"'))
+        elements.append(_format_rect(x, y, grid.cell_width, grid.cell_height, f'fill="{color}" rx="5"'))
         elements += _draw_cell_text(grid, rank, lines, x + grid.cell_width / 2, y + 18)
         elements.append("</g>")
     elements += _draw_outlines(grid, positions, group_size, crossing)
@@ -90,7 +90,7 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>',
         f"<title>{layout}, colored by {color_axis}</title>",
         _STYLE,
-        _rect(0, 0, grid.width, height, 'class="paper"'),
+        _format_rect(0, 0, grid.width, height, 'class="paper"'),
     ]
     return "\n".join([*heading, *elements, "</svg>\n"])
 
@@ -157,11 +157,11 @@ def _find_crossing_groups(drawn: int, group_size: int, gpus_per_node: int) -> se
 def _draw_cell_text(grid: _Grid, rank: int, lines: list[str], x: float, y: float) -> list[str]:
     """Draw the rank, and if there is room its coordinates, below each other."""
     if not grid.is_detailed:
-        return [_text(x, y, str(rank), 14, 'text-anchor="middle"')]
-    elements = [_text(x, y, str(rank), 17, 'text-anchor="middle"')]
+        return [_format_text(x, y, str(rank), 14, 'text-anchor="middle"')]
+    elements = [_format_text(x, y, str(rank), 17, 'text-anchor="middle"')]
     for line in lines:
         y += _LINE_HEIGHT
-        elements.append(_text(x, y, line, 13, 'text-anchor="middle"'))
+        elements.append(_format_text(x, y, line, 13, 'text-anchor="middle"'))
     return elements
 
 
@@ -180,17 +180,19 @@ def _draw_outlines(
         length = (len(others) + 1) * (grid.cell_width + _GAP) - _GAP
         css_class = "group crosses" if group in crossing else "group"
         left = positions[first_rank][0] - 3
-        elements.append(_rect(left, y - 3, length + 6, grid.cell_height + 6, f'class="{css_class}" rx="6"'))
+        elements.append(
+            _format_rect(left, y - 3, length + 6, grid.cell_height + 6, f'class="{css_class}" rx="6"')
+        )
     return elements
 
 
 def _draw_legend(title: str, notes: list[str], axis: str, size: int, width: int) -> tuple[list[str], int]:
     """Draw the title, the notes and the colors; return them and the y coordinate below them."""
     y = 40
-    elements = [_text(_MARGIN, y, title, 20, 'class="ink"')]
+    elements = [_format_text(_MARGIN, y, title, 20, 'class="ink"')]
     for note in notes:
         y += 19
-        elements.append(_text(_MARGIN, y, note, 14, 'class="soft"'))
+        elements.append(_format_text(_MARGIN, y, note, 14, 'class="soft"'))
     x = _MARGIN
     y += 12
     step = ceil(size / _MOST_LEGEND_ENTRIES)
@@ -202,23 +204,25 @@ def _draw_legend(title: str, notes: list[str], axis: str, size: int, width: int)
         if x + entry_width > width - _MARGIN:
             x = _MARGIN
             y += 24
-        color = _color_of(position, size)
-        elements.append(_rect(x, y, 18, 18, f'class="edge" fill="{color}" rx="4"'))
-        elements.append(_text(x + 24, y + 14, name, 14, 'class="ink"'))
+        color = _choose_color(position, size)
+        elements.append(_format_rect(x, y, 18, 18, f'class="edge" fill="{color}" rx="4"'))
+        elements.append(_format_text(x + 24, y + 14, name, 14, 'class="ink"'))
         x += entry_width
     return elements, y + 36
 
 
-def _rect(x: float, y: float, width: float, height: float, attributes: str) -> str:
+def _format_rect(x: float, y: float, width: float, height: float, attributes: str) -> str:
+    """Format a rectangle as an SVG element."""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" {attributes}/>'
 
 
-def _text(x: float, y: float, text: str, size: int, attributes: str) -> str:
+def _format_text(x: float, y: float, text: str, size: int, attributes: str) -> str:
+    """Format a text as an SVG element."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" {attributes}>{text}</text>'
 
 
-def _color_of(position: int, size: int) -> str:
-    """Return the color of a coordinate: a distinct one if there are enough, else a hue."""
+def _choose_color(position: int, size: int) -> str:
+    """Return the color of a coordinate: a distinct color, or a hue on a long axis."""
     if size <= len(_DISTINCT):
         return _DISTINCT[position]
     return f"hsl({360 * position / size:g}, 65%, 68%)"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from namedmesh.compat.state import group_over
+from namedmesh.compat.state import get_or_create_group
 from namedmesh.mesh import NamedMesh
 
 
@@ -30,7 +30,7 @@ class GroupInfo(NamedTuple):
 
 
 def make_accessor(kind: str, field: str) -> Any:
-    """Make a method that returns a field of the GroupInfo of one kind of parallelism.
+    """Make an accessor method, which returns one field of a kind's :class:`GroupInfo`.
 
     Args:
         kind: the kind of parallelism, such as ``"pipe"``.
@@ -45,13 +45,15 @@ def make_accessor(kind: str, field: str) -> Any:
 
 
 class GroupAccessors:
-    """Accessors of groups, sizes and ranks under DeepSpeed's names. They do not communicate.
+    """Base class with accessors of groups, sizes and ranks under DeepSpeed's names.
 
-    Collective: every rank must create it, because the groups may have to be made.
+    The accessors do not communicate. Collective: every rank must create the object, because the
+    groups may have to be created.
 
     Args:
         mesh: the mesh whose groups are returned.
-        kinds: the axes of each kind of parallelism. Axes that the mesh does not have are ignored.
+        kinds: by kind of parallelism, such as ``"pipe"``, the axes of its groups. Axes that the
+            mesh does not have are ignored.
     """
 
     def __init__(self, mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> None:
@@ -59,7 +61,7 @@ class GroupAccessors:
         # The accessors are called in every step, so everything that they return is computed here.
         self._group_infos: dict[str, GroupInfo] = {}
         for kind, axes in kinds.items():
-            group, ranks = group_over(mesh, axes)
+            group, ranks = get_or_create_group(mesh, axes)
             group_rank = ranks.index(mesh.global_rank)
             self._group_infos[kind] = GroupInfo(group, ranks, len(ranks), group_rank, ranks[0])
 

@@ -13,14 +13,14 @@ from namedmesh._internal import get_groups
 from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.units import mpu
 from namedmesh.compat.patching import Patch, reload_fresh
-from namedmesh.compat.state import Bound, State, agreed_groups
+from namedmesh.compat.state import Bound, State, agree_before_creation
 from namedmesh.mesh import NamedMesh
 
 _UPSTREAM_TOPOLOGY = "deepspeed.runtime.pipe.topology"
 
 
 def _list_replacements(_module: ModuleType) -> dict[str, object]:
-    """Return our classes by their names in upstream's topology module."""
+    """Return the replacements of upstream's topology classes, by name."""
     return {name: getattr(topology, name) for name in topology.__all__}
 
 
@@ -59,13 +59,13 @@ def bind(mesh: NamedMesh) -> Bound:
 
 
 def unbind() -> None:
-    """Forget the mesh that is bound. It stays open, with its groups."""
+    """End the binding of the mesh that is bound. The mesh stays open, with its groups."""
     _get_state().unbind()
 
 
 @cache
 def _get_state() -> State:
-    """Return the state of ``deepspeed.utils.groups``. DeepSpeed is imported on the first call."""
+    """Return the variables of ``deepspeed.utils.groups``, which is imported on the first call."""
     module = import_module("deepspeed.utils.groups")
     # These variables have no underscore, so State does not find them by itself.
     more = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
@@ -74,7 +74,7 @@ def _get_state() -> State:
 
 
 def _collect_values(mesh: NamedMesh) -> dict[str, Any]:
-    """Return the values of DeepSpeed's variables for a mesh.
+    """Return the values of DeepSpeed's variables for a mesh: its groups and their ranks.
 
     Collective: every rank of the mesh must call it.
     """
@@ -89,7 +89,7 @@ def _collect_values(mesh: NamedMesh) -> dict[str, Any]:
     }
     if "ep" not in mesh:
         return values
-    with agreed_groups(mesh, "deepspeed.bind"):
+    with agree_before_creation(mesh, "deepspeed.bind"):
         replica_group = mesh.group("edp") if "edp" in mesh else get_groups(mesh).get_self_group()
     expert_groups = {
         "_EXPERT_PARALLEL_GROUP": mesh.group("ep"),

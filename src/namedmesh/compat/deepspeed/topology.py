@@ -17,7 +17,7 @@ import torch.distributed as dist
 from namedmesh.agreement import agree_on
 from namedmesh.compat.deepspeed.accessors import GroupAccessors
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.state import agreed_groups, check_default_group
+from namedmesh.compat.state import agree_before_creation, check_default_group
 from namedmesh.errors import LayoutError
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
@@ -69,10 +69,10 @@ class ProcessTopology:
         # size.
         coord(*[range(dims[index]) for index in range(len(axes))])
         self.ProcessCoord = coord
-        mesh_axes = [_MESH_AXES.get(axis, axis) for axis in axes]
+        find_mesh_axes = [_MESH_AXES.get(axis, axis) for axis in axes]
         # A topology may have both names of an axis, such as pipe and pp; then all names stay.
-        has_conflict = len(set(mesh_axes)) < len(mesh_axes)
-        self.layout = Layout.from_shape(axes if has_conflict else mesh_axes, dims)
+        has_conflict = len(set(find_mesh_axes)) < len(find_mesh_axes)
+        self.layout = Layout.from_shape(axes if has_conflict else find_mesh_axes, dims)
         self._layout_axes = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
@@ -288,7 +288,7 @@ class PipelineParallelGrid(GroupAccessors):
         """
         grid = cls.__new__(cls)
         deepspeed_axes = {mesh_axis: axis for axis, mesh_axis in _MESH_AXES.items()}
-        with agreed_groups(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
+        with agree_before_creation(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
             axes = [deepspeed_axes.get(axis, axis) for axis in mesh.layout]
             topology = ProcessTopology(axes, mesh.layout.sizes)
             _check_has_pipe_and_data(topology)
@@ -297,13 +297,13 @@ class PipelineParallelGrid(GroupAccessors):
 
     def _set_attributes(self, topology: Any, mesh: NamedMesh) -> None:
         """Set upstream's attributes: the groups, sizes and coordinates of this rank."""
-        mesh_axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
+        find_mesh_axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
         kinds = {
-            "pipe": [mesh_axes["pipe"]],
-            "data": [mesh_axes["data"]],
+            "pipe": [find_mesh_axes["pipe"]],
+            "data": [find_mesh_axes["data"]],
             # DeepSpeed's model-parallel ranks are the ranks of one replica of the model.
-            "model": [mesh_axis for axis, mesh_axis in mesh_axes.items() if axis != "data"],
-            "slice": [mesh_axes["model"]] if "model" in mesh_axes else [],
+            "model": [mesh_axis for axis, mesh_axis in find_mesh_axes.items() if axis != "data"],
+            "slice": [find_mesh_axes["model"]] if "model" in find_mesh_axes else [],
         }
         super().__init__(mesh, kinds)
         self._topo = topology
@@ -335,7 +335,7 @@ class PipelineParallelGrid(GroupAccessors):
             self.mp_group: list[int] = []
 
     def _is_grid_valid(self) -> bool:
-        """Return whether the topology has as many ranks as the world."""
+        """Return whether the product of the axis sizes is the world size."""
         return bool(self.world_size == dist.get_world_size())
 
     def topology(self) -> Any:

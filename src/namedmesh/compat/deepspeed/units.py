@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from namedmesh.axes import DENSE_AXES, EXPERT_AXES
 from namedmesh.compat.deepspeed.accessors import GroupAccessors, make_accessor
-from namedmesh.compat.state import agreed_groups, check_axes
+from namedmesh.compat.state import agree_before_creation, check_axes
 from namedmesh.mesh import NamedMesh
 
 
@@ -40,13 +40,13 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    with agreed_groups(mesh, "deepspeed.mpu"):
+    with agree_before_creation(mesh, "deepspeed.mpu"):
         instead = "DeepSpeed makes its own groups for them; omit it from the mesh"
         check_axes(mesh.layout, "DeepSpeed", (*DENSE_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
         kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
         if "sp" not in mesh and "cp" not in mesh:
             return ModelParallelUnit(mesh, kinds)
-        # The legacy axis cp covers both: group_over finds sp under this name, too.
+        # The legacy axis cp covers both: get_or_create_group finds sp under this name, too.
         kinds["sequence"] = ["cp"]
         kinds["sequence_data"] = ["dp", "cp"]
         return SequenceParallelUnit(mesh, kinds)
@@ -79,19 +79,20 @@ class SequenceParallelUnit(ModelParallelUnit):
     """The unit of a mesh with sequence parallelism: an axis sp or cp.
 
     DeepSpeed all-reduces gradients, and shards optimizer states, across the
-    *sequence-data*-parallel
-    ranks: the data-parallel and the sequence-parallel axes together. The loss of a rank must be the
-        mean
-    over its own tokens. Up to ZeRO stage 2, DeepSpeed divides the sum of the gradients by the
-    number of data-parallel ranks only, so divide the loss by the number of sequence shards.
+    *sequence-data*-parallel ranks: the data-parallel and the sequence-parallel axes together. The
+    loss of a rank must be the mean over its own tokens. Up to ZeRO stage 2, DeepSpeed divides the
+    sum of the gradients by the number of data-parallel ranks only, so divide the loss by the number
+    of sequence shards.
 
     With ZeRO stage 3, ``deepspeed.initialize`` shards parameters across the data-parallel ranks
     only, and silently never adds the gradients of different sequence shards. Shard the parameters
     before, across all ranks with the same parameters, and do not divide the loss::
 
-        group = unit.get_sequence_data_parallel_group() deepspeed.zero.Init(module=model,
-        data_parallel_group=group, config_dict_or_path=config, mpu=unit) engine, *_ =
-        deepspeed.initialize(model=model, mpu=unit, config=config)
+        group = unit.get_sequence_data_parallel_group()
+        deepspeed.zero.Init(
+            module=model, data_parallel_group=group, config_dict_or_path=config, mpu=unit
+        )
+        engine, *_ = deepspeed.initialize(model=model, mpu=unit, config=config)
     """
 
     get_sequence_parallel_group = make_accessor("sequence", "group")

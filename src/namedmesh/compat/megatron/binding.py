@@ -1,4 +1,4 @@
-"""Let Megatron's ``parallel_state`` answer from meshes.
+"""Let Megatron's ``parallel_state`` return the groups of meshes.
 
 Since release 0.14, megatron-core makes all groups with one function of the module,
 ``create_group``, and takes all ranks from one class, ``RankGenerator``.
@@ -34,7 +34,7 @@ from namedmesh.compat.patching import Patch, is_installed, reload_fresh
 from namedmesh.compat.state import (
     Bound,
     State,
-    agreed_groups,
+    agree_before_creation,
     check_axes,
     check_default_group,
     check_open,
@@ -62,12 +62,13 @@ _SET_BY_MESH = (*_SIZES, "order", "rank_offset", "local_world_size", "distribute
 class ParallelStateBinding:
     """Binds meshes to one ``parallel_state`` module: megatron-core's, or our fallback.
 
-    Make one for each module: a second one would take the first one's values for the import's.
+    Make one binding for each module: a second one would mistake the values that the first one has
+    set for the values at import.
 
     Args:
         module: the module.
-        at_import: a copy of the module as it is right after its import; by default the module as it
-            is now.
+        at_import: a copy of the module with its variables right after import; by default the
+            module.
 
     Attributes:
         module: the module.
@@ -99,7 +100,7 @@ class ParallelStateBinding:
         if self.state.has_values(mesh, options):
             return self.state.bind(mesh)
         factory = GroupFactory(self.module)
-        dense, expert = _ranks_of_mesh(mesh, factory.axes_by_ranks)
+        dense, expert = _make_mesh_ranks(mesh, factory.axes_by_ranks)
         # Upstream makes two generators, first for the dense layers, then for the experts.
         generators = iter((dense, expert))
         sizes = {}
@@ -109,8 +110,8 @@ class ParallelStateBinding:
             # Older releases lack some of the arguments: those are passed only if they are not 1.
             if size != 1 or argument in self.signature.parameters:
                 sizes[argument] = size
-        request = _options_to_compare(options, dense.get_ranks("pp"))
-        with agreed_groups(mesh, "megatron.bind", request):
+        request = _format_options(options, dense.get_ranks("pp"))
+        with agree_before_creation(mesh, "megatron.bind", request):
             factory.use(mesh)
             values = self.state.run_initializer(
                 partial(self.upstream_initialize, **sizes, **options),
@@ -132,7 +133,7 @@ class ParallelStateBinding:
         bound_arguments.apply_defaults()
         arguments = bound_arguments.arguments
         initialize = partial(self.upstream_initialize, *args, **kwargs)
-        if self.state.mesh_in_use() is not None:
+        if self.state.find_blocking_mesh() is not None:
             # Upstream checks its arguments before it finds out that it is initialized.
             self.state.run_initializer(
                 initialize, create_group=lambda *_, **__: self.state.check_uninitialized()
@@ -160,11 +161,13 @@ class ParallelStateBinding:
         initialize: Callable[[], object],
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Run upstream's initialization on the groups of a new mesh, and return the variables.
+        """Run upstream's initialization on the groups of a new mesh, and return its variables.
+
+        Collective: every rank must call it.
 
         Args:
             factory: returns the groups; the mesh is set in it.
-            compare: compares a request between the ranks.
+            compare: raises an AgreementError if its arguments differ between ranks. Collective.
             initialize: upstream's function with its arguments.
             arguments: the same arguments, by name.
         """
@@ -186,19 +189,19 @@ class ParallelStateBinding:
                 mesh = make_mesh(
                     compare,
                     dense.layout,
-                    _options_to_compare(arguments, dense.get_ranks("pp")),
-                    _options_of_open_meshes(dense.layout),
+                    _format_options(arguments, dense.get_ranks("pp")),
+                    _find_shared_options(dense.layout),
                     GroupOptions(timeout=timedelta(minutes=arguments["distributed_timeout_minutes"])),
                 )
                 factory.use(mesh, default_options=True)
-                options = _options_of_open_meshes(expert.layout)
+                options = _find_shared_options(expert.layout)
                 add_agreed_view(mesh, "expert", expert.layout, {(axis,): options[axis] for axis in options})
             return factory.create_group(*args, **kwargs)
 
         return self.state.run_initializer(initialize, create_group=create_group, RankGenerator=make_generator)
 
     def destroy(self) -> None:
-        """Forget every mesh and assignment, and destroy the groups that :meth:`initialize` made."""
+        """End all bindings, and destroy the groups that :meth:`initialize` made."""
         if self.state.shown is not None:
             # Upstream destroys the gloo groups in its variables, but other meshes may use them too.
             for name in self.state.names:
@@ -213,8 +216,8 @@ _AXES_WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()
 """The axes for Megatron's names of the experts' axes, if a mesh has no view for experts."""
 
 
-def _ranks_of_mesh(mesh: NamedMesh, axes_by_ranks: AxesByRanks) -> tuple[MeshRanks, MeshRanks]:
-    """Return the ranks of a mesh for the dense layers and for the experts.
+def _make_mesh_ranks(mesh: NamedMesh, axes_by_ranks: AxesByRanks) -> tuple[MeshRanks, MeshRanks]:
+    """Return the generators of ranks for a mesh: for the dense layers and for the experts.
 
     If the mesh has no view for the experts, both have the layout of the mesh.
     """
@@ -234,8 +237,8 @@ def _ranks_of_mesh(mesh: NamedMesh, axes_by_ranks: AxesByRanks) -> tuple[MeshRan
     return dense, MeshRanks(mesh.layout, axes_by_ranks, _AXES_WITHOUT_VIEW)
 
 
-def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
-    """Return the options of those axes of a layout that an open mesh has over the same ranks."""
+def _find_shared_options(layout: Layout) -> dict[str, GroupOptions]:
+    """Return group options by axis, for axes that an open mesh has over the same ranks."""
     options = {}
     for mesh in current.open_meshes():
         groups = get_groups(mesh)
@@ -246,10 +249,10 @@ def _options_of_open_meshes(layout: Layout) -> dict[str, GroupOptions]:
     return options
 
 
-def _options_to_compare(options: Mapping[str, Any], pipelines: Sequence[Sequence[int]]) -> dict[str, str]:
-    """Return options as texts that ranks can compare.
+def _format_options(options: Mapping[str, Any], pipelines: Sequence[Sequence[int]]) -> dict[str, str]:
+    """Format the arguments of an initialization as texts that ranks can compare.
 
-    A callback is represented by the ranks that it chooses in the first pipeline.
+    The text of a callback is the ranks that it chooses in the first pipeline.
 
     Args:
         options: the arguments of ``initialize_model_parallel``. A callback chooses ranks of a
@@ -289,9 +292,9 @@ _upstream_bindings: dict[ModuleType, ParallelStateBinding] = {}
 
 
 def bind(mesh: NamedMesh, **options: Any) -> Bound:
-    """Let Megatron's accessors answer from an existing mesh.
+    """Let Megatron's accessors return the groups of an existing mesh.
 
-    An installed megatron-core (0.14 or later) answers from the mesh too, with or without
+    The accessors of an installed megatron-core (0.14 or later) return them too, with or without
     :func:`install`.
 
     Collective: every rank of the mesh must call it. A second call with the same options does not
@@ -335,13 +338,13 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
 
 
 def unbind() -> None:
-    """Forget the mesh that is bound. The mesh stays open, with its groups."""
+    """End the binding of the mesh that is bound. The mesh stays open, with its groups."""
     for binding in (_fallback, *_upstream_bindings.values()):
         binding.state.unbind()
 
 
 def current_mesh() -> NamedMesh:
-    """Return the mesh that the accessors answer from now; raise a MeshError if there is none."""
+    """Return the mesh whose groups the accessors return now; raise a MeshError without one."""
     return _active.state.current_mesh()
 
 
@@ -376,7 +379,7 @@ def _activate_fallback() -> None:
 
 
 def _activate(binding: ParallelStateBinding) -> None:
-    """Make a module the active parallel state, under the names in our package too."""
+    """Make a module the active parallel state, also under its names in this package."""
     global _active  # noqa: PLW0603  the active state is process-global, as in Megatron
     _active = binding
     package = sys.modules[_OUR_PACKAGE]
@@ -384,8 +387,8 @@ def _activate(binding: ParallelStateBinding) -> None:
     sys.modules[f"{_OUR_PACKAGE}.parallel_state"] = binding.module
 
 
-def _fallback_modules() -> dict[str, str]:
-    """Return our module for each upstream name, for use if megatron-core is not installed."""
+def _list_fallback_modules() -> dict[str, str]:
+    """Return the name of our module for each of upstream's, if megatron-core is missing."""
     modules = {}
     for name in ("parallel_state", "mpu"):
         modules[f"{_UPSTREAM_PACKAGE}.{name}"] = f"{_OUR_PACKAGE}.parallel_state"
@@ -396,7 +399,7 @@ def _fallback_modules() -> dict[str, str]:
 
 
 PATCH = Patch(
-    f"{_UPSTREAM_PACKAGE}.parallel_state", _activate_upstream, _fallback_modules(), _activate_fallback
+    f"{_UPSTREAM_PACKAGE}.parallel_state", _activate_upstream, _list_fallback_modules(), _activate_fallback
 )
 install = PATCH.install
 uninstall = PATCH.uninstall

@@ -1,4 +1,4 @@
-"""Makes the groups of our fallback for ``megatron.core.parallel_state``.
+"""Create the groups of our fallback for ``megatron.core.parallel_state``.
 
 The accessors, and the variables that they read, are in
 :mod:`namedmesh.compat.megatron.parallel_state`.
@@ -71,7 +71,7 @@ class ParallelStateFallback:
         use_local_synchronization: bool = False,
         group_desc: str | None = None,
     ) -> Any:
-        """Create a group that belongs to the caller, as ``torch.distributed.new_group`` does.
+        """Create a group that is not shared or cached, as ``torch.distributed.new_group`` does.
 
         Collective: every rank must call it.
         """
@@ -85,7 +85,10 @@ class ParallelStateFallback:
         return group
 
     def _create_groups(self, rank_sets: Sequence[Sequence[int]], **options: Any) -> Any:
-        """Create a group over each set of ranks; return the last one with this rank, or None."""
+        """Create a group over each set of ranks; return this rank's (the last one), or None.
+
+        Collective: every rank must call it.
+        """
         local_group = None
         # torch requires every rank to create every group, also those that it is not in.
         for ranks in rank_sets:
@@ -296,8 +299,8 @@ class ParallelStateFallback:
         etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
         instances = num_distributed_optimizer_instances
         world_size = dist.get_world_size() if local_world_size is None else local_world_size
-        dp = _remaining_size(world_size, tp, pp, cp)
-        edp = _remaining_size(world_size, etp, ep, pp)
+        dp = _divide_world_size(world_size, tp, pp, cp)
+        edp = _divide_world_size(world_size, etp, ep, pp)
         dense = self.module["RankGenerator"](tp, 1, dp, pp, cp, order, rank_offset)
         # The expert layout has ep, and no cp: its axes edp, ep and etp cover the ranks along cp.
         expert = self.module["RankGenerator"](etp, ep, edp, pp, 1, order, rank_offset)
@@ -320,7 +323,7 @@ class ParallelStateFallback:
                 f"hybrid_context_parallel needs an even dp x cp, but it is {dp * cp}; change a size"
             )
         timeout = timedelta(minutes=distributed_timeout_minutes)
-        omitted = {"several"}  # _create_several makes these
+        omitted = {"several"}  # _create_multi_group_rows makes these
         if instances == 1:
             omitted.add("peers")
         if not create_all_gather_group:
@@ -332,13 +335,13 @@ class ParallelStateFallback:
         for row in MEGATRON_GROUPS:
             if row.members in omitted:
                 continue
-            rank_sets = _rank_sets(row, dense, expert, instances)
+            rank_sets = _list_rank_sets(row, dense, expert, instances)
             # Embeddings are on some stages of each pipeline, which the caller may choose.
             if row.members in choose_ranks:
                 choose = choose_ranks[row.members]
                 rank_sets = [list(choose(pipeline)) for pipeline in rank_sets]
             self._create_row(row, rank_sets, timeout, gloo=create_gloo_process_groups)
-        self._create_several(
+        self._create_multi_group_rows(
             dense, hierarchical_context_parallel_sizes, hybrid=hybrid_context_parallel, timeout=timeout
         )
         if virtual_pipeline_model_parallel_size is not None:
@@ -350,7 +353,10 @@ class ParallelStateFallback:
     def _create_row(
         self, row: GroupSpec, rank_sets: Sequence[Sequence[int]], timeout: timedelta, *, gloo: bool
     ) -> None:
-        """Create the groups of a row of the table, and assign them to the variables of the row."""
+        """Create the groups of a row of the table, and assign this rank's to its variables.
+
+        Collective: every rank must call it.
+        """
         name = row.variable[1:]
         self.module[row.variable] = self._create_groups(rank_sets, timeout=timeout, group_desc=name)
         if row.ranks:
@@ -364,10 +370,12 @@ class ParallelStateFallback:
                 rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
             )
 
-    def _create_several(
+    def _create_multi_group_rows(
         self, dense: MeshRanks, levels: Sequence[int] | None, *, hybrid: bool, timeout: timedelta
     ) -> None:
-        """Create and assign the groups of the rows that have several groups for each rank.
+        """Create and assign the groups of the rows in which a rank has several groups.
+
+        Collective: every rank must call it.
 
         Args:
             dense: the ranks of the dense layers.
@@ -390,7 +398,7 @@ class ParallelStateFallback:
                 self.module["_HYBRID_DP_CP_GROUPS"].update(hybrid_groups)
 
 
-def _rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: int) -> list[list[int]]:
+def _list_rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: int) -> list[list[int]]:
     """Return the ranks of every group of a row; for embeddings, of every pipeline."""
     token = "-".join([MEGATRON_NAMES.get(axis, axis) for axis in row.axes])
     generator = dense if row.view == DENSE else expert
@@ -407,8 +415,8 @@ def _rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: i
     return rank_sets
 
 
-def _remaining_size(world_size: int, *sizes: int) -> int:
-    """Return the world size divided by the sizes; raise if they do not divide it."""
+def _divide_world_size(world_size: int, *sizes: int) -> int:
+    """Divide the world size by the sizes; raise ContractRuntimeError if a rest remains."""
     if min(sizes) < 1 or world_size % prod(sizes):
         product = " x ".join(map(str, sizes))
         raise ContractRuntimeError(
@@ -417,11 +425,11 @@ def _remaining_size(world_size: int, *sizes: int) -> int:
     return world_size // prod(sizes)
 
 
-def raise_missing(variable: str, check_initialized: bool = True) -> Any:
-    """Raise the error of an accessor whose variable is empty.
+def raise_uninitialized(variable: str, check_initialized: bool = True) -> Any:
+    """Raise the error of an accessor whose variable is None or empty.
 
     Args:
-        variable: the variable.
+        variable: the name of the variable.
         check_initialized: the accessor's flag; if it is False, return None.
     """
     if not check_initialized:
@@ -436,7 +444,7 @@ def raise_missing(variable: str, check_initialized: bool = True) -> Any:
 class GlobalMemoryBuffer:
     """Named buffers that grow to the largest requested size.
 
-    Two uses of one name must not overlap in time, because they share memory.
+    Tensors with one name share memory, so they must not be in use at the same time.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ class GroupFactory:
         use_local_synchronization: bool = False,
         group_desc: Any = None,
     ) -> Any:
-        """Return the group over some ranks; on other ranks, torch's ``NON_GROUP_MEMBER``.
+        """Return the mesh's group over ``ranks``; on ranks outside, ``NON_GROUP_MEMBER``.
 
         Collective: every rank must call it.
         """
@@ -88,7 +88,10 @@ class GroupFactory:
         return group
 
     def _make_group(self, members: Sequence[int], layout_and_axes: Any, backend: Any, group_desc: Any) -> Any:
-        """Make the groups over the axes, and return this rank's; without axes, one group."""
+        """Create the groups over the axes, and return this rank's; without axes, one group.
+
+        Collective: every rank must call it.
+        """
         groups = get_groups(self.mesh)
         if len(members) == 1:
             return groups.get_self_group()
@@ -103,7 +106,10 @@ class GroupFactory:
         return groups.get_or_create(layout, axes, options)
 
     def _create_upstream_group(self, ranks: Any, *arguments: Any) -> Any:
-        """Create a group with upstream's function. It is destroyed when the mesh is closed."""
+        """Create a group with upstream's function, to be destroyed when the mesh is closed.
+
+        Collective: every rank must call it.
+        """
         group = self.upstream_create_group(list(ranks), *arguments)
         if dist.get_rank() in ranks:
             call_before_close(self.mesh, partial(_destroy_group, group))

@@ -297,7 +297,7 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: the local shard of the logits, ``(s, b, v / t)``.
         target: the ids in the full vocabulary, ``(s, b)``, replicated.
-        label_smoothing: the share of the loss that is distributed over the other ids, from 0 to 1.
+        label_smoothing: the probability that is taken from the target, from 0 to 1.
         tp_group: the group of the ranks.
 
     Returns:
@@ -311,7 +311,7 @@ def vocab_parallel_cross_entropy(
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Set the attributes by which Megatron knows how a tensor is sharded.
+    """Set the attributes by which Megatron recognizes how a tensor is sharded.
 
     Args:
         tensor: the local shard, or a replicated tensor.

@@ -1,4 +1,4 @@
-"""A fallback for ``megatron.core.parallel_state``, with the answers of release 0.16.1.
+"""A fallback for ``megatron.core.parallel_state``, with the results of release 0.16.1.
 
 Like upstream it is a module with variables: ``initialize_model_parallel`` fills them, and each
 accessor returns its own variable. An accessor whose variable is empty raises
@@ -24,7 +24,7 @@ from namedmesh.compat.megatron.fallback import (  # noqa: F401  upstream has the
     ParallelStateFallback,
     get_nccl_options,
     overwrite_nccl_comm_cfgs,
-    raise_missing,
+    raise_uninitialized,
 )
 from namedmesh.compat.megatron.ranks import (  # noqa: F401  the same
     RankGenerator,
@@ -45,7 +45,7 @@ initialize_model_parallel = _fallback.initialize_model_parallel
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups. They belong to meshes, which the caller closes."""
+    """Reset the variables. The groups belong to meshes, which the caller closes."""
 
 
 # --- the variables --------------------------------------------------------------------------------
@@ -140,21 +140,21 @@ def model_parallel_is_initialized() -> bool:
 # Legacy code may pass the argument by name, so the two kinds of setters differ in its name.
 
 
-def _size_setter(variable: str) -> Callable[[int | None], None]:
-    """Return the function that assigns a size to a variable."""
+def _make_size_setter(variable: str) -> Callable[[int | None], None]:
+    """Make the ``set_`` function that assigns a size to a variable."""
 
     def set_size(world_size: int | None) -> None:
-        """Override the size that the accessor returns; None restores the group's own."""
+        """Override the size that the accessor returns; None restores the size of the group."""
         globals()[variable] = world_size
 
     return set_size
 
 
-def _rank_setter(variable: str) -> Callable[[int | None], None]:
-    """Return the function that assigns a rank to a variable."""
+def _make_rank_setter(variable: str) -> Callable[[int | None], None]:
+    """Make the ``set_`` function that assigns a rank to a variable."""
 
     def set_rank(rank: int | None) -> None:
-        """Override the rank that the accessor returns; None returns to that in the group."""
+        """Override the rank that the accessor returns; None restores the rank in the group."""
         globals()[variable] = rank
 
     return set_rank
@@ -163,7 +163,7 @@ def _rank_setter(variable: str) -> Callable[[int | None], None]:
 def _zero_without_default_group(variable: str) -> int:
     """Return 0 without torch's default group, as upstream does; raise the error otherwise."""
     if dist.is_initialized():
-        raise_missing(variable)
+        raise_uninitialized(variable)
     return 0
 
 
@@ -172,40 +172,44 @@ def _zero_without_default_group(variable: str) -> int:
 
 def get_model_parallel_group(check_initialized: bool = True) -> Any:
     """Return the group over pp and tp that holds one replica of the model."""
-    return _MODEL_PARALLEL_GROUP or raise_missing("_MODEL_PARALLEL_GROUP", check_initialized)
+    return _MODEL_PARALLEL_GROUP or raise_uninitialized("_MODEL_PARALLEL_GROUP", check_initialized)
 
 
 def get_model_parallel_src_rank() -> int:
     """Return the first global rank of the model parallel group."""
-    return (_MODEL_PARALLEL_GLOBAL_RANKS or raise_missing("_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
+    return (_MODEL_PARALLEL_GLOBAL_RANKS or raise_uninitialized("_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
     """Return the tensor parallel group."""
-    return _TENSOR_MODEL_PARALLEL_GROUP or raise_missing("_TENSOR_MODEL_PARALLEL_GROUP", check_initialized)
+    return _TENSOR_MODEL_PARALLEL_GROUP or raise_uninitialized(
+        "_TENSOR_MODEL_PARALLEL_GROUP", check_initialized
+    )
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Return the number of tensor parallel ranks."""
     if _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-    return (_TENSOR_MODEL_PARALLEL_GROUP or raise_missing("_TENSOR_MODEL_PARALLEL_GROUP")).size()
+    return (_TENSOR_MODEL_PARALLEL_GROUP or raise_uninitialized("_TENSOR_MODEL_PARALLEL_GROUP")).size()
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Return this rank's index in the tensor parallel group."""
     if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_RANK
-    return (_TENSOR_MODEL_PARALLEL_GROUP or raise_missing("_TENSOR_MODEL_PARALLEL_GROUP")).rank()
+    return (_TENSOR_MODEL_PARALLEL_GROUP or raise_uninitialized("_TENSOR_MODEL_PARALLEL_GROUP")).rank()
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the first global rank of the tensor parallel group."""
-    return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or raise_missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
+    return (
+        _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or raise_uninitialized("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+    )[0]
 
 
-set_tensor_model_parallel_world_size = _size_setter("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
-set_tensor_model_parallel_rank = _rank_setter("_MPU_TENSOR_MODEL_PARALLEL_RANK")
+set_tensor_model_parallel_world_size = _make_size_setter("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
+set_tensor_model_parallel_rank = _make_rank_setter("_MPU_TENSOR_MODEL_PARALLEL_RANK")
 
 
 # --- pipeline parallelism -------------------------------------------------------------------------
@@ -213,7 +217,7 @@ set_tensor_model_parallel_rank = _rank_setter("_MPU_TENSOR_MODEL_PARALLEL_RANK")
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
     """Return the pipeline parallel group."""
-    return _PIPELINE_MODEL_PARALLEL_GROUP or raise_missing(
+    return _PIPELINE_MODEL_PARALLEL_GROUP or raise_uninitialized(
         "_PIPELINE_MODEL_PARALLEL_GROUP", check_initialized
     )
 
@@ -222,18 +226,18 @@ def get_pipeline_model_parallel_world_size() -> int:
     """Return the number of pipeline stages."""
     if _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    return (_PIPELINE_MODEL_PARALLEL_GROUP or raise_missing("_PIPELINE_MODEL_PARALLEL_GROUP")).size()
+    return (_PIPELINE_MODEL_PARALLEL_GROUP or raise_uninitialized("_PIPELINE_MODEL_PARALLEL_GROUP")).size()
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """Return this rank's stage."""
     if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_RANK
-    return (_PIPELINE_MODEL_PARALLEL_GROUP or raise_missing("_PIPELINE_MODEL_PARALLEL_GROUP")).rank()
+    return (_PIPELINE_MODEL_PARALLEL_GROUP or raise_uninitialized("_PIPELINE_MODEL_PARALLEL_GROUP")).rank()
 
 
-set_pipeline_model_parallel_world_size = _size_setter("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-set_pipeline_model_parallel_rank = _rank_setter("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
+set_pipeline_model_parallel_world_size = _make_size_setter("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+set_pipeline_model_parallel_rank = _make_rank_setter("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
 
 
 # The ranks of other stages use the accessors above, so that an assigned size or rank counts here
@@ -242,24 +246,24 @@ set_pipeline_model_parallel_rank = _rank_setter("_MPU_PIPELINE_MODEL_PARALLEL_RA
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the next stage; after the last one comes the first."""
-    ranks: Any = _PIPELINE_GLOBAL_RANKS or raise_missing("_PIPELINE_GLOBAL_RANKS")
+    ranks: Any = _PIPELINE_GLOBAL_RANKS or raise_uninitialized("_PIPELINE_GLOBAL_RANKS")
     return ranks[(get_pipeline_model_parallel_rank() + 1) % get_pipeline_model_parallel_world_size()]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the previous stage; before the first one comes the last."""
-    ranks: Any = _PIPELINE_GLOBAL_RANKS or raise_missing("_PIPELINE_GLOBAL_RANKS")
+    ranks: Any = _PIPELINE_GLOBAL_RANKS or raise_uninitialized("_PIPELINE_GLOBAL_RANKS")
     return ranks[(get_pipeline_model_parallel_rank() - 1) % get_pipeline_model_parallel_world_size()]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    return (_PIPELINE_GLOBAL_RANKS or raise_missing("_PIPELINE_GLOBAL_RANKS"))[0]
+    return (_PIPELINE_GLOBAL_RANKS or raise_uninitialized("_PIPELINE_GLOBAL_RANKS"))[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the global rank of the last stage."""
-    ranks: Any = _PIPELINE_GLOBAL_RANKS or raise_missing("_PIPELINE_GLOBAL_RANKS")
+    ranks: Any = _PIPELINE_GLOBAL_RANKS or raise_uninitialized("_PIPELINE_GLOBAL_RANKS")
     return ranks[get_pipeline_model_parallel_world_size() - 1]
 
 
@@ -273,8 +277,10 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
 
 
-set_virtual_pipeline_model_parallel_world_size = _size_setter("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-set_virtual_pipeline_model_parallel_rank = _rank_setter("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK")
+set_virtual_pipeline_model_parallel_world_size = _make_size_setter(
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
+)
+set_virtual_pipeline_model_parallel_rank = _make_rank_setter("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK")
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -303,7 +309,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 
 def _is_virtual_stage(vp_stage: int | None, index: int) -> bool:
-    """Return whether a virtual stage has an index (0: first, -1: last); True without any."""
+    """Return whether a virtual stage is the first (0) or last (-1); True without any."""
     if _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is None:
         return True
     if vp_stage is None:
@@ -316,12 +322,12 @@ def _is_virtual_stage(vp_stage: int | None, index: int) -> bool:
 
 def get_embedding_group(check_initialized: bool = True) -> Any:
     """Return the group of the stages that hold word embeddings."""
-    return _EMBEDDING_GROUP or raise_missing("_EMBEDDING_GROUP", check_initialized)
+    return _EMBEDDING_GROUP or raise_uninitialized("_EMBEDDING_GROUP", check_initialized)
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> Any:
     """Return the group of the stages that hold position embeddings."""
-    return _POSITION_EMBEDDING_GROUP or raise_missing("_POSITION_EMBEDDING_GROUP", check_initialized)
+    return _POSITION_EMBEDDING_GROUP or raise_uninitialized("_POSITION_EMBEDDING_GROUP", check_initialized)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -354,12 +360,12 @@ def is_rank_in_position_embedding_group() -> bool:
 
 def get_context_parallel_group(check_initialized: bool = True) -> Any:
     """Return the context parallel group."""
-    return _CONTEXT_PARALLEL_GROUP or raise_missing("_CONTEXT_PARALLEL_GROUP", check_initialized)
+    return _CONTEXT_PARALLEL_GROUP or raise_uninitialized("_CONTEXT_PARALLEL_GROUP", check_initialized)
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> Any:
     """Return the global ranks of the context parallel group."""
-    return _CONTEXT_PARALLEL_GLOBAL_RANKS or raise_missing(
+    return _CONTEXT_PARALLEL_GLOBAL_RANKS or raise_uninitialized(
         "_CONTEXT_PARALLEL_GLOBAL_RANKS", check_initialized
     )
 
@@ -380,14 +386,14 @@ def get_context_parallel_rank() -> int:
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> Any:
     """Return the context parallel groups at each level of the hierarchy, innermost first."""
-    return _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS or raise_missing(
+    return _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS or raise_uninitialized(
         "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", check_initialized
     )
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
     """Return the group over tp and cp."""
-    return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or raise_missing(
+    return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or raise_uninitialized(
         "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", check_initialized
     )
 
@@ -436,13 +442,15 @@ def get_data_parallel_group(
     if not with_context_parallel:
         if partial_data_parallel:
             _raise_partial_without_cp()
-        return _DATA_PARALLEL_GROUP or raise_missing("_DATA_PARALLEL_GROUP")
+        return _DATA_PARALLEL_GROUP or raise_uninitialized("_DATA_PARALLEL_GROUP")
     if partial_data_parallel:
         # Initialization makes both groups, so the error names the one that legacy code knows.
-        return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP or raise_missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP or raise_uninitialized(
+            "_DATA_PARALLEL_GROUP_WITH_CP"
+        )
     if independent_all_gather:
-        return _DATA_PARALLEL_GROUP_WITH_CP_AG or raise_missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-    return _DATA_PARALLEL_GROUP_WITH_CP or raise_missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _DATA_PARALLEL_GROUP_WITH_CP_AG or raise_uninitialized("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+    return _DATA_PARALLEL_GROUP_WITH_CP or raise_uninitialized("_DATA_PARALLEL_GROUP_WITH_CP")
 
 
 def get_data_parallel_group_gloo(
@@ -458,12 +466,12 @@ def get_data_parallel_group_gloo(
     if not with_context_parallel:
         if partial_data_parallel:
             _raise_partial_without_cp()
-        return _DATA_PARALLEL_GROUP_GLOO or raise_missing("_DATA_PARALLEL_GROUP_GLOO")
+        return _DATA_PARALLEL_GROUP_GLOO or raise_uninitialized("_DATA_PARALLEL_GROUP_GLOO")
     if partial_data_parallel:
-        return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or raise_missing(
+        return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or raise_uninitialized(
             "_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
         )
-    return _DATA_PARALLEL_GROUP_WITH_CP_GLOO or raise_missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+    return _DATA_PARALLEL_GROUP_WITH_CP_GLOO or raise_uninitialized("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
 
 
 def _raise_partial_without_cp() -> None:
@@ -506,15 +514,15 @@ def get_data_parallel_rank(
 
 
 # There is no setter for the size, as upstream has none.
-set_data_parallel_rank = _rank_setter("_MPU_DATA_PARALLEL_RANK")
+set_data_parallel_rank = _make_rank_setter("_MPU_DATA_PARALLEL_RANK")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first global rank of the data parallel group, or of the group over dp and cp."""
     if not with_context_parallel:
-        return (_DATA_PARALLEL_GLOBAL_RANKS or raise_missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
+        return (_DATA_PARALLEL_GLOBAL_RANKS or raise_uninitialized("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
     ranks = _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP
-    return (ranks or raise_missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
+    return (ranks or raise_uninitialized("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
 
 
 def get_tensor_and_data_parallel_group(
@@ -522,10 +530,10 @@ def get_tensor_and_data_parallel_group(
 ) -> Any:
     """Return the group over tp and dp, or over tp, dp and cp."""
     if with_context_parallel:
-        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or raise_missing(
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or raise_uninitialized(
             "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", check_initialized
         )
-    return _TENSOR_AND_DATA_PARALLEL_GROUP or raise_missing(
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or raise_uninitialized(
         "_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized
     )
 
@@ -539,13 +547,15 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     """
     if with_context_parallel:
         if tp_only_amax_red:
-            return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or raise_missing("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or raise_missing(
+            return _TENSOR_AND_CONTEXT_PARALLEL_GROUP or raise_uninitialized(
+                "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"
+            )
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or raise_uninitialized(
             "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
         )
     if tp_only_amax_red:
-        return _TENSOR_MODEL_PARALLEL_GROUP or raise_missing("_TENSOR_MODEL_PARALLEL_GROUP")
-    return _TENSOR_AND_DATA_PARALLEL_GROUP or raise_missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
+        return _TENSOR_MODEL_PARALLEL_GROUP or raise_uninitialized("_TENSOR_MODEL_PARALLEL_GROUP")
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or raise_uninitialized("_TENSOR_AND_DATA_PARALLEL_GROUP")
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: Any = None) -> Any:
@@ -560,12 +570,14 @@ def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, grou
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
     """Return the expert parallel group."""
-    return _EXPERT_MODEL_PARALLEL_GROUP or raise_missing("_EXPERT_MODEL_PARALLEL_GROUP", check_initialized)
+    return _EXPERT_MODEL_PARALLEL_GROUP or raise_uninitialized(
+        "_EXPERT_MODEL_PARALLEL_GROUP", check_initialized
+    )
 
 
 def get_expert_model_parallel_src_rank() -> int:
     """Return the first global rank of the expert parallel group."""
-    return (_EXPERT_MODEL_PARALLEL_RANKS or raise_missing("_EXPERT_MODEL_PARALLEL_RANKS"))[0]
+    return (_EXPERT_MODEL_PARALLEL_RANKS or raise_uninitialized("_EXPERT_MODEL_PARALLEL_RANKS"))[0]
 
 
 def get_expert_model_parallel_world_size() -> int:
@@ -586,13 +598,15 @@ def get_expert_model_parallel_rank() -> int:
     return _zero_without_default_group("_EXPERT_MODEL_PARALLEL_GROUP")
 
 
-set_expert_model_parallel_world_size = _size_setter("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
-set_expert_model_parallel_rank = _rank_setter("_MPU_EXPERT_MODEL_PARALLEL_RANK")
+set_expert_model_parallel_world_size = _make_size_setter("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
+set_expert_model_parallel_rank = _make_rank_setter("_MPU_EXPERT_MODEL_PARALLEL_RANK")
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
     """Return the tensor parallel group of the experts."""
-    return _EXPERT_TENSOR_PARALLEL_GROUP or raise_missing("_EXPERT_TENSOR_PARALLEL_GROUP", check_initialized)
+    return _EXPERT_TENSOR_PARALLEL_GROUP or raise_uninitialized(
+        "_EXPERT_TENSOR_PARALLEL_GROUP", check_initialized
+    )
 
 
 def get_expert_tensor_parallel_world_size() -> int:
@@ -614,13 +628,13 @@ def get_expert_tensor_parallel_rank() -> int:
     return _MPU_TENSOR_MODEL_PARALLEL_RANK
 
 
-set_expert_tensor_parallel_world_size = _size_setter("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
-set_expert_tensor_parallel_rank = _rank_setter("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
+set_expert_tensor_parallel_world_size = _make_size_setter("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
+set_expert_tensor_parallel_rank = _make_rank_setter("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
     """Return the group over ep and etp."""
-    return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP or raise_missing(
+    return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP or raise_uninitialized(
         "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", check_initialized
     )
 
@@ -641,7 +655,7 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
 
 def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> Any:
     """Return the group over pp, ep and etp that holds one replica of the experts."""
-    return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP or raise_missing(
+    return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP or raise_uninitialized(
         "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized
     )
 
@@ -658,10 +672,12 @@ def get_expert_data_parallel_group(
             instance.
     """
     if partial_expert_data_parallel:
-        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or raise_missing(
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or raise_uninitialized(
             "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized
         )
-    return _EXPERT_DATA_PARALLEL_GROUP or raise_missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+    return _EXPERT_DATA_PARALLEL_GROUP or raise_uninitialized(
+        "_EXPERT_DATA_PARALLEL_GROUP", check_initialized
+    )
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
@@ -672,10 +688,10 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
     """Return the gloo group over the ranks of :func:`get_expert_data_parallel_group`."""
     if partial_expert_data_parallel:
-        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO or raise_missing(
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO or raise_uninitialized(
             "_EXPERT_DATA_PARALLEL_GROUP_GLOO"
         )
-    return _EXPERT_DATA_PARALLEL_GROUP_GLOO or raise_missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+    return _EXPERT_DATA_PARALLEL_GROUP_GLOO or raise_uninitialized("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
 
 
 def get_expert_data_parallel_world_size(
@@ -690,7 +706,7 @@ def get_expert_data_parallel_world_size(
 def get_expert_data_parallel_rank(
     *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
-    """Return this rank's index in that group; 0 without torch's default group."""
+    """Return this rank's index in the experts' data parallel group; 0 without a default group."""
     if not dist.is_initialized():
         return 0
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel).rank()
@@ -701,7 +717,7 @@ def get_expert_data_parallel_rank(
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
     """Return the group of all ranks in this rank's optimizer instance."""
-    return _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP or raise_missing(
+    return _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP or raise_uninitialized(
         "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", check_initialized
     )
 
@@ -709,7 +725,7 @@ def get_intra_distributed_optimizer_instance_group(check_initialized: bool = Tru
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
     """Return the group of this rank's counterparts in all optimizer instances."""
     # As upstream: the dense layers and the experts have the same group across instances.
-    return _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or raise_missing(
+    return _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or raise_uninitialized(
         "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized
     )
 
@@ -729,22 +745,22 @@ def get_all_ranks() -> str:
 
 def get_global_memory_buffer() -> Any:
     """Return the global memory buffer."""
-    return _GLOBAL_MEMORY_BUFFER or raise_missing("_GLOBAL_MEMORY_BUFFER")
+    return _GLOBAL_MEMORY_BUFFER or raise_uninitialized("_GLOBAL_MEMORY_BUFFER")
 
 
 def get_global_symmetric_memory_buffer() -> Any:
     """Return the global buffer in symmetric memory, which only megatron-core makes."""
-    return _GLOBAL_SYMMETRIC_MEMORY_BUFFER or raise_missing("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
+    return _GLOBAL_SYMMETRIC_MEMORY_BUFFER or raise_uninitialized("_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
 
 
 def destroy_global_memory_buffer() -> None:
-    """Forget the global memory buffer."""
+    """Delete the global memory buffer."""
     global _GLOBAL_MEMORY_BUFFER
     _GLOBAL_MEMORY_BUFFER = None
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
-    """Forget the global buffer in symmetric memory."""
+    """Delete the global buffer in symmetric memory."""
     global _GLOBAL_SYMMETRIC_MEMORY_BUFFER
     _GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from namedmesh.axes import DENSE_COUNTERPARTS
 from namedmesh.compat import ContractError, ContractRuntimeError
-from namedmesh.compat.state import mesh_axes
+from namedmesh.compat.state import find_mesh_axes
 from namedmesh.layout import Layout
 from namedmesh.legacy import parse_order
 
@@ -32,8 +32,8 @@ class MeshRanks:
 
     Args:
         layout: the layout, whose axes may have any order.
-        axes_by_ranks: collects the axes of every group that is returned, for the code that makes
-            the groups.
+        axes_by_ranks: a dict that :meth:`get_ranks` fills: the axes of every set of ranks that it
+            returns, for :class:`GroupFactory`.
         axes_by_name: the axes of the layout for Megatron's names that are not axes of the
             layout.
     """
@@ -50,7 +50,7 @@ class MeshRanks:
 
     @classmethod
     def from_generator(cls, generator: Any, axes_by_ranks: AxesByRanks, *, experts: bool) -> MeshRanks:
-        """Return the ranks of an upstream ``RankGenerator``, with our names of the axes.
+        """Make the equivalent of an upstream ``RankGenerator``, with our names of the axes.
 
         Args:
             generator: the upstream generator. An axis of size 1 is omitted, except for the usual
@@ -69,16 +69,16 @@ class MeshRanks:
         layout = Layout.from_shape(list(sizes)[::-1], list(sizes.values())[::-1])
         return cls(layout, axes_by_ranks, axes_by_name)
 
-    def layout_axes(self, *names: str) -> tuple[str, ...]:
+    def find_layout_axes(self, *names: str) -> tuple[str, ...]:
         """Return the axes of the layout for some of Megatron's names, without axes of size 1."""
         wanted: list[str] = []
         for name in names:
             wanted += self.axes_by_name.get(name, (name,))
-        return tuple(axis for axis in mesh_axes(self.layout, wanted) if self.layout[axis] > 1)
+        return tuple(axis for axis in find_mesh_axes(self.layout, wanted) if self.layout[axis] > 1)
 
     def size(self, name: str) -> int:
         """Return the number of ranks along one of Megatron's axes."""
-        axes = self.layout_axes(name)
+        axes = self.find_layout_axes(name)
         if not axes:
             return 1
         return self.layout.size(*axes)
@@ -89,7 +89,7 @@ class MeshRanks:
         Args:
             token: Megatron's names of axes, joined by hyphens, such as ``"tp-dp"``.
         """
-        axes = self.layout_axes(*token.split("-"))
+        axes = self.find_layout_axes(*token.split("-"))
         if not axes:
             return [[rank] for rank in self.layout.ranks]
         groups = self.layout.groups(*axes)
@@ -157,7 +157,7 @@ class RankGenerator(MeshRanks):
         return [position in positions for position in range(len(names))]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Return the ranks of every group over a token's axes; a ValueError for unknown names."""
+        """Return the ranks of every group over a token's axes; ValueError if one is unknown."""
         # As upstream, an unknown name is an error; MeshRanks ignores names that a mesh may lack.
         self.get_mask(self.order, token)
         return super().get_ranks(token)

@@ -47,8 +47,8 @@ __all__ += _mappings.__all__
 Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
 
 
-def accelerator() -> torch.device | None:
-    """Return the current device of the default group's accelerator, or None on a CPU."""
+def find_accelerator() -> torch.device | None:
+    """Return the current device of the default group's accelerator; None for a CPU."""
     if dist.is_initialized():
         kind = default_group_device().type
     else:
@@ -59,14 +59,14 @@ def accelerator() -> torch.device | None:
 
 
 class _Layer(ParallelLayer):
-    """Base of the three layers: their group, and the configuration that all of them read."""
+    """Base class of the three layers: sets the group and the attributes from ``config``."""
 
     def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
         super().__init__()
         self.group = resolve_group(tp_group, is_expert=is_expert)
         self.params_dtype = getattr(config, "params_dtype", None)
         on_cpu = getattr(config, "use_cpu_initialization", False)
-        self.params_device = None if on_cpu else accelerator()
+        self.params_device = None if on_cpu else find_accelerator()
         # As upstream: the full weight is initialized in float32, so that all dtypes round the same
         # values.
         self.init_dtype = torch.float32
@@ -85,7 +85,7 @@ class _Layer(ParallelLayer):
 
 
 class _Linear(_Layer):
-    """Base of the two linear layers: Megatron's parameter attributes and extra state."""
+    """Base class of the two linear layers: Megatron's parameter attributes, extra state."""
 
     shape_attributes = ("output_size", "input_size")
 
@@ -125,11 +125,11 @@ class _Linear(_Layer):
             param.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
 
     def get_extra_state(self) -> None:
-        """Return None. The entry exists because Transformer Engine's layers have one."""
+        """Return None: state dicts have an extra state as with Transformer Engine's layers."""
 
 
 def _ignore_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
-    """Remove the extra state before loading: states of other layers may or may not have one."""
+    """Load hook: remove the extra state, which saved state dicts may or may not have."""
     state.pop(f"{prefix}_extra_state", None)
 
 
@@ -375,9 +375,10 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the vectors of ids.
+        """Return the embeddings of ids.
 
-        The vector of an id outside of the vocabulary is zero; on one rank the id is an IndexError.
+        The embedding of an id outside of the vocabulary is zero. On one rank, such an id raises an
+        IndexError.
 
         Args:
             input_: the ids, ``(b, s)``, replicated.
