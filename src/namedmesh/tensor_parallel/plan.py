@@ -37,7 +37,8 @@ def parallelize(
 ) -> nn.Module:
     """Apply tensor parallelism to a model; a plan that does not fit changes nothing.
 
-    Call it once for a model, and before ``fully_shard``. Sharded parameters become DTensors, tied
+    Call it before ``fully_shard``, once for each axis and module: first for the experts (``etp``, then
+    ``ep``), then for the rest of the model. Sharded parameters become DTensors, tied
     parameters stay tied, and parameters outside of the plan stay plain tensors. From the first call
     on, the list operators that torch's optimizers, gradient clipping and gradient scaler use accept
     plain tensors and DTensors together.
