@@ -39,18 +39,17 @@ def all_meshes() -> list[NamedMesh]:
     return list(_meshes)
 
 
-def register(mesh: NamedMesh, groups: Groups, groups_by_axis: Mapping[str, dist.ProcessGroup]) -> None:
+def register(mesh: NamedMesh, groups: Groups) -> None:
     """Add a mesh to the open meshes.
 
     Args:
         mesh: the mesh.
         groups: all of its groups.
-        groups_by_axis: its group on each axis.
 
     Raises:
         MeshError: the mesh cannot use one of the groups; see :func:`check_groups`.
     """
-    check_groups(mesh, groups_by_axis)
+    check_groups(mesh, {axis: mesh.group(axis) for axis in mesh})
     _meshes[mesh] = groups
 
 

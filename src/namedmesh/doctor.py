@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.errors import AgreementError, format_count, format_items, format_ranks
+from namedmesh.errors import AgreementError, format_count, format_items, format_ranks, get_first_line
 from namedmesh.layout import Layout
 from namedmesh.plan.spec import (
     add_layout_arguments,
@@ -210,8 +210,7 @@ def check_groups(groups: Sequence[CheckedGroup], device: torch.device, timeout: 
             if rank.item() != sum(expected):
                 return Problem(axis, f"an all-reduce gave {rank.item()} instead of {sum(expected)}")
         except (RuntimeError, TimeoutError) as error:
-            first_line = str(error).strip().partition("\n")[0]
-            return Problem(axis, first_line or type(error).__name__)
+            return Problem(axis, get_first_line(error))
     return None
 
 

@@ -146,6 +146,15 @@ def format_items(items: Iterable[object], limit: int = 8) -> str:
     return f"{', '.join(texts[:limit])} and {len(texts) - limit} more"
 
 
+def get_first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, or the name of its class.
+
+    Args:
+        error: an error of torch or another library, whose message may have many lines.
+    """
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format the numbers of at least one rank.
 

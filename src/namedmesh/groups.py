@@ -336,8 +336,8 @@ class Groups:
     def get_checkpoint_group(self, layout: Layout) -> dist.ProcessGroup:
         """Return the gloo group for checkpoints, over all ranks of a layout; create it if needed.
 
-        No other code uses the group: a save in the background communicates at the same time as the training step.
-        Collective: every rank of the layout must call it.
+        No other code uses the group: a save in the background communicates at the same time as the
+        training step. Collective: every rank of the layout must call it.
 
         Args:
             layout: the layout of the mesh, which may be over some ranks of the world only.

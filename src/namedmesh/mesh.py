@@ -81,7 +81,7 @@ class NamedMesh(MeshAccessors):
         self._views.add_root(ROOT_VIEW, root or self._views.build_mesh(layout))
         self._cache_memberships()
         try:
-            current.register(self, self._groups, {axis: self.group(axis) for axis in self})
+            current.register(self, self._groups)
         except MeshError:
             # The caller gets no mesh to close.
             self._groups.release()

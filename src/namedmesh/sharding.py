@@ -37,6 +37,14 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def to_full(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, and any other tensor as it is.
+
+    Collective for a DTensor that is sharded or partial: every rank of its mesh must call it.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def find_placements(param: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     """Return the mesh and placements of a DTensor, or of its local shard under DDP.
 

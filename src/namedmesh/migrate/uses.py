@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import libcst as cst
 from libcst import metadata
 
+from namedmesh.errors import get_first_line
 from namedmesh.migrate.table import (
     API_OF_MODULE,
     APIS,
@@ -108,7 +109,7 @@ def read_file(path: Path) -> FileUses | str | None:
         finder = _Finder(path, source, wrapper.module, imports)
         wrapper.visit(finder)
     except (OSError, SyntaxError, ValueError, cst.ParserSyntaxError) as error:
-        return f"{path}: cannot be read: {str(error).splitlines()[0]}"
+        return f"{path}: cannot be read: {get_first_line(error)}"
     finder.found.uses.sort(key=lambda use: use.start)
     return finder.found
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh._torch import all_gather_object, tree_leaves, tree_map
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import PlanError, format_count
+from namedmesh.sharding import to_full
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
 from namedmesh.tensor_parallel.plan_entries import Plan
@@ -179,7 +180,7 @@ def _run(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
         # A parameter that the forward does not use on this rank has no gradient.
         if grad is None:
             grad = torch.zeros_like(tensor)
-        results[f"gradient of {name}"] = _to_full_tensor(grad).to_dense()
+        results[f"gradient of {name}"] = to_full(grad).to_dense()
     return results
 
 
@@ -193,7 +194,7 @@ def _run_forward(model: nn.Module, leaves: Any) -> list[Tensor]:
     with torch.random.fork_rng(range(torch.accelerator.device_count())):
         torch.manual_seed(0)
         output = model(*args, **kwargs)
-    outputs = [_to_full_tensor(tensor) for tensor in _list_tensors(output)]
+    outputs = [to_full(tensor) for tensor in _list_tensors(output)]
     if not outputs:
         kind = type(output).__name__
         raise PlanError(f"the output, of type {kind}, has no tensors; return them in plain containers")
@@ -202,11 +203,6 @@ def _run_forward(model: nn.Module, leaves: Any) -> list[Tensor]:
 
 def _clone_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _to_full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor (all-gather), and any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _max_abs(tensor: Tensor) -> float:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from namedmesh._torch import replace_local_tensor
-from namedmesh.errors import CheckpointError, format_items
+from namedmesh.errors import CheckpointError, format_items, get_first_line
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_plain_shard, to_local
 from namedmesh.training import seeds
@@ -473,6 +473,5 @@ def to_plain_data(value: object, name: str) -> Any:
         written.seek(0)
         return torch.load(written, weights_only=True, map_location="cpu")
     except Exception as error:  # noqa: BLE001  each type has its own error
-        cause = str(error).strip().partition("\n")[0]
         remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
-        raise CheckpointError(f"{name} is not plain data ({cause}); {remedy}") from None
+        raise CheckpointError(f"{name} is not plain data ({get_first_line(error)}); {remedy}") from None

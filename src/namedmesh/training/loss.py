@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import TOKEN_AXES
 from namedmesh.errors import ShapeError, TrainingError
 from namedmesh.mesh import NamedMesh
+from namedmesh.sharding import to_full
 from namedmesh.training.data import all_reduce_over_axes, find_data_axes
 
 
@@ -114,8 +114,7 @@ def normalize_loss(loss_sum: Tensor, num_tokens: Tensor, mesh: NamedMesh) -> Ten
     problems += _check_is_tensor("num_tokens", num_tokens, "pass the result of count_tokens")
     if problems:
         raise ShapeError(*problems)
-    if isinstance(loss_sum, DTensor):
-        loss_sum = loss_sum.full_tensor()
+    loss_sum = to_full(loss_sum)
     # Without a supervised token the sum is 0, and 0 / 1 is the mean. 0 / 0 would make every
     # gradient NaN, on every rank.
     divisor = (num_tokens + (num_tokens == 0)).double()
@@ -179,6 +178,5 @@ def sum_losses(losses: Iterable[Tensor], mesh: NamedMesh) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for loss in losses:
-        full_loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        total = total + full_loss.detach().to(total).sum()
+        total = total + to_full(loss).detach().to(total).sum()
     return total
