@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 import torch.distributed as dist
 from messages import error_of
@@ -116,12 +117,19 @@ def _did_not(rank: int, did: str) -> str:
     )
 
 
-def test_a_missing_rank_is_reported_within_the_timeout() -> None:
-    for call in (_call_without, _call_again_without):
-        for who in (0, WRONG):
-            reports = run_ranks(4, call, who)
-            assert reports.pop(who) == ""
-            assert reports == [_did_not(who, "call init_mesh")] * 3
+@pytest.mark.parametrize(
+    ("call", "who"),
+    [
+        (_call_without, 0),
+        (_call_again_without, WRONG),
+        pytest.param(_call_without, WRONG, marks=pytest.mark.slow),
+        pytest.param(_call_again_without, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_missing_rank_is_reported_within_the_timeout(call: Callable[[int], str], who: int) -> None:
+    reports = run_ranks(4, call, who)
+    assert reports.pop(who) == ""
+    assert reports == [_did_not(who, "call init_mesh")] * 3
 
 
 def _call_late(who: int) -> str:

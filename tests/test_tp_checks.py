@@ -310,7 +310,9 @@ def compare_llamas() -> list[float]:
     return differences
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "tp_size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_a_llama_with_any_number_of_kv_heads_equals_one_process(tp_size: int) -> None:
     for differences in run_ranks(tp_size, compare_llamas):
         assert differences

@@ -163,10 +163,19 @@ def compare_cases(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tp", [2])
-def test_training_equals_one_process(tp: int, mode: str) -> None:
-    assert_no_difference(run_ranks(tp, compare_cases, mode, timeout=240.0), 1e-11, len(CASES))
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("eager", tuple(CASES)),
+        ("copied", tuple(CASES)),
+        ("checkpointed", tuple(CASES)),
+        ("checkpointed selectively", tuple(CASES)),
+        ("compiled", ("sequence", "adapters")),
+        pytest.param("compiled", tuple(CASES), marks=pytest.mark.slow),
+    ],
+)
+def test_training_equals_one_process(mode: str, names: tuple[str, ...]) -> None:
+    assert_no_difference(run_ranks(2, compare_cases, mode, names, timeout=240.0), 1e-11, len(names))
 
 
 @pytest.mark.usefixtures("as_on_cuda")

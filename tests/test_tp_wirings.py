@@ -288,7 +288,9 @@ def run_part(part: int) -> list[Outcome]:
 
 
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor")  # torch's, of a gain times a DTensor
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))]
+)
 def test_a_random_module_is_equal_or_rejected_or_raises(part: int) -> None:
     first, second = run_ranks(2, run_part, part)
     assert [outcome.kind for outcome in first] == [outcome.kind for outcome in second]

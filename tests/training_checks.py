@@ -34,6 +34,9 @@ WITH_EXPERTS = replace(SETTINGS, dim=32, layers=2, moe=True)
 Job = tuple[dict[str, Any], str, int, dict[str, Any]]
 """The sizes of the axes, the schedule, the number of microbatches, and the sizes of the experts' view."""
 # On as many ranks as a layout needs: what one job saved another reads that has more of them.
+# Up to torch 2.12 schedules of two backward passes refuse functions written in Python, such as our layers' and DTensor's.
+ZBV = "ZBV" if TORCH.release >= (2, 13) else "Interleaved1F1B"
+ON_TWO: list[Job] = [({"pp": 2, "dp": 1, "tp": 1}, ZBV, 4, {})]
 ON_FOUR: list[Job] = [
     ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1, {}),
     ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}, "1F1B", 1, {}),
@@ -42,8 +45,7 @@ ON_FOUR: list[Job] = [
 ]
 ON_EIGHT: list[Job] = [
     ({"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 2, "tp": 2}, "1F1B", 2, {}),
-    # Up to torch 2.12 schedules of two backward passes refuse functions written in Python, such as our layers' and DTensor's.
-    ({"pp": 2, "dp": 2, "tp": 2}, "ZBV" if TORCH.release >= (2, 13) else "Interleaved1F1B", 4, {}),
+    ({"pp": 2, "dp": 2, "tp": 2}, ZBV, 4, {}),
     ({"pp": 4, "tp": 2}, "1F1B", 4, {}),
 ]
 EXPERTS_ON_FOUR: list[Job] = [
