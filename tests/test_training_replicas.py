@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -257,3 +258,60 @@ def test_ranks_compare_on_few_calls_and_report_unsharded_parameters(tmp_path: Pa
             "optimizer made from these trains nothing. Clip before the next forward, or first call reshard() on every FSDPModule "
             "of the model"
         )
+
+
+def collect_errors_of_ties() -> list[list[str]]:
+    """Return the errors on (pp 2, dp 2): gradients not summed, summed, and weights filled after the tie."""
+    found = []
+    for case in ("forgotten", "summed", "filled later"):
+        mesh = namedmesh.init_mesh(pp=2, dp=2, device="cpu")
+        stage = nn.Linear(2, 4, bias=False)
+        nn.init.ones_(stage.weight)
+        fully_shard(stage, mesh=training.fsdp_mesh(mesh))
+        ends = [stage.weight if at_end else None for at_end in (mesh.is_first("pp"), mesh.is_last("pp"))]
+        sum_gradients = training.tie_stages(ends[0], ends[1], mesh)
+        if case == "filled later":
+            nn.init.constant_(stage.weight, 1.0 + mesh.rank("pp"))
+        stage(torch.ones(1, 2)).sum().mul(1 + mesh.rank("pp")).backward()
+        if case != "forgotten":
+            sum_gradients()
+        problems = list_problems(partial(training.clip_grad_norm_, stage.parameters(), math.inf, mesh))
+        if case == "summed":
+            # Each stage's gradient is 1 or 2 for all 8 elements.
+            assert stage.weight.grad is not None
+            assert stage.weight.grad.full_tensor().tolist() == [[3.0, 3.0]] * 4
+        found.append(problems)
+        torch.distributed.barrier()
+        mesh.close()
+    return found
+
+
+def test_two_ends_of_a_tie_that_differ_are_reported() -> None:
+    fix = (
+        "Call the function that tie_stages returned after the last backward of each step, before clipping, and tie after the "
+        "weights have their first values. If the ends are meant to differ, pass check=False"
+    )
+    which = "of parameters 0 (4, 2) of the first stage and 0 (4, 2) of the last differ, but are tied."
+    expected = [[f"The gradients {which} {fix}"], [], [f"The weights {which} {fix}"]]
+    assert run_ranks(4, collect_errors_of_ties) == [expected] * 4
+
+
+def clip_ends_on_one_rank() -> tuple[list[str], Tensor]:
+    """Return the problems before the gradients are summed, and the norm after."""
+    mesh = namedmesh.init_mesh(pp=1, device="cpu")
+    first, last = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    sum_gradients = training.tie_stages(first, last, mesh)
+    first.grad, last.grad = torch.ones(2), torch.zeros(2)
+    call = partial(training.clip_grad_norm_, [first, last], 1.0, mesh)
+    problems = list_problems(call)
+    sum_gradients()
+    norm = call()
+    mesh.close()
+    return problems, norm
+
+
+def test_ends_on_one_rank_are_compared() -> None:
+    ((problems, norm),) = run_ranks(1, clip_ends_on_one_rank)
+    which = "The gradients of parameters 0 (2,) of the first stage and 1 (2,) of the last "
+    assert [problem.startswith(which) for problem in problems] == [True]
+    assert compute_difference(norm, torch.tensor(2.0).sqrt()) < 1e-6

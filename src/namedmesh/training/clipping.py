@@ -58,7 +58,7 @@ def clip_grad_norm_(
 
     The norm needs one small all-gather for each group over which parameters are sharded. On the
     first call with a mesh, and on calls 2, 4, 8 and so on up to 1024, the ranks also compare
-    weights and gradients of replicated parameters.
+    weights and gradients of replicated parameters, and of the two ends of a tied weight.
 
     Collective: every rank of the mesh must call it, with the same parameters in the same order. A
     rank may lack some of the gradients.
@@ -85,7 +85,7 @@ def clip_grad_norm_(
             read because FSDP2 has not resharded parameters, or because DDP over tensor parallelism
             has replaced them by local shards.
         GradientError: on every rank, before any gradient is scaled: weights or gradients of
-            replicated parameters differ between ranks. As in torch, parameters have no names here,
+            replicated or tied parameters differ between ranks. As in torch, parameters have no names here,
             so the message has their positions in ``parameters`` and their shapes.
     """
     mesh = named_mesh(mesh, "clip_grad_norm_")

@@ -30,6 +30,7 @@ from namedmesh.tensor_parallel.gradients import (
     ZERO_GRAD_THRESHOLD,
     list_checked_models,
 )
+from namedmesh.training.tying import get_tie
 
 _CAUSES = (
     "They must be equal there. The two commonest causes: the gradients are not averaged over this "
@@ -37,6 +38,12 @@ _CAUSES = (
     "mesh=training.fsdp_mesh(mesh)) covers dp and cp); or the weights were never made equal (use "
     "one seed on every rank, or training.init_parameters). A plain tensor that is a shard needs the "
     "attribute tensor_model_parallel. If the ranks are meant to differ, pass check=False"
+)
+
+_CAUSES_OF_TIES = (
+    "Call the function that tie_stages returned after the last backward of each step, before "
+    "clipping, and tie after the weights have their first values. If the ends are meant to differ, "
+    "pass check=False"
 )
 
 # The number of calls with each mesh. A count for each set of parameters would differ between
@@ -104,10 +111,11 @@ def _check_not_removed_by_ddp(params: Sequence[Tensor]) -> None:
 def check_replicas_equal(params: Sequence[Tensor], mesh: NamedMesh) -> None:
     """Check that replicated weights and gradients are equal on all ranks of each axis.
 
-    It compares on calls 1, 2, 4 and so on up to 1024 with a mesh, and returns at once otherwise.
+    The two ends of a weight that :func:`tie_stages` tied are compared, too. It compares on calls
+    1, 2, 4 and so on up to 1024 with a mesh, and returns at once otherwise.
 
     Collective: every rank of the mesh must call it. Calls that compare run a few small all-reduces
-    for each axis, and one all-gather of the messages.
+    for each axis, one all-gather of the ties, and one of the messages.
 
     Args:
         params: the parameters, in the same order on every rank.
@@ -121,10 +129,12 @@ def check_replicas_equal(params: Sequence[Tensor], mesh: NamedMesh) -> None:
     if torch.compiler.is_compiling() or is_capturing():
         return
     call = _calls[mesh] = _calls.get(mesh, 0) + 1
-    if call > LAST_STEP or call & (call - 1) or mesh.size() == 1 or dist.get_backend() == "fake":
+    if call > LAST_STEP or call & (call - 1) or dist.get_backend() == "fake":
         return
     _check_not_removed_by_ddp(params)
     problems = set(_find_differences(params, mesh))
+    if "pp" in mesh.layout:
+        problems.update(_find_unequal_ties(params, mesh))
     # Every rank raises, whichever stage or shard the ranks that differ have.
     for axis in mesh.layout:
         if mesh.size(axis) > 1:
@@ -164,6 +174,36 @@ def _find_differences(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
                 stage = f" of stage {mesh.rank('pp')}" if "pp" in mesh.layout else ""
                 where = f"{described}{stage} differ between the ranks of {axis}"
                 problems.append(f"The {kind} of parameters {where}. {_CAUSES}")
+                break
+    return problems
+
+
+def _find_unequal_ties(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
+    """Return a message for each tie whose ends have different weights or gradients.
+
+    Collective: every rank of ``pp`` must call it. All get the same messages.
+    """
+    here: dict[tuple[str, str], tuple[list[float], list[float], str]] = {}
+    for position, param in enumerate(params):
+        tie = get_tie(param)
+        if tie is not None:
+            described = _format_params([(position, param)])
+            here[tie] = _summarize(param), _summarize(param.grad), described
+    ends: dict[tuple[str, str], tuple[list[float], list[float], str]] = {}
+    for ends_of_rank in all_gather_object(mesh.group("pp"), here):
+        ends.update(ends_of_rank)
+    problems = []
+    for (number, end), first in sorted(ends.items()):
+        last = ends.get((number, "last"))
+        if end != "first" or last is None:
+            continue  # this call has parameters of one of the two stages only
+        for index, kind in enumerate(("weights", "gradients")):
+            values = torch.tensor([first[index], last[index]], dtype=torch.float64)
+            if _find_unequal_tensors([values.amax(0).tolist()], [values.amin(0).tolist()]):
+                problems.append(
+                    f"The {kind} of parameters {first[2]} of the first stage and {last[2]} of the last "
+                    f"differ, but are tied. {_CAUSES_OF_TIES}"
+                )
                 break
     return problems
 
