@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from installing import run_python
 from legacy import arguments, comparable, deepspeed_groups, init_deepspeed, outcome
-from messages import check_error
+from messages import check_error, error_of
 from ranks import fake_world, live_groups, run_ranks, summed
 
 import namedmesh
@@ -225,6 +225,17 @@ def test_grid_groups_work_on_gloo_and_are_reused() -> None:
 def test_a_grid_needs_a_default_group() -> None:
     text = "torch.distributed has no default group; ... deepspeed.init_distributed() first"
     check_error(PipelineParallelGrid, AssertionError, text)
+
+
+def test_a_grid_of_a_mesh_needs_its_axes() -> None:
+    with fake_world(4):
+        mesh = namedmesh.init_mesh(tp=4, device="cpu")
+        text = error_of(lambda: PipelineParallelGrid.from_mesh(mesh))
+        mesh.close()
+    assert text == (
+        "AxisError: tp=4 (4 ranks) has no axis pp and no axis dp; a grid needs pp and dp: make the mesh with both, "
+        "if only of size 1"
+    )
 
 
 # --- the unit -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from namedmesh.agreement import agree_on
 from namedmesh.compat.deepspeed.accessors import GroupAccessors
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import agree_before_creation, check_default_group
-from namedmesh.errors import LayoutError
+from namedmesh.errors import AxisError, LayoutError
 from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
@@ -283,15 +283,20 @@ class PipelineParallelGrid(GroupAccessors):
 
         Raises:
             MeshError: the argument is not an open mesh.
-            AttributeError: the mesh has no axis pp or no axis dp.
+            AxisError: the mesh has no axis pp or no axis dp.
             AgreementError: the other ranks did not call this, or called it with a different mesh.
         """
         grid = cls.__new__(cls)
         deepspeed_axes = {mesh_axis: axis for axis, mesh_axis in _MESH_AXES.items()}
         with agree_before_creation(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
+            missing = [axis for axis in ("pp", "dp") if axis not in mesh.layout]
+            if missing:
+                raise AxisError(
+                    f"{mesh.layout} has no axis {' and no axis '.join(missing)}; a grid needs pp and dp: make "
+                    "the mesh with both, if only of size 1"
+                )
             axes = [deepspeed_axes.get(axis, axis) for axis in mesh.layout]
             topology = ProcessTopology(axes, mesh.layout.sizes)
-            _check_has_pipe_and_data(topology)
             grid._set_attributes(topology, mesh)  # noqa: SLF001  an instance of this class
         return grid
 
