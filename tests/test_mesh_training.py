@@ -28,6 +28,7 @@ CASES: dict[int, dict[str, tuple[Any, dict[str, Any], str, str]]] = {
     4: {
         "axes": (SIZES, {}, "dp", "tp"),
         "with axes of size one": ({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, {}, "dp", "tp"),
+        "tensor axis first": ({"tp": 2, "dp": 2}, {}, "dp", "tp"),
         "data axis of one": ({"dp": 1, "tp": 4}, {}, "dp", "tp"),
         "flat with size one": ({"dp": 2, "cp": 1, "tp": 2}, {}, "dp*cp", "tp"),
         "view": ({"dp": 4, "tp": 1}, {"edp": 2, "ep": 2}, "edp", "ep"),
@@ -36,6 +37,12 @@ CASES: dict[int, dict[str, tuple[Any, dict[str, Any], str, str]]] = {
     },
     8: {
         "hybrid": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {}, "dp_replicate dp_shard", "tp"),
+        "tensor axis in the middle": (
+            {"dp_replicate": 2, "tp": 2, "dp_shard": 2},
+            {},
+            "dp_replicate dp_shard",
+            "tp",
+        ),
         "flat": ({"dp": 2, "cp": 2, "tp": 2}, {}, "dp*cp", "tp"),
         "flat, axes separated by size one": (SEPARATED_BY_SIZE_ONE, {}, "dp*cp", "tp"),
         # FSDP2 on a view that merges two axes, tensor parallelism on an axis of the mesh itself.
