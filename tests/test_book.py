@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import functools
 import importlib
 import inspect
 import json
@@ -40,7 +42,7 @@ from ranks import run_ranks
 from torch import nn
 
 import namedmesh
-from namedmesh import Layout, NamedMesh, compat, launch, plan, tensor_parallel, training
+from namedmesh import Layout, NamedMesh, compat, errors, launch, plan, tensor_parallel, training
 from namedmesh.__main__ import main
 
 # The packages that a console block needs, by a script or file in it.
@@ -236,6 +238,42 @@ def test_every_python_block_has_a_mark_that_makes_a_test_of_it(page: Page) -> No
             elif kind == "from":
                 source = page.files.get(name) or (ROOT / name).read_text(encoding="utf-8")
                 assert contains(source, block.source), f"{name} does not have:\n{block.source}"
+
+
+@functools.cache
+def source_strings() -> str:
+    """Return the strings of the source except docstrings, one in a line; f-strings in their literal parts."""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        constants = [node for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
+        found += [" ".join(node.value.split()) for node in constants if isinstance(node.value, str)]
+    return "\n".join(found)
+
+
+def find_unknown_words(message: str) -> tuple[int, list[str]]:
+    """Return the number of plain words of a message, and those that no two words in a row of the source explain."""
+    words = message.split()
+    is_known = [False] * len(words)
+    for start in range(len(words)):
+        for end in range(start + 2, len(words) + 1):
+            if " ".join(words[start:end]) in source_strings():
+                is_known[start:end] = [True] * (end - start)
+    plain = [at for at, word in enumerate(words) if re.fullmatch(r"[A-Za-z_]{2,}[,:;.]?", word)]
+    return len(plain), [words[at] for at in plain if not is_known[at]]
+
+
+@each_guide_page
+def test_messages_that_a_page_quotes_are_in_the_source(page: Page) -> None:
+    """The values in a message are unknown words, so three of five words may be."""
+    ours = "|".join(name for name, kind in vars(errors).items() if isinstance(kind, type))
+    for message in re.findall(rf"`(?:{ours}): ([^`]*)`", without_blocks(page.text)):
+        for part in message.split("..."):
+            num_words, unknown = find_unknown_words(part)
+            assert num_words < 3 or len(unknown) <= 0.6 * num_words, (
+                f"no message of the source: {part}: {unknown}"
+            )
 
 
 def test_every_script_is_run_by_a_page_and_is_short() -> None:

@@ -13,7 +13,7 @@ import torch
 from as_cuda import NoReads
 from messages import error_of, list_problems, match_message
 from ranks import run_ranks
-from tensors import compute_difference, random_tensor
+from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -279,7 +279,7 @@ def collect_errors_of_ties() -> list[list[str]]:
         if case == "summed":
             # Each stage's gradient is 1 or 2 for all 8 elements.
             assert stage.weight.grad is not None
-            assert stage.weight.grad.full_tensor().tolist() == [[3.0, 3.0]] * 4
+            assert full_tensor(stage.weight.grad).tolist() == [[3.0, 3.0]] * 4
         found.append(problems)
         torch.distributed.barrier()
         mesh.close()
