@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -95,6 +96,36 @@ def test_no_group_outlives_the_default_group(tmp_path: Path, closed: bool) -> No
     assert run_ranks(2, list_groups_that_outlive_the_default_group, tmp_path, closed, init=False) == [[], []]
 
 
+# --- calls on one rank ---------------------------------------------------------------------------
+
+
+def save_on_one_rank(path: Path, who: int, saved_before: bool) -> str:
+    mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu", timeout=timedelta(seconds=5))
+    model = nn.Linear(2, 2)
+    if saved_before:
+        training.save(path, mesh, model)
+    return error_of(lambda: training.save(path, mesh, model)) if mesh.global_rank == who else ""
+
+
+@pytest.mark.parametrize(
+    ("who", "saved_before", "message"),
+    [
+        (3, False, "AgreementError: ranks 0, 1, 2 of 4 did not call save within 5 s; "),
+        (
+            0,
+            True,
+            "AgreementError: some ranks did not call save within the timeout of the mesh ([Rank 0]: Ranks 1, 2, 3 ",
+        ),
+    ],
+)
+def test_a_save_on_one_rank_names_the_others(
+    tmp_path: Path, who: int, saved_before: bool, message: str
+) -> None:
+    reports = run_ranks(4, save_on_one_rank, tmp_path, who, saved_before)
+    assert reports.pop(who).startswith(message)
+    assert reports == [""] * 3
+
+
 # --- the background ------------------------------------------------------------------------------
 
 
@@ -134,7 +165,7 @@ def test_background_saves_copy_to_pinned_memory_and_reuse_it(tmp_path: Path) -> 
     with mesh_of_one_gpu(tmp_path) as mesh:
         model: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
         other: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
-        pinned = CheckpointRanks.from_mesh(mesh).pinned
+        pinned = CheckpointRanks.from_mesh(mesh, "save").pinned
         places = []
         for number in (1, 2):
             with torch.no_grad():

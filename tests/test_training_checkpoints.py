@@ -324,7 +324,7 @@ def the_end_of_a_with_block_waits_for_the_last_save(root: Path) -> None:
     assert message.startswith(f"CheckpointError: the checkpoint {place} could not be written by rank 0 (")
     with pytest.raises(ZeroDivisionError):
         run("other", ZeroDivisionError)
-    CheckpointRanks.from_mesh(mesh).wait_for_save()
+    CheckpointRanks.from_mesh(mesh, "save").wait_for_save()
     mesh.close()
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from namedmesh._torch import get_default_timeout
+from namedmesh._torch import get_timeout
 from namedmesh.coordinator import StoreCoordinator, format_missing, get_default_coordinator
 from namedmesh.errors import AgreementError, NamedMeshError, format_ranks
 
@@ -75,7 +75,7 @@ def agree_on(
         return
     if coordinator is None:
         coordinator = get_default_coordinator()
-    coordinated = _CoordinatedCall(coordinator, call, timeout or get_default_timeout())
+    coordinated = _CoordinatedCall(coordinator, call, timeout or get_timeout())
     try:
         yield coordinated.compare
     except AgreementError:

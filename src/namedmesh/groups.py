@@ -18,7 +18,7 @@ from namedmesh._torch import (
     constant_under_compile,
     get_backend_default_timeout,
     get_bound_device,
-    get_default_timeout,
+    get_timeout,
     is_registered,
 )
 from namedmesh.errors import MeshError
@@ -132,7 +132,7 @@ class Groups:
         self.options_by_axes = dict(options_by_axes)
         self.acquired: dict[GroupKey, Communicator] = {}
         self._world: Any = ref(dist.group.WORLD)
-        self._world_options = GroupOptions(timeout=get_default_timeout())
+        self._world_options = GroupOptions(timeout=get_timeout())
         self._normalized: dict[GroupOptions, GroupOptions] = {}
         if not all(cached.exists() for cached in _group_cache.values()):
             # The default group was destroyed, and with it every group. There is a new one now.

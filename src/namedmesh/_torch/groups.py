@@ -83,11 +83,15 @@ def get_backend_default_timeout() -> timedelta:
     return c10d._get_default_timeout(c10d.Backend(dist.get_backend()))  # type: ignore[no-any-return]
 
 
-def get_default_timeout() -> timedelta:
-    """Return the timeout of the default group."""
-    group: Any = dist.group.WORLD
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
+def get_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
+    """Return the timeout of a group.
+
+    Args:
+        group: the group; None for the default group.
+    """
+    found: Any = group or dist.group.WORLD
+    for device in found._device_types:
+        options = getattr(found._get_backend(device), "options", None)
         # The fake backend has no options.
         if options is not None:
             timeout: timedelta = options._timeout

@@ -9,15 +9,15 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from namedmesh._internal import get_groups
-from namedmesh._torch import make_dcp_wrapper
-from namedmesh.errors import CheckpointError, NamedMeshError, format_ranks
+from namedmesh._internal import agree_on_call, get_groups
+from namedmesh._torch import get_timeout, make_dcp_wrapper
+from namedmesh.errors import AgreementError, CheckpointError, NamedMeshError, format_ranks
 from namedmesh.mesh import NamedMesh
 from namedmesh.training.checkpoint_files import CorruptedError
 
@@ -34,6 +34,7 @@ class CheckpointRanks:
     """
 
     _instances: ClassVar[WeakKeyDictionary[dist.ProcessGroup, CheckpointRanks]] = WeakKeyDictionary()
+    _meshes: ClassVar[WeakSet[NamedMesh]] = WeakSet()  # those whose group was created or found
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         # A weak reference, because destroy_process_group() has to end the group with its threads.
@@ -43,17 +44,30 @@ class CheckpointRanks:
         self.pinned: dict[str, torch.Tensor] = {}
 
     @classmethod
-    def from_mesh(cls, mesh: NamedMesh | None) -> CheckpointRanks:
+    def from_mesh(cls, mesh: NamedMesh | None, call: str) -> CheckpointRanks:
         """Return the ranks of a mesh, with the gloo group that they share.
 
         Collective: every rank of the mesh must call it, because the group may have to be created.
 
         Args:
             mesh: the mesh; None in a process without process groups.
+            call: the call of the user, for messages.
+
+        Raises:
+            AgreementError: some ranks did not make the call within the timeout of the mesh.
         """
         if mesh is None:
             return cls(None)
-        group = get_groups(mesh).get_checkpoint_group(mesh.layout)
+        groups = get_groups(mesh)
+        # Ranks outside of the mesh do not save its model, so there is nothing to agree on with them.
+        is_whole_world = mesh.size() == groups.world_size
+        if is_whole_world and mesh not in cls._meshes:
+            with agree_on_call(mesh, call) as compare:
+                compare({"layout": repr(mesh.layout)})
+                group = groups.get_checkpoint_group(mesh.layout)
+            cls._meshes.add(mesh)
+        else:
+            group = groups.get_checkpoint_group(mesh.layout)
         return cls._instances.setdefault(group, cls(group))
 
     @property
@@ -73,6 +87,29 @@ class CheckpointRanks:
                 "'with' block of CheckpointManager."
             )
         return {"no_dist": False, "process_group": group}
+
+    def wait_for_all_ranks(self, call: str) -> None:
+        """Wait until every rank has made a call, so that one that does not is reported as such.
+
+        Collective: every rank must call it. There must be no save in the background.
+
+        Args:
+            call: the call of the user, for messages.
+
+        Raises:
+            AgreementError: some ranks did not make the call within the timeout of the mesh. Rank 0
+                has their numbers, the others may have the number of rank 0.
+        """
+        group = self.dcp_arguments["process_group"]
+        if group is None:
+            return
+        try:
+            dist.monitored_barrier(group, get_timeout(group), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise AgreementError(
+                f"some ranks did not call {call} within the timeout of the mesh ({error}); call it on every "
+                "rank, and not only on one of them"
+            ) from None
 
     def wait_for_save(self) -> None:
         """Wait for the save in the background, and raise its error once.

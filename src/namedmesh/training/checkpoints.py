@@ -78,6 +78,7 @@ def save(
     Raises:
         CheckpointError: on every rank, with all problems at once. An earlier checkpoint at ``path``
             is kept.
+        AgreementError: some ranks did not call it within the timeout of the mesh.
     """
     path, mesh = checkpoint_place(path, mesh, "save")
     return _save(Path(path), mesh, (model, optimizer, data), extra, async_=async_)
@@ -106,9 +107,10 @@ def _save(
         run: the run that the checkpoint belongs to.
         on_finish: called on rank 0 after the checkpoint is complete.
     """
-    ranks = CheckpointRanks.from_mesh(mesh)
+    ranks = CheckpointRanks.from_mesh(mesh, "save")
     # One save at a time: they share the pinned memory and the group.
     ranks.wait_for_save()
+    ranks.wait_for_all_ranks("save")
     # Without a mesh, every call has its own CheckpointRanks, and could not wait for this save.
     in_background = async_ and mesh is not None
     state = State(mesh, *objects)
@@ -231,6 +233,7 @@ def load(
     Raises:
         CheckpointError: on every rank, with all problems at once, before anything is changed: a
             file is missing or corrupted, or an entry does not fit.
+        AgreementError: some ranks did not call it within the timeout of the mesh.
 
     Example:
         A pretrained backbone under a new head::
@@ -265,8 +268,9 @@ def _load(
         objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
         **options: the options of :class:`LoadPlanner`.
     """
-    ranks = CheckpointRanks.from_mesh(mesh)
+    ranks = CheckpointRanks.from_mesh(mesh, "load")
     ranks.wait_for_save()
+    ranks.wait_for_all_ranks("load")
     problem = f"the checkpoint {path} could not be read"
     manifest: dict[str, Any] = ranks.run_on_rank0(problem, partial(_read_manifest, path))
     state = State(mesh, *objects)
@@ -331,7 +335,7 @@ class CheckpointManager:
         self.mesh = mesh
         self.keep = keep
         self.async_ = async_
-        self._ranks = CheckpointRanks.from_mesh(mesh)
+        self._ranks = CheckpointRanks.from_mesh(mesh, "CheckpointManager")
         self._run = ""
         self._lock: Lock | None = None  # only rank 0 has it
 
@@ -402,6 +406,7 @@ class CheckpointManager:
                 the directory has another run; or another job saves there.
         """
         self._ranks.wait_for_save()
+        self._ranks.wait_for_all_ranks("resume_or_start")
         # All ranks try the same checkpoints, and load() raises the same error on every rank.
         manifest: dict[str, Any] = {}
         candidates = self._run_on_rank0(partial(self._find_candidates, resume))
@@ -456,6 +461,7 @@ class CheckpointManager:
                 has another run; or another job saves there.
         """
         self._ranks.wait_for_save()
+        self._ranks.wait_for_all_ranks("save")
         self._run = self._run_on_rank0(self._prepare_directory)
         path = self.directory / f"step-{step:06}"
         how: dict[str, Any] = {"async_": self.async_, "run": self._run, "on_finish": self._remove_older}

@@ -59,7 +59,7 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
         stored = saved[entry]
         if isinstance(stored, dcp.TensorStorageMetadata):
             tensors[entry] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-    with CheckpointRanks.from_mesh(None).reraise_on_all_ranks(
+    with CheckpointRanks.from_mesh(None, "to_pretrained").reraise_on_all_ranks(
         f"the model of {source} could not be written to {target}"
     ):
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
