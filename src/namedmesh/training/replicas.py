@@ -198,7 +198,7 @@ def _find_unequal_ties(params: Sequence[Tensor], mesh: NamedMesh) -> list[str]:
         if end != "first" or last is None:
             continue  # this call has parameters of one of the two stages only
         for index, kind in enumerate(("weights", "gradients")):
-            values = torch.tensor([first[index], last[index]], dtype=torch.float64)
+            values = torch.tensor([first[index], last[index]], dtype=torch.float64, device="cpu")
             if _find_unequal_tensors([values.amax(0).tolist()], [values.amin(0).tolist()]):
                 problems.append(
                     f"The {kind} of parameters {first[2]} of the first stage and {last[2]} of the last "
