@@ -321,7 +321,7 @@ def test_a_device_that_does_not_exist_on_one_rank_is_reported_on_all_ranks() -> 
     assert reports[0] == reports[2] == f"AgreementError: rank 1 failed in launch.init: {mistake}"
 
 
-@pytest.mark.parametrize("missing", [0, 2])
+@pytest.mark.parametrize("missing", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_does_not_start_is_reported(missing: int) -> None:
     PORTS[:] = [free_port()]
     reports = run_ranks(3, _init_on_own_store, missing, {}, init=False)

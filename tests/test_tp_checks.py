@@ -234,7 +234,7 @@ def run_checks() -> dict[str, float]:
     return {name: run_check(check) for name, check in CHECKS.items()}
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_and_option_equals_one_process(tp_size: int) -> None:
     assert_no_difference(run_ranks(tp_size, run_checks), TOLERANCE, len(CHECKS))
 

@@ -82,7 +82,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
 
-@pytest.mark.parametrize("before", ["", MAKES_THE_GROUP])
+@pytest.mark.parametrize("before", [MAKES_THE_GROUP, pytest.param("", marks=pytest.mark.slow)])
 def test_a_referenced_tensor_does_not_keep_the_default_group_alive(before: str) -> None:
     # In a new interpreter: torch keeps the group in modules that it imports after the group was made.
     words = [sys.executable, "-c", before + ENDS]
@@ -110,7 +110,12 @@ def save_on_one_rank(path: Path, who: int, saved_before: bool) -> str:
 @pytest.mark.parametrize(
     ("who", "saved_before", "message"),
     [
-        (3, False, "AgreementError: ranks 0, 1, 2 of 4 did not call save within 5 s; "),
+        pytest.param(
+            3,
+            False,
+            "AgreementError: ranks 0, 1, 2 of 4 did not call save within 5 s; ",
+            marks=pytest.mark.slow,
+        ),
         (
             0,
             True,
