@@ -246,7 +246,7 @@ def source_strings() -> str:
     found = []
     for path in (ROOT / "src").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
         constants = [node for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
         found += [" ".join(node.value.split()) for node in constants if isinstance(node.value, str)]
     return "\n".join(found)

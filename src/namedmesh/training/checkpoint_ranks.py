@@ -88,10 +88,11 @@ class CheckpointRanks:
             )
         return {"no_dist": False, "process_group": group}
 
-    def wait_for_all_ranks(self, call: str) -> None:
-        """Wait until every rank has made a call, so that one that does not is reported as such.
+    def begin(self, call: str) -> None:
+        """Wait for the save in the background, and until every rank has made a call.
 
-        Collective: every rank must call it. There must be no save in the background.
+        Saves and loads share the pinned memory and the group, so there is one at a time. Collective:
+        every rank must call it.
 
         Args:
             call: the call of the user, for messages.
@@ -100,6 +101,7 @@ class CheckpointRanks:
             AgreementError: some ranks did not make the call within the timeout of the mesh. Rank 0
                 has their numbers, the others may have the number of rank 0.
         """
+        self.wait_for_save()
         group = self.dcp_arguments["process_group"]
         if group is None:
             return

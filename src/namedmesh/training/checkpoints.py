@@ -81,6 +81,7 @@ def save(
         AgreementError: some ranks did not call it within the timeout of the mesh.
     """
     path, mesh = checkpoint_place(path, mesh, "save")
+    CheckpointRanks.from_mesh(mesh, "save").begin("save")
     return _save(Path(path), mesh, (model, optimizer, data), extra, async_=async_)
 
 
@@ -96,7 +97,7 @@ def _save(
 ) -> Future[Path]:
     """Save a model, its optimizers and data loaders (``objects``) and extra values.
 
-    Collective: every rank of the mesh must call it.
+    Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
 
     Args:
         path: as for :func:`save`.
@@ -108,9 +109,6 @@ def _save(
         on_finish: called on rank 0 after the checkpoint is complete.
     """
     ranks = CheckpointRanks.from_mesh(mesh, "save")
-    # One save at a time: they share the pinned memory and the group.
-    ranks.wait_for_save()
-    ranks.wait_for_all_ranks("save")
     # Without a mesh, every call has its own CheckpointRanks, and could not wait for this save.
     in_background = async_ and mesh is not None
     state = State(mesh, *objects)
@@ -243,6 +241,7 @@ def load(
             print(loaded.missing_keys)  # ["head.weight", "head.bias"]
     """
     path, mesh = checkpoint_place(path, mesh, "load")
+    CheckpointRanks.from_mesh(mesh, "load").begin("load")
     objects = (model, optimizer, data)
     return _load(Path(path), mesh, objects, cast=cast, strict=strict, select=select)[0]
 
@@ -260,7 +259,7 @@ def _load(
 ) -> tuple[Loaded, dict[str, Any]]:
     """Load a checkpoint, and return its extra values and its manifest.
 
-    Collective: every rank of the mesh must call it.
+    Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
 
     Args:
         path: as for :func:`load`.
@@ -269,8 +268,6 @@ def _load(
         **options: the options of :class:`LoadPlanner`.
     """
     ranks = CheckpointRanks.from_mesh(mesh, "load")
-    ranks.wait_for_save()
-    ranks.wait_for_all_ranks("load")
     problem = f"the checkpoint {path} could not be read"
     manifest: dict[str, Any] = ranks.run_on_rank0(problem, partial(_read_manifest, path))
     state = State(mesh, *objects)
@@ -405,8 +402,7 @@ class CheckpointManager:
             CheckpointError: on every rank: as for :func:`load`; all checkpoints are corrupted;
                 the directory has another run; or another job saves there.
         """
-        self._ranks.wait_for_save()
-        self._ranks.wait_for_all_ranks("resume_or_start")
+        self._ranks.begin("resume_or_start")
         # All ranks try the same checkpoints, and load() raises the same error on every rank.
         manifest: dict[str, Any] = {}
         candidates = self._run_on_rank0(partial(self._find_candidates, resume))
@@ -460,8 +456,7 @@ class CheckpointManager:
             CheckpointError: on every rank: as for :func:`namedmesh.training.save`; the directory
                 has another run; or another job saves there.
         """
-        self._ranks.wait_for_save()
-        self._ranks.wait_for_all_ranks("save")
+        self._ranks.begin("save")
         self._run = self._run_on_rank0(self._prepare_directory)
         path = self.directory / f"step-{step:06}"
         how: dict[str, Any] = {"async_": self.async_, "run": self._run, "on_finish": self._remove_older}
