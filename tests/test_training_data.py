@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
 from namedmesh import training
+from namedmesh._checks import digest
 from namedmesh.errors import ShapeError
-from namedmesh.fingerprints import digest
 
 # The sizes of the axes, and by rank the position of its sampler.
 SAMPLERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

@@ -217,7 +217,7 @@ def find_calls_that_compare() -> list[bool]:
                 training.clip_grad_norm_(param, 1.0, mesh)
     mesh.close()
     mesh = namedmesh.init_mesh(dp=2)
-    with NoReads(), mock.patch("namedmesh.training.replicas.is_capturing", return_value=True):
+    with NoReads(), mock.patch("namedmesh._checks.replicas.is_capturing", return_value=True):
         training.clip_grad_norm_(param, 1.0, mesh)  # the first call
     mesh.close()
     return found
@@ -291,8 +291,13 @@ def test_two_ends_of_a_tie_that_differ_are_reported() -> None:
         "Call the function that tie_stages returned after the last backward of each step, before clipping, and tie after the "
         "weights have their first values. If the ends are meant to differ, pass check=False"
     )
-    which = "of parameters 0 (4, 2) of the first stage and 0 (4, 2) of the last differ, but are tied."
-    expected = [[f"The gradients {which} {fix}"], [], [f"The weights {which} {fix}"]]
+    expected: list[list[str]] = []
+    for kind in ("gradients", "", "weights"):
+        which = f"The {kind} of parameters 0 (4, 2)"
+        ends = [
+            f"{which} of stage {stage} differ from the other end of their tie. {fix}" for stage in range(2)
+        ]
+        expected.append(ends if kind else [])
     assert run_ranks(4, collect_errors_of_ties) == [expected] * 4
 
 
@@ -312,6 +317,6 @@ def clip_ends_on_one_rank() -> tuple[list[str], Tensor]:
 
 def test_ends_on_one_rank_are_compared() -> None:
     ((problems, norm),) = run_ranks(1, clip_ends_on_one_rank)
-    which = "The gradients of parameters 0 (2,) of the first stage and 1 (2,) of the last "
+    which = "The gradients of parameters 0 (2,), 1 (2,) of stage 0 differ "
     assert [problem.startswith(which) for problem in problems] == [True]
     assert compute_difference(norm, torch.tensor(2.0).sqrt()) < 1e-6

@@ -44,21 +44,20 @@ def disable_dispatch_modes(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def queue_backward_callback(call: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that runs in this thread.
-
-    An exception of the function is raised by ``backward()``.
-
-    Args:
-        call: the function, without arguments.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
-
-
 def is_capturing() -> bool:
     """Return whether the current CUDA stream is being captured into a graph.
 
     torch's function raises if CUDA is not initialized. Here the result is False.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether ``torch.func`` (``vmap``, ``grad``, ``jvp``) works on a tensor.
+
+    Such a tensor has no values outside of the transform.
+
+    Args:
+        tensor: any tensor.
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

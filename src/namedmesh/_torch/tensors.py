@@ -47,6 +47,15 @@ def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_async(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the result of a functional collective that may still run.
+
+    Args:
+        tensor: any tensor.
+    """
+    return isinstance(tensor, _functional_collectives.AsyncCollectiveTensor)
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Raise on the device if a condition is false. The host does not wait for the result.
 

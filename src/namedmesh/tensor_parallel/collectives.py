@@ -132,7 +132,9 @@ def exit_tp_region(x: Tensor, group: Group, dim: int | None) -> Tensor:
     return reduce_scatter_from_tp_region(x, group, dim)
 
 
-def gather(x: Tensor, group: Group, dim: int) -> Tensor:
+def gather(
+    x: Tensor, group: Group, dim: int, keep_gradient: Callable[[Tensor], None] | None = None
+) -> Tensor:
     """Forward: all-gather along ``dim``. Backward: keep the local shard.
 
     The consumers of the result must be replicated: its gradient is then the same on every rank,
@@ -142,10 +144,18 @@ def gather(x: Tensor, group: Group, dim: int) -> Tensor:
         x: the local shard.
         group: the ranks.
         dim: the dim along which ``x`` is sharded.
+        keep_gradient: called in the backward with the gradient of the result.
     """
     if group.size == 1:
         return x
-    return _apply_collective(x, all_gather, local_shard, group, dim)
+    if keep_gradient is None:
+        return _apply_collective(x, all_gather, local_shard, group, dim)
+
+    def keep_and_shard(grad: Tensor, group: Group, dim: int) -> Tensor:
+        keep_gradient(grad)
+        return local_shard(grad, group, dim)
+
+    return _apply_collective(x, all_gather, keep_and_shard, group, dim)
 
 
 def split(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import all_gather_object, concatenate_meshes, get_group_by_name
+from namedmesh._checks import KeptTensors
+from namedmesh._torch import concatenate_meshes
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
-from namedmesh.errors import GradientError, LayoutError, ShapeError, format_items, format_ranks
-from namedmesh.fingerprints import fingerprint
+from namedmesh.errors import LayoutError, ShapeError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
 from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, reduce_output
@@ -114,9 +112,8 @@ class ExpertParallel(ParallelStyle):
     Every rank along ``ep`` and ``edp`` must have **different tokens**, or their gradients count
     several times. If tp is inside of ep, shard the sequence (``SequenceParallel``), or shard the
     experts over ``etp`` first, with :class:`ExpertTensorParallel` on ``mesh["etp"]``. The ranks
-    compare a fingerprint of their tokens in the first forward that trains. With pipeline
-    parallelism it is the second: the first is torch's shape inference on uninitialized memory.
-    Compiled code does not compare.
+    compare a fingerprint of their tokens before the first optimizer steps, of the first module
+    with experts that runs. Compiled code does not compare.
 
     Afterwards call ``fully_shard(experts, mesh=mesh["edp"])``. It divides the gradients of experts
     by the number of ranks along edp, while all other gradients are divided by the number of ranks
@@ -132,7 +129,8 @@ class ExpertParallel(ParallelStyle):
         LayoutError: groups of the experts span several pipeline stages, or ranks along ``etp`` have
             different tokens.
         ShapeError: in the forward: there is not one number of tokens for each expert.
-        GradientError: in the forward, on every rank: several ranks send the same tokens.
+        GradientError: before the optimizer's step, on every rank: several ranks send the same
+            tokens.
     """
 
     # Parameters may be DTensors that ExpertTensorParallel has sharded over etp.
@@ -148,7 +146,6 @@ class ExpertParallel(ParallelStyle):
         averaged_size = mesh.layout.size(*averaged) if averaged else 1
         self.gradient_scale = mesh.size("edp") / averaged_size
         self.replica_groups = [Group.of(mesh.group("edp"))]
-        self.forwards_to_skip = int("pp" in mesh and mesh.size("pp") > 1)
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for the other styles
         """Return the placement of each parameter that the module itself owns: ``Shard(0)``.
@@ -234,8 +231,9 @@ class ExpertForward(LocalForward):
         self.group = group
         self.experts = module.get_parameter(self.names[0]).shape[0]
         self.gradient_scale = style.gradient_scale
-        self.forwards_to_skip = style.forwards_to_skip
-        self.unchecked_groups = [group, *style.replica_groups]
+        self.token_groups = [group, *style.replica_groups]
+        self.kept: KeptTensors | None = None
+        self.name_in_model = ""
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for the local tokens.
@@ -248,13 +246,13 @@ class ExpertForward(LocalForward):
 
         Raises:
             ShapeError: there is not one number for each expert.
-            GradientError: several ranks have the same tokens.
         """
         if counts.shape != (self.experts,):
             got = f"the numbers of tokens have shape {tuple(counts.shape)}"
             raise ShapeError(f"{got}; pass one number for each of the {self.experts} experts")
-        if torch.is_grad_enabled() and self.module.get_parameter(self.names[0]).requires_grad:
-            self._check_tokens(tokens)
+        is_trained = self.module.get_parameter(self.names[0]).requires_grad
+        if not torch.compiler.is_compiling() and self.kept is not None and is_trained:
+            self.kept.keep_input(self.name_in_model, tokens)
         ranks = self.group.size
         if ranks == 1:
             return super().__call__(tokens, counts)
@@ -284,22 +282,6 @@ class ExpertForward(LocalForward):
             return weight
         return _scale_gradient(weight, self.gradient_scale)
 
-    def _check_tokens(self, tokens: Tensor) -> None:
-        """Check once that the ranks along ep, and the ranks along edp, have different tokens.
-
-        Collective in the first forward that is checked; see :func:`_tokens_differ`.
-
-        Raises:
-            GradientError: several ranks have the same tokens.
-        """
-        if self.forwards_to_skip:
-            self.forwards_to_skip -= 1
-            return
-        if not self.unchecked_groups or torch.compiler.is_compiling():
-            return
-        # Tokens without a signal are compared again in the next forward.
-        self.unchecked_groups = [g for g in self.unchecked_groups if not _tokens_differ(tokens, g)]
-
 
 class _ScaleGradient(torch.autograd.Function):
     """Forward: identity. Backward: multiplication of the gradient by a number."""
@@ -315,45 +297,3 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 _scale_gradient: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply
-
-# Relative tolerance for the fingerprints of the same tokens on two ranks: half precision may round
-# them differently.
-_SAME_TOKENS_RTOL = 5e-3
-
-
-def _tokens_differ(tokens: Tensor, group: Group) -> bool:
-    """Check that the ranks of a group have different tokens, if their tokens show it.
-
-    Tokens of one rank that are all equal, or not finite, show nothing.
-    Collective: every rank of ``group`` must call it.
-
-    Args:
-        tokens: the local tokens.
-        group: the ranks.
-
-    Returns:
-        True if all ranks have different tokens; False if the tokens of a rank show nothing.
-
-    Raises:
-        GradientError: several ranks have the same tokens.
-    """
-    if tokens.is_meta or dist.get_backend() == "fake":
-        return False
-    has_signal = bool(len(tokens) and (tokens != tokens[0]).any() and tokens.isfinite().all())
-    # Several weighted sums, because normalized tokens all have the same norm. A rank without a
-    # signal still takes part in the all-gather.
-    local = fingerprint(tokens, (1.0, 0.7, 0.3)) if has_signal else []
-    fingerprints = all_gather_object(get_group_by_name(group.name), local)
-    for first in filter(None, fingerprints):
-        tolerance = _SAME_TOKENS_RTOL * first[0]
-        same = []
-        for rank, numbers in enumerate(fingerprints):
-            if numbers and math.dist(first, numbers) <= tolerance:
-                same.append(rank)
-        if len(same) > 1:
-            raise GradientError(
-                f"{format_ranks(same)} of the {group.size} ranks that share experts send the same "
-                f"tokens, whose gradients would count {len(same)} times; shard the sequence "
-                f"(SequenceParallel), or shard the experts over etp (ExpertTensorParallel)"
-            )
-    return all(fingerprints)

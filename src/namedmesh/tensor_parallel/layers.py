@@ -8,6 +8,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from namedmesh._checks import KeptTensors
 from namedmesh._torch import to_local_parameters
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import (
@@ -62,10 +64,14 @@ class ColumnLinear(nn.Linear):
         shards: the shapes of the local shards of the parameters.
         rows: the indices of the output features that this rank computes if the weight is replicated
             (:class:`KeyValueParallel`); None for all.
+        kept: the tensors that the ranks compare before the first steps.
+        name_in_model: the name of this layer there.
     """
 
     layouts: LayerLayouts
     shards: Shards
+    kept: KeptTensors | None = None
+    name_in_model: str = ""
     rows: Sequence[int] | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
@@ -78,6 +84,7 @@ class ColumnLinear(nn.Linear):
             ShapeError: a parameter has another shape than the local shard.
         """
         group = self.layouts.group
+        keep_input(self, input)
         if isinstance(input, DTensor):
             if input.placements != REPLICATED:
                 input = input.redistribute(placements=REPLICATED)  # noqa: A001
@@ -93,7 +100,10 @@ class ColumnLinear(nn.Linear):
                 bias = bias[self.rows]
         y = F.linear(x, weight, bias)
         if self.layouts.output_dim is None:
-            y = gather(y, group, -1)
+            keep_gradient = None
+            if not torch.compiler.is_compiling() and self.kept is not None:
+                keep_gradient = partial(self.kept.keep_gradient, self.name_in_model)
+            y = gather(y, group, -1, keep_gradient)
         return to_output_layout(self, y)
 
 
@@ -106,10 +116,14 @@ class RowLinear(nn.Linear):
     Attributes:
         layouts: the input and output layouts.
         shards: the shapes of the local shards of the parameters.
+        kept: the tensors that the ranks compare before the first steps.
+        name_in_model: the name of this layer there.
     """
 
     layouts: LayerLayouts
     shards: Shards
+    kept: KeptTensors | None = None
+    name_in_model: str = ""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the replicated output, or the local shard of another dim than the features.
@@ -123,6 +137,7 @@ class RowLinear(nn.Linear):
                 split into equal shards.
         """
         group, input_dim, output_dim, _ = self.layouts
+        keep_input(self, input)
         if isinstance(input, DTensor):
             x = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
         elif input_dim is None:
@@ -148,10 +163,14 @@ class RowEmbedding(nn.Embedding):
     Attributes:
         layouts: the input and output layouts.
         shards: the shape of the local shard of the weight.
+        kept: the tensors that the ranks compare before the first steps.
+        name_in_model: the name of this layer there.
     """
 
     layouts: LayerLayouts
     shards: Shards
+    kept: KeptTensors | None = None
+    name_in_model: str = ""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the replicated embeddings, or the local shard of a dim of them.
@@ -165,6 +184,7 @@ class RowEmbedding(nn.Embedding):
                 split into equal shards.
         """
         group, input_dim, output_dim, _ = self.layouts
+        keep_input(self, input)
         if isinstance(input, DTensor):
             ids = input.full_tensor()
         elif input_dim is not None:
@@ -184,6 +204,20 @@ class RowEmbedding(nn.Embedding):
         y = F.embedding(local_ids.masked_fill(not_local, 0), weight, padding)
         y = y.masked_fill(not_local.unsqueeze(-1), 0)
         return to_output_layout(self, exit_tp_region(y, group, output_dim))
+
+
+def keep_input(module: Any, x: Tensor) -> None:
+    """Keep the input of a layer for the comparison before a step.
+
+    Args:
+        module: the layer.
+        x: the input.
+    """
+    # Compiled code must not read it, because a change of it would compile the code again.
+    if torch.compiler.is_compiling() or module.kept is None:
+        return
+    is_replicated = module.layouts.input_dim is None
+    module.kept.keep_input(module.name_in_model, x, is_replicated=is_replicated)
 
 
 def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = True) -> list[Any]:

@@ -20,7 +20,11 @@ from namedmesh._torch import accept_mixed_lists
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.buffers import watch_buffers
 from namedmesh.tensor_parallel.collectives import check_divides
-from namedmesh.tensor_parallel.gradients import install_optimizer_step_hook, register_gradient_check
+from namedmesh.tensor_parallel.gradients import (
+    install_optimizer_step_hook,
+    register_gradient_check,
+    register_token_check,
+)
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
 from namedmesh.tensor_parallel.plan_entries import LAYER_STYLES, Plan, PlanEntry
 
@@ -69,8 +73,8 @@ def parallelize(
 
     Raises:
         PlanError: the plan does not fit the model; all problems at once.
-        GradientError: in the first backward or before an optimizer step, on every rank: gradients
-            of replicated parameters differ.
+        GradientError: later, before an optimizer's step, on every rank: gradients of replicated
+            parameters differ.
     """
     mesh = one_axis(mesh, "tp", "parallelize")
     entries, ties = resolve_plan(model, mesh.size(), plan, must_divide, strict=strict)
@@ -89,6 +93,8 @@ def parallelize(
     same_data = not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries)
     if check_gradients and same_data:
         register_gradient_check(model, mesh)
+    elif check_gradients:
+        register_token_check(model, mesh)
     install_optimizer_step_hook()
     accept_mixed_lists()
     watch_buffers(model)

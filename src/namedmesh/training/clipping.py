@@ -12,14 +12,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._torch import compute_norms, run_functional_collective, scale_
+from namedmesh._checks import compare_replicas, format_params, list_checks, make_layout_key
+from namedmesh._torch import (
+    compute_norms,
+    find_sharding_under_ddp,
+    iter_params_hidden_by_ddp,
+    iter_unsharded_parameters,
+    run_functional_collective,
+    scale_,
+)
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_attribute_axes, find_placements, to_local
 from namedmesh.tensor_parallel import reduce_gradients
-from namedmesh.training import replicas
-from namedmesh.training.tying import is_counted_on_other_stage
+from namedmesh.training.tying import get_tie, is_counted_on_other_stage
 
 # The dtype of the factor by which gradients of a dtype are scaled, if it is not float32. On CUDA
 # torch's fused kernel needs a factor of the gradients' own dtype. float16 is the exception, with one
@@ -98,9 +105,15 @@ def clip_grad_norm_(
     for position, grad in enumerate(grads):
         if grad is None:
             without_grad[position] = params[position]
-    replicas.check_not_unsharded(without_grad)
+    check_not_unsharded(without_grad)
     if check:
-        replicas.check_replicas_equal(params, mesh)
+        _check_not_removed_by_ddp(params)
+        ties: dict[int, str] = {}
+        for position, param in enumerate(params):
+            tie = get_tie(param)
+            if tie is not None:
+                ties[position] = tie[0]
+        compare_replicas(params, mesh, ties)
     norm = _compute_power_of_model(_group_local_grads(params, grads, mesh), norm_type, mesh, foreach)
     if not math.isinf(norm_type):
         norm = norm ** (1 / norm_type)
@@ -118,6 +131,55 @@ def clip_grad_norm_(
     return norm if has_double else norm.float()
 
 
+def check_not_unsharded(without_grad: dict[int, Tensor]) -> None:
+    """Check that these are not FSDP2's unsharded parameters, which get no gradients.
+
+    ``model.parameters()`` returns them between a forward and its backward. The gradients belong to
+    the sharded parameters. Does not communicate.
+
+    Args:
+        without_grad: the caller's parameters without a gradient, by position in its arguments.
+
+    Raises:
+        TrainingError: some of these parameters are unsharded.
+    """
+    is_trained = any(param.requires_grad for param in without_grad.values())
+    if torch.compiler.is_compiling() or not is_trained:
+        return
+    unsharded = {id(param) for param in iter_unsharded_parameters()}
+    hidden = {at: param for at, param in without_grad.items() if id(param) in unsharded}
+    if hidden:
+        raise TrainingError(
+            f"Parameters {format_params(hidden.items())} are unsharded by FSDP2, as after a forward "
+            "without a backward. Their gradients belong to the sharded parameters, and an "
+            "optimizer made from these trains nothing. Clip before the next forward, or first "
+            "call reshard() on every FSDPModule of the model"
+        )
+
+
+def _check_not_removed_by_ddp(params: Sequence[Tensor]) -> None:
+    """Raise TrainingError if DDP over tensor parallelism has removed parameters.
+
+    Does not communicate.
+    """
+    if torch.compiler.is_compiling():
+        return
+    ids = {id(param) for param in params}
+    if any(find_sharding_under_ddp(param) for param in params):
+        return  # the caller has kept the local shards from before the first forward
+    for _, model in list_checks():
+        hidden = list(iter_params_hidden_by_ddp(model))
+        # Only a model that has some of these parameters concerns this call.
+        is_of_call = not ids or ids.intersection(id(param) for param in model.parameters())
+        if hidden and is_of_call:
+            raise TrainingError(
+                f"{len(hidden)} sharded parameters are missing: the first forward of "
+                "DistributedDataParallel over tensor parallelism took them out of the model. Keep "
+                "params = list(model.parameters()) from before the first forward, for the "
+                "optimizer and for clipping, or use fully_shard"
+            )
+
+
 def _group_local_grads(
     params: Sequence[Any], grads: Sequence[Tensor | None], mesh: NamedMesh
 ) -> dict[ShardGroups, list[Tensor]]:
@@ -132,7 +194,7 @@ def _group_local_grads(
     for param, grad in zip(params, grads, strict=True):
         if is_counted_on_other_stage(param):
             continue
-        layout = replicas.make_layout_key(param)
+        layout = make_layout_key(param)
         if layout not in groups_by_layout:
             groups_by_layout[layout] = _find_shard_groups(param, mesh)
         same_groups = local_grads.setdefault(groups_by_layout[layout], [])

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from namedmesh._checks import digest
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import DATA_AXES, SAME_SAMPLE_AXES
 from namedmesh.errors import AgreementError, AxisError, format_ranks
-from namedmesh.fingerprints import digest
 from namedmesh.mesh import NamedMesh
 
 

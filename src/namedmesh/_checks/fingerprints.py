@@ -1,0 +1,243 @@
+"""Fingerprints of tensors, and the comparison of them between ranks.
+
+Replicated tensors may differ by rounding. A fingerprint is therefore made of numbers, which are
+compared up to a tolerance. It describes each block of a tensor separately: a difference in a few
+rows of a large parameter is small compared with the norm of the parameter, but not with the norm of
+its block.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from namedmesh._torch import all_gather_object, wait_if_async
+from namedmesh.sharding import to_local
+
+# The ranks compare before the steps 1, 2, 4 and so on up to this one.
+LAST_STEP = 1024
+# A tensor has at least this many blocks, if it has so many elements.
+_BLOCKS = 64
+# Larger tensors have more blocks, so that the weights of a block need little memory.
+_LONGEST_BLOCK = 1 << 16
+# Tensors in half precision are converted in chunks of this many elements, to bound the memory.
+_CHUNK = 1 << 22
+# Takes the place of values that are not finite: on every rank the same, and far from all others.
+_NOT_FINITE = 1e30
+
+
+class Tolerance(NamedTuple):
+    """How far equal values may differ between ranks.
+
+    Attributes:
+        relative: the difference of a block, relative to its norm.
+        noise: the difference of a block, relative to the largest norm of all tensors of the kind. A
+            smaller tensor may be the sum of terms that cancel out, and consist of their rounding.
+    """
+
+    relative: float
+    noise: float
+
+
+# Replicated gradients are usually equal bit by bit: the ranks run the same kernels on the same
+# values. The exceptions are kernels whose order of summation varies, such as atomic additions on a
+# GPU. Their error is some rounding errors of the dtype in which they compute.
+_TOLERANCES = {torch.float64: Tolerance(1e-9, 1e-12), torch.float32: Tolerance(1e-5, 1e-6)}
+_HALF_PRECISION = Tolerance(1e-2, 1e-3)
+# For weights and activations. An optimizer may turn the rounding error of a gradient into a step of
+# any size, so replicas drift over many steps. The comparison finds values that were never equal.
+LENIENT = Tolerance(1e-2, 1e-6)
+
+
+def find_tolerance(dtype: torch.dtype) -> Tolerance:
+    """Return the tolerance for gradients that were computed in a dtype.
+
+    Args:
+        dtype: the dtype.
+    """
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return _TOLERANCES[torch.float64]  # Fingerprints of integers are computed in float64.
+    return _TOLERANCES.get(dtype.to_real(), _HALF_PRECISION)
+
+
+def is_due(step: int) -> bool:
+    """Return whether the ranks compare before a step: before 1, 2, 4 and so on up to 1024.
+
+    Args:
+        step: the number of the step, from 1.
+    """
+    return step <= LAST_STEP and step & (step - 1) == 0
+
+
+class Entry(NamedTuple):
+    """A tensor that must be equal on all ranks of a group that have it.
+
+    Attributes:
+        kind: the kind of tensor, such as ``"gradients"``.
+        name: the name of the tensor; with the kind, it is the same on every rank.
+        tensor: the local tensor, or a DTensor, whose local tensor is used; None counts as zeros.
+        numel: the number of elements of the local tensor.
+        tolerance: how far the values may differ.
+    """
+
+    kind: str
+    name: str
+    tensor: Tensor | None
+    numel: int
+    tolerance: Tolerance
+
+
+def is_comparable(tensor: Tensor | None) -> bool:
+    """Return whether a tensor has plain values: it is not fake, quantized, sparse or on meta.
+
+    Args:
+        tensor: a local tensor, a DTensor, or None.
+    """
+    if tensor is None:
+        return True
+    local = wait_if_async(to_local(tensor))
+    is_plain = type(local) in {Tensor, torch.nn.Parameter} and local.layout is torch.strided
+    return is_plain and not local.is_meta and not local.is_quantized
+
+
+def find_differences(
+    entries: Sequence[Entry], group: dist.ProcessGroup, device: torch.device
+) -> dict[tuple[str, str], float]:
+    """Compare entries between the ranks of a group.
+
+    A rank may lack some of the entries, and may have several with one name.
+
+    Collective: every rank of the group must call it. Two small collectives, whose size does not
+    depend on the number of ranks.
+
+    Args:
+        entries: the entries of this rank.
+        group: the ranks.
+        device: the device on which the group communicates.
+
+    Returns:
+        The same on every rank. By kind and name of the entries that differ: the largest difference
+            of a block relative to its norm.
+    """
+    keys = _agree_on_keys(entries, group)
+    if not keys:
+        return {}
+    first_blocks: dict[tuple[str, str], int] = {}
+    entry_of_block: list[int] = []
+    for index, (kind, name, blocks, _) in enumerate(keys):
+        first_blocks[kind, name] = len(entry_of_block)
+        entry_of_block += [index] * blocks
+    # The highest norms and sums, and the lowest ones with another sign. Minus infinity leaves an
+    # entry that this rank lacks to the other ranks.
+    shape = (2, len(entry_of_block), 2)
+    extremes = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
+    for entry in entries:
+        values = fingerprint(entry.tensor, entry.numel).to(device, torch.float64)
+        first = first_blocks[entry.kind, entry.name]
+        extremes[:, first : first + len(values)].copy_(
+            torch.maximum(extremes[:, first : first + len(values)], torch.stack([values, -values]))
+        )
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    far = _find_far_blocks(extremes[0], -extremes[1], keys, torch.tensor(entry_of_block, device=device))
+    differences = {}
+    for (kind, name, _, _), difference in zip(keys, far.tolist(), strict=True):
+        if difference:
+            differences[kind, name] = difference
+    return differences
+
+
+_Key = tuple[str, str, int, Tolerance]
+
+
+def _agree_on_keys(entries: Sequence[Entry], group: dist.ProcessGroup) -> list[_Key]:
+    """Return kind, name, number of blocks and tolerance of the entries of all ranks, once each."""
+    keys: dict[_Key, None] = {}
+    for entry in entries:
+        length = _find_block_length(entry.numel)
+        keys[entry.kind, entry.name, -(-entry.numel // length), entry.tolerance] = None
+    # Usually all ranks have the same entries, and need not send their names.
+    hashes = all_gather_object(group, zlib.crc32(repr(keys).encode()))
+    if len(set(hashes)) == 1:
+        return list(keys)
+    united: set[_Key] = set()
+    for keys_of_rank in all_gather_object(group, list(keys)):
+        united.update(keys_of_rank)
+    return sorted(united)
+
+
+def _find_far_blocks(high: Tensor, low: Tensor, keys: Sequence[_Key], entry_of_block: Tensor) -> Tensor:
+    """Return for each entry the largest relative difference of a block beyond the tolerance.
+
+    Args:
+        high: the highest norm and weighted sum of each block over the ranks, ``(blocks, 2)``.
+        low: the lowest ones.
+        keys: the key of each entry.
+        entry_of_block: the position of the entry of each block.
+    """
+    norms = high[:, 0]
+    distances = (high - low).amax(1)
+    zeros = norms.new_zeros(len(keys))
+    entry_norms = zeros.index_add(0, entry_of_block, norms.square()).sqrt()
+    kinds = list(dict.fromkeys(kind for kind, *_ in keys))
+    kind_of_entry = torch.tensor([kinds.index(kind) for kind, *_ in keys], device=norms.device)
+    largest = zeros.scatter_reduce(0, kind_of_entry, entry_norms, "amax")[kind_of_entry]
+    tolerances = torch.tensor([key[-1] for key in keys], dtype=torch.float64, device=norms.device)
+    relative, noise = tolerances.unbind(1)
+    # A block may be much smaller than the others of its tensor, and consist of their rounding.
+    least = torch.maximum(0.01 * relative * entry_norms, noise * largest)
+    is_near = (distances <= relative[entry_of_block] * norms) | (distances <= least[entry_of_block])
+    far = (distances / norms).masked_fill(is_near, 0.0)
+    return zeros.scatter_reduce(0, entry_of_block, far, "amax")
+
+
+def fingerprint(tensor: Tensor | None, numel: int) -> Tensor:
+    """Return the norm and a weighted sum of each block of a local tensor.
+
+    Equal tensors have equal fingerprints on all ranks. They are computed in float32, or in float64
+    for float64 and integers.
+
+    Args:
+        tensor: the tensor, or a DTensor, whose local tensor is used; None counts as zeros.
+        numel: the number of elements.
+
+    Returns:
+        A tensor with the shape (blocks, 2), without values that are not finite.
+    """
+    length = _find_block_length(numel)
+    if tensor is None or numel == 0:
+        return torch.zeros(-(-numel // length), 2, device="cpu")
+    flat = wait_if_async(to_local(tensor)).detach().resolve_conj()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+        length *= 2
+    flat = flat.reshape(-1)
+    is_single = flat.is_floating_point() and flat.dtype != torch.float64
+    dtype = torch.float32 if is_single else torch.float64
+    weights = _make_weights(dtype, flat.device)
+    numbers = []
+    for chunk in flat.split(max(1, _CHUNK // length) * length):
+        whole = len(chunk) // length * length
+        for rows in (chunk[:whole].view(-1, length), chunk[whole:].view(1, -1)):
+            if rows.numel():
+                values = rows.to(dtype)
+                norms = torch.linalg.vector_norm(values, dim=1)
+                numbers.append(torch.stack([norms, values @ weights[: values.shape[1]]], 1))
+    return torch.cat(numbers).nan_to_num(_NOT_FINITE, _NOT_FINITE, _NOT_FINITE)
+
+
+def _find_block_length(numel: int) -> int:
+    """Return the number of elements of a block of a tensor with ``numel`` elements."""
+    return min(max(1, -(-numel // _BLOCKS)), _LONGEST_BLOCK)
+
+
+@cache
+def _make_weights(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights of the weighted sum of a block."""
+    positions = torch.arange(2 * _LONGEST_BLOCK, dtype=torch.float64, device=device)
+    return (0.7 * positions).cos().to(dtype)

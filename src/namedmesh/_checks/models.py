@@ -1,0 +1,412 @@
+"""Comparison of the gradients and inputs of parallelized models, before an optimizer's step.
+
+A plan does not show how a forward uses the parameters that it leaves out, or the activations that
+count as replicated. The gradients show it. Layers only keep references to tensors that exist
+anyway; everything is computed before the step.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from namedmesh._checks import fingerprints
+from namedmesh._checks.fingerprints import Entry
+from namedmesh._checks.replication import group_by_layout, is_replicated
+from namedmesh._torch import (
+    all_gather_object,
+    disable_dispatch_modes,
+    get_group_by_name,
+    is_async,
+    is_capturing,
+    is_transformed,
+)
+from namedmesh.errors import GradientError, format_items, format_ranks
+from namedmesh.sharding import to_local
+
+# The gradients that are kept until the step use at most this much memory.
+_KEPT_BYTES = 1 << 26
+# Two ranks have the same tokens if their fingerprints differ by less than this, relative to the
+# norm: half precision may round them differently.
+_SAME_TOKENS = 5e-3
+
+# All checks of this process, by number.
+_checks: weakref.WeakValueDictionary[int, ModelCheck] = weakref.WeakValueDictionary()
+_check_ids = count()
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+# The ids of parameters that clip_grad_norm_ has compared since their last step.
+_compared_ids: set[int] = set()
+
+
+class KeptTensors:
+    """References to tensors of the last forward and backward of a model, for the next comparison.
+
+    Keeping a reference runs no operator and does not communicate, so that neither autograd nor a
+    dispatch mode sees a difference. Copies and pickles contain no tensors.
+
+    Args:
+        group_name: the name of the group whose ranks compare the shape of the first input; None to
+            compare none.
+        axis: the name of its axis.
+    """
+
+    def __init__(self, group_name: str | None, axis: str) -> None:
+        self.group_name = group_name
+        self.axis = axis
+        self.steps_left = 2
+        # The dtypes in which the layers have computed.
+        self.dtypes: set[torch.dtype] = set()
+        self.release()
+
+    def release(self) -> None:
+        """Release the tensors."""
+        self.input: tuple[str, Tensor] | None = None
+        self.gradients: dict[str, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes to copy or pickle."""
+        return {**vars(self), "steps_left": 2, "input": None, "gradients": {}}
+
+    def keep_input(self, name: str, x: Tensor, *, is_replicated: bool = True) -> None:
+        """Keep the input of the layer that runs first in a forward; the last forward counts.
+
+        Do not call it in compiled code.
+
+        Args:
+            name: the name of the layer.
+            x: the input.
+            is_replicated: whether the ranks must have the same input. Otherwise only its dtype is
+                noted.
+
+        Raises:
+            GradientError: in the first forward, on every rank: the inputs have different shapes.
+        """
+        is_plain = type(x) is Tensor or isinstance(x, DTensor) or is_async(x)
+        if not self.steps_left or not is_plain or x.is_meta or is_capturing() or is_transformed(x):
+            return
+        # Ranks with other shards have other values, as they should.
+        is_shard = isinstance(x, DTensor) and {*x.placements} != {Replicate()}
+        is_kept = is_replicated and not is_shard and (self.input is None or self.input[0] == name)
+        if is_kept and self.group_name is not None:
+            group_name, self.group_name = self.group_name, None
+            _compare_shapes(group_name, self.axis, name, x)
+        if not torch.is_grad_enabled():
+            return
+        if x.is_floating_point():
+            self.dtypes.add(x.dtype)
+        if torch.is_autocast_enabled(x.device.type):
+            self.dtypes.add(torch.get_autocast_dtype(x.device.type))
+        if is_kept:
+            self.input = name, x
+
+    def keep_gradient(self, name: str, grad: Tensor) -> None:
+        """Keep the gradient of the all-gathered output of a layer.
+
+        Args:
+            name: the name of the layer.
+            grad: the gradient.
+        """
+        kept_bytes = sum(kept.nbytes for kept in self.gradients.values())
+        is_small = kept_bytes + grad.nbytes <= _KEPT_BYTES
+        if self.steps_left and is_small and not is_capturing() and not is_transformed(grad):
+            self.gradients.setdefault(name, grad)
+
+
+@disable_dispatch_modes
+def _compare_shapes(group_name: str, axis: str, name: str, x: Tensor) -> None:
+    """Compare the shapes of an input between ranks: unequal ones end the process, or hang.
+
+    Collective: every rank of the group must call it.
+
+    Raises:
+        GradientError: on every rank: the shapes differ.
+    """
+    shapes_by_rank = all_gather_object(get_group_by_name(group_name), tuple(x.shape))
+    shapes = dict.fromkeys(shapes_by_rank)
+    if len(shapes) > 1:
+        detail = f" (shapes {format_items(shapes)})"
+        raise GradientError(_format_different_inputs(name, len(shapes_by_rank), axis, detail))
+
+
+class ModelCheck:
+    """The check of a model over the ranks of one axis.
+
+    It is an attribute of the model, and is copied and pickled with it.
+
+    Args:
+        model: the model.
+        mesh: the mesh with one axis.
+        token_groups: the names of groups whose ranks share experts, and must have different tokens.
+            Their gradients differ, so nothing else is compared.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, token_groups: Sequence[str] = ()) -> None:
+        self.group_name = mesh.get_group().group_name
+        self.device_type = mesh.device_type
+        self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
+        self.ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
+        self.token_groups = list(token_groups)
+        self.has_own_tokens = bool(token_groups)
+        self.kept = KeptTensors(None if token_groups else self.group_name, self.axis)
+        self._register(model)
+
+    def _register(self, model: nn.Module) -> None:
+        """Add the check to those of the process."""
+        self.model = weakref.ref(model)  # The global table must not keep models alive.
+        vars(model).setdefault("replica_checks", []).append(self)
+        _checks[next(_check_ids)] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes to copy or pickle; the model among them is copied, too."""
+        return {**vars(self), "model": self.model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, and register it for the copy of the model."""
+        vars(self).update(state, model=weakref.ref(state["model"]))
+        _checks[next(_check_ids)] = self
+
+    def list_entries(self, params: Mapping[str, Tensor]) -> list[Entry]:
+        """Return the tensors that must be equal along the axis.
+
+        Args:
+            params: the parameters that are stepped, by name.
+        """
+        entries = []
+        if self.kept.input is not None:
+            name, x = self.kept.input
+            # Layers before this one may round differently on each rank. Ids must be equal.
+            tolerance = fingerprints.find_tolerance(x.dtype)
+            if x.is_floating_point():
+                tolerance = fingerprints.LENIENT
+            entries.append(Entry("input", name, x, to_local(x).numel(), tolerance))
+        for name, grad in self.kept.gradients.items():
+            tolerance = find_gradient_tolerance(grad.dtype, self.kept.dtypes)
+            entries.append(Entry("gathered", name, grad, grad.numel(), tolerance))
+        for names in group_by_layout(params).values():
+            if not is_replicated(params[names[0]], self.ranks):
+                continue
+            for name in names:
+                param, grad = params[name], params[name].grad
+                is_partial = isinstance(grad, DTensor) and grad.placements != getattr(
+                    param, "placements", None
+                )
+                if not is_partial:
+                    tolerance = find_gradient_tolerance(param.dtype, self.kept.dtypes)
+                    entries.append(Entry("gradients", name, grad, to_local(param).numel(), tolerance))
+        return [entry for entry in entries if fingerprints.is_comparable(entry.tensor)]
+
+    def find_equal_tokens(self) -> list[str]:
+        """Return a message about ranks that share experts and have the same tokens.
+
+        Tokens that are all equal or not finite show nothing; those of a later step are compared.
+
+        Collective: every rank of the groups must call it.
+        """
+        numbers: list[float] = []
+        if self.kept.input is not None and fingerprints.is_comparable(self.kept.input[1]):
+            tokens = self.kept.input[1]
+            if len(tokens) and bool((tokens != tokens[0]).any() and tokens.isfinite().all()):
+                numbers = fingerprints.fingerprint(tokens, tokens.numel())[:64].flatten().tolist()
+        problems = []
+        for group_name in [*self.token_groups]:
+            numbers_by_rank = all_gather_object(get_group_by_name(group_name), numbers)
+            problems += _find_equal_numbers(numbers_by_rank)
+            if all(numbers_by_rank):
+                self.token_groups.remove(group_name)
+        return problems
+
+    def format_problems(self, differences: dict[tuple[str, str], float]) -> list[str]:
+        """Return the message about entries that differ (empty if none does).
+
+        Args:
+            differences: by kind and name, the relative difference.
+        """
+        names: dict[str, dict[str, float]] = {}
+        for (kind, name), difference in differences.items():
+            names.setdefault(kind, {})[name] = difference
+        ranks = f"the {len(self.ranks)} ranks of {self.axis}"
+        # Different inputs explain different gradients, and a gathered output those before it.
+        if "input" in names:
+            return [_format_different_inputs(next(iter(names["input"])), len(self.ranks), self.axis)]
+        if "gathered" in names:
+            message = (
+                f"{format_items(names['gathered'])}: the output is all-gathered over {ranks} and counts as "
+                f"replicated, but its gradients differ: each rank uses a part of it, and loses the gradients "
+                f"of the others. Let the layer return its local shard (ColwiseParallel() without "
+                f"output_layouts), or use KeyValueParallel(...) for keys and values of which each rank uses "
+                f"its own heads"
+            )
+            return [message]
+        if "gradients" in names:
+            message = (
+                f"{format_items(names['gradients'])}: replicated on {ranks}, but the gradients differ, by up "
+                f"to {max(names['gradients'].values()):.2g} of their norm. Each rank has a partial gradient, "
+                f"and the replicas would diverge. Give a module that works on a local shard of features or "
+                f"tokens LocalParameters(), which all-reduces its gradients, and a linear whose features it "
+                f"uses shard by shard ColwiseParallel(), or KeyValueParallel(...) for keys and values"
+            )
+            return [message]
+        return []
+
+
+def _find_equal_numbers(numbers_by_rank: Sequence[Sequence[float]]) -> list[str]:
+    """Return a message about the ranks whose tokens have the same fingerprint.
+
+    Args:
+        numbers_by_rank: the fingerprint of the tokens of each rank; empty if they show nothing.
+    """
+    for first in filter(None, numbers_by_rank):
+        same = []
+        for rank, numbers in enumerate(numbers_by_rank):
+            is_same_size = len(numbers) == len(first)
+            if is_same_size and math.dist(first, numbers) <= _SAME_TOKENS * math.hypot(*first):
+                same.append(rank)
+        if len(same) > 1:
+            message = (
+                f"{format_ranks(same)} of the {len(numbers_by_rank)} ranks that share experts send the "
+                f"same tokens, whose gradients would count {len(same)} times; shard the sequence "
+                f"(SequenceParallel), or shard the experts over etp (ExpertTensorParallel)"
+            )
+            return [message]
+    return []
+
+
+def _format_different_inputs(name: str, size: int, axis: str, detail: str = "") -> str:
+    """Return the message about the different inputs of a layer."""
+    return (
+        f"{name or 'the model'}: the {size} ranks of {axis} have different inputs{detail}, but must "
+        f"work on the same samples; give their samplers the rank on the data axes "
+        f"(training.sampler_kwargs(mesh)), and the same seed to dropout before this layer"
+    )
+
+
+def find_gradient_tolerance(
+    dtype: torch.dtype, computing_dtypes: Iterable[torch.dtype]
+) -> fingerprints.Tolerance:
+    """Return the tolerance for gradients of a dtype.
+
+    Autocast and FSDP2's mixed precision compute gradients in half precision, whatever their dtype is.
+
+    Args:
+        dtype: the dtype of the gradients.
+        computing_dtypes: the dtypes in which layers have computed.
+    """
+    return max(fingerprints.find_tolerance(each) for each in (dtype, *computing_dtypes))
+
+
+def list_computing_dtypes() -> set[torch.dtype]:
+    """Return the dtypes in which the layers of all checked models have computed."""
+    dtypes: set[torch.dtype] = set()
+    for check, _ in list_checks():
+        dtypes |= check.kept.dtypes
+    return dtypes
+
+
+def list_checks() -> list[tuple[ModelCheck, nn.Module]]:
+    """Return the checks of this process, and their models, which may be deleted at any time."""
+    checks = []
+    for check in list(_checks.values()):
+        model = check.model()
+        if model is not None:
+            checks.append((check, model))
+    return checks
+
+
+def compare_before_step(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+    """Compare the models of an optimizer's parameters, before a step that is due.
+
+    Collective: every rank that steps the optimizer must call it.
+
+    Args:
+        optimizer: the optimizer.
+        params: its parameters.
+
+    Raises:
+        GradientError: on every rank: values that must be equal differ.
+    """
+    # Neither compiled code nor a CUDA graph can contain a read of values by the host.
+    if torch.compiler.is_compiling() or is_capturing():
+        return
+    step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    is_due = fingerprints.is_due(step)
+    if is_due or _compared_ids:
+        ids = {id(param) for param in params}
+        if is_due:
+            _compare_models(ids - _compared_ids)
+        _compared_ids.difference_update(ids)
+
+
+def compare_before_clipping(params: Sequence[Tensor]) -> None:
+    """Compare the models of parameters, which the next step does not compare again.
+
+    Collective: every rank with these parameters must call it.
+
+    Args:
+        params: the parameters.
+
+    Raises:
+        GradientError: on every rank: values that must be equal differ.
+    """
+    ids = {id(param) for param in params}
+    _compare_models(ids)
+    _compared_ids.update(ids)
+
+
+@disable_dispatch_modes
+@torch.no_grad()
+def _compare_models(ids: set[int]) -> None:
+    """Compare the models that have some of these parameters, over the axes of their checks.
+
+    Args:
+        ids: the ids of the parameters.
+    """
+    problems: list[str] = []
+    groups: dict[frozenset[int], dist.ProcessGroup] = {}
+    for check, model in list_checks():
+        # Look the parameters up again: fully_shard may have replaced them since.
+        params = {name: param for name, param in model.named_parameters() if id(param) in ids}
+        if not params:
+            continue
+        group = get_group_by_name(check.group_name)
+        if check.has_own_tokens:
+            problems += check.find_equal_tokens()
+        else:
+            device = torch.device(check.device_type)
+            differences = fingerprints.find_differences(check.list_entries(params), group, device)
+            problems += check.format_problems(differences)
+        check.kept.release()
+        check.kept.steps_left = max(0, check.kept.steps_left - 1)
+        # Under FSDP2 the ranks of another shard of a parameter must raise the error, too.
+        groups.setdefault(frozenset(check.ranks), group)
+        for mesh in {param.device_mesh: None for param in params.values() if isinstance(param, DTensor)}:
+            for mesh_group in mesh.get_all_groups():
+                groups.setdefault(frozenset(dist.get_process_group_ranks(mesh_group)), mesh_group)
+    raise_on_all_ranks(problems, groups.values())
+
+
+def raise_on_all_ranks(problems: Iterable[str], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise the problems of all ranks of several groups, if there are any.
+
+    Collective: every rank of the groups must call it.
+
+    Args:
+        problems: the problems of this rank.
+        groups: the groups, in the same order on every rank.
+
+    Raises:
+        GradientError: on every rank.
+    """
+    united = set(problems)
+    for group in groups:
+        united.update(*all_gather_object(group, united))
+    if united:
+        raise GradientError(*sorted(united))
