@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -179,6 +181,46 @@ def compare_all() -> dict[str, float]:
 @pytest.mark.usefixtures("as_on_cuda")
 def test_optimizers_clipping_scaling_and_averages_equal_one_process() -> None:
     assert_no_difference(run_ranks(2, compare_all), cases=len(OPTIMIZERS) + 3)
+
+
+def step_in_two_threads() -> tuple[list[int], float]:
+    """Step two optimizers in a thread each; return the steps, and the difference from one thread."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    models = []
+    for _ in range(3):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).double()
+        torch.manual_seed(0)
+        nn.init.normal_(model[0].weight)  # type: ignore[arg-type]
+        nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
+        models.append(parallelize(model, mesh, {"0": UP_DOWN["up"]}, check_gradients=False))
+    steps = [0, 0, 0]
+
+    def train(number: int) -> None:
+        params = list(models[number].parameters())
+        optimizer = torch.optim.AdamW(params, foreach=True)
+        for _ in range(100):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+            optimizer.step()
+            steps[number] += 1
+
+    train(2)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    return steps, max(max_difference(models[number], models[2]) for number in range(2))
+
+
+def test_two_threads_step_two_optimizers() -> None:
+    ((steps, difference),) = run_ranks(1, step_in_two_threads)
+    assert steps == [100] * 3
+    assert difference == 0.0
 
 
 def reduce_in_half_precision() -> list[float]:

@@ -188,9 +188,9 @@ class ModelCheck:
             if x.is_floating_point():
                 tolerance = fingerprints.LENIENT
             entries.append(Entry("input", name, x, to_local(x).numel(), tolerance))
-        for name, grad in self.kept.gradients.items():
-            tolerance = find_gradient_tolerance(grad.dtype, self.kept.dtypes)
-            entries.append(Entry("gathered", name, grad, grad.numel(), tolerance))
+        for name, gathered in self.kept.gradients.items():
+            tolerance = find_gradient_tolerance(gathered.dtype, self.kept.dtypes)
+            entries.append(Entry("gathered", name, gathered, gathered.numel(), tolerance))
         for names in group_by_layout(params).values():
             if not is_replicated(params[names[0]], self.ranks):
                 continue

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch.tensors import run_functional_collective, wait_if_async
 
@@ -36,72 +35,123 @@ def accept_mixed_lists() -> None:
     handlers[aten.stack.default] = _stack_norms
 
 
-def _run_without_handler(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator through DTensor, without the handler that namedmesh has registered."""
-    from torch.distributed.tensor import DTensor
-
-    # DTensor looks for a handler in C++, before anything else. It cannot be asked to ignore one.
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operator, None)
-    try:
-        return operator(*args, **kwargs)
-    finally:
-        if handler is not None:
-            handlers[operator] = handler
+# A list operator is named after the operator for one tensor, with two exceptions.
+_NAMES_FOR_ONE = {"norm": "linalg_vector_norm", "powsum": "linalg__powsum"}
+# The result of these has another shape than their input.
+_REDUCTIONS = ("aten::_foreach_norm", "aten::_foreach_powsum", "aten::_foreach_max")
 
 
 def _run_list_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator over lists of tensors.
 
-    One call takes all local tensors. The DTensors for which local tensors are not enough need one
-    call for each mesh.
+    One call takes the local tensors of all positions for which these are enough. The operator for
+    one tensor takes the others, as DTensors. DTensor finds this handler in a table of the process,
+    so the list operator itself must not be called with a DTensor.
     """
+    # A single tensor next to the lists, such as a coefficient, belongs to every position.
+    args = [arg.full_tensor() if hasattr(arg, "full_tensor") else arg for arg in args]
     length = next(len(arg) for arg in args if isinstance(arg, list | tuple))
     lists = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == length]
-    # An operator that writes into its tensors does so element by element: no norm and no matrix
-    # product is among them.
-    in_place = operator._schema.is_mutable
-    positions_by_mesh: dict[DeviceMesh | None, list[int]] = {}
-    for position, tensors in enumerate(zip(*lists, strict=True)):
-        mesh = _find_mesh_to_run_on(tensors, in_place)
-        positions_by_mesh.setdefault(mesh, []).append(position)
-    args = [arg.full_tensor() if hasattr(arg, "full_tensor") else arg for arg in args]
+    is_elementwise = operator._schema.name not in _REDUCTIONS
+    local_positions = []
     results: list[Any] = [None] * length
-    returned: Any = None
-    for mesh, positions in positions_by_mesh.items():
-        mesh_args = []
-        for arg in args:
-            if isinstance(arg, list | tuple) and len(arg) == length:
-                selected = [arg[position] for position in positions]
-                if mesh is None:
-                    selected = list(map(_to_local, selected))
-                mesh_args.append(selected)
-            else:
-                mesh_args.append(arg)
-        returned = _run_without_handler(operator, mesh_args, kwargs)
-        # An operator that works in place returns nothing.
-        for position, result in zip(positions, returned or (), strict=False):
-            results[position] = result
-    return results if returned else None
+    for position, tensors in enumerate(zip(*lists, strict=True)):
+        if _are_local_tensors_enough(tensors, is_elementwise):
+            local_positions.append(position)
+        else:
+            results[position] = _run_for_one(operator, _select(args, [position], length), kwargs)
+    if local_positions:
+        local_args = _select(args, local_positions, length)
+        for index, arg in enumerate(local_args):
+            if isinstance(arg, list):
+                local_args[index] = [_to_local(value) for value in arg]
+        local_results = operator(*local_args, **kwargs) or ()  # None if it works in place
+        for position, result in zip(local_positions, local_results, strict=False):
+            results[position] = _wrap_like(lists, position, result)
+    return None if operator._schema.is_mutable else results
 
 
-def _find_mesh_to_run_on(tensors: Sequence[Any], in_place: bool) -> DeviceMesh | None:
-    """Return the mesh on which DTensor must run one position; None for local tensors."""
-    dtensors = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
-    if not dtensors:
-        return None
-    mesh: DeviceMesh = dtensors[0].device_mesh
-    placements = dtensors[0].placements
-    equal = all(tensor.placements == placements for tensor in dtensors)
-    if not in_place or not equal or any(placement.is_partial() for placement in placements):
-        return mesh
-    if not all(placement.is_replicate() for placement in placements):
-        # A plain tensor, such as a full average of a sharded parameter, would be combined with a
-        # shard, and shapes may broadcast. DTensor rejects it. Numbers, such as steps, are right.
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and not hasattr(tensor, "device_mesh"):
-                return mesh
-    return None
+def _select(args: Sequence[Any], positions: Sequence[int], length: int) -> list[Any]:
+    """Return arguments with the values of some positions only.
+
+    Args:
+        args: the arguments. Those that are no lists of this length belong to every position.
+        positions: the positions.
+        length: the number of positions.
+    """
+    selected = []
+    for arg in args:
+        if isinstance(arg, list | tuple) and len(arg) == length:
+            selected.append([arg[position] for position in positions])
+        else:
+            selected.append(arg)
+    return selected
+
+
+def _are_local_tensors_enough(tensors: Sequence[Any], is_elementwise: bool) -> bool:
+    """Return whether an operator on the local tensors of one position gives the local results.
+
+    Args:
+        tensors: the values of the position: plain tensors, DTensors and numbers.
+        is_elementwise: whether the operator works element by element.
+    """
+    placements: Any = None
+    has_plain_tensor = False
+    for tensor in tensors:
+        spec = getattr(tensor, "_spec", None)
+        if spec is None:
+            has_plain_tensor |= isinstance(tensor, torch.Tensor) and tensor.ndim > 0
+        elif placements is None:
+            placements = spec.placements
+        elif placements is not spec.placements and placements != spec.placements:
+            return False
+    if placements is None:
+        return True
+    # A plain tensor, such as a full average of a sharded parameter, would be combined with a shard,
+    # and shapes may broadcast. DTensor rejects it. Numbers, such as steps, are right.
+    is_replicated, is_partial = _describe_placements(placements)
+    return is_elementwise and not is_partial and (is_replicated or not has_plain_tensor)
+
+
+@cache
+def _describe_placements(placements: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Return whether placements are replicated along all dims, and whether they are partial."""
+    is_replicated = all(placement.is_replicate() for placement in placements)
+    return is_replicated, any(placement.is_partial() for placement in placements)
+
+
+def _run_for_one(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the operator for one tensor in place of a list operator, through DTensor.
+
+    Args:
+        operator: the list operator.
+        args: its arguments, with lists of one value.
+        kwargs: its keyword arguments.
+    """
+    name = operator._schema.name.removeprefix("aten::_foreach_")
+    values = [arg[0] if isinstance(arg, list) else arg for arg in args]
+    named = dict(kwargs)
+    if name.startswith("addc") and len(values) > 3:  # noqa: PLR2004  the coefficient of addcdiv and addcmul
+        named["value"] = values.pop()
+    if "dtype" in {argument.name for argument in operator._schema.arguments}:
+        named.setdefault("dtype", values.pop() if len(values) > 2 else None)  # noqa: PLR2004  tensor, order, dtype
+    return getattr(torch.ops.aten, _NAMES_FOR_ONE.get(name, name))(*values, **named)
+
+
+def _wrap_like(lists: Sequence[Any], position: int, result: torch.Tensor) -> Any:
+    """Return a result as a DTensor, if one of the values of its position is one."""
+    for values in lists:
+        value = values[position]
+        if hasattr(value, "_spec"):
+            return type(value).from_local(
+                result,
+                value.device_mesh,
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
+    return result
 
 
 def _to_local(tensor: Any) -> Any:
@@ -125,7 +175,7 @@ def _unscale_gradients(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
             found_inf.copy_(run_functional_collective("all_reduce", found_inf, "max", group.group_name))
 
 
-def _stack_norms(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _stack_norms(_operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Stack scalars, such as norms of gradients, that are plain or DTensors of several meshes.
 
     The result is a plain tensor. As everywhere in DTensor, a plain scalar counts as replicated.
@@ -139,7 +189,9 @@ def _stack_norms(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         positions_by_kind.setdefault(kind, []).append(position)
     meshes = {kind and kind[0] for kind in positions_by_kind}
     if len(meshes) == 1 or any(tensor.ndim for tensor in tensors):
-        return _run_without_handler(operator, args, kwargs)
+        # The handler must not call the operator with DTensors again: concatenate them instead.
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
     values = list(map(_to_local, tensors))
     for kind, positions in positions_by_kind.items():
         if kind is None:
