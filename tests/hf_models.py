@@ -6,7 +6,6 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -384,8 +383,7 @@ def run_forward(model: Any, name: str) -> torch.Tensor:
         options["attention_mask"][1, -1:] = 0
     if hasattr(model.config, "use_cache"):
         options["use_cache"] = False
-    # Not in the tests of operators that are made for float32.
-    with Double() if model.dtype is torch.float64 else nullcontext():
+    with Double():
         output = model(**options)
     value: torch.Tensor = output[0]
     return value
