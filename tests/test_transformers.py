@@ -21,7 +21,6 @@ import namedmesh
 from namedmesh import NamedMesh
 from namedmesh.tensor_parallel import parallelize, plan_from_hf
 
-
 TOLERANCE = 1e-9  # everything is computed in float64: AdamW divides by gradients that may be small
 
 
