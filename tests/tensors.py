@@ -60,4 +60,10 @@ def relative_difference(mine: Tensor | None, theirs: Tensor | None, least: float
     if mine is None or theirs is None:
         one = mine if theirs is None else theirs
         return 0.0 if one is None else float(full_tensor(one.detach()).abs().max())
-    return compute_difference(mine, theirs) / max(float(theirs.abs().max()), least)
+    difference = compute_difference(mine, theirs)
+    expected = full_tensor(theirs.detach())
+    expected = expected.to_dense() if expected.is_sparse else expected
+    # A difference that is no number stays infinite, whatever it is divided by.
+    if math.isinf(difference) or not expected.numel():
+        return difference
+    return difference / max(float(expected.abs().max()), least)
