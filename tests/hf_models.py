@@ -6,7 +6,6 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -154,12 +153,14 @@ AS_MANY_AS_QUERIES = (
 CLASSES = {"T5GemmaModuleConfig": "T5GemmaEncoder"}
 # Models whose eager attention fails in one process: transformers does not repeat keys and values.
 NO_EAGER = ("UnlimitedOcrTextConfig",)
-# Models that compute partly in float32. Its rounding errors would hide wrong results.
-SINGLE = ("Inkling2TextConfig", "Inkling2LoopTextConfig")
 
 
-class _Double(TorchFunctionMode):
-    """Uses float64 in place of the float32 that a model's code requests."""
+class Double(TorchFunctionMode):
+    """Uses float64 in place of the float32 that a model's code requests.
+
+    Most models compute their norms, softmax, routers or scans in float32, whatever dtype they have. Its
+    rounding, which depends on the CPU and on the order of a sum, would hide wrong results.
+    """
 
     def __torch_function__(
         self, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -382,7 +383,7 @@ def run_forward(model: Any, name: str) -> torch.Tensor:
         options["attention_mask"][1, -1:] = 0
     if hasattr(model.config, "use_cache"):
         options["use_cache"] = False
-    with _Double() if name in SINGLE else nullcontext():
+    with Double():
         output = model(**options)
     value: torch.Tensor = output[0]
     return value

@@ -36,6 +36,22 @@ def compute_difference(one: Tensor | None, other: Tensor | None) -> float:
     return float("inf") if math.isnan(difference) else difference
 
 
+def rounding_tolerance(dtype: torch.dtype, terms: int, size: float = 1.0) -> float:
+    """Return how far apart rounding may put two correct results, for what cannot be computed in float64.
+
+    Each addition rounds by at most half an eps. How a sum is split into partial sums depends on the CPU, on the
+    kernel and on the number of ranks, so that either result may be off by that much for each of its terms. This is
+    the worst case: most of these errors cancel, and what is measured is about the square root of the terms. A
+    tolerance that is close to what one CPU gives fails on the next.
+
+    Args:
+        dtype: the dtype of the computation.
+        terms: the number of values that are summed, or of operations one after the other.
+        size: the largest value that is rounded, for an absolute difference.
+    """
+    return terms * torch.finfo(dtype).eps * size
+
+
 def relative_difference(mine: Tensor | None, theirs: Tensor | None, least: float) -> float:
     """Return the largest difference relative to the largest value of ``theirs``, or to ``least``.
 
@@ -44,4 +60,10 @@ def relative_difference(mine: Tensor | None, theirs: Tensor | None, least: float
     if mine is None or theirs is None:
         one = mine if theirs is None else theirs
         return 0.0 if one is None else float(full_tensor(one.detach()).abs().max())
-    return compute_difference(mine, theirs) / max(float(theirs.abs().max()), least)
+    difference = compute_difference(mine, theirs)
+    expected = full_tensor(theirs.detach())
+    expected = expected.to_dense() if expected.is_sparse else expected
+    # A difference that is no number stays infinite, whatever it is divided by.
+    if math.isinf(difference) or not expected.numel():
+        return difference
+    return difference / max(float(expected.abs().max()), least)

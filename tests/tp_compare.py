@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tensors import compute_difference, full_tensor
+from tensors import compute_difference, full_tensor, relative_difference
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -123,9 +123,9 @@ def compare_training(
             full_tensor(output).square().sum().backward()
             inputs.append(x)
             outputs.append(output)
-        differences.append(compute_difference(*outputs))
+        differences.append(_compare(*outputs))
         if data.is_floating_point():
-            differences.append(compute_difference(*map(get_grad, inputs)))
+            differences.append(_compare(*map(get_grad, inputs)))
         for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert (param.grad is None) == (expected.grad is None), name
             if expected.grad is not None:
@@ -137,7 +137,7 @@ def compare_training(
     assert list(model.state_dict()) == list(expected_state)
     for name, value in model.state_dict().items():
         assert value.shape == expected_state[name].shape, name
-        differences.append(compute_difference(value, expected_state[name]))
+        differences.append(_compare(value, expected_state[name]))
     return max(differences)
 
 
@@ -148,15 +148,20 @@ def compare_hf_training(reference: Any, *, steps: int = 3) -> float:
     return compare_training(model, reference, ids, steps=steps, pick="logits")
 
 
+def _compare(mine: Tensor | None, theirs: Tensor | None) -> float:
+    """Return the difference, relative to the largest value where that is above one: rounding grows with it."""
+    return relative_difference(mine, theirs, 1.0)
+
+
 def _compare_grads(param: Tensor, expected: Tensor) -> list[float]:
     """Return the differences of the full gradient, and of the local one after the all-reduce."""
-    differences = [compute_difference(get_grad(param), expected)]
+    differences = [_compare(get_grad(param), expected)]
     if isinstance(param, DTensor):
         reduce_gradients([param])
         assert isinstance(param.grad, DTensor)
         assert param.grad.placements == param.placements
         shard = distribute_tensor(expected, param.device_mesh, param.placements, src_data_rank=None)
-        differences.append(compute_difference(param.grad.to_local(), shard.to_local()))
+        differences.append(_compare(param.grad.to_local(), shard.to_local()))
     return differences
 
 
