@@ -22,12 +22,15 @@ from namedmesh.sharding import to_local
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one.
 LAST_STEP = 1024
-# A tensor has at least this many blocks, if it has so many elements.
+# A tensor has this many blocks, within limits for their length. Longer blocks would need weights
+# that take much memory.
 _BLOCKS = 64
-# Larger tensors have more blocks, so that the weights of a block need little memory.
+_SHORTEST_BLOCK = 16
 _LONGEST_BLOCK = 1 << 16
 # Tensors in half precision are converted in chunks of this many elements, to bound the memory.
 _CHUNK = 1 << 22
+# Small tensors are compared in batches of this many elements.
+_BATCH = 1 << 18
 # Takes the place of values that are not finite: on every rank the same, and far from all others.
 _NOT_FINITE = 1e30
 
@@ -128,21 +131,23 @@ def find_differences(
     keys = _agree_on_keys(entries, group)
     if not keys:
         return {}
-    first_blocks: dict[tuple[str, str], int] = {}
+    blocks: dict[tuple[str, str], range] = {}
     entry_of_block: list[int] = []
-    for index, (kind, name, blocks, _) in enumerate(keys):
-        first_blocks[kind, name] = len(entry_of_block)
-        entry_of_block += [index] * blocks
+    for index, (kind, name, count, _) in enumerate(keys):
+        blocks[kind, name] = range(len(entry_of_block), len(entry_of_block) + count)
+        entry_of_block += [index] * count
     # The highest norms and sums, and the lowest ones with another sign. Minus infinity leaves an
     # entry that this rank lacks to the other ranks.
     shape = (2, len(entry_of_block), 2)
     extremes = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
-    for entry in entries:
-        values = fingerprint(entry.tensor, entry.numel).to(device, torch.float64)
-        first = first_blocks[entry.kind, entry.name]
-        extremes[:, first : first + len(values)].copy_(
-            torch.maximum(extremes[:, first : first + len(values)], torch.stack([values, -values]))
-        )
+    for batch in _make_batches(entries):
+        positions: list[int] = []
+        for entry in batch:
+            positions += blocks[entry.kind, entry.name]
+        values = fingerprint([entry.tensor for entry in batch], batch[0].numel)
+        values = values.flatten(0, 1).to(device, torch.float64)
+        index = torch.tensor(positions, device=device).view(1, -1, 1).expand(2, -1, 2)
+        extremes.scatter_reduce_(1, index, torch.stack([values, -values]), "amax")
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     far = _find_far_blocks(extremes[0], -extremes[1], keys, torch.tensor(entry_of_block, device=device))
     differences = {}
@@ -171,6 +176,24 @@ def _agree_on_keys(entries: Sequence[Entry], group: dist.ProcessGroup) -> list[_
     return sorted(united)
 
 
+def _make_batches(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Return the entries in batches of the same size, dtype and device: one operator for each batch.
+
+    A model has many small parameters of a few sizes.
+    """
+    open_batches: dict[object, list[Entry]] = {}
+    batches = []
+    for entry in entries:
+        tensor = entry.tensor
+        key = entry.numel, None if tensor is None else (tensor.dtype, tensor.device)
+        batch = open_batches.get(key)
+        if batch is None or len(batch) * entry.numel > _BATCH:
+            batch = open_batches[key] = []
+            batches.append(batch)
+        batch.append(entry)
+    return batches
+
+
 def _find_far_blocks(high: Tensor, low: Tensor, keys: Sequence[_Key], entry_of_block: Tensor) -> Tensor:
     """Return for each entry the largest relative difference of a block beyond the tolerance.
 
@@ -196,44 +219,46 @@ def _find_far_blocks(high: Tensor, low: Tensor, keys: Sequence[_Key], entry_of_b
     return zeros.scatter_reduce(0, entry_of_block, far, "amax")
 
 
-def fingerprint(tensor: Tensor | None, numel: int) -> Tensor:
-    """Return the norm and a weighted sum of each block of a local tensor.
+def fingerprint(tensors: Sequence[Tensor | None], numel: int) -> Tensor:
+    """Return the norm and a weighted sum of each block of local tensors.
 
     Equal tensors have equal fingerprints on all ranks. They are computed in float32, or in float64
     for float64 and integers.
 
     Args:
-        tensor: the tensor, or a DTensor, whose local tensor is used; None counts as zeros.
-        numel: the number of elements.
+        tensors: tensors of one dtype and device, or DTensors, whose local tensors are used. If the
+            first is None, all are, and count as zeros.
+        numel: the number of elements of each tensor.
 
     Returns:
-        A tensor with the shape (blocks, 2), without values that are not finite.
+        A tensor with the shape (tensors, blocks, 2), without values that are not finite.
     """
     length = _find_block_length(numel)
-    if tensor is None or numel == 0:
-        return torch.zeros(-(-numel // length), 2, device="cpu")
-    flat = wait_if_async(to_local(tensor)).detach().resolve_conj()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-        length *= 2
-    flat = flat.reshape(-1)
-    is_single = flat.is_floating_point() and flat.dtype != torch.float64
+    rows = []
+    for tensor in tensors:
+        if tensor is None or numel == 0:
+            return torch.zeros(len(tensors), -(-numel // length), 2, device="cpu")
+        flat = wait_if_async(to_local(tensor)).detach().resolve_conj()
+        rows.append((torch.view_as_real(flat) if flat.is_complex() else flat).reshape(1, -1))
+    matrix = rows[0] if len(rows) == 1 else torch.cat(rows)
+    length *= matrix.shape[1] // numel  # a complex number is two numbers
+    is_single = matrix.is_floating_point() and matrix.dtype != torch.float64
     dtype = torch.float32 if is_single else torch.float64
-    weights = _make_weights(dtype, flat.device)
+    weights = _make_weights(dtype, matrix.device)
     numbers = []
-    for chunk in flat.split(max(1, _CHUNK // length) * length):
-        whole = len(chunk) // length * length
-        for rows in (chunk[:whole].view(-1, length), chunk[whole:].view(1, -1)):
-            if rows.numel():
-                values = rows.to(dtype)
-                norms = torch.linalg.vector_norm(values, dim=1)
-                numbers.append(torch.stack([norms, values @ weights[: values.shape[1]]], 1))
-    return torch.cat(numbers).nan_to_num(_NOT_FINITE, _NOT_FINITE, _NOT_FINITE)
+    for chunk in matrix.split(max(1, _CHUNK // length) * length, 1):
+        whole = chunk.shape[1] // length * length
+        for blocks in (chunk[:, :whole].unflatten(1, (-1, length)), chunk[:, whole:].unsqueeze(1)):
+            if blocks.numel():
+                values = blocks.to(dtype)
+                norms = torch.linalg.vector_norm(values, dim=2)
+                numbers.append(torch.stack([norms, values @ weights[: values.shape[2]]], 2))
+    return torch.cat(numbers, 1).nan_to_num(_NOT_FINITE, _NOT_FINITE, _NOT_FINITE)
 
 
 def _find_block_length(numel: int) -> int:
     """Return the number of elements of a block of a tensor with ``numel`` elements."""
-    return min(max(1, -(-numel // _BLOCKS)), _LONGEST_BLOCK)
+    return min(max(_SHORTEST_BLOCK, -(-numel // _BLOCKS)), _LONGEST_BLOCK)
 
 
 @cache

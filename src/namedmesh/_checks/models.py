@@ -28,7 +28,6 @@ from namedmesh._torch import (
     get_group_by_name,
     is_async,
     is_capturing,
-    is_transformed,
 )
 from namedmesh.errors import GradientError, format_items, format_ranks
 from namedmesh.sharding import to_local
@@ -91,7 +90,7 @@ class KeptTensors:
             GradientError: in the first forward, on every rank: the inputs have different shapes.
         """
         is_plain = type(x) is Tensor or isinstance(x, DTensor) or is_async(x)
-        if not self.steps_left or not is_plain or x.is_meta or is_capturing() or is_transformed(x):
+        if not self.steps_left or not is_plain or x.is_meta or is_capturing():
             return
         # Ranks with other shards have other values, as they should.
         is_shard = isinstance(x, DTensor) and {*x.placements} != {Replicate()}
@@ -117,7 +116,7 @@ class KeptTensors:
         """
         kept_bytes = sum(kept.nbytes for kept in self.gradients.values())
         is_small = kept_bytes + grad.nbytes <= _KEPT_BYTES
-        if self.steps_left and is_small and not is_capturing() and not is_transformed(grad):
+        if self.steps_left and is_small and not is_capturing():
             self.gradients.setdefault(name, grad)
 
 
@@ -215,7 +214,7 @@ class ModelCheck:
         if self.kept.input is not None and fingerprints.is_comparable(self.kept.input[1]):
             tokens = self.kept.input[1]
             if len(tokens) and bool((tokens != tokens[0]).any() and tokens.isfinite().all()):
-                numbers = fingerprints.fingerprint(tokens, tokens.numel())[:64].flatten().tolist()
+                numbers = fingerprints.fingerprint([tokens], tokens.numel())[0, :64].flatten().tolist()
         problems = []
         for group_name in [*self.token_groups]:
             numbers_by_rank = all_gather_object(get_group_by_name(group_name), numbers)
@@ -239,7 +238,7 @@ class ModelCheck:
             return [_format_different_inputs(next(iter(names["input"])), len(self.ranks), self.axis)]
         if "gathered" in names:
             message = (
-                f"{format_items(names['gathered'])}: the output is all-gathered over {ranks} and counts as "
+                f"{format_items(sorted(names['gathered']))}: the output is all-gathered over {ranks} and counts as "
                 f"replicated, but its gradients differ: each rank uses a part of it, and loses the gradients "
                 f"of the others. Let the layer return its local shard (ColwiseParallel() without "
                 f"output_layouts), or use KeyValueParallel(...) for keys and values of which each rank uses "

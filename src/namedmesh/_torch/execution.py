@@ -50,14 +50,3 @@ def is_capturing() -> bool:
     torch's function raises if CUDA is not initialized. Here the result is False.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Return whether ``torch.func`` (``vmap``, ``grad``, ``jvp``) works on a tensor.
-
-    Such a tensor has no values outside of the transform.
-
-    Args:
-        tensor: any tensor.
-    """
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
