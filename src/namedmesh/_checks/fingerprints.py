@@ -146,8 +146,8 @@ def find_differences(
             positions += blocks[entry.kind, entry.name]
         values = fingerprint([entry.tensor for entry in batch], batch[0].numel)
         values = values.flatten(0, 1).to(device, torch.float64)
-        index = torch.tensor(positions, device=device).view(1, -1, 1).expand(2, -1, 2)
-        extremes.scatter_reduce_(1, index, torch.stack([values, -values]), "amax")
+        rows = torch.tensor(positions, device=device).view(1, -1, 1).expand(2, -1, 2)
+        extremes.scatter_reduce_(1, rows, torch.stack([values, -values]), "amax")
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     far = _find_far_blocks(extremes[0], -extremes[1], keys, torch.tensor(entry_of_block, device=device))
     differences = {}

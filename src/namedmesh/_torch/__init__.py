@@ -2,6 +2,14 @@
 
 Each function replaces something that torch does not offer publicly. Its docstring names the public
 function that comes closest, and the reason why it is not used.
+
+namedmesh changes torch for the whole process in three places:
+
+- ``list_operators.accept_mixed_lists`` adds handlers to DTensor;
+- ``groups`` replaces default arguments of ``torch.distributed.nn.functional``;
+- ``tensor_parallel.gradients.install_optimizer_step_hook`` hooks the steps of optimizers.
+
+The guide has a page about them; what is not listed there must not exist.
 """
 
 from namedmesh._torch.execution import *
