@@ -64,6 +64,7 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "_reduce_scatter": take_shard,
     "all_gather": repeat_local,
     "local_shard": take_shard,
+    "keep_and_shard": take_shard,
     "_all_to_all": lambda x, *_: x.clone(),
     "_all_to_all_backward": lambda x, *_: x.clone(),
 }
@@ -225,7 +226,7 @@ def test_checks_detect_every_removed_or_doubled_collective() -> None:
     # derivative would differ: test_tp_modes compares it.
     assert [name.rpartition(": ")[2] for name in survivors] == [
         "_apply_collective _copy removed",
-        "_apply_collective local_shard removed",
+        "_apply_collective keep_and_shard removed",
     ]
     assert count > 35
 

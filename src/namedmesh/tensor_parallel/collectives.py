@@ -148,11 +148,11 @@ def gather(
     """
     if group.size == 1:
         return x
-    if keep_gradient is None:
-        return _apply_collective(x, all_gather, local_shard, group, dim)
 
     def keep_and_shard(grad: Tensor, group: Group, dim: int) -> Tensor:
-        keep_gradient(grad)
+        """Return the local shard of the gradient, after it was kept."""
+        if keep_gradient is not None:
+            keep_gradient(grad)
         return local_shard(grad, group, dim)
 
     return _apply_collective(x, all_gather, keep_and_shard, group, dim)

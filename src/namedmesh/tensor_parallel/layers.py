@@ -207,17 +207,16 @@ class RowEmbedding(nn.Embedding):
 
 
 def keep_input(module: Any, x: Tensor) -> None:
-    """Keep the input of a layer for the comparison before a step.
+    """Keep the input of a layer for the comparison before one of the first steps.
 
     Args:
         module: the layer.
         x: the input.
     """
     # Compiled code must not read it, because a change of it would compile the code again.
-    if torch.compiler.is_compiling() or module.kept is None:
-        return
-    is_replicated = module.layouts.input_dim is None
-    module.kept.keep_input(module.name_in_model, x, is_replicated=is_replicated)
+    if not torch.compiler.is_compiling() and module.kept is not None and module.kept.steps_left:
+        is_replicated = module.layouts.input_dim is None
+        module.kept.keep_input(module.name_in_model, x, is_replicated=is_replicated)
 
 
 def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = True) -> list[Any]:
