@@ -72,7 +72,7 @@ SECTIONS = (
     "See also",
 )
 # Pages to look something up, which have no example of their own.
-LISTS = {"guide/glossary", "integrations/others"}
+LISTS = {"guide/changes_in_torch", "guide/glossary", "integrations/others"}
 MARKS = r"file: \S+|signatures|from: \S+|run: \S+"
 
 each_page = pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])

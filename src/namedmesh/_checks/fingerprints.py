@@ -161,7 +161,7 @@ _Key = tuple[str, str, int, Tolerance]
 
 
 def _agree_on_keys(entries: Sequence[Entry], group: dist.ProcessGroup) -> list[_Key]:
-    """Return kind, name, number of blocks and tolerance of the entries of all ranks, once each."""
+    """Return the kind, name, number of blocks and tolerance of the entries of all ranks."""
     keys: dict[_Key, None] = {}
     for entry in entries:
         length = _find_block_length(entry.numel)
@@ -177,9 +177,9 @@ def _agree_on_keys(entries: Sequence[Entry], group: dist.ProcessGroup) -> list[_
 
 
 def _make_batches(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return the entries in batches of the same size, dtype and device: one operator for each batch.
+    """Return the entries in batches of the same size, dtype and device.
 
-    A model has many small parameters of a few sizes.
+    One operator takes a whole batch. A model has many small parameters of a few sizes.
     """
     open_batches: dict[object, list[Entry]] = {}
     batches = []

@@ -1,4 +1,4 @@
-"""Comparison of the gradients and inputs of parallelized models, before an optimizer's step.
+"""Comparison of gradients and inputs of parallelized models, before an optimizer's step.
 
 A plan does not show how a forward uses the parameters that it leaves out, or the activations that
 count as replicated. The gradients show it. Layers only keep references to tensors that exist
@@ -47,7 +47,9 @@ _compared_ids: set[int] = set()
 
 
 class KeptTensors:
-    """References to tensors of the last forward and backward of a model, for the next comparison.
+    """References to tensors of the last forward and backward of a model.
+
+    They are compared before the next step.
 
     Keeping a reference runs no operator and does not communicate, so that neither autograd nor a
     dispatch mode sees a difference. Copies and pickles contain no tensors.

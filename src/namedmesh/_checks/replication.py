@@ -63,7 +63,7 @@ def is_replicated(tensor: Tensor, ranks: Collection[int]) -> bool:
 
 
 def find_replicated_axes(param: Tensor, mesh: NamedMesh) -> list[str]:
-    """Return the axes of a mesh along which other ranks must have the same values of a parameter.
+    """Return the axes along which other ranks must have the same values of a parameter.
 
     Args:
         param: the parameter.
