@@ -8,6 +8,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +30,9 @@ from namedmesh.tensor_parallel.collectives import (
 # The placements of a DTensor on a mesh with one axis.
 REPLICATED = (Replicate(),)
 PARTIAL = (Partial(),)
+
+GATHERED_INPUT = "gathered_input"
+"""The attribute of an all-gathered input that the backward gathers again (:class:`SharedInput`)."""
 
 Shards: TypeAlias = "Mapping[str, torch.Size | None]"
 """The shape of the local shard of each parameter, by name; None if the parameter is None."""
@@ -78,7 +82,9 @@ class ColumnLinear(nn.Linear):
             ShapeError: a parameter has another shape than the local shard.
         """
         group = self.layouts.group
+        gathered = None
         if isinstance(input, DTensor):
+            gathered = getattr(input, GATHERED_INPUT, None)
             if input.placements != REPLICATED:
                 input = input.redistribute(placements=REPLICATED)  # noqa: A001
             # The producer of this DTensor (such as SharedInput) all-reduces the partial gradients
@@ -91,7 +97,8 @@ class ColumnLinear(nn.Linear):
             weight = weight[self.rows]
             if bias is not None:
                 bias = bias[self.rows]
-        y = F.linear(x, weight, bias)
+        with nullcontext() if gathered is None else gathered.replace_saved():
+            y = F.linear(x, weight, bias)
         if self.layouts.output_dim is None:
             y = gather(y, group, -1)
         return to_output_layout(self, y)
@@ -204,12 +211,16 @@ def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = Tru
     Raises:
         ShapeError: a parameter has another shape than its local shard.
     """
-    params = [getattr(module, name) for name in shards]
-    dtensors = [param for param in params if isinstance(param, DTensor)]
+    params = []
+    dtensors = []
     grad_placements = []
-    for dtensor in dtensors:
-        is_partial = partial_grads and dtensor.placements == REPLICATED
-        grad_placements.append(PARTIAL if is_partial else dtensor.placements)
+    for name in shards:
+        param = getattr(module, name)
+        params.append(param)
+        if isinstance(param, DTensor):
+            dtensors.append(param)
+            is_partial = partial_grads and param.placements == REPLICATED
+            grad_placements.append(PARTIAL if is_partial else param.placements)
     # One call for all DTensors: a to_local() for each costs a quarter of the step of a small layer.
     local_tensors = iter(to_local_parameters(dtensors, grad_placements) if dtensors else ())
     result = []
