@@ -35,7 +35,7 @@ def run_functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) 
     # the caller differentiates.
     is_compiling = torch.compiler.is_compiling()
     with nullcontext() if is_compiling else torch._C._AutoDispatchBelowAutograd():
-        pending: torch.Tensor = getattr(operators, name).default(contiguous, *arguments)
+        pending = getattr(operators, name).default(contiguous, *arguments)
         result: torch.Tensor = operators.wait_tensor.default(pending)
     return result
 
@@ -111,9 +111,7 @@ def to_local_parameters(
     return local
 
 
-def wrap_replicated(
-    local: torch.Tensor, mesh: DeviceMesh, grad_placements: tuple[Placement, ...]
-) -> DTensor:
+def wrap_replicated(local: torch.Tensor, mesh: DeviceMesh, grad_placements: tuple[Placement, ...]) -> DTensor:
     """Return a replicated DTensor around a tensor that is identical on all ranks.
 
     The public ``DTensor.from_local`` passes through autograd. For one token without gradients, that
@@ -182,9 +180,9 @@ class _View(NamedTuple):
     """A view of a tensor that is computed again: its position among the results, and its shape."""
 
     position: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    shape: Any
+    stride: Any
+    offset: Any
 
 
 class RecomputedTensors:
@@ -257,7 +255,7 @@ class RecomputedTensors:
 
 def _get_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Return the hooks for saved tensors that are active now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks or (_return_unchanged, _return_unchanged)
 
 

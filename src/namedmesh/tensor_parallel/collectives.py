@@ -56,7 +56,7 @@ def copy_to_tp_region(x: Tensor, group: Group) -> Tensor:
             it.
         group: the ranks.
     """
-    return _apply_collective(x, _copy, _all_reduce_sum, group, None)
+    return _apply_collective(x, _copy, all_reduce, group, "sum")
 
 
 def reduce_from_tp_region(x: Tensor, group: Group) -> Tensor:
@@ -66,7 +66,7 @@ def reduce_from_tp_region(x: Tensor, group: Group) -> Tensor:
         x: the output of a row-parallel layer, which is partial on each rank.
         group: the ranks.
     """
-    return _apply_collective(x, _all_reduce_sum, _copy, group, None)
+    return _apply_collective(x, all_reduce, _copy, group, "sum")
 
 
 def all_gather_to_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -206,15 +206,10 @@ def _apply_collective(x: Tensor, forward_op: Any, backward_op: Any, group: Group
     return _apply_differentiably(x, forward_op, backward_op, group, argument)
 
 
-def _copy(x: Tensor, _group: Group, _argument: None) -> Tensor:
+def _copy(x: Tensor, _group: Group, _operation: str) -> Tensor:
     """Return a view of the input: the identity."""
     # An autograd function must not return its input, but may return a view of it.
     return x.view_as(x)
-
-
-def _all_reduce_sum(x: Tensor, group: Group, _argument: None) -> Tensor:
-    """All-reduce a tensor by summation."""
-    return all_reduce(x, group)
 
 
 def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:

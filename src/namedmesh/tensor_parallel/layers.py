@@ -8,7 +8,6 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -97,8 +96,11 @@ class ColumnLinear(nn.Linear):
             weight = weight[self.rows]
             if bias is not None:
                 bias = bias[self.rows]
-        with nullcontext() if gathered is None else gathered.replace_saved():
+        if gathered is None:
             y = F.linear(x, weight, bias)
+        else:
+            with gathered.replace_saved():
+                y = F.linear(x, weight, bias)
         if self.layouts.output_dim is None:
             y = gather(y, group, -1)
         return to_output_layout(self, y)
@@ -219,18 +221,23 @@ def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = Tru
         params.append(param)
         if isinstance(param, DTensor):
             dtensors.append(param)
-            is_partial = partial_grads and param.placements == REPLICATED
-            grad_placements.append(PARTIAL if is_partial else param.placements)
+            placements = param.placements
+            grad_placements.append(PARTIAL if partial_grads and placements == REPLICATED else placements)
     # One call for all DTensors: a to_local() for each costs a quarter of the step of a small layer.
     local_tensors = iter(to_local_parameters(dtensors, grad_placements) if dtensors else ())
     result = []
     for (name, shape), param in zip(shards.items(), params, strict=True):
         local = next(local_tensors) if isinstance(param, DTensor) else param
         if shape is not None and local.shape != shape:
+            remedy = "load with set_model_state_dict or without assign=True, and call with DTensors or shards"
+            if name not in dict(module.named_parameters(recurse=False)):
+                remedy = (
+                    "it is no parameter any more, as after weight_norm or another parametrization: remove "
+                    "that (remove_parametrizations, remove_weight_norm), or leave the module out of the plan"
+                )
             raise ShapeError(
                 f"{name} has shape {tuple(local.shape)} on this rank, whose shard has shape "
-                f"{tuple(shape)}; load with set_model_state_dict or without assign=True, and call "
-                f"with DTensors or shards"
+                f"{tuple(shape)}; {remedy}"
             )
         result.append(local)
     return result

@@ -316,7 +316,7 @@ def _share_input(  # noqa: PLR0917  a hook's
     style: SharedInput, group: Group, mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Replace the first argument of a module with a replicated DTensor: a forward pre-hook."""
-    dim = getattr(style.input_layouts, "dim", None)
+    dim: Any = getattr(style.input_layouts, "dim", None)
 
     def replicate(x: Tensor) -> Tensor:
         if isinstance(x, DTensor):

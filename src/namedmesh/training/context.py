@@ -231,7 +231,7 @@ def _attend_to_gathered(
     if not is_causal:
         gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa, scale=scale)
-    attend = partial(_attend_by_blocks, *block_mask) if block_mask else attend_lower_right
+    attend: Any = partial(_attend_by_blocks, *block_mask) if block_mask else attend_lower_right
     chunk_size = query.shape[2] // 2
     outputs: list[Tensor] = []
     # Each chunk attends to the keys up to its own end. Together, the two chunks of every rank have
@@ -243,9 +243,7 @@ def _attend_to_gathered(
     return torch.cat(outputs, dim=2)
 
 
-def _attend_by_blocks(
-    mask: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float | None
-) -> Tensor:
+def _attend_by_blocks(mask: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: Any) -> Tensor:
     """Return causal attention of the last queries of a sequence to all of its keys, on a CPU.
 
     No CPU kernel has a causal mask that is aligned to the last key. A materialized mask for all
@@ -302,7 +300,8 @@ def _exchange_for_tokens(tensor: Tensor, group: Group) -> Tensor:
     chunks = tensor.chunk(2 * group.size, dim=2)
     shards: list[Tensor] = []
     for rank in range(group.size):
-        shards.append(torch.cat([chunks[chunk] for chunk in _chunks_of_rank(rank, group.size)], dim=2))
+        early, late = _chunks_of_rank(rank, group.size)
+        shards.append(torch.cat([chunks[early], chunks[late]], dim=2))
     received = all_to_all_single(torch.stack(shards), group)
     return received.movedim(0, 1).flatten(1, 2)
 
