@@ -34,6 +34,7 @@ from tp_models import (
 
 from namedmesh.tensor_parallel import (
     AllReduceOutput,
+    AllReduceOutputGradient,
     ColwiseParallel,
     ExpertParallel,
     ExpertTensorParallel,
@@ -49,7 +50,7 @@ from namedmesh.tensor_parallel.collectives import (
     all_gather_to_tp_region,
     all_to_all_single,
 )
-from namedmesh.tensor_parallel.hf_styles import AllReduceTailGradient, RowwiseEmbedding
+from namedmesh.tensor_parallel.hf_styles import RowwiseEmbedding
 
 Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
@@ -192,7 +193,7 @@ HEADS = {
     "": LocalParameters({"scale": Shard(0)}),
     "up": ColwiseParallel(),
     "norm": LocalParameters(),
-    "latent": AllReduceTailGradient(2),
+    "latent": AllReduceOutputGradient(slice(-2, None)),
     "expand": ColwiseParallel(),
     "down": RowwiseParallel(),
 }
