@@ -499,9 +499,6 @@ def test_styles_are_subclasses_of_torchs_with_the_same_repr() -> None:
     )
 
 
-# --- models that were created on the meta device ------------------------------------------------
-
-
 # --- modules whose computation a plan can see ---------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from ranks import run_ranks
 from tensors import compute_difference, full_tensor, random_tensor
@@ -213,6 +214,7 @@ def test_no_autograd_function_runs_without_gradients() -> None:
     run_ranks(2, compare_without_gradients)
 
 
+@pytest.mark.slow
 def test_compiled_inference_equals_eager() -> None:
     run_ranks(2, compare_compiled_inference)
 
