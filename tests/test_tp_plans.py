@@ -524,10 +524,16 @@ SHARDED_NORM = LocalParameters({"weight": Shard(0)})
         (nn.GroupNorm(4, 16, affine=False), {}, "norm: normalizes over 16 features of a column layer"),
         (nn.GroupNorm(4, 16), {}, "norm: normalizes over 16 features of a column layer"),
         (nn.RMSNorm(16), {"norm": SHARDED_NORM}, "norm: RMSNorm normalizes over all features"),
-        (nn.GroupNorm(1, 16), {"norm": SHARDED_NORM}, "norm: 1 groups of GroupNorm are not divisible by the tp size 2"),
+        (
+            nn.GroupNorm(1, 16),
+            {"norm": SHARDED_NORM},
+            "norm: 1 groups of GroupNorm are not divisible by the tp size 2",
+        ),
     ],
 )
-def test_norms_over_a_shard_of_the_features_raise(norm: nn.Module, styles: dict[str, Any], problem: str) -> None:
+def test_norms_over_a_shard_of_the_features_raise(
+    norm: nn.Module, styles: dict[str, Any], problem: str
+) -> None:
     assert problem in get_plan_error(Normed(norm), UP_DOWN | styles)
 
 
@@ -548,7 +554,9 @@ def test_the_output_layer_of_torchs_attention_raises() -> None:
 
 def test_replicated_parameters_in_a_module_whose_output_is_summed_raise() -> None:
     def error(**placements: Any) -> str:
-        return get_plan_error(Mlp(), {"": AllReduceOutput(), "up": LocalParameters(placements), "down": SHARDED})
+        return get_plan_error(
+            Mlp(), {"": AllReduceOutput(), "up": LocalParameters(placements), "down": SHARDED}
+        )
 
     assert "where up.bias would count once per rank" in error(weight=Shard(0))
     assert "where up.bias would count once per rank" in error(weight=Shard(0), bias=Replicate())
@@ -572,8 +580,9 @@ def test_a_replicated_input_cannot_be_resharded() -> None:
 
 def apply_norms_to_weights() -> list[str]:
     errors = []
+    norm: Any
     for norm in (weight_norm, torch.nn.utils.weight_norm):
-        model = parallelize(Mlp(), make_tp_mesh(), UP_DOWN, check_gradients=False)
+        model: Any = parallelize(Mlp(), make_tp_mesh(), UP_DOWN, check_gradients=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's old weight_norm is deprecated
             norm(model.down)
@@ -585,4 +594,6 @@ def test_a_parametrization_after_parallelize_raises_with_its_remedy() -> None:
     for errors in run_ranks(2, apply_norms_to_weights):
         for error in errors:
             assert error.startswith("ShapeError: weight has shape (4, 16) on this rank")
-            assert "remove that (remove_parametrizations, remove_weight_norm), or leave the module out" in error
+            assert (
+                "remove that (remove_parametrizations, remove_weight_norm), or leave the module out" in error
+            )

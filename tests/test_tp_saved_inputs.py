@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -39,10 +40,10 @@ def make_llamas() -> tuple[Any, Any]:
 def record_inputs() -> Iterator[list[StorageWeakRef]]:
     """Record the storages of the gathered inputs."""
     storages: list[StorageWeakRef] = []
-    gather = styles.enter_tp_region
+    gather = vars(styles)["enter_tp_region"]
 
     def record(*args: Any) -> Tensor:
-        gathered = gather(*args)
+        gathered: Tensor = gather(*args)
         storages.append(StorageWeakRef(gathered.untyped_storage()))
         return gathered
 
@@ -125,6 +126,7 @@ def compare_second_derivatives() -> list[float]:
         grad.square().sum().backward()
         results.append((x.grad, trained.up.weight.grad))
     (expected_x, expected_weight), (x_grad, weight_grad) = results
+    assert expected_x is not None
     return [
         compute_difference(x_grad, expected_x.chunk(2, 1)[rank]),
         compute_difference(weight_grad, expected_weight),
@@ -176,7 +178,9 @@ def count_autograd_functions(call: Callable[[], Any]) -> int:
     def profile(frame: Any, event: str, _: Any) -> None:
         nonlocal count
         code = frame.f_code
-        count += event == "call" and code.co_name == "apply" and code.co_filename.endswith("autograd/function.py")
+        count += (
+            event == "call" and code.co_name == "apply" and code.co_filename.endswith("autograd/function.py")
+        )
 
     sys.setprofile(profile)
     try:
@@ -198,11 +202,11 @@ def compare_without_gradients() -> None:
         )
         feed_forward = model.layers[0].feed_forward
         feed_forward.w1.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
-        assert count_autograd_functions(lambda model=model: model(IDS)) > 0
+        assert count_autograd_functions(partial(model, IDS)) > 0
         expected = model(IDS).detach()
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                assert count_autograd_functions(lambda model=model: model(IDS)) == 0
+                assert count_autograd_functions(partial(model, IDS)) == 0
                 output = model(IDS)
             assert torch.equal(output, expected)
             assert not output.requires_grad

@@ -197,7 +197,11 @@ def record_collectives() -> list[list[str]]:
             output = training.context_attention(q, k, v, mesh, ulysses=ulysses)
         with OperationRecorder() as backward:
             output.sum().backward()
-        with OperationRecorder() as inference, torch.no_grad(), mock.patch.object(context, "RecomputedTensors", None):
+        with (
+            OperationRecorder() as inference,
+            torch.no_grad(),
+            mock.patch.object(context, "RecomputedTensors", None),
+        ):
             training.context_attention(q, k, v, mesh, ulysses=ulysses)
         for recorder in (forward, backward, inference):
             names = [name for name in recorder.names if name.startswith(("all_", "reduce_", "_allgather"))]
@@ -258,10 +262,10 @@ def check_autocast() -> list[float]:
     mesh = namedmesh.init_mesh(cp=2, device="cpu")["cp"]
     full = [tensor.float() for tensor in make_full_tensors(16, HEADS)[:3]]
     full[2] = full[2].bfloat16()
-    *shards, positions = training.shard_sequence(*full, mesh=mesh, dim=2)
+    q, k, v, positions = training.shard_sequence(*full, mesh=mesh, dim=2)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = F.scaled_dot_product_attention(*full, is_causal=True)
-        output = training.context_attention(*shards, mesh)
+        expected = F.scaled_dot_product_attention(full[0], full[1], full[2], is_causal=True)
+        output = training.context_attention(q, k, v, mesh)
     torch.distributed.barrier()
     return [compute_difference(output, expected[:, :, positions])]
 

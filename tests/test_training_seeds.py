@@ -369,12 +369,12 @@ def test_complex_parameters_get_random_imaginary_parts_of_any_layout() -> None:
         clear_dtensor_op_cache()  # a rank of another fake world has filled it
         with fake_world(world_size, rank):
             mesh = namedmesh.init_mesh(tp=world_size, device="cpu")
-            model = nn.Module()
+            model: Any = nn.Module()
             full = torch.empty(256, 8, dtype=torch.complex64)
             placement = Shard(1) if world_size > 1 else Replicate()
             model.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [placement], src_data_rank=None))
             training.init_parameters(model, seed=0, distribution=lambda *_: (1.0, 0.5))
-            local = model.weight.to_local().detach()
+            local: Tensor = model.weight.to_local().detach()
             mesh.close()
         return local
 

@@ -205,7 +205,8 @@ def make_shared_features() -> Net:
     def compute(m: Any, x: Tensor) -> Tensor:
         before, shared, after = m.shared(x).split([3, 1, 2], -1)
         hidden = torch.tanh(m.up(before)) * shared
-        return m.down(hidden) + after.sum(-1, keepdim=True)
+        output: Tensor = m.down(hidden) + after.sum(-1, keepdim=True)
+        return output
 
     return Net(compute, shared=nn.Linear(4, 6), up=nn.Linear(3, 8), down=nn.Linear(8, 4))
 
