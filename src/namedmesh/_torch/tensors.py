@@ -177,7 +177,7 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 class _View(NamedTuple):
-    """A view of a tensor that is computed again: its position among the results, and its shape."""
+    """A view of a result that is computed again: which result, and which view of it."""
 
     position: int
     shape: Any

@@ -31,7 +31,7 @@ REPLICATED = (Replicate(),)
 PARTIAL = (Partial(),)
 
 GATHERED_INPUT = "gathered_input"
-"""The attribute of an all-gathered input that the backward gathers again (:class:`SharedInput`)."""
+"""The attribute of an input that the backward all-gathers again (:class:`SharedInput`)."""
 
 Shards: TypeAlias = "Mapping[str, torch.Size | None]"
 """The shape of the local shard of each parameter, by name; None if the parameter is None."""

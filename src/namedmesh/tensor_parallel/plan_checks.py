@@ -324,7 +324,7 @@ def _has_head_count(entry: PlanEntry) -> bool:
 def _check_summed_modules(
     entries: Sequence[PlanEntry], placements: Mapping[ParamSlot, Placement]
 ) -> Iterator[str]:
-    """Yield a problem for each module whose output is all-reduced with a replicated parameter inside."""
+    """Yield a problem for each all-reduced output that contains a replicated parameter."""
     for entry in entries:
         if not hasattr(entry.style, "sums_ranks"):
             continue
