@@ -11,9 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import fake_world, run_ranks
 from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +23,7 @@ from tp_compare import OperationRecorder, assert_no_difference, make_tp_mesh, pa
 from tp_models import UP_DOWN, Llama, Mlp, Net, make_llama_plan
 
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize, styles
+from namedmesh.tensor_parallel.collectives import Group, reduce_from_tp_region
 
 IDS = torch.arange(16).view(2, 8)
 SHARED = ("layers.*.attention", "layers.*.feed_forward")
@@ -216,6 +218,18 @@ def compare_without_gradients() -> None:
 
 def test_no_autograd_function_runs_without_gradients() -> None:
     run_ranks(2, compare_without_gradients)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_forward_mode_without_gradients_is_no_zero_tangent() -> None:
+    with fake_world(2):
+        group = Group.of(make_tp_mesh())
+        x = torch.ones(2)
+        with torch.no_grad():
+            with pytest.raises(RuntimeError, match="functorch transforms"):
+                torch.func.jvp(partial(reduce_from_tp_region, group=group), (x,), (x,))
+            with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp function"):
+                reduce_from_tp_region(forward_ad.make_dual(x, x), group)
 
 
 @pytest.mark.slow

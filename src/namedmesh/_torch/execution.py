@@ -56,6 +56,14 @@ def queue_backward_callback(call: Callable[[], None]) -> None:
     engine.queue_callback(call)
 
 
+def is_transformed() -> bool:
+    """Return whether forward-mode AD, or a transform of ``torch.func``, is active.
+
+    Both differentiate also if gradients are disabled. torch has no public function for it.
+    """
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
 def is_capturing() -> bool:
     """Return whether the current CUDA stream is being captured into a graph.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh._torch import assert_on_device, run_functional_collective
+from namedmesh._torch import assert_on_device, is_transformed, run_functional_collective
 from namedmesh.errors import ShapeError
 
 
@@ -199,7 +199,7 @@ def _apply_collective(x: Tensor, forward_op: Any, backward_op: Any, group: Group
     """Apply ``forward_op``; in the backward, ``backward_op`` is applied to the gradient."""
     if group.size == 1:
         return x
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not is_transformed()):
         # For one token, autograd's bookkeeping takes as long as the layer.
         result: Tensor = forward_op(x, group, argument)
         return result
