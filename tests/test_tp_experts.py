@@ -16,7 +16,7 @@ from tensors import compute_difference, full_tensor, random_tensor
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from tp_compare import assert_no_difference, get_plan_error, make_tp_mesh
+from tp_compare import OperationRecorder, assert_no_difference, get_plan_error, make_tp_mesh
 from tp_models import Net, make_stacked_experts
 
 import namedmesh
@@ -175,6 +175,29 @@ def send_same_tokens_to_replicas() -> str:
     if mesh.rank("tp"):
         tokens = tokens.bfloat16().double()
     return error_of(lambda: step_experts(experts, tokens))
+
+
+def record_permutations() -> None:
+    mesh = namedmesh.init_mesh(dp=-1)
+    experts = make_parallel_experts(mesh, edp=1, ep=2)
+    rank = torch.distributed.get_rank()
+    counts = torch.tensor([[3, 0, 1, 4], [2, 1, 5, 0]][rank])  # different on each rank, and zeros
+    tokens = random_tensor(8, WIDTH, seed=rank).requires_grad_()
+    with OperationRecorder() as forward:
+        output = experts(tokens, counts)
+    with OperationRecorder() as backward:
+        output.sum().backward()
+    expected = make_mixture().experts(tokens.detach(), counts)
+    assert compute_difference(output, expected) < 1e-12
+    operations = {*forward.names, *backward.names}
+    # A GPU sorts the indices of index_put, too.
+    assert not operations & {"sort", "argsort", "index_put", "index_put_", "_index_put_impl_", "index_add_"}
+    assert backward.names.count("index_select") == 2
+    dist.barrier()
+
+
+def test_tokens_are_permuted_without_a_sort() -> None:
+    run_ranks(2, record_permutations)
 
 
 def test_replicas_of_experts_with_the_same_tokens_raise() -> None:

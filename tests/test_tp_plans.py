@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,13 @@ from tp_compare import get_plan_error, make_tp_mesh
 from tp_models import UP_DOWN, Attention, Llama, Mlp, OwnForward, make_attention_plan, make_llama_plan
 
 from namedmesh.tensor_parallel import (
+    AllReduceOutput,
+    AllReduceOutputGradient,
     ColwiseParallel,
     KeyValueParallel,
     LocalParameters,
     RowwiseParallel,
+    SharedInput,
     parallelize,
     plan_report,
     split_linear,
@@ -49,6 +53,22 @@ STAGE = " (pass strict=False for a pipeline stage, which has only some of the mo
             "the model: ColwiseParallel fits nn.Linear and nn.Embedding, not Mlp; use SequenceParallel for a norm, or "
             "name the linear inside (base_layer of an adapter)",
         ),
+        (
+            "colwise",
+            "plan must be a parallel style or a dict of module names to parallel styles, got 'colwise' (str); write "
+            "{'layers.*.up': ColwiseParallel()}",
+        ),
+        (
+            None,
+            "plan must be a parallel style or a dict of module names to parallel styles, got None (NoneType); write "
+            "{'layers.*.up': ColwiseParallel()}",
+        ),
+        (
+            ["up"],
+            "plan must be a parallel style or a dict of module names to parallel styles, got ['up'] (list); write "
+            "{'layers.*.up': ColwiseParallel()}",
+        ),
+        ({0: ColwiseParallel()}, "0 (int) is not the name of a module, which is a str"),
         ({"up": "colwise"}, "'up': 'colwise' is not a parallel style, such as ColwiseParallel()"),
         (
             {"up": LocalParameters({"scale": Shard(0)})},
@@ -479,41 +499,101 @@ def test_styles_are_subclasses_of_torchs_with_the_same_repr() -> None:
     )
 
 
-# --- models that were created on the meta device ------------------------------------------------
+# --- modules whose computation a plan can see ---------------------------------------------------
 
 
-class Rotary(nn.Module):
-    """A module with four non-persistent buffers and a persistent one."""
+class Normed(nn.Module):
+    """A norm between a column layer and a row layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        for name in ("assigned", "written", "registered", "uncomputed"):
-            self.register_buffer(name, torch.ones(4), persistent=False)
-        self.register_buffer("saved", torch.ones(4))
-        self.mlp = Mlp(4, 8)
+        self.up, self.norm, self.down = nn.Linear(8, 16), norm, nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.mlp(x)
+        output: torch.Tensor = self.down(self.norm(self.up(x)))
         return output
 
 
-def test_uncomputed_buffers_after_to_empty_warn_once() -> None:
-    with fake_world(4):
-        with torch.device("meta"):
-            model = Rotary()
-        parallelize(
-            model,
-            make_tp_mesh(),
-            {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()},
-            check_gradients=False,
+SHARDED_NORM = LocalParameters({"weight": Shard(0)})
+
+
+@pytest.mark.parametrize(
+    ("norm", "styles", "problem"),
+    [
+        (nn.RMSNorm(16, elementwise_affine=False), {}, "norm: normalizes over 16 features of a column layer"),
+        (nn.GroupNorm(4, 16, affine=False), {}, "norm: normalizes over 16 features of a column layer"),
+        (nn.GroupNorm(4, 16), {}, "norm: normalizes over 16 features of a column layer"),
+        (nn.RMSNorm(16), {"norm": SHARDED_NORM}, "norm: RMSNorm normalizes over all features"),
+        (
+            nn.GroupNorm(1, 16),
+            {"norm": SHARDED_NORM},
+            "norm: 1 groups of GroupNorm are not divisible by the tp size 2",
+        ),
+    ],
+)
+def test_norms_over_a_shard_of_the_features_raise(
+    norm: nn.Module, styles: dict[str, Any], problem: str
+) -> None:
+    assert problem in get_plan_error(Normed(norm), UP_DOWN | styles)
+
+
+def test_norms_over_other_features_are_accepted() -> None:
+    # A norm in front of the column layer, of each head, and over features that only it computes.
+    for norm in (nn.RMSNorm(8), nn.RMSNorm(4), nn.GroupNorm(2, 8)):
+        plan_report(Normed(norm), 2, UP_DOWN)
+    model = Normed(nn.RMSNorm(16))
+    plan_report(model, 2, {"up": ColwiseParallel(output_layouts=Replicate())})
+
+
+def test_the_output_layer_of_torchs_attention_raises() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    for style in (RowwiseParallel(), LocalParameters()):
+        message = get_plan_error(model, {"attention.out_proj": style})
+        assert "attention.out_proj: nn.MultiheadAttention reads the weight of its out_proj" in message
+
+
+def test_replicated_parameters_in_a_module_whose_output_is_summed_raise() -> None:
+    def error(**placements: Any) -> str:
+        return get_plan_error(
+            Mlp(), {"": AllReduceOutput(), "up": LocalParameters(placements), "down": SHARDED}
         )
-        model.to_empty(device="cpu")
-        model.assigned = torch.ones(4) / 2
-        model.written.fill_(1.0)  # type: ignore[operator]
-        model.register_buffer("registered", torch.zeros(4), persistent=False)
-        copied = copy.deepcopy(model)
-        with pytest.warns(UserWarning, match="^uncomputed: non-persistent buffers of a model") as caught:
-            model(torch.ones(1, 4))
-        assert len(caught) == 1
-        model(torch.ones(1, 4))  # a second warning would be an error
-        copied(torch.ones(1, 4))
+
+    assert "where up.bias would count once per rank" in error(weight=Shard(0))
+    assert "where up.bias would count once per rank" in error(weight=Shard(0), bias=Replicate())
+    plan_report(nn.Sequential(nn.Linear(8, 8)), 2, {"": AllReduceOutput(), "0": SHARDED})
+    plan_report(Mlp(), 1, {"": AllReduceOutput()})
+
+
+SHARDED = LocalParameters({"weight": Shard(0), "bias": Shard(0)})
+
+
+def test_features_that_the_output_does_not_have_raise() -> None:
+    features: Any
+    for features in (slice(16, None), slice(0, 4, 2), 3):
+        assert "pass " in get_plan_error(Mlp(), {"up": AllReduceOutputGradient(features)})
+
+
+def test_a_replicated_input_cannot_be_resharded() -> None:
+    message = get_plan_error(Mlp(), {"": SharedInput(reshard_after_forward=True), **UP_DOWN})
+    assert message.startswith("the model: reshard_after_forward needs a sharded input, got Replicate()")
+
+
+def apply_norms_to_weights() -> list[str]:
+    errors = []
+    norm: Any
+    for norm in (weight_norm, torch.nn.utils.weight_norm):
+        model: Any = parallelize(Mlp(), make_tp_mesh(), UP_DOWN, check_gradients=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's old weight_norm is deprecated
+            norm(model.down)
+        errors.append(error_of(partial(model, torch.ones(2, 8))))
+    return errors
+
+
+def test_a_parametrization_after_parallelize_raises_with_its_remedy() -> None:
+    for errors in run_ranks(2, apply_norms_to_weights):
+        for error in errors:
+            assert error.startswith("ShapeError: weight has shape (4, 16) on this rank")
+            assert (
+                "remove that (remove_parametrizations, remove_weight_norm), or leave the module out" in error
+            )

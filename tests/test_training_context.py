@@ -16,8 +16,9 @@ from tensors import compute_difference, random_tensor
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
+from tp_compare import OperationRecorder
 
 import namedmesh
 from namedmesh import training
@@ -134,23 +135,9 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
 def test_compiled_code_and_dispatch_modes_equal_one_process() -> None:
     run_ranks(2, check_compiled_code_and_dispatch_modes)
-
-
-def test_outputs_of_attention_kernels_are_saved() -> None:
-    """Two of the kernels are called directly, with a causal mask that is aligned to the last key."""
-    aten = torch.ops.aten
-    kernels = [
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_cudnn_attention,
-        aten._efficient_attention_forward,
-        aten._flash_attention_forward,
-    ]
-    policies = [context._save_attention_outputs(None, kernel.default) for kernel in kernels]
-    assert policies == [CheckpointPolicy.MUST_SAVE] * 5
-    assert context._save_attention_outputs(None, aten.mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_lower_right_attention_runs_under_a_dispatch_mode() -> None:
@@ -180,22 +167,112 @@ def check_dropout(mesh: DeviceMesh) -> None:
 
 
 def check_gathered_tensors_are_freed(mesh: DeviceMesh) -> None:
-    """All-gathered keys and values do not live until the backward."""
+    """All-gathered keys and values, and masks, do not live until the backward."""
     q, k, v, _, _ = training.shard_sequence(*make_full_tensors(64, HEADS), mesh=mesh, dim=2)
     for tensor in (q, k, v):
         tensor.requires_grad_()
     storages: list[StorageWeakRef] = []
-    all_gather = context._all_gather_sequence
+    gather = context._gather_keys_and_values
 
-    def record_storage(*args: Any) -> Tensor:
-        gathered = all_gather(*args)
-        storages.append(StorageWeakRef(gathered.untyped_storage()))
+    def record_storages(*args: Any, **options: Any) -> list[Tensor]:
+        gathered = gather(*args, **options)
+        storages.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in gathered)
         return gathered
 
-    with mock.patch.object(context, "_all_gather_sequence", record_storage):
+    with mock.patch.object(context, "_gather_keys_and_values", record_storages):
         output = training.context_attention(q, k, v, mesh)
-        assert [storage.expired() for storage in storages] == [True, True]
+        assert [storage.expired() for storage in storages] == [True, True, True]
         output.sum().backward()
+        assert [storage.expired() for storage in storages] == [True] * 6
+
+
+def record_collectives() -> list[list[str]]:
+    """Return the collectives of a forward, of its backward, and of a forward without gradients."""
+    mesh = namedmesh.init_mesh(cp=2, device="cpu")["cp"]
+    shards = training.shard_sequence(*make_full_tensors(16, HEADS)[:3], mesh=mesh, dim=2)[:3]
+    q, k, v = (shard.requires_grad_() for shard in shards)
+    recorded: list[list[str]] = []
+    for ulysses in (False, True):
+        with OperationRecorder() as forward:
+            output = training.context_attention(q, k, v, mesh, ulysses=ulysses)
+        with OperationRecorder() as backward:
+            output.sum().backward()
+        with (
+            OperationRecorder() as inference,
+            torch.no_grad(),
+            mock.patch.object(context, "RecomputedTensors", None),
+        ):
+            training.context_attention(q, k, v, mesh, ulysses=ulysses)
+        for recorder in (forward, backward, inference):
+            names = [name for name in recorder.names if name.startswith(("all_", "reduce_", "_allgather"))]
+            recorded.append([name for name in names if name != "all_to_all"])
+    torch.distributed.barrier()
+    return recorded
+
+
+def test_one_collective_carries_keys_and_values() -> None:
+    gather, exchange = ["all_gather_into_tensor"], ["all_to_all_single"]
+    backward = [*gather, "reduce_scatter_tensor"]
+    for recorded in run_ranks(2, record_collectives):
+        assert [[name.removesuffix("_out") for name in names] for names in recorded] == [
+            gather,
+            backward,
+            gather,
+            exchange * 2,
+            exchange * 2,
+            exchange * 2,
+        ]
+
+
+def check_recomputation_around_attention() -> None:
+    """A checkpoint around the attention frees the query and the output of the kernel, too."""
+    mesh = namedmesh.init_mesh(cp=2, device="cpu")["cp"]
+    *full, weights = make_full_tensors(16, HEADS)
+    *shards, positions = training.shard_sequence(*full, mesh=mesh, dim=2)
+    results = []
+    for recomputes in (False, True):
+        q, k, v = (shard.clone().requires_grad_() for shard in shards)
+        kept: list[StorageWeakRef] = []
+
+        def block(q: Tensor, k: Tensor, v: Tensor, kept: list[StorageWeakRef] = kept) -> Tensor:
+            query = q * 2
+            output = training.context_attention(query, k * 2, v * 2, mesh)
+            kept.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (query, output))
+            return output * output
+
+        if recomputes:
+            output = checkpoint(block, q, k, v, use_reentrant=False)
+            assert [storage.expired() for storage in kept] == [True, True]
+        else:
+            output = block(q, k, v)
+        (output * weights[:, :, positions]).sum().backward()
+        results.append([q.grad, k.grad, v.grad])
+    for plain, recomputed in zip(*results, strict=True):
+        assert plain is not None
+        assert torch.equal(plain, recomputed)
+    torch.distributed.barrier()
+
+
+def test_a_checkpoint_around_attention_keeps_nothing_of_it() -> None:
+    run_ranks(2, check_recomputation_around_attention)
+
+
+def check_autocast() -> list[float]:
+    """Keys and values of other dtypes than the query have the result of one process."""
+    mesh = namedmesh.init_mesh(cp=2, device="cpu")["cp"]
+    full = [tensor.float() for tensor in make_full_tensors(16, HEADS)[:3]]
+    full[2] = full[2].bfloat16()
+    q, k, v, positions = training.shard_sequence(*full, mesh=mesh, dim=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.scaled_dot_product_attention(full[0], full[1], full[2], is_causal=True)
+        output = training.context_attention(q, k, v, mesh)
+    torch.distributed.barrier()
+    return [compute_difference(output, expected[:, :, positions])]
+
+
+def test_autocast_casts_as_in_one_process() -> None:
+    for differences in run_ranks(2, check_autocast):
+        assert max(differences) < 2e-2
 
 
 def test_attention_equals_one_process() -> None:

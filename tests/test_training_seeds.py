@@ -359,3 +359,50 @@ def test_a_wrong_seed_and_the_meta_device_are_errors() -> None:
     assert error_of(lambda: training.init_parameters(on_meta, 0)) == (
         "TrainingError: weight, bias: on the meta device; call model.to_empty(device=...) first"
     )
+
+
+# --- complex parameters, and models on the meta device ------------------------------------------
+
+
+def test_complex_parameters_get_random_imaginary_parts_of_any_layout() -> None:
+    def make(rank: int, world_size: int) -> Tensor:
+        clear_dtensor_op_cache()  # a rank of another fake world has filled it
+        with fake_world(world_size, rank):
+            mesh = namedmesh.init_mesh(tp=world_size, device="cpu")
+            model: Any = nn.Module()
+            full = torch.empty(256, 8, dtype=torch.complex64)
+            placement = Shard(1) if world_size > 1 else Replicate()
+            model.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [placement], src_data_rank=None))
+            training.init_parameters(model, seed=0, distribution=lambda *_: (1.0, 0.5))
+            local: Tensor = model.weight.to_local().detach()
+            mesh.close()
+        return local
+
+    full = make(0, 1)
+    assert torch.equal(torch.cat([make(0, 2), make(1, 2)], dim=1), full)
+    # As torch's normal_: half of the variance is in each part, and the mean is real.
+    torch.testing.assert_close(full.mean(), torch.tensor(1 + 0j), atol=0.05, rtol=0)
+    for part in (full.real, full.imag):
+        torch.testing.assert_close(part.var(), torch.tensor(0.125), atol=0.02, rtol=0)
+
+
+class Rotary(nn.Module):
+    """A module with a persistent and a non-persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("frequencies", torch.ones(4), persistent=False)
+        self.register_buffer("saved", torch.ones(4))
+
+
+def test_a_model_on_meta_names_the_buffers_to_compute_again() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"rotary": Rotary()})
+    error = error_of(lambda: training.init_parameters(model, seed=0))
+    assert error == (
+        "TrainingError: rotary.linear.weight, rotary.linear.bias: on the meta device; call "
+        "model.to_empty(device=...) first, and then compute rotary.frequencies again: non-persistent buffers are in "
+        "no checkpoint, and to_empty() leaves them uninitialized"
+    )
+    assert seeds.format_meta_problem(model.to_empty(device="cpu")) == ""

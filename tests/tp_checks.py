@@ -34,6 +34,7 @@ from tp_models import (
 
 from namedmesh.tensor_parallel import (
     AllReduceOutput,
+    AllReduceOutputGradient,
     ColwiseParallel,
     ExpertParallel,
     ExpertTensorParallel,
@@ -49,7 +50,7 @@ from namedmesh.tensor_parallel.collectives import (
     all_gather_to_tp_region,
     all_to_all_single,
 )
-from namedmesh.tensor_parallel.hf_styles import AllReduceTailGradient, RowwiseEmbedding
+from namedmesh.tensor_parallel.hf_styles import RowwiseEmbedding
 
 Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
@@ -192,10 +193,28 @@ HEADS = {
     "": LocalParameters({"scale": Shard(0)}),
     "up": ColwiseParallel(),
     "norm": LocalParameters(),
-    "latent": AllReduceTailGradient(2),
+    "latent": AllReduceOutputGradient(slice(-2, None)),
     "expand": ColwiseParallel(),
     "down": RowwiseParallel(),
 }
+
+
+def make_shared_features() -> Net:
+    """Make a replicated projection whose middle features scale the features of a column layer."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        before, shared, after = m.shared(x).split([3, 1, 2], -1)
+        hidden = torch.tanh(m.up(before)) * shared
+        output: Tensor = m.down(hidden) + after.sum(-1, keepdim=True)
+        return output
+
+    return Net(compute, shared=nn.Linear(4, 6), up=nn.Linear(3, 8), down=nn.Linear(8, 4))
+
+
+def make_group_norm() -> Net:
+    """Make a norm over groups of features between a column layer and a row layer."""
+    modules = {"up": nn.Linear(4, 16), "norm": nn.GroupNorm(4, 16), "down": nn.Linear(16, 4)}
+    return Net(lambda m, x: m.down(m.norm(m.up(x))), **modules)
 
 
 def make_partial_output() -> Net:
@@ -350,6 +369,16 @@ CASES |= {
         partial(Attention, 32, 8, 1, bias=True),
         make_attention_plan(8, 1),
         random_tensor(2, 5, 32),
+    ),
+    "some shared features": (
+        make_shared_features,
+        {"shared": AllReduceOutputGradient(slice(3, 4)), **UP_DOWN},
+        random_tensor(2, 3, 4),
+    ),
+    "group norm": (
+        make_group_norm,
+        {"norm": LocalParameters({"weight": Shard(0), "bias": Shard(0)}), **UP_DOWN},
+        random_tensor(6, 4),
     ),
     "partial output": (
         make_partial_output,

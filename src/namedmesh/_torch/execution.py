@@ -44,6 +44,14 @@ def disable_dispatch_modes(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def is_transformed() -> bool:
+    """Return whether forward-mode AD, or a transform of ``torch.func``, is active.
+
+    Both differentiate also if gradients are disabled. torch has no public function for it.
+    """
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
 def is_capturing() -> bool:
     """Return whether the current CUDA stream is being captured into a graph.
 

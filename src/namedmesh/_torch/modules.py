@@ -23,16 +23,6 @@ def has_hooks(owner: torch.Tensor | torch.nn.Module) -> bool:
     return any(getattr(owner, kind, None) for kind in kinds)
 
 
-def is_persistent(module: torch.nn.Module, name: str) -> bool:
-    """Return whether a buffer is part of the module's state dict.
-
-    Args:
-        module: the module that owns the buffer.
-        name: the name of the buffer in the module.
-    """
-    return name not in module._non_persistent_buffers_set
-
-
 def replace_parameters(
     module: torch.nn.Module, tensors: dict[str, torch.Tensor]
 ) -> AbstractContextManager[None]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed import _functional_collectives
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414
 from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414
 
 if TYPE_CHECKING:  # importing DTensor takes more than a second, and a mesh does not need it
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
@@ -28,8 +31,12 @@ def run_functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) 
     """
     operators = torch.ops._c10d_functional
     contiguous = tensor.contiguous().resolve_conj()
-    pending: torch.Tensor = getattr(operators, name).default(contiguous, *arguments)
-    result: torch.Tensor = operators.wait_tensor.default(pending)
+    # torch differentiates these operators in Python, which takes longer than a small collective. Here
+    # the caller differentiates.
+    is_compiling = torch.compiler.is_compiling()
+    with nullcontext() if is_compiling else torch._C._AutoDispatchBelowAutograd():
+        pending = getattr(operators, name).default(contiguous, *arguments)
+        result: torch.Tensor = operators.wait_tensor.default(pending)
     return result
 
 
@@ -107,8 +114,33 @@ def to_local_parameters(
         # The compiler traces to_local, and removes its cost.
         pairs = zip(params, placements, strict=True)
         return [param.to_local(grad_placements=grad_placements) for param, grad_placements in pairs]
+    if not torch.is_grad_enabled():
+        return [param._local_tensor for param in params]
     local: Sequence[torch.Tensor] = _ToLocal.apply(tuple(placements), *params)  # type: ignore[no-untyped-call]  # torch's
     return local
+
+
+def wrap_replicated(local: torch.Tensor, mesh: DeviceMesh, grad_placements: tuple[Placement, ...]) -> DTensor:
+    """Return a replicated DTensor around a tensor that is identical on all ranks.
+
+    The public ``DTensor.from_local`` passes through autograd. For one token without gradients, that
+    takes longer than the linears which get the tensor.
+
+    Args:
+        local: the local tensor.
+        mesh: a mesh with one axis.
+        grad_placements: the placements of the gradient.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = (Replicate(),)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return DTensor.from_local(local, mesh, placements, run_check=False, grad_placements=grad_placements)
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, placements, TensorMeta(local.shape, local.stride(), local.dtype))
+    result: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return result
 
 
 def make_gradient(param: DTensor, local_grad: torch.Tensor, placements: tuple[Placement, ...]) -> DTensor:
@@ -153,13 +185,92 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
     return result
 
 
-def was_written(tensor: torch.Tensor) -> bool:
-    """Return whether an in-place operation has changed a tensor since its creation.
+class _View(NamedTuple):
+    """A view of a result that is computed again: which result, and which view of it."""
+
+    position: int
+    shape: Any
+    stride: Any
+    offset: Any
+
+
+class RecomputedTensors:
+    """Tensors that autograd computes again in the backward, in place of saving them.
+
+    For an all-gather that the backward repeats: only the shards are saved. Unlike
+    ``torch.utils.checkpoint``, nothing but the all-gather runs again, and there is no dispatch mode.
+
+    The private function returns the hooks of the caller, such as those of activation checkpointing
+    around this code. torch calls the innermost hooks only, so all other tensors are passed on to
+    the hooks of the caller.
 
     Args:
-        tensor: any tensor.
+        compute: returns the results from ``inputs``: new, contiguous tensors. A collective in it is
+            called once more in each backward.
+        inputs: the tensors to save.
+        results: what ``compute`` has returned.
     """
-    return tensor._version > 0
+
+    def __init__(
+        self,
+        compute: Callable[..., Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        self.compute = compute
+        pack, self.unpack_input = _get_saved_tensors_hooks()
+        self.inputs = [pack(tensor.detach()) for tensor in inputs]
+        self.positions: dict[StorageWeakRef, int] = {}
+        for position, result in enumerate(results):
+            self.positions[StorageWeakRef(result.untyped_storage())] = position
+        self.num_views = 0
+        self.num_unpacked = 0
+        self.results: Sequence[torch.Tensor] = ()
+
+    @contextmanager
+    def replace_saved(self) -> Iterator[None]:
+        """Let operations in this context save the results, and views of them, as recipes."""
+        pack_other, unpack_other = _get_saved_tensors_hooks()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            position = self.positions.get(StorageWeakRef(tensor.untyped_storage()))
+            if position is None:
+                return pack_other(tensor)
+            self.num_views += 1
+            return _View(position, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, _View):
+                return self._compute_view(packed)
+            tensor: torch.Tensor = unpack_other(packed)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _compute_view(self, view: _View) -> torch.Tensor:
+        if not self.results:
+            inputs = [self.unpack_input(packed) for packed in self.inputs]
+            with torch.no_grad():
+                self.results = self.compute(*inputs)
+        result = self.results[view.position].as_strided(view.shape, view.stride, view.offset)
+        self.num_unpacked += 1
+        if self.num_unpacked == self.num_views:
+            # The last operation of this backward has its tensor. There may be another backward.
+            self.results = ()
+            self.num_unpacked = 0
+        return result
+
+
+def _get_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Return the hooks for saved tensors that are active now."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks or (_return_unchanged, _return_unchanged)
+
+
+def _return_unchanged(tensor: Any) -> Any:
+    """Return the argument: a hook that saves a tensor as it is."""
+    return tensor
 
 
 def compute_norms(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:

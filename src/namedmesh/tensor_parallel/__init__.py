@@ -7,7 +7,12 @@ from namedmesh.tensor_parallel.fused import split_linear
 from namedmesh.tensor_parallel.gradients import reduce_gradients, register_gradient_check
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.loss import cross_entropy, entropy, logsumexp, token_log_probs
-from namedmesh.tensor_parallel.modules import AllReduceOutput, LocalParameters, NoParallel
+from namedmesh.tensor_parallel.modules import (
+    AllReduceOutput,
+    AllReduceOutputGradient,
+    LocalParameters,
+    NoParallel,
+)
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.report import plan_report
 from namedmesh.tensor_parallel.styles import (
@@ -20,6 +25,7 @@ from namedmesh.tensor_parallel.verification import VerifyReport, verify
 
 __all__ = [
     "AllReduceOutput",
+    "AllReduceOutputGradient",
     "ColwiseParallel",
     "ExpertParallel",
     "ExpertTensorParallel",

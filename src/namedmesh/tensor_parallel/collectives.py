@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh._torch import assert_on_device, run_functional_collective
+from namedmesh._torch import assert_on_device, is_transformed, run_functional_collective
 from namedmesh.errors import ShapeError
 
 
@@ -56,9 +56,7 @@ def copy_to_tp_region(x: Tensor, group: Group) -> Tensor:
             it.
         group: the ranks.
     """
-    if group.size == 1:
-        return x
-    return _apply_collective(x, _copy, _all_reduce_sum, group, None)
+    return _apply_collective(x, _copy, all_reduce, group, "sum")
 
 
 def reduce_from_tp_region(x: Tensor, group: Group) -> Tensor:
@@ -68,9 +66,7 @@ def reduce_from_tp_region(x: Tensor, group: Group) -> Tensor:
         x: the output of a row-parallel layer, which is partial on each rank.
         group: the ranks.
     """
-    if group.size == 1:
-        return x
-    return _apply_collective(x, _all_reduce_sum, _copy, group, None)
+    return _apply_collective(x, all_reduce, _copy, group, "sum")
 
 
 def all_gather_to_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -81,8 +77,6 @@ def all_gather_to_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
         group: the ranks.
         dim: the dim along which ``x`` is sharded.
     """
-    if group.size == 1:
-        return x
     return _apply_collective(x, all_gather, _reduce_scatter, group, dim)
 
 
@@ -97,8 +91,6 @@ def reduce_scatter_from_tp_region(x: Tensor, group: Group, dim: int) -> Tensor:
     Raises:
         ShapeError: ``dim`` cannot be split into equal shards.
     """
-    if group.size == 1:
-        return x
     return _apply_collective(x, _reduce_scatter, all_gather, group, dim)
 
 
@@ -169,8 +161,6 @@ def split(x: Tensor, group: Group, dim: int) -> Tensor:
     Raises:
         ShapeError: ``dim`` cannot be split into equal shards.
     """
-    if group.size == 1:
-        return x
     return _apply_collective(x, local_shard, all_gather, group, dim)
 
 
@@ -185,8 +175,6 @@ def all_to_all_single(
         split_sizes: the numbers of rows sent to each rank, and received from each rank; None for
             equal numbers.
     """
-    if group.size == 1:
-        return x
     return _apply_collective(x, _all_to_all, _all_to_all_backward, group, split_sizes)
 
 
@@ -210,22 +198,28 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_grad = _apply_collective(grad, ctx.backward_op, ctx.forward_op, ctx.group, ctx.argument)
+        x_grad = _apply_differentiably(grad, ctx.backward_op, ctx.forward_op, ctx.group, ctx.argument)
         return x_grad, None, None, None, None
 
 
-_apply_collective: Callable[..., Tensor] = _Collective.apply  # torch's method has no type
+_apply_differentiably: Callable[..., Tensor] = _Collective.apply  # torch's method has no type
 
 
-def _copy(x: Tensor, _group: Group, _argument: None) -> Tensor:
+def _apply_collective(x: Tensor, forward_op: Any, backward_op: Any, group: Group, argument: Any) -> Tensor:
+    """Apply ``forward_op``; in the backward, ``backward_op`` is applied to the gradient."""
+    if group.size == 1:
+        return x
+    if not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not is_transformed()):
+        # For one token, autograd's bookkeeping takes as long as the layer.
+        result: Tensor = forward_op(x, group, argument)
+        return result
+    return _apply_differentiably(x, forward_op, backward_op, group, argument)
+
+
+def _copy(x: Tensor, _group: Group, _operation: str) -> Tensor:
     """Return a view of the input: the identity."""
     # An autograd function must not return its input, but may return a view of it.
     return x.view_as(x)
-
-
-def _all_reduce_sum(x: Tensor, group: Group, _argument: None) -> Tensor:
-    """All-reduce a tensor by summation."""
-    return all_reduce(x, group)
 
 
 def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -262,13 +262,10 @@ class ExpertForward(LocalForward):
         # One copy to the host for both lists, because each copy waits for the device.
         send_sizes, receive_sizes = torch.stack([sent_to_rank, received_counts.sum(1)]).tolist()
         received = all_to_all_single(tokens, self.group, (send_sizes, receive_sizes))
-        # Received tokens are sorted by rank and then by expert, but the module expects them sorted
-        # by expert only.
-        expert_ids = torch.arange(received_counts.shape[1], device=tokens.device).repeat(ranks)
-        expert_ids = expert_ids.repeat_interleave(received_counts.flatten(), output_size=received.shape[0])
-        order = expert_ids.argsort(stable=True)
-        output = super().__call__(received[order], received_counts.sum(0))
-        return all_to_all_single(output[order.argsort()], self.group, (receive_sizes, send_sizes))
+        by_expert, by_rank = _find_permutation(received_counts, received.shape[0])
+        output = super().__call__(_permute(received, by_expert, by_rank), received_counts.sum(0))
+        output = _permute(output, by_rank, by_expert)
+        return all_to_all_single(output, self.group, (receive_sizes, send_sizes))
 
     def local_param(self, name: str, shard: Tensor) -> Tensor:
         """Return the local experts of a parameter; their gradient is scaled in the backward.
@@ -281,6 +278,49 @@ class ExpertForward(LocalForward):
         if self.gradient_scale == 1:
             return weight
         return _scale_gradient(weight, self.gradient_scale)
+
+
+def _find_permutation(received_counts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the permutation of received tokens, and its inverse.
+
+    Received tokens are sorted by rank and then by expert, but the module expects them sorted by
+    expert only. Tokens of one rank and one expert stay together, so nothing has to be sorted.
+
+    Args:
+        received_counts: how many tokens each rank sends to each local expert, ``(ranks, experts)``.
+        num_tokens: their sum, which the host knows already.
+
+    Returns:
+        For each token sorted by expert: its index among the received tokens. For each received
+        token: its index among the tokens sorted by expert.
+    """
+    by_expert = received_counts.t()
+    start_by_rank = received_counts.flatten().cumsum(0).view_as(received_counts) - received_counts
+    start_by_expert = by_expert.flatten().cumsum(0).view_as(by_expert) - by_expert
+    shift = start_by_rank - start_by_expert.t()
+    positions = torch.arange(num_tokens, device=received_counts.device)
+    shift_by_expert = shift.t().flatten().repeat_interleave(by_expert.flatten(), output_size=num_tokens)
+    shift_by_rank = shift.flatten().repeat_interleave(received_counts.flatten(), output_size=num_tokens)
+    return positions + shift_by_expert, positions - shift_by_rank
+
+
+class _Permute(torch.autograd.Function):
+    """Forward: gather rows of a tensor. Backward: gather by the inverse permutation."""
+
+    # The backward of an index would add rows to zeros, for which GPUs sort the indices.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _permute(grad, inverse, order), None, None
+
+
+_permute: Callable[[Tensor, Tensor, Tensor], Tensor] = _Permute.apply
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -22,11 +22,10 @@ from namedmesh.errors import PlanError, did_you_mean, format_items
 from namedmesh.tensor_parallel.experts import ExpertTensorParallel
 from namedmesh.tensor_parallel.hf_styles import (
     GROUPS_ATTRIBUTE,
-    AllReduceTailGradient,
     KeyValueGroups,
     RowwiseEmbedding,
 )
-from namedmesh.tensor_parallel.modules import LocalParameters
+from namedmesh.tensor_parallel.modules import AllReduceOutputGradient, LocalParameters
 from namedmesh.tensor_parallel.plan_entries import key_matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowwiseParallel
 from namedmesh.tested_releases import warn_if_untested
@@ -211,7 +210,7 @@ def _make_style(
         width = getattr(attention, "qk_rope_head_dim", None)
         if width is None:
             raise _UnsupportedStyleError("depends on the model: its attention has no qk_rope_head_dim")
-        return AllReduceTailGradient(width)
+        return AllReduceOutputGradient(slice(-width, None))
     if style_name not in _STYLES:
         suggestion = did_you_mean(style_name, [*_STYLES, *_PARAMETER_OWNERS])
         raise _UnsupportedStyleError(f"is not supported{suggestion}")
@@ -260,7 +259,7 @@ def _add_adapters(fqn: str, module: nn.Module, style: ParallelStyle) -> dict[str
     Raises:
         _UnsupportedStyleError: the adapters of the module cannot be sharded.
     """
-    if not hasattr(module, "base_layer") or isinstance(style, AllReduceTailGradient):
+    if not hasattr(module, "base_layer") or isinstance(style, AllReduceOutputGradient):
         return {fqn: style}
     # The matrix of an adapter whose features are sharded as the features of its linear.
     sharded_matrices = {ColwiseParallel: "lora_B", KeyValueParallel: "lora_B", RowwiseParallel: "lora_A"}

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.sizes import shared_heads
-from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region
 from namedmesh.tensor_parallel.layers import RowEmbedding
 from namedmesh.tensor_parallel.modules import LocalParameters
 from namedmesh.tensor_parallel.styles import RowwiseParallel
@@ -71,33 +67,3 @@ class KeyValueGroups(LocalParameters):
             computed_heads = sum(map(len, heads_by_rank))
             setattr(module, GROUPS_ATTRIBUTE, self.query_heads // computed_heads)
         return super()._apply(module, device_mesh)
-
-
-class AllReduceTailGradient(ParallelStyle):
-    """All-reduce the gradient of the last features of a module's output.
-
-    For the compressed keys and values of latent attention: a column-parallel layer uses all of them
-    except the last features (the rotary key), which the local heads of each rank use directly.
-
-    Forward: identity. Backward: all-reduce of the gradient of the last features, which is partial.
-
-    Args:
-        width: the number of last features.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Unlike a closure, a partial can be pickled with the model.
-        module.register_forward_hook(partial(_copy_tail_to_tp_region, Group.of(device_mesh), self.width))
-        return module
-
-
-def _copy_tail_to_tp_region(
-    group: Group, width: int, _module: nn.Module, _args: Any, output: Tensor
-) -> Tensor:
-    """Forward: identity. Backward: all-reduce for the last features. A forward hook."""
-    rest, tail = output.split([output.shape[-1] - width, width], dim=-1)
-    return torch.cat([rest, copy_to_tp_region(tail, group)], dim=-1)

@@ -32,6 +32,9 @@ from namedmesh.tensor_parallel.collectives import (
 REPLICATED = (Replicate(),)
 PARTIAL = (Partial(),)
 
+GATHERED_INPUT = "gathered_input"
+"""The attribute of an input that the backward all-gathers again (:class:`SharedInput`)."""
+
 Shards: TypeAlias = "Mapping[str, torch.Size | None]"
 """The shape of the local shard of each parameter, by name; None if the parameter is None."""
 
@@ -85,7 +88,9 @@ class ColumnLinear(nn.Linear):
         """
         group = self.layouts.group
         keep_input(self, input)
+        gathered = None
         if isinstance(input, DTensor):
+            gathered = getattr(input, GATHERED_INPUT, None)
             if input.placements != REPLICATED:
                 input = input.redistribute(placements=REPLICATED)  # noqa: A001
             # The producer of this DTensor (such as SharedInput) all-reduces the partial gradients
@@ -98,7 +103,11 @@ class ColumnLinear(nn.Linear):
             weight = weight[self.rows]
             if bias is not None:
                 bias = bias[self.rows]
-        y = F.linear(x, weight, bias)
+        if gathered is None:
+            y = F.linear(x, weight, bias)
+        else:
+            with gathered.replace_saved():
+                y = F.linear(x, weight, bias)
         if self.layouts.output_dim is None:
             keep_gradient = None
             if not torch.compiler.is_compiling() and self.kept is not None:
@@ -237,22 +246,31 @@ def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = Tru
     Raises:
         ShapeError: a parameter has another shape than its local shard.
     """
-    params = [getattr(module, name) for name in shards]
-    dtensors = [param for param in params if isinstance(param, DTensor)]
+    params = []
+    dtensors = []
     grad_placements = []
-    for dtensor in dtensors:
-        is_partial = partial_grads and dtensor.placements == REPLICATED
-        grad_placements.append(PARTIAL if is_partial else dtensor.placements)
+    for name in shards:
+        param = getattr(module, name)
+        params.append(param)
+        if isinstance(param, DTensor):
+            dtensors.append(param)
+            placements = param.placements
+            grad_placements.append(PARTIAL if partial_grads and placements == REPLICATED else placements)
     # One call for all DTensors: a to_local() for each costs a quarter of the step of a small layer.
     local_tensors = iter(to_local_parameters(dtensors, grad_placements) if dtensors else ())
     result = []
     for (name, shape), param in zip(shards.items(), params, strict=True):
         local = next(local_tensors) if isinstance(param, DTensor) else param
         if shape is not None and local.shape != shape:
+            remedy = "load with set_model_state_dict or without assign=True, and call with DTensors or shards"
+            if name not in dict(module.named_parameters(recurse=False)):
+                remedy = (
+                    "it is no parameter any more, as after weight_norm or another parametrization: remove "
+                    "that (remove_parametrizations, remove_weight_norm), or leave the module out of the plan"
+                )
             raise ShapeError(
                 f"{name} has shape {tuple(local.shape)} on this rank, whose shard has shape "
-                f"{tuple(shape)}; load with set_model_state_dict or without assign=True, and call "
-                f"with DTensors or shards"
+                f"{tuple(shape)}; {remedy}"
             )
         result.append(local)
     return result

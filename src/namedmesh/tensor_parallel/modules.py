@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import replace_parameters
-from namedmesh.tensor_parallel.collectives import Group, reduce_from_tp_region
+from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region, reduce_from_tp_region
 from namedmesh.tensor_parallel.layers import local_params, shard_shapes
 from namedmesh.tensor_parallel.styles import shard_parameters
 
@@ -30,6 +31,10 @@ class LocalParameters(ParallelStyle):
     parameter is partial (``Partial``) until :func:`reduce_gradients` or the optimizer step
     all-reduces it. The gradient of a sharded parameter is the local one. The forward and the
     backward do not communicate.
+
+    A ``GroupNorm`` whose weight is sharded normalizes the local groups: its ``num_groups`` is
+    divided by the number of ranks. A ``LayerNorm`` or ``RMSNorm`` needs all features, so its weight
+    cannot be sharded.
 
     Args:
         placements: the placement of each parameter, by name; by default all parameters that the
@@ -57,8 +62,27 @@ class LocalParameters(ParallelStyle):
                 placements[name] = Shard(placement.dim + params[name].ndim)
         return placements
 
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
+        """Return the reasons why this style cannot be applied to a module (empty if it can).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks.
+        """
+        if not isinstance(self.layout(module, tp_size).get("weight"), Shard):
+            return []
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            got = f"{type(module).__name__} normalizes over all features, of which each rank has a shard"
+            return [f"{got}; gather them (ColwiseParallel(output_layouts=Replicate())) or norm each head"]
+        if isinstance(module, nn.GroupNorm) and module.num_groups % tp_size:
+            got = f"{module.num_groups} groups of GroupNorm are not divisible by the tp size {tp_size}"
+            return [f"{got}; choose one that divides them"]
+        return []
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         placements = self.layout(module, device_mesh.size())
+        if isinstance(module, nn.GroupNorm) and isinstance(placements.get("weight"), Shard):
+            module.num_groups //= device_mesh.size()
         shard_parameters(module, device_mesh, placements, self.src_data_rank)
         for name, placement in placements.items():
             # A rank that did not use the module has no gradient. This attribute lets it join the
@@ -142,8 +166,14 @@ class NoParallel(ParallelStyle):
 class AllReduceOutput(ParallelStyle):
     """All-reduce the output of a module, which is partial on each rank.
 
+    All parameters inside must be sharded: a replicated one, such as a bias, would count once per
+    rank. The same holds for a residual that the module adds, which no plan shows.
+
     Forward: all-reduce of the output. Backward: identity.
     """
+
+    # The plan reports parameters inside that are not sharded.
+    sums_ranks = True
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Unlike a closure, a partial can be pickled with the model.
@@ -161,3 +191,53 @@ def reduce_output(group: Group, _module: nn.Module, _args: Any, output: Tensor) 
         output: the module's output.
     """
     return reduce_from_tp_region(output, group)
+
+
+class AllReduceOutputGradient(ParallelStyle):
+    """All-reduce the gradient of some output features of a replicated module.
+
+    For a replicated projection whose output each rank uses in part, outside of a column layer. The
+    gradient of these features, and of the rows of the weight that compute them, would be partial:
+    each rank adds the terms of its heads only. Example: the compressed keys and values of multi-head
+    latent attention. A column layer takes all of them except the last 64 features, the rotary key,
+    which the local heads of each rank use directly::
+
+        plan["layers.*.attention.kv_a"] = AllReduceOutputGradient(slice(-64, None))
+
+    Forward: identity. Backward: all-reduce of the gradient of the features.
+
+    Args:
+        features: a slice of the last dim of the output, with step 1; by default all features. Leave
+            out the features that only column layers take: these all-reduce the gradient themselves,
+            and it would be summed twice.
+    """
+
+    def __init__(self, features: slice = slice(None)) -> None:
+        super().__init__()
+        self.features = features
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+        """Return the reasons why this style cannot be applied to a module (empty if it can).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks. It does not matter here.
+        """
+        if not isinstance(self.features, slice) or self.features.step not in {None, 1}:
+            return [f"features must be a slice with step 1, got {self.features!r}; pass slice(start, stop)"]
+        width = getattr(module, "out_features", None)
+        if width is not None and not range(width)[self.features]:
+            got = f"{self.features!r} selects none of the {width} output features"
+            return [f"{got}; pass a slice(start, stop) of them"]
+        return []
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(partial(_copy_features, Group.of(device_mesh), self.features))
+        return module
+
+
+def _copy_features(group: Group, features: slice, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    """Forward: identity. Backward: all-reduce for some output features. A forward hook."""
+    start, stop, _ = features.indices(output.shape[-1])
+    before, selected, after = output.tensor_split([start, stop], dim=-1)
+    return torch.cat([before, copy_to_tp_region(selected, group), after], dim=-1)

@@ -18,7 +18,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import accept_mixed_lists
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.tensor_parallel.buffers import watch_buffers
 from namedmesh.tensor_parallel.collectives import check_divides
 from namedmesh.tensor_parallel.gradients import (
     install_optimizer_step_hook,
@@ -97,7 +96,6 @@ def parallelize(
         register_token_check(model, mesh)
     install_optimizer_step_hook()
     accept_mixed_lists()
-    watch_buffers(model)
     return model
 
 

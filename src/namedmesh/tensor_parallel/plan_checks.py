@@ -14,10 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from namedmesh._torch import has_hooks
 from namedmesh.errors import PlanError, format_items
+from namedmesh.sharding import is_tp_shard
 from namedmesh.tensor_parallel.plan_entries import (
     LAYER_STYLES,
     Plan,
@@ -62,8 +64,9 @@ def resolve_plan(
     for entry in entries:
         for problem in _check_entry(entry, tp_size):
             names_by_problem[problem].append(entry.fqn or "the model")
+    placements = _index_placements(entries, tp_size)
     if tp_size > 1:
-        for fqn, problem in _check_blocks(model, entries):
+        for fqn, problem in _check_blocks(model, entries, placements):
             names_by_problem[problem].append(fqn)
     for name, value in (must_divide or {}).items():
         if value % tp_size:
@@ -72,7 +75,9 @@ def resolve_plan(
     for problem, names in names_by_problem.items():
         problems.append(f"{format_items(names, 3)}: {problem}")
     ties = _find_ties(model)
-    problems.extend(_check_ties(model, entries, ties, tp_size))
+    problems.extend(_check_ties(model, placements, ties))
+    if tp_size > 1:
+        problems.extend(_check_summed_modules(entries, placements))
     if problems:
         raise PlanError(*problems)
     return entries, ties
@@ -89,6 +94,10 @@ def _check_entry(entry: PlanEntry, tp_size: int) -> list[str]:
         return [
             f"{got}; use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"
         ]
+    placements = compute_placements(entry, tp_size)
+    if placements and isinstance(entry.module, NonDynamicallyQuantizableLinear):
+        remedy = "leave it out, or write the attention with linears of its own"
+        return [f"nn.MultiheadAttention reads the weight of its out_proj without calling it; {remedy}"]
     problems: list[str] = []
     if hasattr(style, "problems"):
         problems.extend(style.problems(entry.module, tp_size))
@@ -152,28 +161,34 @@ class _Block(NamedTuple):
     """A module in which column-parallel layers feed row-parallel layers.
 
     Attributes:
+        fqn: the name of the module.
         columns: the column-parallel linears inside of it, but not inside of an inner block.
         rows: the row-parallel linears inside of it, but not inside of an inner block.
         all_columns: all column-parallel linears inside of it.
     """
 
+    fqn: str
     columns: list[PlanEntry]
     rows: list[PlanEntry]
     all_columns: list[PlanEntry]
 
 
-def _check_blocks(model: nn.Module, entries: Sequence[PlanEntry]) -> Iterator[tuple[str, str]]:
+def _check_blocks(
+    model: nn.Module, entries: Sequence[PlanEntry], placements: Mapping[ParamSlot, Placement]
+) -> Iterator[tuple[str, str]]:
     """Yield the column and row layers whose numbers of features do not fit each other.
 
     A column layer with more output features than the row layers take is a fused linear (q|k|v,
     gate|up). The shapes of its local shards fit nevertheless, and all ranks agree on the wrong
-    gradients. Only a fused linear that is interleaved per head can be sharded as it is.
+    gradients. Only a fused linear that is interleaved per head can be sharded as it is. A norm over
+    the features that a column layer computes would normalize the local shard.
 
     Yields:
         The name of the layer, and the problem.
     """
     order = {module: position for position, module in enumerate(model.modules())}
     for block in _find_blocks(entries):
+        yield from _find_sharded_norms(block, model.get_submodule(block.fqn), placements)
         fused = _find_fused_columns(block, order)
         yield from fused
         if fused:
@@ -208,6 +223,31 @@ def _find_fused_columns(block: _Block, order: Mapping[nn.Module, int]) -> list[t
     return problems
 
 
+def _find_sharded_norms(
+    block: _Block, parent: nn.Module, placements: Mapping[ParamSlot, Placement]
+) -> Iterator[tuple[str, str]]:
+    """Yield the norms of a block over all features that a column layer computes.
+
+    Only the features tell which tensor a norm gets. If a column layer also takes as many, it may be
+    a norm in front of that layer. With one kv head, it may be the norm of each head.
+    """
+    columns = [column for column in block.all_columns if not hasattr(column.style, "kv_heads")]
+    sharded = {_count_features(column, "out_features") for column in columns}
+    sharded -= {_count_features(column, "in_features") for column in block.all_columns}
+    for fqn, norm in parent.named_modules(prefix=block.fqn):
+        if isinstance(norm, nn.GroupNorm):
+            features = norm.num_channels
+        elif isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+            features = norm.normalized_shape[-1]
+        else:
+            continue
+        is_local = isinstance(placements.get((norm, "weight")), Shard)
+        if features in sharded and not is_local:
+            got = f"normalizes over {features} features of a column layer, of which each rank has a shard"
+            remedy = "norm each head, shard a GroupNorm with LocalParameters, or gather the features first"
+            yield fqn, f"{got}; {remedy}"
+
+
 def _find_blocks(entries: Sequence[PlanEntry]) -> list[_Block]:
     """Return the innermost modules with both column-parallel and row-parallel linears."""
     columns = []
@@ -226,7 +266,7 @@ def _find_blocks(entries: Sequence[PlanEntry]) -> list[_Block]:
     for row in rows:
         parent = _find_parent(row.fqn, columns_inside)
         if parent is not None:
-            block = blocks.setdefault(parent, _Block([], [], columns_inside[parent]))
+            block = blocks.setdefault(parent, _Block(parent, [], [], columns_inside[parent]))
             block.rows.append(row)
     for column in columns:
         parent = _find_parent(column.fqn, rows_inside)
@@ -278,7 +318,43 @@ def _has_head_count(entry: PlanEntry) -> bool:
     return bool(getattr(style, "heads", None) or getattr(style, "kv_heads", None))
 
 
+# --- outputs that are summed over the ranks -----------------------------------------------------
+
+
+def _check_summed_modules(
+    entries: Sequence[PlanEntry], placements: Mapping[ParamSlot, Placement]
+) -> Iterator[str]:
+    """Yield a problem for each all-reduced output that contains a replicated parameter."""
+    for entry in entries:
+        if not hasattr(entry.style, "sums_ranks"):
+            continue
+        replicated = []
+        for fqn, module in entry.module.named_modules(prefix=entry.fqn):
+            for name, param in module.named_parameters(recurse=False):
+                # It may have been sharded before: over another axis, or by hand.
+                own = getattr(param, "placements", ())
+                is_sharded = is_tp_shard(param) or any(isinstance(p, Shard) for p in own)
+                if not is_sharded and not isinstance(placements.get((module, name)), Shard):
+                    replicated.append(f"{fqn}.{name}".removeprefix("."))
+        if replicated:
+            yield (
+                f"{entry.fqn or 'the model'}: {type(entry.style).__name__} sums the output over the ranks, "
+                f"where {format_items(replicated, 4)} would count once per rank; shard them, or move them "
+                f"out of the module"
+            )
+
+
 # --- tied parameters ----------------------------------------------------------------------------
+
+
+def _index_placements(entries: Sequence[PlanEntry], tp_size: int) -> dict[ParamSlot, Placement]:
+    """Return the placement that the plan gives to each parameter, by its slot."""
+    placements: dict[ParamSlot, Placement] = {}
+    for entry in entries:
+        for name, _, placement in iter_placements(entry, tp_size):
+            child, _, own_name = name.rpartition(".")
+            placements[entry.module.get_submodule(child), own_name] = placement
+    return placements
 
 
 def _find_ties(model: nn.Module) -> list[list[ParamSlot]]:
@@ -294,13 +370,9 @@ def _find_ties(model: nn.Module) -> list[list[ParamSlot]]:
 
 
 def _check_ties(
-    model: nn.Module, entries: Sequence[PlanEntry], ties: Sequence[Sequence[ParamSlot]], tp_size: int
+    model: nn.Module, placements: Mapping[ParamSlot, Placement], ties: Sequence[Sequence[ParamSlot]]
 ) -> Iterator[str]:
     """Yield a problem for each tied parameter that has several placements in the plan."""
-    placements: dict[ParamSlot, Placement] = {}
-    for entry in entries:
-        for name, _, placement in iter_placements(entry, tp_size):
-            placements[entry.module, name] = placement
     fqns = {module: fqn for fqn, module in model.named_modules()}
     for slots in ties:
         # A slot outside of the plan stays a plain tensor, which differs from every placement.

@@ -56,6 +56,9 @@ def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanE
     """
     if isinstance(plan, ParallelStyle):
         plan = {"": plan}
+    if not isinstance(plan, Mapping):
+        got = f"plan must be a parallel style or a dict of module names to parallel styles, got {plan!r}"
+        return [], [f"{got} ({type(plan).__name__}); write {{'layers.*.up': ColwiseParallel()}}"]
     # A module that is registered under several names can be matched by each of them.
     modules = dict(model.named_modules(remove_duplicate=False))
     children = _index_children(modules)
@@ -63,6 +66,9 @@ def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanE
     entries: dict[nn.Module, PlanEntry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, style in plan.items():
+        if not isinstance(key, str):
+            problems.append(f"{key!r} ({type(key).__name__}) is not the name of a module, which is a str")
+            continue
         # Strings, as in the plans of Hugging Face, are a usual mistake.
         if not isinstance(style, ParallelStyle):
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel()")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -18,10 +19,11 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import has_hooks
+from namedmesh._torch import RecomputedTensors, has_hooks, wrap_replicated
 from namedmesh.sizes import shared_heads
-from namedmesh.tensor_parallel.collectives import Group, enter_tp_region
+from namedmesh.tensor_parallel.collectives import Group, all_gather, enter_tp_region
 from namedmesh.tensor_parallel.layers import (
+    GATHERED_INPUT,
     PARTIAL,
     REPLICATED,
     ColumnLinear,
@@ -271,33 +273,66 @@ class SharedInput(ParallelStyle):
     Forward: identity, or all-gather. Backward: one all-reduce, or reduce-scatter, of the input's
     gradient for all column layers. An input that is a DTensor already is redistributed.
 
+    With ``reshard_after_forward``, the column layers save their local shard of the input for the
+    backward in place of the gathered input. Of ``n`` ranks, each saves ``1 / n`` of it. Backward:
+    one more all-gather, as in Megatron-LM. It saves no memory in a block that activation
+    checkpointing recomputes. The compiler decides in compiled code, and layers on torch's DTensor
+    path save the gathered input.
+
     Args:
         input_layouts: ``Shard(dim)`` to all-gather a plain input (sequence parallelism), or
             ``Replicate()`` (the default) to all-reduce the gradient only.
+        reshard_after_forward: whether the backward all-gathers the input again, as the option of
+            this name of ``fully_shard`` does with parameters.
     """
 
-    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+    def __init__(
+        self, *, input_layouts: Placement | None = None, reshard_after_forward: bool = False
+    ) -> None:
         super().__init__()
         self.input_layouts = input_layouts or Replicate()
+        self.reshard_after_forward = reshard_after_forward
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+        """Return the reasons why this style cannot be applied to a module (empty if it can).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks. It does not matter here.
+        """
+        if self.reshard_after_forward and not isinstance(self.input_layouts, Shard):
+            got = f"reshard_after_forward needs a sharded input, got {self.input_layouts!r}"
+            return [f"{got}; pass input_layouts=Shard(dim), or reshard_after_forward=False"]
+        return []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dim = getattr(self.input_layouts, "dim", None)
         # Unlike a closure, a partial can be pickled with the model.
-        hook = partial(_share_input, Group.of(device_mesh), dim, device_mesh)
+        hook = partial(_share_input, self, Group.of(device_mesh), device_mesh)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 
 
 def _share_input(  # noqa: PLR0917  a hook's
-    group: Group, dim: int | None, mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    style: SharedInput, group: Group, mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Replace the first argument of a module with a replicated DTensor: a forward pre-hook."""
+    dim: Any = getattr(style.input_layouts, "dim", None)
 
     def replicate(x: Tensor) -> Tensor:
         if isinstance(x, DTensor):
-            return x if x.placements == REPLICATED else x.redistribute(placements=REPLICATED)
-        full = enter_tp_region(to_autocast_dtype(x), group, dim)
-        return DTensor.from_local(full, mesh, REPLICATED, run_check=False, grad_placements=PARTIAL)
+            if x.placements == REPLICATED:
+                return x
+            # Shards of different sizes, and those of another dim, are gathered by DTensor.
+            if x.placements != (style.input_layouts,) or x.shape[dim] % group.size:
+                return x.redistribute(placements=REPLICATED)
+            x = x.to_local()
+        shard = to_autocast_dtype(x)
+        full = enter_tp_region(shard, group, dim)
+        replicated = wrap_replicated(full, mesh, PARTIAL)
+        if style.reshard_after_forward and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gather_again = partial(_gather_again, group, dim)
+            setattr(replicated, GATHERED_INPUT, RecomputedTensors(gather_again, [shard], [full]))
+        return replicated
 
     if args:
         return (replicate(args[0]), *args[1:]), kwargs
@@ -305,6 +340,11 @@ def _share_input(  # noqa: PLR0917  a hook's
     if name not in kwargs:  # The forward of a wrapper may take ``*args, **kwargs``.
         name = next(iter(kwargs))
     return args, kwargs | {name: replicate(kwargs[name])}
+
+
+def _gather_again(group: Group, dim: int, shard: Tensor) -> list[Tensor]:
+    """All-gather the input of column layers once more, in the backward."""
+    return [all_gather(shard, group, dim)]
 
 
 class KeyValueParallel(ColwiseParallel):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from namedmesh._torch import attend_lower_right
+from namedmesh._torch import RecomputedTensors, attend_lower_right
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel.collectives import Group, all_gather_to_tp_region, all_to_all_single
+from namedmesh.tensor_parallel.layers import to_autocast_dtype
 
 # On a CPU the causal mask of a block of this many queries is materialized, instead of the mask of all
 # queries.
@@ -147,8 +147,9 @@ def context_attention(
         )
     if problems:
         raise ShapeError(*problems)
+    group = Group.of(mesh)
     if ulysses:
-        query, key, value = (_exchange_for_heads(tensor, mesh) for tensor in (query, key, value))
+        query, key, value = _exchange_for_heads([query, key, value], group)
         output = F.scaled_dot_product_attention(
             query,
             key,
@@ -159,127 +160,150 @@ def context_attention(
             enable_gqa=heads != kv_heads,
             scale=scale,
         )
-        return _exchange_for_tokens(output, mesh)
+        return _exchange_for_tokens(output, group)
     if attn_mask is not None:
         # The rows of the mask belong to queries, which are sharded. Its columns belong to the keys.
         attn_mask = shard_sequence(attn_mask, mesh=mesh, dim=-2)[0]
-    attend = partial(_attend_to_gathered, mesh, scale, is_causal, attn_mask)
-    if torch.compiler.is_compiling():
+    # Autocast would cast inside of the attention, which would then save other tensors.
+    query = to_autocast_dtype(query)
+    gather = partial(_gather_keys_and_values, group, query.dtype, is_causal=is_causal)
+    gathered = gather(key, value)
+    attend = partial(_attend_to_gathered, group, query, gathered, scale, attn_mask, is_causal=is_causal)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         # The compiler's partitioner decides which tensors are saved for the backward.
-        return attend(query, key, value)
-    result = checkpoint(
-        attend,
-        query,
-        key,
-        value,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _save_attention_outputs),
-    )
-    return cast("Tensor", result)
+        return attend()
+    with RecomputedTensors(gather, [key, value], gathered).replace_saved():
+        return attend()
 
 
-def _save_attention_outputs(_: object, operation: Any, *__: object, **___: object) -> CheckpointPolicy:
-    """Save outputs of attention kernels for the backward, and recompute the all-gathers."""
-    # Each kernel is an operator of its own. All of them have this word in their name.
-    is_attention = "attention" in str(operation)
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+def _gather_keys_and_values(
+    group: Group, dtype: torch.dtype, key: Tensor, value: Tensor, *, is_causal: bool
+) -> list[Tensor]:
+    """All-gather keys and values in one collective.
 
-
-def _attend_to_gathered(  # noqa: PLR0917  checkpoint passes the tensors by position
-    mesh: DeviceMesh,
-    scale: float | None,
-    is_causal: bool,
-    mask: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    """Return the attention of the local queries to all keys, which are all-gathered.
+    Forward: all-gather. Backward: reduce-scatter, as each rank's queries contribute to the gradients
+    of all keys and values.
 
     Args:
-        mesh: the mesh of the cp axis.
-        scale: the factor of the scores.
-        is_causal: whether attention is causal in the full sequence.
-        mask: the rows of the mask that belong to the local queries, if attention is not causal.
-        query: the local queries: two chunks of the sequence.
+        group: the ranks.
+        dtype: the dtype of the result.
         key: the local keys.
         value: the local values.
+        is_causal: whether attention is causal.
+
+    Returns:
+        The keys and the values, in the order of the sequence. For causal attention on a CPU also the
+        mask of a block of queries.
     """
-    ranks = mesh.size()
-    key = _all_gather_sequence(key, mesh)
-    value = _all_gather_sequence(value, mesh)
+    shards = torch.cat([key.flatten(), value.flatten()])
+    gathered = all_gather_to_tp_region(shards, group, 0).view(group.size, -1)
+    result: list[Tensor] = []
+    for local, parts in zip((key, value), gathered.split([key.numel(), value.numel()], 1), strict=True):
+        full = _join_chunks(parts.view(group.size, *local.shape))
+        result.append(full.to(dtype))
+    if is_causal and key.is_cpu:
+        length = result[0].shape[2]
+        rows = min(_QUERIES_PER_BLOCK, key.shape[2] // 2)
+        result.append(key.new_full((rows, length), -torch.inf, dtype=dtype).triu(length - rows + 1))
+    return result
+
+
+def _attend_to_gathered(
+    group: Group,
+    query: Tensor,
+    gathered: Sequence[Tensor],
+    scale: float | None,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Return the attention of the local queries to all keys.
+
+    Args:
+        group: the ranks.
+        query: the local queries: two chunks of the sequence.
+        gathered: the result of :func:`_gather_keys_and_values`.
+        scale: the factor of the scores.
+        mask: the rows of the mask that belong to the local queries, if attention is not causal.
+        is_causal: whether attention is causal in the full sequence.
+    """
+    key, value, *block_mask = gathered
     if not is_causal:
         gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa, scale=scale)
+    attend: Any = partial(_attend_by_blocks, *block_mask) if block_mask else attend_lower_right
     chunk_size = query.shape[2] // 2
-    attend = _attend_by_blocks if query.is_cpu else attend_lower_right
     outputs: list[Tensor] = []
     # Each chunk attends to the keys up to its own end. Together, the two chunks of every rank have
     # the same number of keys.
-    chunks = _chunks_of_rank(mesh.get_local_rank(), ranks)
+    chunks = _chunks_of_rank(group.rank, group.size)
     for chunk, queries in zip(chunks, query.chunk(2, dim=2), strict=True):
         end = (chunk + 1) * chunk_size
         outputs.append(attend(queries, key[:, :, :end], value[:, :, :end], scale))
     return torch.cat(outputs, dim=2)
 
 
-def _attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _attend_by_blocks(mask: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: Any) -> Tensor:
     """Return causal attention of the last queries of a sequence to all of its keys, on a CPU.
 
-    No CPU kernel has a causal mask that is aligned to the last key, so a mask is materialized. For
-    all queries at once it would have as many elements as there are queries times keys. Queries are
+    No CPU kernel has a causal mask that is aligned to the last key. A materialized mask for all
+    queries at once would have as many elements as there are queries times keys. Queries are
     therefore processed in blocks.
+
+    Args:
+        mask: the mask of a block, for at least as many keys. The mask of each block is its lower
+            right corner.
+        query: the queries.
+        key: the keys.
+        value: the values.
+        scale: the factor of the scores.
     """
     options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "scale": scale}
     length = query.shape[2]
     end = key.shape[2]
     if length == end:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    rows = min(_QUERIES_PER_BLOCK, length)
-    # The mask of each block is a view of this one: its lower right corner.
-    mask = query.new_full((rows, end), -torch.inf).triu(end - rows + 1)
+    rows, columns = mask.shape
     outputs: list[Tensor] = []
     for start in range(0, length, rows):
         queries = query[:, :, start : start + rows]
         # The position after the block's last query, up to which it attends to keys.
         stop = end - length + start + queries.shape[2]
-        block_mask = mask[rows - queries.shape[2] :, end - stop :]
+        block_mask = mask[rows - queries.shape[2] :, columns - stop :]
         keys = key[:, :, :stop]
         values = value[:, :, :stop]
         outputs.append(F.scaled_dot_product_attention(queries, keys, values, block_mask, **options))
     return torch.cat(outputs, dim=2)
 
 
-def _all_gather_sequence(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All-gather the shards of a sequence, in the original order of its tokens.
+def _exchange_for_heads(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Exchange all heads of the local shards for some heads of the full sequence.
 
-    Forward: all-gather along dim 2. Backward: reduce-scatter, as each rank's queries contribute to
-    the gradients of all keys and values.
+    Forward: one all-to-all for all tensors, from dim 2 (the sequence) to dim 1 (the heads).
+    Backward: the reverse.
     """
-    sharded = DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False)
-    gathered = sharded.redistribute(placements=[Replicate()])
-    return _to_sequence_order(gathered.to_local(grad_placements=[Partial()]), mesh.size())
+    by_rank = [tensor.unflatten(1, (group.size, -1)).movedim(1, 0) for tensor in tensors]
+    rows = torch.cat([tensor.flatten(1) for tensor in by_rank], dim=1)
+    received = all_to_all_single(rows, group)
+    sizes = [tensor[0].numel() for tensor in by_rank]
+    result: list[Tensor] = []
+    for tensor, part in zip(by_rank, received.split(sizes, 1), strict=True):
+        result.append(_join_chunks(part.view(tensor.shape)))
+    return result
 
 
-def _exchange_for_heads(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Exchange all heads of the local shard for some heads of the full sequence.
-
-    Forward: all-to-all from dim 2 (the sequence) to dim 1 (the heads). Backward: the reverse.
-    """
-    sharded_sequence = DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False)
-    sharded_heads = sharded_sequence.redistribute(placements=[Shard(1)])
-    return _to_sequence_order(sharded_heads.to_local(), mesh.size())
-
-
-def _exchange_for_tokens(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+def _exchange_for_tokens(tensor: Tensor, group: Group) -> Tensor:
     """Exchange some heads of the full sequence for all heads of the local shard.
 
     Forward: all-to-all from dim 1 (the heads) to dim 2 (the sequence). Backward: the reverse.
     """
-    rank_order = _to_rank_order(tensor, mesh.size())
-    sharded_heads = DTensor.from_local(rank_order, mesh, [Shard(1)], run_check=False)
-    return sharded_heads.redistribute(placements=[Shard(2)]).to_local()
+    chunks = tensor.chunk(2 * group.size, dim=2)
+    shards: list[Tensor] = []
+    for rank in range(group.size):
+        early, late = _chunks_of_rank(rank, group.size)
+        shards.append(torch.cat([chunks[early], chunks[late]], dim=2))
+    received = all_to_all_single(torch.stack(shards), group)
+    return received.movedim(0, 1).flatten(1, 2)
 
 
 def _chunks_of_rank(rank: int, ranks: int) -> tuple[int, int]:
@@ -287,23 +311,11 @@ def _chunks_of_rank(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def _chunks_of_all_ranks(ranks: int) -> list[int]:
-    """Return the indices of all chunks, in the order of the concatenated shards of all ranks."""
-    order: list[int] = []
-    for rank in range(ranks):
-        order.extend(_chunks_of_rank(rank, ranks))
-    return order
+def _join_chunks(shards: Tensor) -> Tensor:
+    """Join the shards of all ranks along dim 2 to the sequence in its original order.
 
-
-def _to_sequence_order(tensor: Tensor, ranks: int) -> Tensor:
-    """Reorder the concatenated shards of all ranks along dim 2 to the original sequence."""
-    order = _chunks_of_all_ranks(ranks)
-    chunks = tensor.chunk(len(order), dim=2)
-    return torch.cat([chunks[order.index(chunk)] for chunk in range(len(order))], dim=2)
-
-
-def _to_rank_order(tensor: Tensor, ranks: int) -> Tensor:
-    """Reorder a sequence along dim 2 to the concatenated shards of all ranks."""
-    order = _chunks_of_all_ranks(ranks)
-    chunks = tensor.chunk(len(order), dim=2)
-    return torch.cat([chunks[chunk] for chunk in order], dim=2)
+    Args:
+        shards: ``(ranks, batch, heads, length / ranks, head_dim)``.
+    """
+    early, late = shards.chunk(2, dim=3)
+    return torch.cat([*early.unbind(), *reversed(late.unbind())], dim=2)

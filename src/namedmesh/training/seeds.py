@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -245,6 +246,7 @@ def init_parameters(
     shards, on the CPU in float32. Local shards belong to DTensors, or to plain tensors with Megatron's
     attributes, which are sharded over the tp axis (experts: etp) of the current mesh. The
     parameters of a pipeline stage must have the names of the full model, as with :func:`stage_layers`.
+    The real and the imaginary part of a complex value have half of the variance each, as in torch.
     Buffers are not changed. Does not communicate.
 
     Args:
@@ -262,11 +264,9 @@ def init_parameters(
             f"seed of init_parameters must be an int, got {type(seed).__name__}; "
             "call init_parameters(model, seed=0)"
         )
-    on_meta = [name for name, param in model.named_parameters() if param.is_meta]
-    if on_meta:
-        raise TrainingError(
-            f"{format_items(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
-        )
+    problem = format_meta_problem(model)
+    if problem:
+        raise TrainingError(problem)
     for wrapped_name, param in model.named_parameters():
         name = strip_wrapper_names(wrapped_name)
         mean, deviation = distribution(name, param)
@@ -274,9 +274,38 @@ def init_parameters(
         if deviation == 0:
             local.fill_(mean)
         elif local.numel():
-            values = torch.empty(local.shape or (1,), dtype=torch.float32, device="cpu")
-            _fill_by_tiles(values, _find_dims(param), partial(_derive_seed, seed, name))
+            dims = _find_dims(param)
+            values = _draw_normal(local, dims, partial(_derive_seed, seed, name))
+            if local.is_complex():
+                imaginary = _draw_normal(local, dims, partial(_derive_seed, seed, f"{name} imaginary"))
+                values = torch.complex(values, imaginary) / math.sqrt(2)
             local.copy_(values.mul_(deviation).add_(mean).view(local.shape))
+
+
+def format_meta_problem(model: nn.Module) -> str:
+    """Return the problem that a model is on the meta device, and how to initialize it.
+
+    ``to_empty()`` also allocates the non-persistent buffers, such as the frequencies of rotary
+    embeddings. No checkpoint and no :func:`init_parameters` fills them.
+
+    Args:
+        model: the model.
+
+    Returns:
+        The message; empty if no parameter is on the meta device.
+    """
+    on_meta = [name for name, param in model.named_parameters() if param.is_meta]
+    if not on_meta:
+        return ""
+    problem = f"{format_items(on_meta, 4)}: on the meta device; call model.to_empty(device=...) first"
+    saved = model.state_dict().keys()
+    unsaved = [name for name, _ in model.named_buffers() if name not in saved]
+    if unsaved:
+        problem += (
+            f", and then compute {format_items(unsaved, 8)} again: non-persistent buffers are in no "
+            f"checkpoint, and to_empty() leaves them uninitialized"
+        )
+    return problem
 
 
 class _Dim(NamedTuple):
@@ -334,6 +363,13 @@ def _find_dim_of_dtensor(param: DTensor, dim: int) -> _Dim:
         placements.append(placement if shards_dim else Replicate())
     shard = distribute_tensor(indices, param.device_mesh, placements, src_data_rank=None)
     return _Dim(size, shard.to_local().flatten().cpu())
+
+
+def _draw_normal(local: Tensor, dims: list[_Dim], seed_of_tile: Callable[[object], int]) -> Tensor:
+    """Return standard normal numbers for a local shard, in float32 on the CPU."""
+    values = torch.empty(local.shape or (1,), dtype=torch.float32, device="cpu")
+    _fill_by_tiles(values, dims, seed_of_tile)
+    return values
 
 
 def _fill_by_tiles(values: Tensor, dims: list[_Dim], seed_of_tile: Callable[[object], int]) -> None:
