@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleGPipe, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from namedmesh._internal import get_groups
 from namedmesh._torch import reshards_after_forward, tree_leaves, tree_map
@@ -33,7 +34,8 @@ class Pipeline:
     The stages may be tensor-parallel and sharded by FSDP2. FSDP2 modules whose
     ``reshard_after_forward`` has its default value keep their unsharded weights until the last
     backward of a step. An explicit True is respected, but raises an error if the schedule runs
-    weight gradients later (InterleavedZeroBubble, ZBV, DualPipeV).
+    weight gradients later (InterleavedZeroBubble, ZBV, DualPipeV). These schedules reject stages in
+    DistributedDataParallel.
 
     Args:
         model: this rank's stage, or its stages in the order of :func:`stage_indices`.
@@ -41,7 +43,7 @@ class Pipeline:
         schedule: a name that ``torch.distributed.pipelining.schedules.get_schedule_class`` knows,
             or ``"ZBV"``.
         n_microbatches: the number of micro-batches that a batch is split into.
-        loss_fn: computes the loss of one micro-batch, or of some of its rows, from the output of
+        loss_fn: computes the loss of one micro-batch from the output of
             the last stage (a tensor, or a tuple of tensors) and the target (a tensor, or tuples,
             lists and dicts of tensors). It returns a tensor with one element.
         reduction: ``"mean"`` if ``loss_fn`` returns the mean over its rows, ``"sum"`` if the
@@ -54,7 +56,7 @@ class Pipeline:
         OptionError: torch does not know the schedule.
         LayoutError: the schedule runs another number of stages per rank.
         TrainingError: ``reduction`` has another value, or FSDP2 reshards weights that the schedule
-            needs.
+            needs, or DDP would not average gradients.
     """
 
     def __init__(
@@ -89,6 +91,12 @@ class Pipeline:
                     self._fsdp_modules.append(submodule)
         if mesh.size("pp") > 1 or not self._has_single_stages:
             self._keep_weights_unsharded()
+        if self._splits_backward and any(isinstance(module, DDP) for module in self._modules):
+            raise TrainingError(
+                f"{schedule} computes gradients of weights without the backward hooks of DDP, which would not "
+                "average them; use fully_shard(stage, mesh=training.fsdp_mesh(mesh)) with the axes "
+                "dp_replicate and dp_shard=1, or the schedule 1F1B, GPipe or Interleaved1F1B"
+            )
 
     @property
     def _has_single_stages(self) -> bool:
