@@ -110,7 +110,9 @@ def test_data_without_a_state_is_an_error(make: Any, tmp_path: Path) -> None:
     rows: Any = range(4)
     data = make(rows, num_replicas=1, rank=0) if make is DistributedSampler else make(rows)
     text = error_of(lambda: training.save(tmp_path / "one", None, torch.nn.Linear(1, 1), data=data))
-    assert f"data must have state_dict() and load_state_dict(), got {make.__name__}; pass torchdata's " in text
+    assert (
+        f"data must have state_dict() and load_state_dict(), got {make.__name__}; pass torchdata's " in text
+    )
     assert not (tmp_path / "one").exists()
 
 

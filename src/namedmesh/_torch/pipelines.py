@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_meta, extract_tensor_metas
+from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_meta
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple
 
 from namedmesh.errors import TrainingError
@@ -105,21 +105,21 @@ class MicrobatchStage(PipelineStage):
             return []
         if not self._input_metas:
             metas = self._receive_metas()
-            self._expect_inputs(fwd_chunk_id, metas, [_flatten(meta) for meta in metas])
+            self._expect_inputs(fwd_chunk_id, metas, list(map(_flatten, metas)))
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        metas = extract_tensor_metas(_normalize_model_output_as_tuple(prev_stage_outputs))
+        metas = list(map(extract_tensor_meta, _normalize_model_output_as_tuple(prev_stage_outputs)))
         self._expect_inputs(mb_index, metas, metas)
         super().set_local_fwd_input(prev_stage_outputs, mb_index)
 
-    def _expect_inputs(self, chunk_id: int, metas: tuple[Any, ...], message_metas: Sequence[Any]) -> None:
+    def _expect_inputs(self, chunk_id: int, metas: Sequence[Any], message_metas: Sequence[Any]) -> None:
         """Make torch's entries for received inputs, if this is the first micro-batch of a batch."""
         if not self._input_metas:
             # New tensors in each batch. torch uses the same ones, which keep the hooks of all batches.
             self._stage_meta.inputs = tuple(message_metas)
-            self._setup_forward_recv_info(self.chunks, self.has_backward)
-        self._input_metas[chunk_id] = metas
+            self._setup_forward_recv_info(self.chunks or 0, self.has_backward)
+        self._input_metas[chunk_id] = tuple(metas)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         messages = super()._retrieve_recv_activations(fwd_chunk_id)
@@ -136,7 +136,8 @@ class MicrobatchStage(PipelineStage):
             # The inputs are leaves of autograd. Of a leaf, torch takes the gradient away after the
             # backward, and retain_grad() has no effect. With views, both are as in one process.
             args = tuple([arg.view_as(arg) if arg.requires_grad else arg for arg in args])
-        return super().forward_maybe_with_nosync(*args, **kwargs, **self._extra_kwargs)
+        kwargs |= self._extra_kwargs
+        return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
@@ -160,16 +161,14 @@ class MicrobatchStage(PipelineStage):
         metas = tuple(map(_describe, outputs))
         if not self._first_output_metas:
             self._first_output_metas = metas
-        capacities = list(map(_flatten, self._first_output_metas))
-        fits = len(metas) == len(capacities)
-        for meta, capacity in zip(metas, capacities, strict=False):
-            fits &= meta.dtype == capacity.dtype and meta.shape.numel() <= capacity.shape.numel()
-        if not fits:
-            raise TrainingError(
-                f"stage {self.stage_index} returned larger tensors, or tensors of other dtypes, for a later "
-                f"micro-batch than for the first: {_format(metas)} after {_format(self._first_output_metas)}; "
-                "put the largest rows of a batch first"
-            )
+        # If the numbers differ, zip stops, and torch compares them when it sends.
+        for meta, first in zip(metas, self._first_output_metas, strict=False):
+            if meta.dtype != first.dtype or meta.shape.numel() > first.shape.numel():
+                raise TrainingError(
+                    f"stage {self.stage_index} returned {meta.dtype} of shape {tuple(meta.shape)} for a later "
+                    f"micro-batch, after {first.dtype} of shape {tuple(first.shape)} for the first; return "
+                    "tensors of one dtype, the largest first"
+                )
         self._stage_meta.outputs = metas
         self._setup_forward_send_info()
         if self.has_backward:
@@ -217,7 +216,9 @@ class MicrobatchStage(PipelineStage):
     # torch's schedules with several stages on a rank call the next two in an evaluation, too.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
@@ -253,10 +254,6 @@ def _describe(tensor: Tensor) -> Any:
 def _flatten(meta: Any) -> Any:
     """Return the description of the message in which a tensor is sent."""
     return replace(meta, shape=torch.Size([meta.shape.numel()]), stride=(1,), requires_grad=False)
-
-
-def _format(metas: Sequence[Any]) -> str:
-    return str([(tuple(meta.shape), str(meta.dtype)) for meta in metas])
 
 
 def _make_message(tensor: Tensor, capacity: int) -> Tensor:

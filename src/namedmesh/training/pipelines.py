@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleGPipe, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 from namedmesh._internal import get_groups
 from namedmesh._torch import reshards_after_forward, tree_leaves, tree_map
@@ -91,7 +91,8 @@ class Pipeline:
                     self._fsdp_modules.append(submodule)
         if mesh.size("pp") > 1 or not self._has_single_stages:
             self._keep_weights_unsharded()
-        if self._splits_backward and any(isinstance(module, DDP) for module in self._modules):
+        has_ddp = any(isinstance(module, DistributedDataParallel) for module in self._modules)
+        if has_ddp and self._splits_backward:
             raise TrainingError(
                 f"{schedule} computes gradients of weights without the backward hooks of DDP, which would not "
                 "average them; use fully_shard(stage, mesh=training.fsdp_mesh(mesh)) with the axes "
@@ -185,7 +186,9 @@ class Pipeline:
         # The schedule is stored again after the batch: an exception interrupts torch's schedule
         # within a batch, so that it cannot be used again.
         key = (backward, n_microbatches)
-        schedule, stages = self._schedules.pop(key, None) or self._build_schedule(n_microbatches, backward)
+        if key not in self._schedules:
+            self._schedules[key] = self._build_schedule(n_microbatches, backward)
+        schedule, stages = self._schedules.pop(key)
         for stage in stages:
             stage.begin({name: kwargs[name] for name in kwargs if name in self._replicate_kwargs})
         if not self._mesh.is_first("pp"):
@@ -270,7 +273,9 @@ def _find_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any)
     Raises:
         ShapeError: the arguments cannot be split into micro-batches. Lists all problems.
     """
-    values: dict[object, Any] = {**dict(enumerate(args)), **kwargs, "target": target}
+    values: dict[object, Any] = dict(enumerate(args))
+    values.update(kwargs)
+    values["target"] = target
     problems: list[str] = []
     sizes: set[int] = set()
     for name, value in values.items():
@@ -309,15 +314,11 @@ def _get_cpu_group(mesh: NamedMesh) -> dist.ProcessGroup:
     if "cpu" in get_backends(group):
         return group
     groups = get_groups(mesh)
-    ranks = mesh.ranks("pp")
     options = groups.normalize(GroupOptions(backend="gloo"))
-    key = GroupKey(ranks, options, "pipelines")
-
-    def create() -> Any:
-        return dist.new_group(
-            ranks, options.timeout, "gloo", use_local_synchronization=True, group_desc="namedmesh:pipelines"
-        )
-
+    key = GroupKey(mesh.ranks("pp"), options, "pipelines")
+    create = partial(
+        dist.new_group, mesh.ranks("pp"), options.timeout, "gloo", use_local_synchronization=True
+    )
     cpu_group = groups.acquire(key, "pipelines", create)
     # The ranks of other pipelines have not created this group.
     groups.acquired[key].created_by_all = False
