@@ -285,7 +285,7 @@ def hooks_on_inputs_belong_to_one_micro_batch(schedule: str) -> None:
 
 
 class ViewingStage(nn.Module):
-    """A stage that returns views, with gaps and without rows, and transposes its inputs."""
+    """A stage that returns views, with gaps, transposed and without rows, and transposes its inputs."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -294,9 +294,9 @@ class ViewingStage(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor | None = None, total: Tensor | None = None) -> Any:
         if other is not None and total is not None:
-            x = x.transpose(1, 2).contiguous().transpose(1, 2) + other + total
+            x = x.transpose(1, 2).contiguous().transpose(1, 2) + other.transpose(1, 2) + total
         x, other = torch.tanh(x @ self.weight).chunk(2, dim=-1)
-        return x, other.transpose(1, 2).transpose(1, 2), other.mean()
+        return x, other.contiguous().transpose(1, 2), other.mean()
 
 
 def loss_of_views(output: Any, *rest: Tensor) -> Tensor:

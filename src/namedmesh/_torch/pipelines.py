@@ -127,7 +127,7 @@ class MicrobatchStage(PipelineStage):
             self._input_metas[fwd_chunk_id] = self._receive_metas()
         inputs: list[Tensor] = []
         for message, meta in zip(messages, self._input_metas[fwd_chunk_id], strict=True):
-            tensor = message.detach().as_strided(meta.shape, meta.stride)
+            tensor = message.detach().as_strided(meta.shape, meta.stride)  # without the padding
             inputs.append(tensor.requires_grad_(meta.requires_grad))
         return tuple(inputs)
 
@@ -209,7 +209,9 @@ class MicrobatchStage(PipelineStage):
         grads: list[Tensor | None] = []
         for grad, meta in zip(self.bwd_cache[bwd_chunk_id], metas, strict=True):
             self.grad_send_info.append(self.stage_index - 1 if meta.requires_grad else None)
-            grads.append(_lay_out(grad, meta, self.device) if meta.requires_grad else None)
+            if meta.requires_grad and grad is None:
+                grad = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)  # noqa: PLW2901
+            grads.append(None if grad is None else grad.contiguous())
         self.bwd_cache[bwd_chunk_id] = tuple(grads)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
@@ -247,8 +249,13 @@ class MicrobatchStage(PipelineStage):
 
 
 def _describe(tensor: Tensor) -> Any:
-    """Return shape, stride, dtype and requires_grad of a tensor, as it is sent: without gaps."""
-    return replace(extract_tensor_meta(tensor), stride=_find_dense_strides(tensor))
+    """Return shape, dtype and requires_grad of a tensor, and the strides of a contiguous copy.
+
+    gloo sends contiguous tensors only. NCCL sends the memory of others, also if the receiver has
+    other strides.
+    """
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return replace(extract_tensor_meta(tensor), stride=stride)
 
 
 def _flatten(meta: Any) -> Any:
@@ -257,31 +264,13 @@ def _flatten(meta: Any) -> Any:
 
 
 def _make_message(tensor: Tensor, capacity: int) -> Tensor:
-    """Return the elements of a tensor in the order of its memory, padded to a number of elements."""
-    if tensor.stride() != _find_dense_strides(tensor):
-        tensor = tensor.clone()
-    elements = tensor.as_strided((tensor.numel(),), (1,))
+    """Return the elements of a tensor, padded to a number of elements."""
+    elements = tensor.flatten().contiguous()
     if len(elements) == capacity:
         return elements
     message = tensor.new_empty(capacity)
     message[: len(elements)] = elements
     return message
-
-
-def _find_dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy, which are the tensor's own if it has no gaps and overlaps."""
-    return torch.empty_like(tensor, device="meta").stride()
-
-
-def _lay_out(grad: Tensor | None, meta: Any, device: torch.device) -> Tensor:
-    """Return a gradient with the strides that the previous stage expects; zeros for None.
-
-    torch sends the memory of a tensor. A transposed gradient would arrive in the wrong order.
-    """
-    if grad is not None and grad.stride() == meta.stride:
-        return grad
-    result = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-    return result.zero_() if grad is None else result.copy_(grad)
 
 
 @contextmanager
