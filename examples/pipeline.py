@@ -61,7 +61,7 @@ for step in range(21):
         print(f"step {step}: loss {loss.item():.3f}")
 words = torch.zeros(1, 8, dtype=torch.int64, device=mesh.device)
 words[0, 0] = 5
-for position in range(1, 8):  # always one shape, so that the schedule is built once
+for position in range(1, 8):
     logits = pipe.eval(words)  # None except on the last stage
     if logits is not None:
         words[0, position] = logits[0, position - 1].argmax()

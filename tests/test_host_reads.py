@@ -69,6 +69,16 @@ def _count_reads_of_a_step() -> dict[str, int]:
     count("context_attention", partial(training.context_attention, query, key, value, mesh["cp"]))
     mesh.close()
 
+    mesh = namedmesh.init_mesh(pp=2)
+    pipe = training.Pipeline(
+        torch.nn.Linear(4, 4), mesh, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss
+    )
+    rows = torch.ones(4, 4)
+    for _ in range(LAST):
+        count("Pipeline.step", partial(pipe.step, rows, target=rows))
+        count("Pipeline.eval", partial(pipe.eval, rows, target=rows))
+    mesh.close()
+
     mesh = namedmesh.init_mesh(dp=2)
     mesh.add_view("expert", edp=1, ep=2)
     experts = parallelize(Experts(), mesh["ep"], ExpertParallel(mesh))

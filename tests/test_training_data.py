@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,22 @@ def test_count_tokens_takes_a_boolean_mask_or_a_number() -> None:
             "mask_or_count must be a boolean mask or a number, got torch.int64 of shape (2, 2); pass a mask "
             "such as targets != -100, or the sum of a mask of another dtype"
         ]
+        assert training.count_tokens(0, mesh) == 0
+        assert error_of(lambda: training.count_tokens(-3, mesh)) == (
+            "TrainingError: mask_or_count must be at least 0, got -3; pass a mask such as targets != -100"
+        )
         mesh.close()
+
+
+@pytest.mark.parametrize("make", [DistributedSampler, DataLoader])
+def test_data_without_a_state_is_an_error(make: Any, tmp_path: Path) -> None:
+    rows: Any = range(4)
+    data = make(rows, num_replicas=1, rank=0) if make is DistributedSampler else make(rows)
+    text = error_of(lambda: training.save(tmp_path / "one", None, torch.nn.Linear(1, 1), data=data))
+    assert (
+        f"data must have state_dict() and load_state_dict(), got {make.__name__}; pass torchdata's " in text
+    )
+    assert not (tmp_path / "one").exists()
 
 
 def test_sums_in_half_precision_are_errors_and_means_are_exact() -> None:

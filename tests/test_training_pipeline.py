@@ -141,7 +141,7 @@ def test_invalid_schedules_stages_and_batches_are_errors() -> None:
 
 
 class RandomStage(nn.Module):
-    """A stage with all state that torch's run for the shapes between stages could change."""
+    """A stage with all state that a run for the shapes between stages could change."""
 
     def __init__(self, tied_value: float) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_outputs_of_earlier_micro_batches_are_freed(schedule: str, stages: int) 
         inputs, targets = torch.ones(16, 1), torch.zeros(16, 1000)
         peaks: list[int] = []
         for run in (pipe.step, pipe.eval):
-            run(inputs, target=targets)  # torch infers the shapes
+            run(inputs, target=targets)
             gc.collect()
             WideOutput.peak = 0
             assert run(inputs, target=targets) == 1

@@ -21,7 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch.releases import torch_is_at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,55 +113,36 @@ class LinearStage(nn.Module):
         return output if self.change_output is None else self.change_output(output)
 
 
-def values_that_cannot_be_split_are_errors_on_every_rank() -> None:
-    # torch infers the shapes with uninitialized memory. This setting fills it with NaN.
-    torch.use_deterministic_algorithms(True)
-    mesh = namedmesh.init_mesh(pp=2, device="cpu")
+def test_values_that_cannot_be_split_are_errors() -> None:
     x, y = random_tensor(6, WIDTH, seed=0), random_tensor(6, WIDTH, seed=1)
     block_mask = create_block_mask(lambda _b, _h, q, k: q >= k, 6, None, 128, 128, device="cpu")
-
-    def make_pipe(
-        loss_fn: Callable[..., Tensor], change_output: Callable[[Tensor], Any] | None = None
-    ) -> Any:
-        stage = LinearStage(change_output if mesh.is_last("pp") else None)
-        return training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=loss_fn)
-
-    def add_auxiliary_loss(output: Tensor) -> Any:
-        return output, output.mean()
-
-    def loss_of_first_output(output: Any, target: Tensor) -> Tensor:
-        return mean_squared_error(output[0], target)
 
     def loss_per_row(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean(1)
 
-    def token_loss(output: Tensor, target: Tensor) -> Tensor:
-        return training.normalize_loss((output - target).square().sum(), torch.tensor(24), mesh)
+    def make_pipe(
+        loss_fn: Callable[..., Tensor], change_output: Callable[[Tensor], Any] | None = None
+    ) -> Any:
+        return training.Pipeline(LinearStage(change_output), mesh, n_microbatches=4, loss_fn=loss_fn)
 
-    with_dict = make_pipe(mean_squared_error, lambda output: {"logits": output})
-    with_auxiliary = make_pipe(loss_of_first_output, add_auxiliary_loss)
-    errors = [
-        error_of(lambda: make_pipe(mean_squared_error).step(x, target=y, mask=block_mask)),
-        # The target has another size on one rank only.
-        error_of(lambda: make_pipe(mean_squared_error).step(x, target=y[: 6 - mesh.rank("pp")])),
-        error_of(lambda: with_dict.step(x, target=y)),
-        error_of(lambda: with_dict.eval(x)),
-        error_of(lambda: make_pipe(loss_per_row).step(x, target=y)),
-        error_of(lambda: make_pipe(loss_per_row).eval(x, target=y)),
-        error_of(lambda: with_auxiliary.step(x, target=y)),
-        error_of(lambda: with_auxiliary.eval(x)),
-        # This batch fills its micro-batches, so nothing has to be split.
-        error_of(lambda: with_auxiliary.eval(x[:4], target=y[:4])),
-        error_of(lambda: with_auxiliary.eval(x[:3], target=y[:3])),
-        error_of(lambda: make_pipe(token_loss).step(x, target=y)),
-    ]
-    by_rank: list[Any] = [None, None]
-    dist.all_gather_object(by_rank, errors)
-    mesh.close()
-    assert by_rank[0] == by_rank[1]
-    not_tensors = "TrainingError: the last stage must return a tensor, or a tuple of tensors, got "
+    with fake_world(1):
+        mesh = namedmesh.init_mesh(pp=1, device="cpu")
+        with_dict = make_pipe(mean_squared_error, lambda output: {"logits": output})
+        errors = [
+            error_of(lambda: make_pipe(mean_squared_error).step(x, target=y, mask=block_mask)),
+            error_of(lambda: make_pipe(mean_squared_error).step(x, target=y[:5])),
+            error_of(lambda: with_dict.step(x, target=y)),
+            error_of(lambda: with_dict.eval(x)),
+            error_of(lambda: make_pipe(loss_per_row).step(x, target=y)),
+            error_of(lambda: make_pipe(loss_per_row).eval(x, target=y)),
+        ]
+        wrong: Any = "average"
+        make = partial(training.Pipeline, LinearStage(None), mesh, n_microbatches=4)
+        text = error_of(lambda: make(loss_fn=mean_squared_error, reduction=wrong))
+        mesh.close()
+    assert text == 'TrainingError: reduction must be "mean" or "sum", got \'average\''
+    not_tensors = "TrainingError: stage 0 must return a tensor, or a tuple of tensors, got dict; "
     not_scalar = "TrainingError: loss_fn must return a tensor with one element, got ("
-    unbatched = "ShapeError: the last stage returns a tensor without the batch dim of its micro-batch, "
     starts = [
         "ShapeError: the argument mask is a BlockMask, which cannot be split into micro-batches; ",
         "ShapeError: the batch sizes of the inputs and the target are [5, 6]; ",
@@ -170,18 +150,12 @@ def values_that_cannot_be_split_are_errors_on_every_rank() -> None:
         not_tensors,
         not_scalar,
         not_scalar,
-        unbatched,
-        unbatched,
-        "",
-        unbatched,
-        "TrainingError: loss_fn returns a sum, as the loss of a duplicated row is 2 times ",
     ]
     for text, start in zip(errors, starts, strict=True):
         assert text.startswith(start), text
-        assert bool(text) == bool(start), text
 
 
-def autocast_and_frozen_parameters_rebuild_the_schedule() -> None:
+def autocast_and_frozen_parameters_may_change() -> None:
     """Also if only parameters of the other rank are frozen."""
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     x, y = random_tensor(8, WIDTH, seed=0).float(), random_tensor(8, WIDTH, seed=1).float()
@@ -200,8 +174,7 @@ def autocast_and_frozen_parameters_rebuild_the_schedule() -> None:
         pipe = training.Pipeline(stage, mesh, n_microbatches=4, loss_fn=mean_squared_error)
         for autocast in order:
             compare_losses(pipe, autocast)
-    frozen_stages = (0, None, 0, 1) if torch_is_at_least("2.13") else (None, 1)  # see the next test
-    for frozen_stage in frozen_stages:
+    for frozen_stage in (0, None, 0, 1):
         for index, layer in enumerate(reference):
             layer.requires_grad_(index != frozen_stage)
         stage.requires_grad_(mesh.rank("pp") != frozen_stage)
@@ -216,30 +189,30 @@ def autocast_and_frozen_parameters_rebuild_the_schedule() -> None:
     mesh.close()
 
 
-def frozen_first_stages_train_correctly_or_are_errors() -> None:
+def stages_behind_frozen_ones_train() -> None:
+    """Also with schedules that split backward passes, and after all stages were trained."""
     mesh = namedmesh.init_mesh(pp=2, device="cpu")
     x, y = random_tensor(8, WIDTH, seed=0), random_tensor(8, WIDTH, seed=1)
-    errors: list[str] = []
-    schedules = ["InterleavedZeroBubble", "ZBV", "DualPipeV"]
-    # torch 2.12 raises its own error if the first stages are frozen.
-    if torch_is_at_least("2.13"):
-        schedules.append("Interleaved1F1B")
-    for schedule in schedules:
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"):
         layers = make_linears(4)
-        reference = nn.Sequential(*layers)
-        reference[:2].requires_grad_(False)
-        mean_squared_error(reference(x), y).backward()
-        stages = [layers[index] for index in training.stage_indices(mesh, schedule, 2)]
-        expected_grads = [copy.deepcopy(stage.weight.grad) for stage in stages]
-        reference.zero_grad()
+        reference = nn.Sequential(*copy.deepcopy(layers))
+        numbers = training.stage_indices(mesh, schedule, 2)
+        stages = [layers[number] for number in numbers]
         pipe = training.Pipeline(stages, mesh, schedule, n_microbatches=4, loss_fn=mean_squared_error)
-        errors.append(error_of(partial(pipe.step, x, target=y)).partition(",")[0])
-        if not errors[-1]:
-            for stage, expected in zip(stages, expected_grads, strict=True):
-                assert compute_difference(stage.weight.grad, expected) < 1e-12
+        for frozen in (0, 2, 1):
+            for number, (layer, expected) in enumerate(zip(layers, reference, strict=True)):
+                for module in (layer, expected):
+                    module.zero_grad()
+                    module.requires_grad_(number >= frozen)
+            mean_squared_error(reference(x), y).backward()
+            pipe.step(x, target=y)
+            for number, stage in zip(numbers, stages, strict=True):
+                expected_layer: Any = reference[number]
+                expected_grad = expected_layer.weight.grad
+                assert (stage.weight.grad is None) == (expected_grad is None), (schedule, frozen)
+                assert compute_difference(stage.weight.grad, expected_grad) < 1e-12, (schedule, frozen)
     dist.barrier()
     mesh.close()
-    assert errors == ["TrainingError: stage 2 is the first that trains"] * 3 + [""] * (len(schedules) - 3)
 
 
 class ScaledStage(nn.Module):
@@ -280,32 +253,6 @@ def test_a_pipeline_leaves_no_state_in_its_stages() -> None:
         for module in (stage, *copies):
             assert compute_difference(module(x), module.layer(x)) == 0
         assert compute_difference(pipe.step(x, target=y), mean_squared_error(stage(x), y)) < 1e-12
-        mesh.close()
-
-
-@pytest.mark.parametrize("batch_size", [4, 3])
-def test_a_loss_with_the_other_reduction_is_an_error(batch_size: int) -> None:
-    x, y = random_tensor(batch_size, WIDTH, seed=0), random_tensor(batch_size, WIDTH, seed=1)
-    with fake_world(1):
-        mesh = namedmesh.init_mesh(pp=1, device="cpu")
-
-        def token_loss(output: Tensor, target: Tensor) -> Tensor:
-            loss_sum = (output - target).square().sum()
-            return training.normalize_loss(loss_sum, torch.tensor(batch_size * WIDTH), mesh)
-
-        make_pipe = partial(training.Pipeline, make_linears(1)[0], mesh, n_microbatches=4)
-
-        def find_remedy(loss_fn: Callable[..., Tensor], reduction: Any) -> str:
-            pipe = make_pipe(loss_fn=loss_fn, reduction=reduction)
-            return error_of(lambda: pipe.step(x, target=y)).partition("; ")[2]
-
-        assert not find_remedy(mean_squared_error, "mean")
-        assert not find_remedy(token_loss, "sum")
-        assert find_remedy(token_loss, "mean") == 'pass reduction="sum"'
-        expected = 'return the mean over the rows, undivided, and pass reduction="mean"'
-        assert find_remedy(mean_squared_error, "sum") == expected
-        text = error_of(lambda: make_pipe(loss_fn=mean_squared_error, reduction="average"))  # type: ignore[arg-type]
-        assert text == 'TrainingError: reduction must be "mean" or "sum", got \'average\''
         mesh.close()
 
 
@@ -411,9 +358,8 @@ def ranks_skip_the_same_steps(axis: str) -> None:
     "check",
     [
         nested_inputs_and_several_outputs_equal_one_process,
-        values_that_cannot_be_split_are_errors_on_every_rank,
-        autocast_and_frozen_parameters_rebuild_the_schedule,
-        frozen_first_stages_train_correctly_or_are_errors,
+        autocast_and_frozen_parameters_may_change,
+        stages_behind_frozen_ones_train,
         partial(ranks_skip_the_same_steps, "pp"),
         partial(ranks_skip_the_same_steps, "tp"),
     ],

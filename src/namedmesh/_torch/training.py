@@ -2,70 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-
-from namedmesh._torch.releases import torch_is_at_least
-
-
-def has_run_forward(stage: Any) -> bool:
-    """Return whether a pipeline stage holds a micro-batch of a step, for its backward.
-
-    It holds none while torch only finds out the shapes of a stage.
-
-    Args:
-        stage: a ``PipelineStage`` of torch.
-    """
-    if torch_is_at_least("2.15"):
-        return bool(stage._forward_chunk_states)
-    return bool(stage.fwd_cache)
-
-
-def remove_backwards(schedule: Any) -> None:
-    """Remove the backward actions from a pipeline schedule with several stages on a rank.
-
-    torch's ``eval`` skips each backward when its turn comes, but looks for its gradient first. Up
-    to torch 2.13 this fails if two consecutive stages are on one rank: in ZBV and DualPipeV, and in
-    every schedule on one rank.
-
-    Args:
-        schedule: the schedule; it is changed in place.
-    """
-    kept_kinds = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
-    orders = {}
-    for rank, actions in schedule.pipeline_order_with_comms.items():
-        kept = []
-        for action in actions:
-            # DualPipeV overlaps a forward and a backward in one action.
-            for part in getattr(action, "sub_actions", None) or (action,):
-                if part.computation_type.name in kept_kinds:
-                    kept.append(part)  # noqa: PERF401  a comprehension would have three levels
-        orders[rank] = kept
-    schedule.pipeline_order_with_comms = orders
-
-
-@contextmanager
-def set_schedule_loss(schedule: Any, loss_fn: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Return a context in which a pipeline schedule computes the loss with ``loss_fn``.
-
-    torch takes a loss function when a schedule is created. Such a function would have to find the
-    target of each batch in an object that outlives the batch.
-
-    Args:
-        schedule: a pipeline schedule of torch.
-        loss_fn: the loss function, as the constructor of a schedule takes it.
-    """
-    previous = schedule._loss_fn
-    schedule._loss_fn = loss_fn
-    try:
-        yield
-    finally:
-        schedule._loss_fn = previous
 
 
 class _LowerRightBias:

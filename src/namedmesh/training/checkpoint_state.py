@@ -102,7 +102,8 @@ class State:
 
         Raises:
             CheckpointError: a parameter is on the meta device; two values have the same name; an
-                optimizer has parameters that are not in the model; or a value is not plain data.
+                optimizer has parameters that are not in the model; a data loader has no state; or a
+                value is not plain data.
         """
         on_meta = []
         for module in self.modules:
@@ -118,6 +119,12 @@ class State:
         for number, optimizer in enumerate(self.optimizers):
             self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
+            if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
+                raise CheckpointError(
+                    f"data must have state_dict() and load_state_dict(), got {type(loader).__name__}; pass "
+                    "torchdata's StatefulDataLoader, or save the number of the step, and call set_epoch and "
+                    "skip the batches before it when the run resumes"
+                )
             self._add(f"data.{number}", loader.state_dict())
         for name, state in seeds.collect_rng_states().items():
             self._add(f"random.{name}", state)

@@ -56,8 +56,14 @@ def count_tokens(mask_or_count: Tensor | int, mesh: NamedMesh) -> Tensor:
         AxisError: the mesh has an axis of unknown meaning.
         ShapeError: ``mask_or_count`` is a tensor with dims that is not boolean, such as the targets
             themselves.
+        TrainingError: ``mask_or_count`` is a negative int.
     """
     mesh = named_mesh(mesh, "count_tokens")
+    # The sign of a tensor is not checked: the host would have to wait for the device.
+    if isinstance(mask_or_count, int) and mask_or_count < 0:
+        raise TrainingError(
+            f"mask_or_count must be at least 0, got {mask_or_count}; pass a mask such as targets != -100"
+        )
     counts = torch.as_tensor(mask_or_count, device=mesh.device)
     if counts.ndim and counts.dtype != torch.bool:
         raise ShapeError(
