@@ -58,16 +58,19 @@ class GatherTogether(torch.autograd.Function):
         return full.view(ranks, *keys_values.shape)
 
     @staticmethod
-    def backward(_: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, grad: Tensor) -> Tensor:
         shard = grad.new_empty(grad.shape[1:])
         dist.reduce_scatter_tensor(shard, grad.contiguous().flatten(0, 1))
         return shard
 
 
+gather_together: Callable[[Tensor], Tensor] = GatherTogether.apply  # torch's method has no type
+
+
 def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend to keys and values that one collective gathers."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    early, late = GatherTogether.apply(torch.stack([key, value])).chunk(2, -2)
+    early, late = gather_together(torch.stack([key, value])).chunk(2, -2)
     key, value = torch.cat([*early.unbind(), *reversed(late.unbind())], -2)
     outputs = []
     for chunk, queries in zip((rank, 2 * ranks - 1 - rank), query.chunk(2, 2), strict=True):

@@ -50,17 +50,17 @@ class Site(NamedTuple):
 
 def repeat_local(x: Any, group: Any, dim: int | None = None) -> Any:
     """Return the shape of an all-gather, without communication."""
-    return x if dim is None else torch.cat([x] * group.size, dim)
+    return torch.cat([x] * group.size, dim) if isinstance(dim, int) else x
 
 
 def take_shard(x: Any, group: Any, dim: int | None = None) -> Any:
     """Return the shape of a reduce-scatter, without communication."""
-    return x if dim is None else collectives.local_shard(x, group, dim)
+    return collectives.local_shard(x, group, dim) if isinstance(dim, int) else x
 
 
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "_copy": repeat_local,
-    "_all_reduce_sum": take_shard,
+    "all_reduce": take_shard,
     "_reduce_scatter": take_shard,
     "all_gather": repeat_local,
     "local_shard": take_shard,
@@ -78,7 +78,10 @@ REMOVED: dict[str, Callable[..., Any]] = {
     "gather": repeat_local,
     "split": take_shard,
     "all_to_all_single": lambda x, *_: x.clone(),
-    "_apply_collective": lambda x, op, _backward_op, *rest: LOCAL_OPS[op.__name__](x, *rest),
+    **dict.fromkeys(
+        ("_apply_collective", "_apply_differentiably"),
+        lambda x, op, _backward_op, *rest: LOCAL_OPS[op.__name__](x, *rest),
+    ),
     "all_reduce": lambda x, *_: x.clone(),
     "all_gather": repeat_local,
 }
@@ -98,8 +101,8 @@ DOUBLED: dict[str, Callable[..., Any]] = {
     "exit_tp_region": sum_twice,
     "reduce_from_tp_region": sum_twice,
     "reduce_scatter_from_tp_region": sum_twice,
-    "_apply_collective _all_reduce_sum": apply_twice,
-    "_apply_collective _reduce_scatter": apply_twice,
+    "_apply_differentiably all_reduce": apply_twice,
+    "_apply_differentiably _reduce_scatter": apply_twice,
 }
 
 
@@ -118,7 +121,8 @@ MUTANTS = (("removed", REMOVED), ("doubled", DOUBLED), ("unsummed", UNSUMMED))
 
 def format_collective(name: str, forward_op: str) -> str:
     """Return the name of a collective; for the generic function, with its forward operation."""
-    return f"{name} {forward_op}" if name == "_apply_collective" else name
+    is_generic = name in {"_apply_collective", "_apply_differentiably"}
+    return f"{name} {forward_op}" if is_generic else name
 
 
 def import_modules() -> list[ModuleType]:
@@ -200,8 +204,10 @@ def find_survivors() -> tuple[set[Site], list[str], int]:
             checks_by_site.setdefault(site, []).append(check)
     sites = set()
     for module in import_modules():
-        # The call in the backward of the generic function has no operation by name.
-        sites |= {site for site in find_sites(module) if site.collective != "_apply_collective "}
+        # The calls in the generic functions have no operation by name.
+        sites |= {
+            site for site in find_sites(module) if not site.collective.startswith("_apply_differentiably")
+        }
     survivors = []
     count = 0
     for site, checks in sorted(checks_by_site.items()):
@@ -225,8 +231,8 @@ def test_checks_detect_every_removed_or_doubled_collective() -> None:
     # The backward of an all-reduce does not communicate. Without that of a gather, only the second
     # derivative would differ: test_tp_modes compares it.
     assert [name.rpartition(": ")[2] for name in survivors] == [
-        "_apply_collective _copy removed",
-        "_apply_collective keep_and_shard removed",
+        "_apply_differentiably _copy removed",
+        "_apply_differentiably keep_and_shard removed",
     ]
     assert count > 35
 

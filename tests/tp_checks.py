@@ -40,6 +40,7 @@ from namedmesh.tensor_parallel import (
     ExpertTensorParallel,
     LocalParameters,
     RowwiseParallel,
+    SharedInput,
     entropy,
     logsumexp,
     reduce_gradients,
@@ -327,6 +328,16 @@ TORCHS_PATH = make_plan({IN: LAST, OUT: SEQUENCE}, {IN: SEQUENCE}), DATA, 2
 CASES: dict[str, tuple[Any, ...]] = {
     "default": (make_mlp, UP_DOWN, DATA),
     "sequence": (make_mlp, *SEQUENCE_PARALLEL),
+    "sequence, gathered again": (
+        make_mlp,
+        {
+            "": SharedInput(input_layouts=SEQUENCE, reshard_after_forward=True),
+            **make_plan({}, {OUT: SEQUENCE}),
+        },
+        DATA,
+        1,
+        1,
+    ),
     "dim 0": (make_mlp, make_plan({IN: Shard(0)}, {OUT: Shard(-3)}), DATA, 0, 0),
     "replicated between": (make_mlp, make_plan({OUT: REPLICATED}, {IN: REPLICATED}), DATA),
     "DTensor between": (make_mlp, make_plan({"use_local_output": False}, {}), DATA),
