@@ -48,27 +48,76 @@ def _run_list_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     one tensor takes the others, as DTensors. DTensor finds this handler in a table of the process,
     so the list operator itself must not be called with a DTensor.
     """
+    from torch.distributed.tensor import DTensor
+
     # A single tensor next to the lists, such as a coefficient, belongs to every position.
-    args = [arg.full_tensor() if hasattr(arg, "full_tensor") else arg for arg in args]
+    args = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
     length = next(len(arg) for arg in args if isinstance(arg, list | tuple))
     lists = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == length]
-    is_elementwise = operator._schema.name not in _REDUCTIONS
-    local_positions = []
+    local_positions = _find_local_positions(lists, operator._schema.name not in _REDUCTIONS)
     results: list[Any] = [None] * length
-    for position, tensors in enumerate(zip(*lists, strict=True)):
-        if _are_local_tensors_enough(tensors, is_elementwise):
-            local_positions.append(position)
-        else:
-            results[position] = _run_for_one(operator, _select(args, [position], length), kwargs)
+    for position in set(range(length)).difference(local_positions):
+        results[position] = _run_for_one(operator, _select(args, [position], length), kwargs)
     if local_positions:
-        local_args = _select(args, local_positions, length)
-        for index, arg in enumerate(local_args):
-            if isinstance(arg, list):
-                local_args[index] = [_to_local(value) for value in arg]
+        local_args = args if len(local_positions) == length else _select(args, local_positions, length)
+        local_args = [_to_local_list(arg) if isinstance(arg, list | tuple) else arg for arg in local_args]
         local_results = operator(*local_args, **kwargs) or ()  # None if it works in place
         for position, result in zip(local_positions, local_results, strict=False):
-            results[position] = _wrap_like(lists, position, result)
+            results[position] = _wrap_like([values[position] for values in lists], result)
     return None if operator._schema.is_mutable else results
+
+
+def _find_local_positions(lists: Sequence[Sequence[Any]], is_elementwise: bool) -> list[int]:
+    """Return the positions at which an operator on local tensors gives the local results.
+
+    Args:
+        lists: for each position the plain tensors, DTensors and numbers.
+        is_elementwise: whether the operator works element by element.
+    """
+    positions = []
+    last_placements: Any = None
+    is_replicated = is_partial = False
+    for position, values in enumerate(zip(*lists, strict=True)):
+        placements, has_plain_tensor, are_equal = _find_placements(values)
+        if placements is None:
+            positions.append(position)
+            continue
+        if placements != last_placements:
+            last_placements = placements
+            is_replicated = all(placement.is_replicate() for placement in placements)
+            is_partial = any(placement.is_partial() for placement in placements)
+        # A plain tensor, such as a full average of a sharded parameter, would be combined with a
+        # shard, and shapes may broadcast. DTensor rejects it. Numbers, such as steps, are right.
+        is_combined = has_plain_tensor and not is_replicated
+        if is_elementwise and are_equal and not is_partial and not is_combined:
+            positions.append(position)
+    return positions
+
+
+def _find_placements(values: Sequence[Any]) -> tuple[Any, bool, bool]:
+    """Return the placements of the DTensors of one position, and what else it has.
+
+    An optimizer calls this for each parameter in each of its list operators.
+
+    Returns:
+        The placements of the first DTensor, or None; whether there is a plain tensor with dims; and
+        whether all DTensors have the same placements.
+    """
+    from torch.distributed.tensor import DTensor
+
+    placements: Any = None
+    has_plain_tensor = False
+    are_equal = True
+    for value in values:
+        if isinstance(value, DTensor):
+            other = value._spec.placements
+            if placements is None:
+                placements = other
+            elif other is not placements and other != placements:
+                are_equal = False
+        elif isinstance(value, torch.Tensor) and value.dim() > 0:
+            has_plain_tensor = True
+    return placements, has_plain_tensor, are_equal
 
 
 def _select(args: Sequence[Any], positions: Sequence[int], length: int) -> list[Any]:
@@ -86,38 +135,6 @@ def _select(args: Sequence[Any], positions: Sequence[int], length: int) -> list[
         else:
             selected.append(arg)
     return selected
-
-
-def _are_local_tensors_enough(tensors: Sequence[Any], is_elementwise: bool) -> bool:
-    """Return whether an operator on the local tensors of one position gives the local results.
-
-    Args:
-        tensors: the values of the position: plain tensors, DTensors and numbers.
-        is_elementwise: whether the operator works element by element.
-    """
-    placements: Any = None
-    has_plain_tensor = False
-    for tensor in tensors:
-        spec = getattr(tensor, "_spec", None)
-        if spec is None:
-            has_plain_tensor |= isinstance(tensor, torch.Tensor) and tensor.ndim > 0
-        elif placements is None:
-            placements = spec.placements
-        elif placements is not spec.placements and placements != spec.placements:
-            return False
-    if placements is None:
-        return True
-    # A plain tensor, such as a full average of a sharded parameter, would be combined with a shard,
-    # and shapes may broadcast. DTensor rejects it. Numbers, such as steps, are right.
-    is_replicated, is_partial = _describe_placements(placements)
-    return is_elementwise and not is_partial and (is_replicated or not has_plain_tensor)
-
-
-@cache
-def _describe_placements(placements: tuple[Any, ...]) -> tuple[bool, bool]:
-    """Return whether placements are replicated along all dims, and whether they are partial."""
-    is_replicated = all(placement.is_replicate() for placement in placements)
-    return is_replicated, any(placement.is_partial() for placement in placements)
 
 
 def _run_for_one(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -138,20 +155,22 @@ def _run_for_one(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return getattr(torch.ops.aten, _NAMES_FOR_ONE.get(name, name))(*values, **named)
 
 
-def _wrap_like(lists: Sequence[Any], position: int, result: torch.Tensor) -> Any:
+def _wrap_like(values: Sequence[Any], result: torch.Tensor) -> Any:
     """Return a result as a DTensor, if one of the values of its position is one."""
-    for values in lists:
-        value = values[position]
-        if hasattr(value, "_spec"):
-            return type(value).from_local(
-                result,
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
+    from torch.distributed.tensor import DTensor
+
+    for value in values:
+        if isinstance(value, DTensor):
+            # The public from_local passes through autograd and infers the shape again.
+            return DTensor.__new__(DTensor, result, value._spec, requires_grad=False)
     return result
+
+
+def _to_local_list(values: Sequence[Any]) -> list[Any]:
+    """Return the local tensors of DTensors, and all other values as they are."""
+    from torch.distributed.tensor import DTensor
+
+    return [wait_if_async(value._local_tensor) if isinstance(value, DTensor) else value for value in values]
 
 
 def _to_local(tensor: Any) -> Any:
