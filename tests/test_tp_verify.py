@@ -227,7 +227,8 @@ def run_command(folder: str, function: str) -> tuple[int, str]:
         ("make_correct", 0, "0 of 8 tensors"),
         ("make_named", 0, "0 of 8 tensors"),
         ("make_wrong", 3, "0.weight"),
-        ("make_nothing", 1, "returned a NoneType"),
+        ("make_nothing", 2, "returned a NoneType"),
+        ("make_nowhere", 2, "has no function 'make_nowhere'; did you mean"),
     ],
 )
 def test_the_command_prints_the_report(tmp_path: Path, function: str, status: int, text: str) -> None:
@@ -236,4 +237,4 @@ def test_the_command_prints_the_report(tmp_path: Path, function: str, status: in
     assert first[0] == second[0] == status
     assert text in first[1]
     # The first rank prints the report; an error is printed by every rank.
-    assert second[1] == ("" if status != 1 else first[1])
+    assert second[1] == ("" if status != 2 else first[1])

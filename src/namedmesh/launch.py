@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from namedmesh._torch import get_bound_device, guesses_device
 from namedmesh.agreement import Distinct, agree_on
 from namedmesh.coordinator import StoreCoordinator, set_default_coordinator
-from namedmesh.errors import LaunchError, format_count
+from namedmesh.errors import LaunchError, OptionError, format_count
 from namedmesh.launchers import check_torchrun_variables, read_int, torchrun_variables, was_launched
 from namedmesh.options import GroupOptions
 
@@ -59,7 +59,7 @@ def init(
     Raises:
         LaunchError: the environment is incomplete, or the device does not exist.
         DistNetworkError: torch's, if rank 0 cannot host the store of the job, or does not answer.
-        OptionError: the timeout is not a positive ``timedelta``.
+        OptionError: the timeout is not a positive ``timedelta``, or torch does not know the device.
         AgreementError: the arguments differ between ranks, some ranks did not call within
             ``timeout``, one of them failed, or several ranks would use one GPU with NCCL.
 
@@ -227,7 +227,15 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
 def _choose_device(device: str | torch.device | None) -> torch.device:
     """Return a device that was requested, or the default of :func:`init`."""
     if device is not None:
-        return torch.device(device)
+        try:
+            requested = torch.device(device)
+            torch.get_device_module(requested.type)
+        except RuntimeError:
+            raise OptionError(
+                f"device must be 'cpu', 'cuda', 'cuda:0' or another device on which this torch can "
+                f"compute, got {device!r}"
+            ) from None
+        return requested
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
