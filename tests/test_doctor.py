@@ -111,10 +111,10 @@ def _run_with_a_communicator_that_is_never_created() -> tuple[int, str]:
     """Block in the call of the first collective over tp, where NCCL creates a communicator."""
     real_all_gather = dist.all_gather
 
-    def all_gather(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 0:
             Event().wait()
-        return real_all_gather(*args, group=group, **kwargs)
+        return real_all_gather(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather", all_gather)

@@ -197,7 +197,7 @@ def get_default_coordinator() -> StoreCoordinator:
 
 
 def exchange_values(name: str, value: Any, missing: Any = None, *, timeout: timedelta) -> list[Any]:
-    """Return the values of all ranks through the store of the default group, without a collective.
+    """Return the values of all ranks through the store of the default group.
 
     Collective: every rank of the world must call it.
 

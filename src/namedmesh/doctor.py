@@ -19,7 +19,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.command_line import float_between
@@ -221,33 +220,37 @@ def check_groups(groups: Sequence[CheckedGroup], device: torch.device, timeout: 
         The first problem; None if there is none. The groups after it are not checked, as their
         collectives could wait for a rank that has stopped here.
     """
+    from namedmesh.agreement import call_in_thread
+
     for group in groups:
-        messages: list[str] = []
+        steps: list[str] = []
         # NCCL creates a communicator in the call of the first collective, where no timeout of torch
         # applies. A wrong network interface makes it wait there.
-        thread = Thread(target=_check_group, args=(group, device, messages), daemon=True)
-        thread.start()
-        thread.join(timeout.total_seconds())
-        if thread.is_alive():
-            messages = [f"{messages[0]} did not end within {timeout.total_seconds():g} s; {_REMEDY}"]
-        if messages[-1]:
-            return Problem(group.axis, messages[-1])
+        outcome = call_in_thread(partial(_check_group, group, device, steps.append), timeout)
+        if outcome is None:
+            message = f"{steps[-1]} did not end within {timeout.total_seconds():g} s; {_REMEDY}"
+        else:
+            message = outcome()
+        if message:
+            return Problem(group.axis, message)
     return None
 
 
-def _check_group(group: CheckedGroup, device: torch.device, messages: list[str]) -> None:
+def _check_group(group: CheckedGroup, device: torch.device, report_step: Callable[[str], None]) -> str:
     """Check the members of a group and its all-reduce.
 
     Args:
         group: the group.
         device: the device of the tensors.
-        messages: a list to which the message about a problem is added, empty if there is none. The
-            first entry is what the check waits for.
+        report_step: a function that is told each operation before the check waits for it.
+
+    Returns:
+        The message about a problem; empty if there is none.
     """
     import torch
     import torch.distributed as dist
 
-    messages.append("the creation of its communicator")
+    report_step("the creation of its communicator")
     try:
         if device.index is not None:
             # The current device belongs to a thread.
@@ -256,20 +259,19 @@ def _check_group(group: CheckedGroup, device: torch.device, messages: list[str])
         # The all-gather comes first: its result names the members of a wrong group.
         gathered = [torch.empty_like(rank) for _ in range(dist.get_world_size(group.group))]
         work: Any = dist.all_gather(gathered, rank, group=group.group, async_op=True)
-        messages[0] = "its first all-gather"
+        report_step("its first all-gather")
         work.wait()
         members = tuple(int(member.item()) for member in gathered)
         if members != group.ranks:
             ranks = f"{format_items(members)} instead of {format_items(group.ranks)}"
-            messages.append(f"its group has ranks {ranks}")
-            return
-        messages[0] = "its first all-reduce"
+            return f"its group has ranks {ranks}"
+        report_step("its first all-reduce")
         dist.all_reduce(rank, group=group.group)
         total = int(rank.item())
-        expected = sum(group.ranks)
-        messages.append("" if total == expected else f"an all-reduce gave {total} instead of {expected}")
     except RuntimeError as error:
-        messages.append(f"{get_first_line(error)}; {_REMEDY}")
+        return f"{get_first_line(error)}; {_REMEDY}"
+    expected = sum(group.ranks)
+    return "" if total == expected else f"an all-reduce gave {total} instead of {expected}"
 
 
 def _read_measurements(values: Sequence[Any]) -> Measurements:
