@@ -60,13 +60,14 @@ class ColumnLinear(nn.Linear):
     Attributes:
         layouts: the input and output layouts.
         shards: the shapes of the local shards of the parameters.
-        rows: the indices of the output features that this rank computes if the weight is replicated
-            (:class:`KeyValueParallel`); None for all.
+        rows: the output features that this rank computes if the weight is replicated
+            (:class:`KeyValueParallel`), in runs of (first feature, number of features); None for
+            all.
     """
 
     layouts: LayerLayouts
     shards: Shards
-    rows: Sequence[int] | None = None
+    rows: Sequence[tuple[int, int]] | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the local shard of the output features, or the replicated output.
@@ -88,9 +89,9 @@ class ColumnLinear(nn.Linear):
             x = enter_tp_region(to_autocast_dtype(input), group, self.layouts.input_dim)
         weight, bias = local_params(self, self.shards)
         if self.rows is not None:
-            weight = weight[self.rows]
+            weight = select_rows(weight, self.rows)
             if bias is not None:
-                bias = bias[self.rows]
+                bias = select_rows(bias, self.rows)
         y = F.linear(x, weight, bias)
         if self.layouts.output_dim is None:
             y = gather(y, group, -1)
@@ -184,6 +185,20 @@ class RowEmbedding(nn.Embedding):
         y = F.embedding(local_ids.masked_fill(not_local, 0), weight, padding)
         y = y.masked_fill(not_local.unsqueeze(-1), 0)
         return to_output_layout(self, exit_tp_region(y, group, output_dim))
+
+
+def select_rows(param: Tensor, rows: Sequence[tuple[int, int]]) -> Tensor:
+    """Return runs of rows of a parameter, one after another.
+
+    An index would do the same. But torch copies a list of ints to the device in each forward, for
+    which the host waits, and adds the gradients of the rows one by one.
+
+    Args:
+        param: the parameter.
+        rows: the first row and the number of rows of each run.
+    """
+    runs = [param.narrow(0, first, length) for first, length in rows]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = True) -> list[Any]:
