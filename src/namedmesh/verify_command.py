@@ -22,6 +22,7 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("function", metavar="MODULE:FUNCTION", type=_split_name, help=text)
     text = "the largest relative difference that passes (default: %(default)s)"
     parser.add_argument("--tolerance", type=float_between(0, 1), default=1e-5, help=text)
+    parser.add_argument("--all", action="store_true", help="print every difference, and not only the first")
     parser.epilog = "Run it under torchrun: torchrun --nproc-per-node 2 -m namedmesh verify MODULE:FUNCTION"
     # Errors of the user's function keep their traceback.
     parser.set_defaults(caught=NamedMeshError)
@@ -55,7 +56,9 @@ def _run(arguments: Namespace) -> tuple[int, str]:
             model, mesh["tp"], plan, *positional_inputs, tolerance=arguments.tolerance, **named_inputs
         )
     # The report is the same on every rank.
-    text = f"{report}\n" if dist.get_rank() == 0 else ""
+    text = ""
+    if dist.get_rank() == 0:
+        text = f"{report.format() if arguments.all else report}\n"
     dist.destroy_process_group()
     return 0 if report.passed else EXIT_MISMATCH, text
 
