@@ -676,7 +676,7 @@ def compare_attention(mesh: NamedMesh, case: AttentionCase, length: int, toleran
     shape = (length, case.head_dim)
     drawn = [torch.randn(1, count, *shape, device=mesh.device).to(case.dtype) for count in heads]
     *inputs, grad = drawn
-    exact: list[Any] = [tensor.double().requires_grad_() for tensor in inputs]
+    exact: list[Any] = [tensor.double().clone().requires_grad_() for tensor in inputs]
     attend: Any = nn.functional.scaled_dot_product_attention
     output = attend(*exact, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads)
     output.backward(grad.double())
@@ -868,11 +868,10 @@ def experts() -> dict[str, Any]:
         output = model(tokens, counts)
         output.square().sum().backward()
         results.append([output.detach(), tokens.grad])
-    # The gradient of an expert is a sum over the tokens of all ranks.
-    grad = replicated.weight.grad
-    if ranks > 1:
-        dist.all_reduce(grad)
-    results[0].append(grad)
+    # The gradient of an expert is averaged over all ranks, as the gradients of everything else.
+    grad: Any = replicated.weight.grad
+    dist.all_reduce(grad)
+    results[0].append(grad / ranks)
     results[1].append(full(sharded.weight.grad))
     return {"ranks": ranks, "largest_difference": require_close(results[1], results[0], 1e-5, "experts")}
 
