@@ -231,7 +231,7 @@ def _run(
 
 
 def _run_backward(outputs: Mapping[str, Tensor], dims: Mapping[str, int | None], mesh: DeviceMesh) -> None:
-    """Run the backward of a sum of outputs with random weights, which are sharded as the outputs.
+    """Run the backward of a sum of outputs with random weights, sharded as the outputs.
 
     The gradient of a plain sum would be zero behind a softmax.
     """
@@ -305,7 +305,7 @@ def _find_first_wrong(
 
 
 def _record_outputs(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
-    """Return the first tensor that each module returns in a forward, in the order of their ends."""
+    """Return the first tensor that each module returns in a forward, innermost first."""
     records: dict[str, Tensor] = {}
 
     def record(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -323,7 +323,7 @@ def _record_outputs(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
 
 
 def _describe_failure(sharded: nn.Module, plan: Plan, error: Exception) -> str:
-    """Describe an error of the sharded copy: the innermost module that raised it, and the plan."""
+    """Describe an error of the sharded copy: the innermost module, and the plan."""
     names = {id(module): name for name, module in sharded.named_modules()}
     place = "the model"
     for frame, _ in traceback.walk_tb(error.__traceback__):
