@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -330,3 +333,25 @@ def _restart() -> list[str]:
 def test_a_restarted_job_does_not_read_the_keys_of_previous_attempts() -> None:
     text = "AgreementError: " + _differs("seed", "2", "1")
     assert run_ranks(4, _restart) == [["", text, ""]] * 4
+
+
+def _fail_on_one_rank(failing: int) -> str:
+    """Return the text that the interpreter prints for an uncaught error of init_mesh."""
+    rank = dist.get_rank()
+    printed = io.StringIO()
+    try:
+        namedmesh.init_mesh(dp=2, tp=3 if rank == failing else 1, device="cpu")
+    except Exception as error:  # noqa: BLE001  whichever the rank has
+        with contextlib.redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+    return printed.getvalue()
+
+
+def test_ranks_that_only_heard_of_an_error_print_one_line() -> None:
+    texts = run_ranks(2, _fail_on_one_rank, 0)
+    assert "Traceback" in texts[0]
+    assert "LayoutError: dp=2 x tp=3 needs 6 ranks, but the world has 2" in texts[0]
+    assert texts[1].startswith(
+        "AgreementError on rank 1: rank 0 failed in init_mesh: dp=2 x tp=3 needs 6 ranks"
+    )
+    assert texts[1].count("\n") == 1

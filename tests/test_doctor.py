@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
@@ -92,10 +92,9 @@ def _run_without_the_last_rank() -> tuple[int, str] | None:
 
 
 def _run_with_a_problem_on_the_last_rank() -> tuple[int, str]:
-    """Check that the groups are destroyed after the problem is printed, and that their timeout is longer."""
+    """Check that the timeout of the groups is longer than the doctor's."""
     check_real_groups = doctor.check_groups
     problem = Problem("tp", "an all-reduce gave 2 instead of 3")
-    printed: list[str] = []
 
     def check(groups: list[CheckedGroup], device: torch.device, timeout: timedelta) -> Problem | None:
         for group in groups:
@@ -103,16 +102,23 @@ def _run_with_a_problem_on_the_last_rank() -> tuple[int, str]:
             assert backend._get_backend(device).options._timeout > timeout
         return check_real_groups(groups, device, timeout) or (problem if os.environ["RANK"] == "1" else None)
 
-    def destroy(*_: object) -> None:
-        err: Any = sys.stderr
-        printed.append(err.getvalue())
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "check_groups", check)
-        patch.setattr(dist, "destroy_process_group", destroy)
-        status, out = run_doctor("tp=2")
-    assert all(printed)
-    return status, out
+        return run_doctor("tp=2")
+
+
+def _run_with_a_communicator_that_is_never_created() -> tuple[int, str]:
+    """Block in the call of the first collective over tp, where NCCL creates a communicator."""
+    real_all_gather = dist.all_gather
+
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 0:
+            Event().wait()
+        return real_all_gather(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", all_gather)
+        return run_doctor("tp=2", "--timeout", "2")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +126,12 @@ def _run_with_a_problem_on_the_last_rank() -> tuple[int, str]:
     [
         (4, _run_without_the_last_rank, "... rank 3 of 4 did not ..."),
         (2, _run_with_a_problem_on_the_last_rank, "axis tp, rank 1: an all-reduce gave 2 instead of 3"),
-        (2, lambda: run_doctor("pp=2,tp=3"), "... pp=2 x tp=3 needs 6 ranks ..."),
+        (
+            2,
+            _run_with_a_communicator_that_is_never_created,
+            "... axis tp, rank 0: the creation of its communicator did not end within 2 s; ... NCCL_DEBUG=INFO ... "
+            "NCCL_SOCKET_IFNAME ... axis tp, rank 1: its first all-gather did not end within 2 s; ...",
+        ),
     ],
 )
 def test_every_running_rank_reports_the_problem(ranks: int, job: Callable[[], Any], text: str) -> None:
@@ -133,6 +144,12 @@ def test_every_running_rank_reports_the_problem(ranks: int, job: Callable[[], An
 
 def test_a_layout_that_cannot_be_parsed_is_reported_without_a_job() -> None:
     assert run_doctor("pp=x")[0] == 2
+
+
+def test_a_layout_that_does_not_fit_the_job_is_a_wrong_argument() -> None:
+    for status, out in run_ranks(2, lambda: run_doctor("pp=2,tp=3"), init=False):
+        assert status == 2
+        assert "pp=2 x tp=3 needs 6 ranks" in out
 
 
 def test_the_slowest_group_rank_and_hosts_are_reported() -> None:

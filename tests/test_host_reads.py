@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -13,12 +14,18 @@ from pages import PAGES
 from ranks import run_ranks
 from tensors import random_tensor
 from test_training_experts import Experts
-from torch import Tensor
+from torch import Tensor, nn
 from tp_models import Llama, make_llama_plan
 
 import namedmesh
 from namedmesh import training
-from namedmesh.tensor_parallel import ExpertParallel, cross_entropy, parallelize, reduce_gradients
+from namedmesh.tensor_parallel import (
+    ExpertParallel,
+    KeyValueParallel,
+    cross_entropy,
+    parallelize,
+    reduce_gradients,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,12 +33,24 @@ if TYPE_CHECKING:
 LAST = 5  # the ranks compare on calls 1, 2 and 4
 
 
+class NoCopies(NoReads):
+    """Fail if a tensor is made from Python values, as an index that is a list is: a copy to the device in each step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.lift_fresh.default, "Python values are copied to the device"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def _count_reads_of_a_step() -> dict[str, int]:
     """Return the number of reads of each call in the last of several steps."""
     reads: dict[str, int] = {}
+    calls = Counter[str]()
 
     def count(name: str, call: Callable[[], Any]) -> Any:
-        with NoReads(limit=1000) as seen:
+        # On calls that compare, values of the host are sent to the other ranks.
+        calls[name] += 1
+        mode = NoCopies if calls[name] == LAST else NoReads
+        with mode(limit=1000) as seen:
             result = call()
         reads[name] = seen.reads
         return result
@@ -89,6 +108,20 @@ def _count_reads_of_a_step() -> dict[str, int]:
         count("its backward", output.sum().backward)
     mesh.close()
     return reads
+
+
+def _run_layer_with_shared_heads() -> None:
+    """Run a layer whose ranks share 3 kv heads: each one has a head twice, and half of another."""
+    mesh = namedmesh.init_mesh(tp=2)
+    keys = parallelize(nn.Sequential(nn.Linear(8, 12)), mesh["tp"], {"0": KeyValueParallel(6, 3)})
+    # The first step compares inputs and gradients.
+    keys(torch.randn(2, 8)).sum().backward()
+    with NoCopies(limit=1000):
+        keys(torch.randn(2, 8)).sum().backward()
+
+
+def test_shared_heads_are_not_selected_by_an_index_from_the_host() -> None:
+    run_ranks(2, _run_layer_with_shared_heads)
 
 
 def test_each_call_reads_as_many_values_as_the_guide_lists() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +117,27 @@ def _init_under_torchrun() -> tuple[str, int, timedelta]:
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     return dist.get_backend(), int(total), group._get_backend(torch.device("cpu")).options._timeout
+
+
+def _init_mesh_with_current_gpus(uuids: tuple[str, ...], current: tuple[int, ...]) -> str:
+    """Return the error of a mesh over a default group that was made without ``set_device``."""
+    with pytest.MonkeyPatch.context() as patch:
+        simulate_devices(patch, "cuda", len(uuids))
+        module: Any = torch.get_device_module("cuda")
+        module.is_initialized = lambda: True
+        module.current_device = lambda: current[dist.get_rank()]
+        module.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        patch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        patch.setattr("namedmesh.init.NamedMesh", lambda *_: None)
+        return error_of(lambda: namedmesh.init_mesh(dp=-1))
+
+
+def test_ranks_of_a_default_group_that_share_a_gpu_are_reported() -> None:
+    for text in run_ranks(2, _init_mesh_with_current_gpus, ("a", "b"), (0, 0)):
+        assert text.startswith("AgreementError: ranks 0, 1 have the same GPU, a of host ")
+        assert "set_device" in text
+    assert run_ranks(2, _init_mesh_with_current_gpus, ("a", "b"), (0, 1)) == ["", ""]
 
 
 def test_the_environment_of_torchrun_is_used() -> None:
@@ -264,6 +286,14 @@ ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
         "MASTER_PORT must be an int, ... got 'http'",
     ),
+    *(
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": address, "MASTER_PORT": "29500"},
+            "MASTER_ADDR must be the name or the address of a host, without spaces, brackets or slashes, such as node0, "
+            f"10.0.0.1 or ::1, got {address!r}",
+        )
+        for address in ("[::1]", " 127.0.0.1", "node0 ", "", "tcp://node0")
+    ),
 ]
 
 
@@ -287,6 +317,23 @@ def test_a_second_default_group_is_rejected() -> None:
             "the default process group exists already (backend fake, 4 ranks); call launch.init() once, or leave it "
             "to init_mesh()"
         )
+
+
+def _init_at_a_silent_port(port: int) -> str:
+    """Start rank 1 of a job whose port belongs to a program that accepts connections and never answers."""
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return error_of(lambda: launch.init("cpu", timeout=timedelta(seconds=2)))
+
+
+def test_a_program_on_the_port_that_never_answers_does_not_outlast_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        # torch itself would wait for more than a minute.
+        [text] = run_ranks(1, _init_at_a_silent_port, port, init=False, timeout=40)
+    assert text == (
+        f"LaunchError: 127.0.0.1, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of a job within "
+        "2 s; another program may use this port: choose another MASTER_PORT for all ranks, and check MASTER_ADDR"
+    )
 
 
 def _init_on_own_store(missing: int, wrong: dict[str, Any]) -> str:

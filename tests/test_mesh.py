@@ -530,6 +530,14 @@ def test_accessors_of_a_closed_mesh_raise() -> None:
             lambda: mesh.rank("tp"),
             lambda: mesh.ranks("tp"),
             lambda: mesh.coords,
+            lambda: "tp" in mesh,
+            lambda: list(mesh),
+            lambda: len(mesh),
+            lambda: mesh.axes,
+            lambda: mesh.shape,
+            lambda: mesh.views,
+            lambda: mesh.communicators,
+            lambda: mesh.device_mesh,
             lambda: mesh.flatten("dp", "tp"),
             lambda: mesh.add_view("v", a=4),
             lambda: mesh.explain(),
@@ -539,6 +547,7 @@ def test_accessors_of_a_closed_mesh_raise() -> None:
             with pytest.raises(MeshError, match=match_message(text)):
                 call()
         assert repr(mesh) == "<NamedMesh dp=2 x tp=2 (4 ranks), closed>"
+        assert mesh
 
 
 def test_meshes_and_groups_that_form_no_layout_are_not_adopted() -> None:

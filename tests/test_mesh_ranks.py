@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from messages import error_of
 from ranks import live_groups, run_ranks, summed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import namedmesh
@@ -224,6 +225,24 @@ def _make_confusable_meshes() -> list[str]:
         mesh = namedmesh.init_mesh(dp=2, tp=-1, close_existing=True)
         results += [str(namedmesh.current_mesh() is mesh), str(summed(mesh.group("tp")))]
     return results
+
+
+def _gather_over_two_axes() -> list[str]:
+    """Return the warnings of torch about a tensor that two collectives gather."""
+    # A test in the parent may have made a mesh as another rank of a fake world.
+    logging.getLogger("torch.distributed.tensor._redistribute").filters.clear()
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch.distributed.tensor").addHandler(handler)
+    DTensor.from_local(torch.ones(2), mesh.device_mesh, (Partial(), Partial())).full_tensor()
+    return messages
+
+
+def test_the_warning_about_several_collectives_comes_from_one_rank() -> None:
+    counts = [len(messages) for messages in run_ranks(4, _gather_over_two_axes)]
+    assert counts == [1, 0, 0, 0]
 
 
 def test_axes_that_dtensor_would_confuse_are_rejected_until_the_other_mesh_is_closed() -> None:

@@ -26,7 +26,7 @@ def _run(folder: Path, *words: str) -> list[str]:
             return error
 
     result, printed, errors = capture_printed(call)
-    messages = [line for line in errors.splitlines() if ": error: " in line]
+    messages = [line for line in errors.splitlines() if line.startswith("namedmesh run: ")]
     return [*printed.splitlines(), *messages, repr(result)]
 
 
@@ -43,15 +43,21 @@ def test_a_script_and_a_module_run_unchanged(tmp_path: Path) -> None:
     expected = {
         (str(package / "script.py"), "--lr", "3"): ["next ['--lr', '3']", "OSError('its own')"],
         ("-m", "package.job", "-m", "--lr"): ["next ['-m', '--lr']", "0"],
-        ("-m", "package.jobs"): ["module 'package.jobs' does not exist", "SystemExit(2)"],
+        ("-m", "package.jobs"): [
+            "module 'package.jobs' does not exist, or is a package without __main__.py; see namedmesh run --help",
+            "SystemExit(2)",
+        ],
         ("-m", "packages.job"): ["module 'packages.job' does not exist", "SystemExit(2)"],
+        ("-m", "package"): ["module 'package' does not exist, or is a package without", "SystemExit(2)"],
+        # A module that is written in C has no code.
+        ("-m", "sys"): ["module 'sys' does not exist, or", "SystemExit(2)"],
         ("nowhere.py",): ["", "SystemExit(2)"],
     }
     for words, (text, expected_result) in expected.items():
         ((line, result),) = run_ranks(1, _run, tmp_path, *words, init=False)
         start = "namedmesh.compat.ezpz __main__ "
         if expected_result == "SystemExit(2)":
-            start = "namedmesh run: error: "
+            start = "namedmesh run: "
         assert line.startswith(start + text)
         assert result == expected_result
 

@@ -114,6 +114,7 @@ def make_reports() -> dict[str, VerifyReport]:
         "softmax, zeros": verify(zero_last_layer(make_dropout_model(softmax=True)), mesh, UP_DOWN, x),
         "reduced twice": verify(make_dropout_model(softmax=False), mesh, reduced_twice, x),
         "inference path": verify(make_model_with_inference_path(), mesh, UP_DOWN, x),
+        "sharded logits": verify(Llama(), mesh, make_llama_plan() | {"output": ColwiseParallel()}, ids),
         "local output": verify(nn.Linear(8, 16), mesh, ColwiseParallel(), x),
         "fewer outputs": verify(make_heads_model(), mesh, column, x),
         "more outputs": verify(make_repeating_model(), mesh, replicated_column, x),
@@ -124,7 +125,7 @@ def test_mismatches_are_named() -> None:
     first, second = run_ranks(2, make_reports)
     assert first == second
     wrong = {"reduced twice, under no_grad", "reduced twice", "softmax", "softmax, zeros", "integers"}
-    wrong |= {"local output", "fewer outputs", "more outputs", "inference path"}
+    wrong |= {"fewer outputs", "more outputs", "inference path"}
     assert {name for name, report in first.items() if not report.passed} == wrong
     # The ranks agree on a wrong sum: the forward is exact, and all gradients but one.
     for name in ("reduced twice", "reduced twice, under no_grad"):
@@ -136,11 +137,15 @@ def test_mismatches_are_named() -> None:
     assert "output 1" in first["more outputs"].mismatches
     softmax = first["softmax"].mismatches
     assert {"output 0", "gradient of up.weight", "gradient of input 0"} <= softmax.keys()
-    shapes = "on rank 1, The values for attribute 'shape' do not match"
-    assert shapes in first["local output"].mismatches["output 0"]
+    # Outputs that the plan leaves sharded are gathered, also if their loss takes the shards.
+    assert first["local output"].gathered == first["sharded logits"].gathered == ("output 0",)
+    assert len(first["sharded logits"].compared) > 10
+    for name, layer in {"softmax": "dropout (Dropout)", "integers": "", "reduced twice": ""}.items():
+        assert first[name].first_wrong == layer
     assert re.fullmatch(
         r"gradient of factor\.weight: on rank 0, Tensor-likes are not close! .*; "
         r"on rank 1, Tensor-likes are not close! .*\n"
+        r"no layer has a wrong output where layers can be compared\n"
         r"1 of 8 tensors on 2 ranks differ from one process",
         str(first["reduced twice"]),
     )
@@ -156,6 +161,33 @@ def verify_unsupported() -> list[str]:
         (Mlp(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), UP_DOWN),
     ]
     return [error_of(partial(verify, *case, x)).removeprefix("PlanError: ") for case in cases]
+
+
+def verify_layer_that_needs_all_features() -> str:
+    """Verify a model in which a layer adds a bias of all features to its shard of them."""
+    layer = Net(lambda m, x: m.down(m.up(x) + m.bias.weight[0]), **mlp_modules(), bias=nn.Linear(16, 1))
+    plan = {"1.up": ColwiseParallel(), "1.down": RowwiseParallel()}
+    return error_of(partial(verify, nn.Sequential(nn.Tanh(), layer), make_tp_mesh(), plan, torch.randn(2, 8)))
+
+
+def mlp_modules() -> dict[str, nn.Module]:
+    return {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+
+
+def test_an_error_of_the_sharded_copy_names_the_module_and_the_plan() -> None:
+    for text in run_ranks(2, verify_layer_that_needs_all_features):
+        assert text.startswith(
+            "PlanError: the sharded copy raises in 1 (Net): RuntimeError: The size of tensor a (8)"
+        )
+        assert text.endswith("in the plan, which is 1.up: ColwiseParallel, 1.down: RowwiseParallel")
+
+
+def test_a_long_report_shows_the_first_mismatches() -> None:
+    names = tuple(f"gradient of {number}" for number in range(50))
+    report = VerifyReport(2, names, dict.fromkeys(names, "different"), (), "0 (Linear)")
+    assert len(str(report).splitlines()) <= 20
+    assert "and 35 more tensors; report.format() has all" in str(report)
+    assert len(report.format().splitlines()) == 52
 
 
 def test_models_that_cannot_be_compared_raise() -> None:
@@ -227,7 +259,8 @@ def run_command(folder: str, function: str) -> tuple[int, str]:
         ("make_correct", 0, "0 of 8 tensors"),
         ("make_named", 0, "0 of 8 tensors"),
         ("make_wrong", 3, "0.weight"),
-        ("make_nothing", 1, "returned a NoneType"),
+        ("make_nothing", 2, "returned a NoneType"),
+        ("make_nowhere", 2, "has no function 'make_nowhere'; did you mean"),
     ],
 )
 def test_the_command_prints_the_report(tmp_path: Path, function: str, status: int, text: str) -> None:
@@ -236,4 +269,4 @@ def test_the_command_prints_the_report(tmp_path: Path, function: str, status: in
     assert first[0] == second[0] == status
     assert text in first[1]
     # The first rank prints the report; an error is printed by every rank.
-    assert second[1] == ("" if status != 1 else first[1])
+    assert second[1] == ("" if status != 2 else first[1])

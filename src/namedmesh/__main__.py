@@ -2,19 +2,22 @@
 
 To add a command, add a row to :data:`COMMANDS` here and one to the ``COMMANDS`` of its module: the
 summary, a function that declares the arguments, and a function that runs the command and returns
-the exit status. The module must not import torch before the command runs.
+the exit status and the text to print. The module must not import torch before the command runs.
+
+This is the only place that prints the output of a command and catches its errors. A command that
+fails prints nothing on standard output.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from namedmesh._version import __version__
-from namedmesh.errors import NamedMeshError, UsageError, did_you_mean
+from namedmesh.command_line import CommandParser, shorten
+from namedmesh.errors import NamedMeshError, did_you_mean
 
 COMMANDS: dict[str, str] = {
     "plan": "namedmesh.plan.describe",
@@ -27,17 +30,22 @@ COMMANDS: dict[str, str] = {
 }
 """The module of each command."""
 
+# What the arguments of a command can cause: our errors, and files that cannot be read or written. A
+# command that runs the user's code catches less, so that errors of that code keep their traceback.
+_CAUGHT = (NamedMeshError, OSError, MemoryError, RecursionError)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    Errors are printed on standard error: a wrong layout is status 1, and a wrong argument status 2.
+    Errors are printed on standard error, without a traceback. The status is 2 if an argument is
+    wrong, and 1 if the job failed for another reason, such as a rank that is missing.
 
     Args:
         argv: the arguments; by default the arguments of the process.
 
     Raises:
-        SystemExit: with status 2 if argparse rejects the arguments, with 0 after the help.
+        SystemExit: with status 2 if the arguments cannot be parsed, with 0 after the help.
 
     Example:
         >>> main(["migrate", __file__])
@@ -52,31 +60,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = arguments.parser._option_string_actions  # noqa: SLF001  argparse lists its flags nowhere else
         near = did_you_mean(unknown[0].partition("=")[0], flags)
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
-    # `run` executes the user's program, whose errors keep their traceback and their status.
-    if not arguments.guarded:
-        return int(arguments.run(arguments))
+    status: int
     try:
-        status: int = arguments.run(arguments)
+        status, text = arguments.run(arguments)
+    except arguments.caught as error:
+        message = str(error) or type(error).__name__
+        sys.stderr.write(f"namedmesh {argv[0]}: {shorten(message)}\n")
+        # Our errors about a wrong value are ValueErrors or KeyErrors. The others are about a job or
+        # the state of a process.
+        is_wrong_argument = isinstance(error, (ValueError, KeyError, OSError))
+        return 2 if is_wrong_argument else 1
+    try:
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+    except OSError as error:
+        # The reader, such as head, has closed the pipe; or the disk is full. The interpreter must
+        # not try to write the rest at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            sys.stderr.write(f"namedmesh {argv[0]}: cannot write the output: {error}\n")
         return 1
-    except NamedMeshError as error:
-        sys.stderr.write(f"namedmesh {argv[0]}: {error}\n")
-        return 2 if isinstance(error, UsageError) else 1
     return status
 
 
-def _make_parser(names: Iterable[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="namedmesh", description="Name your parallel axes once.", allow_abbrev=False
-    )
+def _make_parser(names: Iterable[str]) -> CommandParser:
+    parser = CommandParser(prog="namedmesh", description="Name your parallel axes once.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"namedmesh {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="namedmesh")
     for name in names:
         summary, configure, run = import_module(COMMANDS[name]).COMMANDS[name]
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        command.set_defaults(run=run, parser=command, guarded=True)
+        command.set_defaults(run=run, parser=command, caught=_CAUGHT)
         configure(command)
     return parser
 

@@ -80,24 +80,33 @@ class MeshAccessors:
 
     def __contains__(self, name: object) -> bool:
         """Return whether a name is an axis of the mesh or of a view, or a flattened axis."""
+        self._check_cache()
         return isinstance(name, str) and (name,) in self._memberships
 
     def __iter__(self) -> Iterator[str]:
         """Yield the axes of the layout, slowest first, and then the axes of views."""
+        self._check_cache()
         return iter(self._axes)
 
     def __len__(self) -> int:
         """Return the number of axes, including the axes of views."""
+        self._check_cache()
         return len(self._axes)
+
+    def __bool__(self) -> bool:
+        """Return True: a closed mesh has no length, but code may still ask whether it has a mesh."""
+        return True
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of the layout, slowest first. ``list(mesh)`` has the axes of views, too."""
+        self._check_cache()
         return self.layout.axes
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the axes of the layout, like the ``shape`` of torch's ``DeviceMesh``."""
+        self._check_cache()
         return self.layout.sizes
 
     def __getattr__(self, name: str) -> Any:
@@ -170,6 +179,7 @@ class MeshAccessors:
     @property
     def views(self) -> dict[str, Layout]:
         """The layouts of the views that were added, by name."""
+        self._check_cache()
         layouts = dict(self._views.layouts)
         del layouts[ROOT_VIEW]
         return layouts
@@ -230,6 +240,12 @@ class MeshAccessors:
         return self._find_group(axes, self._version, gloo=True)
 
     # Below are the functions behind the accessors. Views and memberships call them, too.
+
+    def _check_cache(self) -> None:
+        """Raise a MeshError if the caches were cleared, as when the mesh was closed."""
+        # The version is a str, which torch.compile guards; it does not trace _check_open.
+        if not self._version:
+            self._check_open()
 
     def _check_open(self) -> None:
         """Raise a MeshError if the mesh is closed or its default group was destroyed."""

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -34,6 +37,8 @@ _STORE_TIMEOUT = timedelta(seconds=15)
 # How long the process that hosts the store stays alive after a failure, so that the other ranks can
 # read the result.
 _RESULT_GRACE_SECONDS = 10.0
+
+T = TypeVar("T")
 
 
 class Distinct(NamedTuple):
@@ -286,28 +291,20 @@ class _CoordinatedCall:
         Raises:
             AgreementError: the problems that the exchange returned, or the store cannot be reached.
         """
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append(exchange())
-            except Exception as error:  # noqa: BLE001  raised below
-                outcome.append(error)
-
-        thread = Thread(target=run, daemon=True, name="namedmesh")
-        thread.start()
-        thread.join((timeout + _STORE_TIMEOUT).total_seconds())
-        if not outcome:
+        outcome = call_in_thread(exchange, timeout + _STORE_TIMEOUT)
+        if outcome is None:
             raise self._make_connection_error("its host does not answer, or this host cannot reach it")
-        result = outcome.pop()
-        if isinstance(result, dist.DistNetworkError):
+        try:
+            problems = outcome()
+        except dist.DistNetworkError:
             raise self._make_connection_error(
                 "the process that hosts it (rank 0 or torchrun's agent) has exited"
-            )
-        if isinstance(result, Exception):
-            raise result
-        if result:
-            raise AgreementError(*result)
+            ) from None
+        if problems:
+            error = AgreementError(*problems)
+            if self.rank != 0:
+                _print_in_one_line(error, self.rank)
+            raise error
 
     def _make_connection_error(self, reason: str) -> AgreementError:
         """Return the error about a store that cannot be reached."""
@@ -315,6 +312,55 @@ class _CoordinatedCall:
             f"lost the connection to the store of the job during {self.call}: {reason}; check that "
             "host and the network between the hosts, then start the job again"
         )
+
+
+def call_in_thread(call: Callable[[], T], timeout: timedelta) -> Callable[[], T] | None:
+    """Call a function in a thread, and stop waiting for it after a timeout.
+
+    A call that hangs inside torch cannot be interrupted; its thread stays behind. The main thread
+    stays responsive to signals.
+
+    Args:
+        call: the function.
+        timeout: how long to wait for it.
+
+    Returns:
+        A function that returns the result of the call, or raises its error; None if the call did
+        not end in time.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  it is raised by the result
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True, name="namedmesh").start()
+    wait([future], timeout.total_seconds())
+    return future.result if future.done() else None
+
+
+def _print_in_one_line(error: AgreementError, rank: int) -> None:
+    """Let the interpreter print an uncaught error without its traceback.
+
+    All ranks of a job raise the same error. Rank 0 prints all of it, and a rank that has failed
+    prints its own error, which would be hard to find among thousands of lines.
+
+    Args:
+        error: the error.
+        rank: the global rank of this process.
+    """
+    print_uncaught = sys.excepthook
+
+    def print_error(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if value is error:
+            first_line = error.problems[0].partition("\n")[0]
+            sys.stderr.write(f"AgreementError on rank {rank}: {first_line} (rank 0 prints all of it)\n")
+        else:
+            print_uncaught(kind, value, traceback)
+
+    sys.excepthook = print_error
 
 
 def find_differences(requests: Mapping[int, Mapping[str, str]]) -> list[str]:

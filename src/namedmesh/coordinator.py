@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 from weakref import ref
 
@@ -23,6 +24,9 @@ from namedmesh.errors import AgreementError, format_ranks
 # Rank 0 polls the store for requests, because torch logs each wait that times out.
 _SHORTEST_POLL_SECONDS = 0.001
 _LONGEST_POLL_SECONDS = 0.1
+_KEYS_IN_ONE_WAIT = 64
+# How long the host of the store waits for ranks that may have failed.
+_READER_GRACE_SECONDS = 10.0
 
 
 class StoreCoordinator:
@@ -190,6 +194,48 @@ def get_default_coordinator() -> StoreCoordinator:
     if not _default_coordinator or _default_coordinator[0][0]() is not store:
         set_default_coordinator(StoreCoordinator(store, dist.get_rank(), dist.get_world_size()))
     return _default_coordinator[0][1]
+
+
+def exchange_values(name: str, value: Any, missing: Any = None, *, timeout: timedelta) -> list[Any]:
+    """Return the values of all ranks through the store of the default group.
+
+    Collective: every rank of the world must call it.
+
+    Args:
+        name: the name of the value, which is used once.
+        value: the value of this rank, as JSON can express it.
+        missing: the value of a rank that has given none in time.
+        timeout: how long to wait for the other ranks.
+    """
+    # A separate connection: a communicator that is being created may block the other one.
+    store: Any = get_default_store()
+    store = dist.PrefixStore(f"namedmesh/{name}", store.clone())
+    rank = dist.get_rank()
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.set(str(rank), json.dumps(value))
+    keys = [str(other) for other in range(dist.get_world_size())]
+    found: list[str] = []
+    # A wait for thousands of keys at once takes longer than one for each part of them.
+    for first in range(0, len(keys), _KEYS_IN_ONE_WAIT):
+        found += _wait_for_keys(store, keys[first : first + _KEYS_IN_ONE_WAIT], deadline)
+    texts = dict(zip(found, store.multi_get(found), strict=True))
+    # This process may host the store, which must live until the others have read the values.
+    store.add("num_readers", 1)
+    while rank == 0 and store.add("num_readers", 0) < len(found):
+        if time.monotonic() > deadline + _READER_GRACE_SECONDS:
+            break
+        time.sleep(_LONGEST_POLL_SECONDS)
+    return [json.loads(texts[key]) if key in texts else missing for key in keys]
+
+
+def _wait_for_keys(store: dist.Store, keys: list[str], deadline: float) -> list[str]:
+    """Wait until all keys exist or the deadline is over, and return those that exist."""
+    remaining = max(deadline - time.monotonic(), 0.01)
+    try:
+        store.wait(keys, timedelta(seconds=remaining))
+    except dist.DistStoreError:
+        return [key for key in keys if store.check([key])]
+    return keys
 
 
 def format_missing(ranks: Sequence[int], world_size: int, action: str, timeout: timedelta) -> str:

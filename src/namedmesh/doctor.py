@@ -3,13 +3,17 @@
 It runs under torchrun, on the ranks of a real job. Rank 0 prints the measurements of all ranks. A
 problem is printed by every rank, whose exit status is then 1. torch is imported when the command
 runs.
+
+The ranks report to each other through the store of the job: a collective would hang together with
+the groups that are checked.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import socket
 import statistics
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -17,7 +21,15 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.errors import AgreementError, format_count, format_items, format_ranks, get_first_line
+from namedmesh.command_line import float_between
+from namedmesh.errors import (
+    AgreementError,
+    NamedMeshError,
+    format_count,
+    format_items,
+    format_ranks,
+    get_first_line,
+)
 from namedmesh.layout import Layout
 from namedmesh.plan.spec import (
     add_layout_arguments,
@@ -35,6 +47,12 @@ if TYPE_CHECKING:
 _WARM_UP_ROUNDS = 3
 _MEASURED_ROUNDS = 9
 _SHOWN_HOST_PAIRS = 8
+
+
+_REMEDY = (
+    "check the output of each rank with NCCL_DEBUG=INFO, and that NCCL_SOCKET_IFNAME (with gloo "
+    "GLOO_SOCKET_IFNAME) names the network interface that connects the hosts"
+)
 
 
 class Problem(NamedTuple):
@@ -93,55 +111,64 @@ class Measurements(NamedTuple):
 
 def _configure(parser: ArgumentParser) -> None:
     add_layout_arguments(parser)
-    text = "seconds to wait for a rank, or for a collective (default: 60)"
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=text)
+    text = "seconds to wait for a rank, or for the communicator and the collectives of a group (default: 60)"
+    parser.add_argument("--timeout", type=float_between(0.1, 1e6), default=60.0, metavar="S", help=text)
     text = "cpu, cuda, or one device (default: the accelerator that torch finds)"
     parser.add_argument("--device", help=text)
     text = "size of the large all-reduce (default: 4, on a GPU 64)"
-    parser.add_argument("--megabytes", type=float, metavar="M", help=text)
+    parser.add_argument("--megabytes", type=float_between(0.001, 1024), metavar="M", help=text)
 
 
-def _run(arguments: Namespace) -> int:
-    """Check and measure the groups on every rank of the job, and return the exit status."""
+def _run(arguments: Namespace) -> tuple[int, str]:
+    """Check and measure the groups on every rank of the job.
+
+    Returns:
+        The exit status, and on rank 0 the measurements of all ranks.
+
+    Raises:
+        AgreementError: the problems of all ranks.
+    """
     import torch.distributed as dist
 
     from namedmesh import launch
-    from namedmesh._torch import abort_groups, all_gather_object, set_group_timeout
+    from namedmesh._torch import set_group_timeout
+    from namedmesh.coordinator import exchange_values
 
     spec, sizes = read_layout_arguments(arguments)
     # A specification that cannot be parsed raises here, before the ranks wait for each other.
     parse_spec(spec)
     timeout = timedelta(seconds=arguments.timeout)
-    device = launch.init(arguments.device, timeout=timeout)
-    # _wait polls for the end of each collective. NCCL's own timeout, which ends the process, must
-    # be longer. The groups of the mesh inherit it.
-    set_group_timeout(3 * timeout, None)
+    problems: list[Any] = []
     try:
+        device = launch.init(arguments.device, timeout=timeout)
+        # The collectives run in a thread with a time limit. NCCL's own timeout, which ends the
+        # process, must be longer. The groups of the mesh inherit it.
+        set_group_timeout(3 * timeout, None)
         job = make_layouts(spec, world_size=dist.get_world_size(), **sizes)
-        # A rank with a collective that hangs takes part in the gathering only after ``timeout``.
-        gathering_group = dist.new_group(backend="gloo", timeout=3 * timeout)
         groups = _make_groups(job.dense, job.expert, device)
-        problems = all_gather_object(gathering_group, check_groups(groups, device, timeout))
+        # A rank that is stuck reports after one time limit, and may have started one limit later.
+        exchange = partial(exchange_values, timeout=3 * timeout)
+        silent = Problem("world", "it did not report; read its output first")
+        problems = exchange("problem", check_groups(groups, device, timeout), silent)
         if any(problems):
-            # destroy_process_group would wait for a collective that hangs. The problems are
-            # therefore printed first, and the groups are aborted.
-            sys.stderr.write(f"namedmesh doctor: {AgreementError(*format_problems(problems))}\n")
-            sys.stderr.flush()
-            abort_groups()
-            return 1
-        hosts = all_gather_object(gathering_group, socket.gethostname())
+            # The destructors of the groups, and a thread that hangs in one, would keep the process
+            # from its end. The problems are printed before it.
+            atexit.register(os._exit, 1)
+            raise AgreementError(*format_problems([problem and Problem(*problem) for problem in problems]))
+        hosts = exchange("host", socket.gethostname())
         megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
         measurements = measure(groups, hosts, device, round(megabytes * 2**20))
-        by_rank = all_gather_object(gathering_group, measurements)
-        if dist.get_rank() == 0:
-            num_hosts = format_count(len(set(hosts)), "host")
-            head = f"{job.dense}, {dist.get_backend()} on {device.type}, {num_hosts}"
-            sys.stdout.write(f"{head}\n\n{format_measurements(by_rank)}\n")
+        by_rank = [_read_measurements(values) for values in exchange("speed", measurements) if values]
+        head = f"{job.dense}, {dist.get_backend()} on {device.type}, {format_count(len(set(hosts)), 'host')}"
+        return 0, f"{head}\n\n{format_measurements(by_rank)}\n" if dist.get_rank() == 0 else ""
+    except RuntimeError as error:
+        if isinstance(error, NamedMeshError):
+            raise
+        # torch's, about a connection: only its first line is a message for users.
+        raise AgreementError(get_first_line(error)) from None
     finally:
-        # abort_groups() has destroyed the default group, too.
-        if dist.is_initialized():
+        if dist.is_initialized() and not any(problems):
             dist.destroy_process_group()
-    return 0
 
 
 def _make_groups(layout: Layout, expert_layout: Layout | None, device: torch.device) -> list[CheckedGroup]:
@@ -187,42 +214,73 @@ def check_groups(groups: Sequence[CheckedGroup], device: torch.device, timeout: 
     Args:
         groups: the groups of this rank.
         device: the device of the tensors.
-        timeout: how long to wait for a collective.
+        timeout: how long to wait for the communicator and the collectives of a group.
 
     Returns:
         The first problem; None if there is none. The groups after it are not checked, as their
         collectives could wait for a rank that has stopped here.
     """
-    import torch
-    import torch.distributed as dist
+    from namedmesh.agreement import call_in_thread
 
-    for axis, expected, group in groups:
-        rank = torch.tensor([dist.get_rank()], device=device)
-        # The all-gather comes first: its result names the members of a wrong group.
-        gathered = [torch.empty_like(rank) for _ in range(dist.get_world_size(group))]
-        try:
-            _wait(dist.all_gather(gathered, rank, group=group, async_op=True), timeout)
-            members = tuple(int(member.item()) for member in gathered)
-            if members != expected:
-                message = f"its group has ranks {format_items(members)} instead of {format_items(expected)}"
-                return Problem(axis, message)
-            _wait(dist.all_reduce(rank, group=group, async_op=True), timeout)
-            if rank.item() != sum(expected):
-                return Problem(axis, f"an all-reduce gave {rank.item()} instead of {sum(expected)}")
-        except (RuntimeError, TimeoutError) as error:
-            return Problem(axis, get_first_line(error))
+    for group in groups:
+        steps: list[str] = []
+        # NCCL creates a communicator in the call of the first collective, where no timeout of torch
+        # applies. A wrong network interface makes it wait there.
+        outcome = call_in_thread(partial(_check_group, group, device, steps.append), timeout)
+        if outcome is None:
+            message = f"{steps[-1]} did not end within {timeout.total_seconds():g} s; {_REMEDY}"
+        else:
+            message = outcome()
+        if message:
+            return Problem(group.axis, message)
     return None
 
 
-def _wait(work: Any, timeout: timedelta) -> None:
-    """Wait for a collective by polling: a timeout of ``work.wait()`` may abort the process."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"a collective did not end within {timeout.total_seconds():g} s")
-        time.sleep(0.001)
-    # It raises the error of a collective that has failed.
-    work.wait()
+def _check_group(group: CheckedGroup, device: torch.device, report_step: Callable[[str], None]) -> str:
+    """Check the members of a group and its all-reduce.
+
+    Args:
+        group: the group.
+        device: the device of the tensors.
+        report_step: a function that is told each operation before the check waits for it.
+
+    Returns:
+        The message about a problem; empty if there is none.
+    """
+    import torch
+    import torch.distributed as dist
+
+    report_step("the creation of its communicator")
+    try:
+        if device.index is not None:
+            # The current device belongs to a thread.
+            torch.accelerator.set_device_index(device.index)
+        rank = torch.tensor([dist.get_rank()], device=device)
+        # The all-gather comes first: its result names the members of a wrong group.
+        gathered = [torch.empty_like(rank) for _ in range(dist.get_world_size(group.group))]
+        work: Any = dist.all_gather(gathered, rank, group=group.group, async_op=True)
+        report_step("its first all-gather")
+        work.wait()
+        members = tuple(int(member.item()) for member in gathered)
+        if members != group.ranks:
+            ranks = f"{format_items(members)} instead of {format_items(group.ranks)}"
+            return f"its group has ranks {ranks}"
+        report_step("its first all-reduce")
+        dist.all_reduce(rank, group=group.group)
+        total = int(rank.item())
+    except RuntimeError as error:
+        return f"{get_first_line(error)}; {_REMEDY}"
+    expected = sum(group.ranks)
+    return "" if total == expected else f"an all-reduce gave {total} instead of {expected}"
+
+
+def _read_measurements(values: Sequence[Any]) -> Measurements:
+    """Return measurements that were exchanged as JSON, which knows no tuples."""
+    local_seconds, speeds, host_pairs = values
+    axes = {}
+    for axis, (ranks, latency, bandwidth) in speeds.items():
+        axes[axis] = AxisSpeed(tuple(ranks), latency, bandwidth)
+    return Measurements(local_seconds, axes, host_pairs)
 
 
 def measure(

@@ -138,6 +138,8 @@ def make_mesh(
             "options": dict(sorted(options.items())),
             "defaults": defaults,
             "device": mesh_device.type,
+            # A default group that the user made, without set_device, puts all ranks on one GPU.
+            "GPU": launch.describe_gpu(mesh_device, defaults.backend or dist.get_backend_config()),
             **request,
             # Different releases may create groups in a different order.
             "torch": torch.__version__,

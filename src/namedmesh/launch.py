@@ -5,24 +5,30 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import get_bound_device, guesses_device
-from namedmesh.agreement import Distinct, agree_on
+from namedmesh.agreement import Distinct, agree_on, call_in_thread
 from namedmesh.coordinator import StoreCoordinator, set_default_coordinator
-from namedmesh.errors import LaunchError, format_count
+from namedmesh.errors import LaunchError, OptionError, format_count
 from namedmesh.launchers import check_torchrun_variables, read_int, torchrun_variables, was_launched
 from namedmesh.options import GroupOptions
 
 __all__ = ["init"]
 
+# Time for torch's own error, which comes at the timeout.
+_CONNECTION_GRACE_PERIOD = timedelta(seconds=2)
+
 _SHARED_GPU_REMEDY = (
     "NCCL needs one for each rank: start one process for each GPU and let the launcher set "
-    "LOCAL_RANK, or make a different GPU visible to each process, or use backend='gloo'"
+    "LOCAL_RANK, or make a different GPU visible to each process, or use backend='gloo'; where the "
+    "default group exists already, call torch.cuda.set_device before CUDA is used"
 )
 
 
@@ -57,9 +63,10 @@ def init(
         The device of this process. It is made the current one.
 
     Raises:
-        LaunchError: the environment is incomplete, or the device does not exist.
+        LaunchError: the environment is incomplete, the device does not exist, or another program
+            listens at the port of the store.
         DistNetworkError: torch's, if rank 0 cannot host the store of the job, or does not answer.
-        OptionError: the timeout is not a positive ``timedelta``.
+        OptionError: the timeout is not a positive ``timedelta``, or torch does not know the device.
         AgreementError: the arguments differ between ranks, some ranks did not call within
             ``timeout``, one of them failed, or several ranks would use one GPU with NCCL.
 
@@ -91,13 +98,12 @@ def init(
     with agree_on("launch.init", patience, coordinator) as compare:
         chosen_device = local_device(device)
         chosen_backend = backend or dist.get_default_backend_for_device(chosen_device)
-        gpu = _describe_gpu(chosen_device) if "nccl" in chosen_backend.lower() else ""
         compare(
             {
                 "backend": chosen_backend,
                 "device": chosen_device.type,
                 "bind_device": bind_device,
-                "GPU": Distinct(gpu, _SHARED_GPU_REMEDY),
+                "GPU": describe_gpu(chosen_device, chosen_backend),
             }
         )
         device_id = None
@@ -120,16 +126,22 @@ def init(
     return chosen_device
 
 
-def _describe_gpu(device: torch.device) -> str:
-    """Return the UUID and the host of a GPU; empty if the device has no UUID."""
-    try:
-        uuid = torch.get_device_module(device).get_device_properties(device).uuid
-    except (AssertionError, AttributeError):
-        # torch was built without this device, or the device has no UUID.
-        return ""
-    # The index would not do: it counts visible devices, and these may differ between two processes
-    # that share a GPU.
-    return f"{uuid} of host {socket.gethostname()}"
+def describe_gpu(device: torch.device, backend: str) -> Distinct:
+    """Return the GPU of this process, which differs between all ranks if they use NCCL.
+
+    Args:
+        device: the device of this process.
+        backend: the backend of the groups, as ``init_process_group`` takes it.
+    """
+    gpu = ""
+    if "nccl" in backend.lower():
+        # torch may be built without this device, or the device has no UUID.
+        with suppress(AssertionError, AttributeError):
+            uuid = torch.get_device_module(device).get_device_properties(device).uuid
+            # The index would not do: it counts visible devices, and these may differ between two
+            # processes that share a GPU.
+            gpu = f"{uuid} of host {socket.gethostname()}"
+    return Distinct(gpu, _SHARED_GPU_REMEDY)
 
 
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
@@ -142,19 +154,34 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
 
     Raises:
         DistNetworkError: torch's, if the store cannot be hosted or reached.
+        LaunchError: another program listens at this port.
     """
     is_hosted_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
     # torch's env:// rendezvous passes the same arguments, except for wait_for_workers: agree_on waits
     # instead, as it can name the missing ranks.
-    return dist.TCPStore(
-        environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
+    connect = partial(
+        dist.TCPStore,
+        address,
+        port,
         is_master=rank == 0 and not is_hosted_by_agent,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
         use_libuv=environment.get("USE_LIBUV", "1") == "1",
     )
+    # torch's timeout is for the connection only. A program that accepts it, but is not a store,
+    # never answers.
+    outcome = call_in_thread(connect, timeout + _CONNECTION_GRACE_PERIOD)
+    if outcome is None:
+        raise LaunchError(
+            f"{address}, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of a job "
+            f"within {timeout.total_seconds():g} s; another program may use this port: choose another "
+            "MASTER_PORT for all ranks, and check MASTER_ADDR"
+        )
+    store: dist.Store = outcome()
+    return store
 
 
 def local_device(
@@ -227,7 +254,15 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
 def _choose_device(device: str | torch.device | None) -> torch.device:
     """Return a device that was requested, or the default of :func:`init`."""
     if device is not None:
-        return torch.device(device)
+        try:
+            requested = torch.device(device)
+            torch.get_device_module(requested.type)
+        except RuntimeError:
+            raise OptionError(
+                f"device must be 'cpu', 'cuda', 'cuda:0' or another device on which this torch can "
+                f"compute, got {device!r}"
+            ) from None
+        return requested
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")

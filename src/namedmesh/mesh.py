@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import current
-from namedmesh._torch import add_default_group_finalizer
+from namedmesh._torch import add_default_group_finalizer, hide_redistribution_warnings
 from namedmesh.accessors import MeshAccessors
 from namedmesh.adopt import infer_layout_from_groups, infer_layout_from_mesh
 from namedmesh.agreement import agree_on
@@ -73,6 +73,8 @@ class NamedMesh(MeshAccessors):
         groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
         super().__init__(layout, device, Groups(defaults, options))
+        if self.global_rank != 0:
+            hide_redistribution_warnings()
         self._close_hooks: list[Callable[[], None]] = []
         if groups is None:
             root = self._views.create_mesh(layout)

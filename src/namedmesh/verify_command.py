@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from namedmesh.errors import PlanError
+from namedmesh.command_line import dotted_name, float_between
+from namedmesh.errors import NamedMeshError, PlanError, UsageError, did_you_mean
 from namedmesh.plan.spec import EXIT_MISMATCH
 
 
@@ -17,14 +19,25 @@ def _configure(parser: ArgumentParser) -> None:
         "a function without arguments that returns the model, its plan and a tuple of inputs, or a "
         "dict of inputs by name"
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help=text)
+    parser.add_argument("function", metavar="MODULE:FUNCTION", type=_split_name, help=text)
     text = "the largest relative difference that passes (default: %(default)s)"
-    parser.add_argument("--tolerance", type=float, default=1e-5, help=text)
+    parser.add_argument("--tolerance", type=float_between(0, 1), default=1e-5, help=text)
+    parser.add_argument("--all", action="store_true", help="print every difference, and not only the first")
     parser.epilog = "Run it under torchrun: torchrun --nproc-per-node 2 -m namedmesh verify MODULE:FUNCTION"
+    # Errors of the user's function keep their traceback.
+    parser.set_defaults(caught=NamedMeshError)
 
 
-def _run(arguments: Namespace) -> int:
-    """Run ``verify`` on all ranks, print the report on rank 0, and return the exit status."""
+def _split_name(text: str) -> tuple[str, str]:
+    """Convert ``MODULE:FUNCTION`` to both names."""
+    module, _, function = text.partition(":")
+    if not function.isidentifier():
+        raise ArgumentTypeError(f"must have the form MODULE:FUNCTION, got {text!r}")
+    return dotted_name(module), function
+
+
+def _run(arguments: Namespace) -> tuple[int, str]:
+    """Run ``verify`` on all ranks; return the exit status, and on rank 0 the report."""
     model, plan, inputs = _call_function(arguments)
     positional_inputs: tuple[Any, ...] = ()
     named_inputs: dict[str, Any] = {}
@@ -43,32 +56,50 @@ def _run(arguments: Namespace) -> int:
             model, mesh["tp"], plan, *positional_inputs, tolerance=arguments.tolerance, **named_inputs
         )
     # The report is the same on every rank.
-    if mesh.rank("tp") == 0:
-        sys.stdout.write(f"{report}\n")
+    text = ""
+    if dist.get_rank() == 0:
+        text = f"{report.format() if arguments.all else report}\n"
     dist.destroy_process_group()
-    return 0 if report.passed else EXIT_MISMATCH
+    return 0 if report.passed else EXIT_MISMATCH, text
 
 
 def _call_function(arguments: Namespace) -> tuple[Any, Any, Any]:
     """Return the model, the plan and the inputs from the function that the user has named.
 
     Raises:
+        UsageError: the module or the function does not exist.
         PlanError: the function returned something else.
     """
-    module, separator, name = arguments.function.partition(":")
-    if not separator:
-        arguments.parser.error(f"{arguments.function!r} is not of the form MODULE:FUNCTION")
-    # Under ``python -m namedmesh`` this is the first entry already, but not under ``namedmesh``.
-    sys.path.insert(0, str(Path.cwd()))
-    returned = getattr(import_module(module), name)()
+    name = ":".join(arguments.function)
+    returned = _find_function(*arguments.function)()
     if isinstance(returned, tuple) and len(returned) == 3:  # noqa: PLR2004
         model, plan, inputs = returned
         if isinstance(inputs, tuple | dict):
             return model, plan, inputs
     raise PlanError(
-        f"{arguments.function} returned a {type(returned).__name__}; return three values: the model, "
+        f"{name} returned a {type(returned).__name__}; return three values: the model, "
         "its plan and a tuple of inputs, or a dict of inputs by name"
     )
+
+
+def _find_function(module_name: str, name: str) -> Callable[[], Any]:
+    """Import the user's module, and return the function in it."""
+    # Under ``python -m namedmesh`` this is the first entry already, but not under ``namedmesh``.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        # An import in the user's module that fails is a fault of that module.
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(
+            f"module {module_name!r} does not exist here; give the name by which it is imported, such as "
+            "package.module"
+        ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"module {module_name!r} has no function {name!r}{did_you_mean(name, vars(module))}")
+    return function  # type: ignore[no-any-return]  # the user's
 
 
 _SUMMARY = "under torchrun: compare a model under a tensor-parallel plan with one process"

@@ -132,14 +132,6 @@ def get_group_by_name(name: str) -> dist.ProcessGroup:
     return group
 
 
-def abort_groups() -> None:
-    """Abort every process group without waiting for collectives that hang.
-
-    ``destroy_process_group`` does this with NCCL only.
-    """
-    c10d._abort_process_group()
-
-
 def all_gather_object(group: dist.ProcessGroup, value: T) -> list[T]:
     """Return the objects of all ranks of a group, in the order of their group ranks.
 

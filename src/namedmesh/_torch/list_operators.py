@@ -54,7 +54,8 @@ def _run_list_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     args = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
     length = next(len(arg) for arg in args if isinstance(arg, list | tuple))
     lists = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == length]
-    local_positions = _find_local_positions(lists, operator._schema.name not in _REDUCTIONS)
+    is_elementwise = operator._schema.name not in _REDUCTIONS
+    local_positions = _find_local_positions(lists, is_elementwise, DTensor)
     results: list[Any] = [None] * length
     for position in set(range(length)).difference(local_positions):
         results[position] = _run_for_one(operator, _select(args, [position], length), kwargs)
@@ -67,18 +68,19 @@ def _run_list_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return None if operator._schema.is_mutable else results
 
 
-def _find_local_positions(lists: Sequence[Sequence[Any]], is_elementwise: bool) -> list[int]:
+def _find_local_positions(lists: Sequence[Sequence[Any]], is_elementwise: bool, dtensor: type) -> list[int]:
     """Return the positions at which an operator on local tensors gives the local results.
 
     Args:
         lists: for each position the plain tensors, DTensors and numbers.
         is_elementwise: whether the operator works element by element.
+        dtensor: torch's class.
     """
     positions = []
     last_placements: Any = None
     is_replicated = is_partial = False
     for position, values in enumerate(zip(*lists, strict=True)):
-        placements, has_plain_tensor, are_equal = _find_placements(values)
+        placements, has_plain_tensor, are_equal = _find_placements(values, dtensor)
         if placements is None:
             positions.append(position)
             continue
@@ -94,23 +96,25 @@ def _find_local_positions(lists: Sequence[Sequence[Any]], is_elementwise: bool) 
     return positions
 
 
-def _find_placements(values: Sequence[Any]) -> tuple[Any, bool, bool]:
+def _find_placements(values: Sequence[Any], dtensor: type) -> tuple[Any, bool, bool]:
     """Return the placements of the DTensors of one position, and what else it has.
 
     An optimizer calls this for each parameter in each of its list operators.
+
+    Args:
+        values: plain tensors, DTensors and numbers.
+        dtensor: torch's class.
 
     Returns:
         The placements of the first DTensor, or None; whether there is a plain tensor with dims; and
         whether all DTensors have the same placements.
     """
-    from torch.distributed.tensor import DTensor
-
     placements: Any = None
     has_plain_tensor = False
     are_equal = True
     for value in values:
-        if isinstance(value, DTensor):
-            other = value._spec.placements
+        if isinstance(value, dtensor):
+            other = value._spec.placements  # type: ignore[attr-defined]
             if placements is None:
                 placements = other
             elif other is not placements and other != placements:

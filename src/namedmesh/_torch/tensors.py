@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,18 @@ def run_functional_collective(name: str, tensor: torch.Tensor, *arguments: Any) 
         pending = getattr(operators, name).default(contiguous, *arguments)
         result: torch.Tensor = operators.wait_tensor.default(pending)
     return result
+
+
+def hide_redistribution_warnings() -> None:
+    """Hide torch's warning that several collectives gather a tensor over several axes.
+
+    It is the same on every rank, and harmless. torch has no setting for it.
+    """
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_no_redistribution_warning)
+
+
+def _is_no_redistribution_warning(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("While redistributing")
 
 
 def wait_if_async(tensor: torch.Tensor) -> torch.Tensor:

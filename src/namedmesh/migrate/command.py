@@ -13,7 +13,8 @@ from os import cpu_count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import MissingExtraError, UsageError, format_count
+from namedmesh.command_line import existing_path
+from namedmesh.errors import MissingExtraError, UsageError, format_count, get_first_line
 
 if TYPE_CHECKING:
     from namedmesh.migrate.program import Program
@@ -26,7 +27,7 @@ _FEW_FILES = 40
 
 def _configure(parser: ArgumentParser) -> None:
     text = "a module, or a folder of them; together all of a program"
-    parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help=text)
+    parser.add_argument("paths", nargs="+", metavar="PATH", type=existing_path, help=text)
     action = parser.add_mutually_exclusive_group()
     text = "show what --write changes, and report the rest"
     action.add_argument("--diff", action="store_true", help=text)
@@ -38,8 +39,11 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="write although git is no backup there")
 
 
-def _run(arguments: Namespace) -> int:
-    """Read, rewrite and report the files; return 1 if a file could not be read.
+def _run(arguments: Namespace) -> tuple[int, str]:
+    """Read and rewrite the files.
+
+    Returns:
+        The exit status, which is 1 if a file could not be read, and the report.
 
     Raises:
         MissingExtraError: LibCST is not installed.
@@ -57,7 +61,7 @@ def _run(arguments: Namespace) -> int:
     # A file that is given twice, by itself and by its folder, is read once.
     paths: dict[Path, None] = {}
     for path in arguments.paths:
-        paths.update(dict.fromkeys(sorted(path.rglob("*.py")) if path.is_dir() else [path]))
+        paths.update(dict.fromkeys(_list_modules(path)))
     files = []
     problems = []
     for result in _read_files(list(paths)):
@@ -67,31 +71,41 @@ def _run(arguments: Namespace) -> int:
             files.append(result)
     program = Program(files, [str(path.resolve()) for path in paths])
     rewrites = arguments.diff or arguments.write
+    texts = []
     if rewrites:
-        for file in files:
-            _rewrite_file(program, file, write=arguments.write)
+        texts += [_rewrite_file(program, file, write=arguments.write) for file in files]
     # A rewritten use needs no line in the report: the diff shows it.
-    sys.stdout.write(format_report(program, len(paths), shows_certain=not rewrites))
+    texts.append(format_report(program, len(paths), shows_certain=not rewrites))
     notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
     if notebooks:
-        sys.stdout.write(f"\n{format_count(notebooks, 'notebook')}: not read\n")
-    sys.stdout.write("".join(f"{problem}\n" for problem in problems))
-    return int(bool(problems))
+        texts.append(f"\n{format_count(notebooks, 'notebook')}: not read\n")
+    texts += [f"{problem}\n" for problem in problems]
+    return int(bool(problems)), "".join(texts)
 
 
-def _rewrite_file(program: Program, file: FileUses, *, write: bool) -> None:
-    """Write the new source of a file, or show the difference."""
+def _list_modules(path: Path) -> list[Path]:
+    """Return a module itself, or the modules in a folder; to read a pipe would wait for ever."""
+    if not path.is_dir():
+        return [path]
+    return [module for module in sorted(path.rglob("*.py")) if module.is_file()]
+
+
+def _rewrite_file(program: Program, file: FileUses, *, write: bool) -> str:
+    """Write the new source of a file, and return the text that says so, or the difference."""
     after = program.rewrite(file)
     if after == file.source:
-        return
+        return ""
     if write:
         # Bytes, as line ends and encodings of the rest of the file stay as they are.
-        file.path.write_bytes(after)
-        sys.stdout.write(f"{file.path}: rewritten\n")
-        return
+        try:
+            file.path.write_bytes(after)
+        except OSError as error:
+            # The report must still say which files are rewritten.
+            return f"{file.path}: cannot be written: {get_first_line(error)}\n"
+        return f"{file.path}: rewritten\n"
     before_lines = file.source.decode().splitlines(keepends=True)
     after_lines = after.decode().splitlines(keepends=True)
-    sys.stdout.write("".join(unified_diff(before_lines, after_lines, f"a/{file.path}", f"b/{file.path}")))
+    return "".join(unified_diff(before_lines, after_lines, f"a/{file.path}", f"b/{file.path}"))
 
 
 def _check_clean(paths: Sequence[Path]) -> None:

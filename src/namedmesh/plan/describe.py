@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from namedmesh.axes import DATA_AXES, EXPERT_SHARDING_AXES, LAYER_AXES, SHARDING_AXES
-from namedmesh.errors import format_count, format_items
+from namedmesh.command_line import MOST_RANKS, int_between
+from namedmesh.errors import UsageError, format_count, format_items
 from namedmesh.layout import Layout
 from namedmesh.legacy import JobLayout, list_groups
 from namedmesh.plan.spec import (
     add_layout_arguments,
     format_table,
     make_layouts,
-    positive_int,
     read_layout_arguments,
 )
 from namedmesh.plan.svg import draw_svg
@@ -352,24 +351,32 @@ def _describe_shard(layout: Layout, rank: int, sharding_axes: Sequence[str]) -> 
 
 def _configure(parser: ArgumentParser) -> None:
     add_layout_arguments(parser)
-    parser.add_argument("--world-size", type=positive_int, metavar="N", help="how many ranks there are")
-    parser.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="ranks that fast links join")
-    parser.add_argument("--rank", type=int, metavar="N", help="explain one rank instead")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the ranks into this file")
-    parser.add_argument("--color-by", metavar="AXIS", help="gives the colors (default: the slowest above 1)")
+    parser.add_argument("--world-size", type=int_between(1), metavar="N", help="how many ranks there are")
+    parser.add_argument(
+        "--gpus-per-node", type=int_between(1), metavar="N", help="ranks that fast links join"
+    )
+    parser.add_argument(
+        "--rank", type=int_between(0, MOST_RANKS - 1), metavar="N", help="explain one rank instead"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="draw the ranks into this file")
+    parser.add_argument(
+        "--color-by", metavar="AXIS", help="with --svg: gives the colors (default: the slowest above 1)"
+    )
 
 
-def _run(arguments: Namespace) -> int:
+def _run(arguments: Namespace) -> tuple[int, str]:
+    if arguments.color_by is not None and arguments.svg is None:
+        raise UsageError("--color-by is for the picture of --svg; give --svg FILE, too")
     spec, keywords = read_layout_arguments(arguments)
     plan = make_plan(spec, world_size=arguments.world_size, gpus_per_node=arguments.gpus_per_node, **keywords)
     text = str(plan) if arguments.rank is None else rank_text(plan, arguments.rank)
-    # The picture is written first: an axis that does not exist is an error before anything is
-    # printed.
     if arguments.svg is not None:
         picture = draw_svg(plan.layout, gpus_per_node=plan.gpus_per_node, color_by=arguments.color_by)
-        arguments.svg.write_text(picture, encoding="utf-8")
-    sys.stdout.write(f"{text}\n")
-    return 0
+        try:
+            Path(arguments.svg).write_text(picture, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the picture cannot be written: {error}; give --svg another FILE") from None
+    return 0, f"{text}\n"
 
 
 _SUMMARY = "what a layout amounts to: groups, replicas, communicators, nodes"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from typing import NamedTuple
 
 from namedmesh.axes import DATA_AXES, DATA_PARTS
+from namedmesh.command_line import int_between
 from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout, make_partition_key
 from namedmesh.legacy import JobLayout
 from namedmesh.plan.describe import Group, format_groups, list_first_groups
-from namedmesh.plan.spec import EXIT_MISMATCH, make_layouts, positive_int
+from namedmesh.plan.spec import EXIT_MISMATCH, make_layouts
 
 _SHOWN_GROUPS = 4  # groups of each layout that are shown for a difference
 
@@ -125,15 +125,13 @@ def _make_groups_key(layout: Layout, axes: list[str]) -> object:
 def _configure(parser: ArgumentParser) -> None:
     for name in ("--a", "--b"):
         parser.add_argument(name, metavar="SPEC", required=True, help="a layout, such as megatron tp=2,pp=4")
-    parser.add_argument("--world-size", type=positive_int, metavar="N", help="how many ranks there are")
+    parser.add_argument("--world-size", type=int_between(1), metavar="N", help="how many ranks there are")
 
 
-def _run(arguments: Namespace) -> int:
+def _run(arguments: Namespace) -> tuple[int, str]:
     comparison = compare(arguments.a, arguments.b, world_size=arguments.world_size)
-    sys.stdout.write(f"{comparison}\n")
-    if any(comparison.kinds.values()):
-        return EXIT_MISMATCH
-    return 0
+    status = EXIT_MISMATCH if any(comparison.kinds.values()) else 0
+    return status, f"{comparison}\n"
 
 
 _SUMMARY = "which groups differ between two layouts; the exit status is 3 if some do"

@@ -8,7 +8,10 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from namedmesh.command_line import MOST_RANKS
 from namedmesh.errors import UsageError, did_you_mean
+
+_LARGEST_NUMBER = 1e30
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -132,6 +135,26 @@ CARDS = {name: Hardware(**card) for name, card in read_json(Path(__file__).with_
 """The hardware that is known by name."""
 
 
+def _find_wrong_numbers(hardware: Hardware) -> list[str]:
+    """Return a message for each attribute that is not a positive number, or has none for bf16."""
+    problems = []
+    for attribute, value in vars(hardware).items():
+        if attribute in {"name", "sources"}:
+            continue
+        numbers = [value]
+        if attribute in {"peak", "matmul"}:
+            numbers = list(value.values()) if isinstance(value, dict) and "bf16" in value else [None]
+        counts = attribute in {"gpus_per_node", "domain"}
+        for number in numbers:
+            is_right = type(number) is int or (type(number) is float and not counts)
+            if not is_right or not 0 < number < _LARGEST_NUMBER or (counts and number > MOST_RANKS):
+                problems.append(f"{attribute} is {value!r}; see the fields of a card in cards.json")
+                break
+    if not problems and set(hardware.peak) != set(hardware.matmul):
+        problems.append("peak and matmul must have the same precisions")
+    return problems
+
+
 def load_hardware(name: str) -> Hardware:
     """Return the hardware of a name, or read it from a file.
 
@@ -144,9 +167,13 @@ def load_hardware(name: str) -> Hardware:
     """
     if name.endswith(".json"):
         try:
-            return Hardware(**read_json(name))
+            hardware = Hardware(**read_json(name))
         except TypeError as error:  # which names the missing or unknown attribute
             raise UsageError(f"{name}: {error}") from None
+        problems = _find_wrong_numbers(hardware)
+        if problems:
+            raise UsageError(*(f"{name}: {problem}" for problem in problems))
+        return hardware
     if name not in CARDS:
         near = did_you_mean(name, CARDS)
         raise UsageError(f"hardware {name!r} is not one of {', '.join(CARDS)}, nor a file.json{near}")

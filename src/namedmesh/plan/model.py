@@ -28,7 +28,9 @@ _UNGATED_TYPES = {
 _UNSUPPORTED_KEYS = ("vision_config", "decoder_sparse_step", "moe_layer_freq", "layer_types")
 
 
-def option(text: str, default: Any = 0, choices: tuple[Any, ...] = (), keys: str = "") -> Any:
+def option(
+    text: str, default: Any = 0, choices: tuple[Any, ...] = (), keys: str = "", most: int = 10**9
+) -> Any:
     """Declare a dataclass field that is a flag of ``namedmesh partitions``, too.
 
     Args:
@@ -36,8 +38,10 @@ def option(text: str, default: Any = 0, choices: tuple[Any, ...] = (), keys: str
         default: the default value.
         choices: the allowed values; by default all.
         keys: the keys in ``config.json`` that have the value, the first one that exists is taken.
+        most: the largest int that the estimates take.
     """
-    return field(default=default, metadata={"text": text, "choices": choices, "keys": keys.split()})
+    metadata = {"text": text, "choices": choices, "keys": keys.split(), "most": most}
+    return field(default=default, metadata=metadata)
 
 
 def list_options(kind: type[Model | Job]) -> list[Field[Any]]:
@@ -52,7 +56,8 @@ class Model:
     The text of each field describes it; it is also the help of the command-line flag.
     """
 
-    layers: int = option("how many layers", keys="num_hidden_layers n_layer num_layers")
+    # The estimates list the layers of each stage.
+    layers: int = option("how many layers", keys="num_hidden_layers n_layer num_layers", most=10_000)
     hidden: int = option("width of the residual stream", keys="hidden_size n_embd d_model")
     heads: int = option("attention heads", keys="num_attention_heads n_head")
     kv_heads: int = option("heads of keys and values, if fewer", keys="num_key_value_heads num_kv_heads")
@@ -324,6 +329,7 @@ def _find_wrong_values(owner: Model | Job) -> list[str]:
         if choices:
             if value not in {*choices, entry.default}:
                 problems.append(f"{entry.name} is {value!r}; it is one of {choices}")
-        elif type(value) is int and value < least:
-            problems.append(f"{entry.name} is {value}; it is an int of at least {least}")
+        elif type(value) is int and not least <= value <= entry.metadata["most"]:
+            most = entry.metadata["most"]
+            problems.append(f"{entry.name} is {value}; it is an int of at least {least}, at most {most}")
     return problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from math import inf, isqrt
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ _CHECKPOINTING = ("none", "selective", "full")
 # Numbers of replicas (HSDP) that are tried in addition to 1: the largest ones, whose shards are in
 # fast links.
 _TRIED_REPLICAS = 2
+# The estimates of so many layouts take about a minute.
+_MOST_LAYOUTS = 100_000
 # A difference of less than this fraction of the step or of the memory is not explained.
 _SMALLEST_DIFFERENCE = 0.005
 
@@ -130,7 +132,13 @@ def list_partitions(
     job = replace(job, hardware=job.hardware.fit_domain(world_size))
     searches = list(_list_searches(job))
     limit = job.hardware.memory * (1 - margin)
-    return tuple(_find_best(axes, searches, limit, dp_replicate) for axes in _iter_axes(world_size, job))
+    layouts = list(islice(_iter_axes(world_size, job), _MOST_LAYOUTS + 1))
+    if len(layouts) > _MOST_LAYOUTS:
+        raise LayoutError(
+            f"a world of {world_size} ranks has more than {_MOST_LAYOUTS} layouts; give a world_size with "
+            "fewer divisors, such as a power of two"
+        )
+    return tuple(_find_best(axes, searches, limit, dp_replicate) for axes in layouts)
 
 
 def _list_searches(job: Job) -> Iterator[list[Job]]:

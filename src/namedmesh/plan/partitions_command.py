@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from namedmesh.command_line import float_between, int_between
 from namedmesh.errors import UsageError, format_count
 from namedmesh.plan.hardware import CARDS, load_hardware
 from namedmesh.plan.model import Axes, Job, Model, list_options, read_config
@@ -21,7 +21,7 @@ from namedmesh.plan.partitions import (
     make_sort_key,
 )
 from namedmesh.plan.settings import describe_assumptions
-from namedmesh.plan.spec import EXIT_MISMATCH, format_table, parse_spec, positive_int
+from namedmesh.plan.spec import EXIT_MISMATCH, format_table, parse_spec
 
 # A table shows only the rows that a reader needs for a decision: the nearest layouts, and the parts of a step
 # that matter.
@@ -52,7 +52,9 @@ def _configure(parser: ArgumentParser) -> None:
     # argparse would fill the table of columns as a paragraph.
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("--world-size", type=int, metavar="N", required=True, help="how many ranks there are")
+    parser.add_argument(
+        "--world-size", type=int_between(1), metavar="N", required=True, help="how many ranks there are"
+    )
     text = "Hugging Face's config.json of the model, or its directory; flags override it"
     parser.add_argument("--config", metavar="FILE", help=text)
     _add_options(parser, "the model", Model)
@@ -61,12 +63,13 @@ def _configure(parser: ArgumentParser) -> None:
     text = f"{', '.join(CARDS)}, or a file.json with the fields of a card (default: %(default)s)"
     group.add_argument("--hardware", default="h100", metavar="NAME", help=text)
     text = "replicas of a sharded model: HSDP (default: the best of some)"
-    group.add_argument("--dp-replicate", type=positive_int, metavar="N", help=text)
-    group.add_argument("--memory", type=float, metavar="N", help="GB of a GPU, if not the hardware's")
+    group.add_argument("--dp-replicate", type=int_between(1), metavar="N", help=text)
+    text = "GB of a GPU, if not the hardware's"
+    group.add_argument("--memory", type=float_between(0.001, 1e6), metavar="N", help=text)
     text = "the part of the memory that stays free (default: %(default)s)"
-    group.add_argument("--margin", type=float, default=MARGIN, metavar="N", help=text)
+    group.add_argument("--margin", type=float_between(0, 0.999), default=MARGIN, metavar="N", help=text)
     text = "only the N that fit and have the most tokens a second"
-    group.add_argument("--best", type=positive_int, metavar="N", help=text)
+    group.add_argument("--best", type=int_between(1), metavar="N", help=text)
     text = "why one of two layouts, such as tp=8,dp=4, is faster: the seconds and gigabytes that differ (default: the first two)"
     group.add_argument("--explain", nargs="*", metavar="SIZES", help=text)
 
@@ -78,7 +81,7 @@ def _add_options(parser: ArgumentParser, title: str, kind: type[Model | Job]) ->
         choices = entry.metadata["choices"]
         # The default is None for all, so that a flag that is not given does not override a
         # configuration.
-        keywords: dict[str, Any] = {"type": int, "metavar": "N"}
+        keywords: dict[str, Any] = {"type": int_between(0, entry.metadata["most"]), "metavar": "N"}
         if isinstance(entry.default, bool):
             keywords = {"action": BooleanOptionalAction}
         elif choices:
@@ -87,8 +90,8 @@ def _add_options(parser: ArgumentParser, title: str, kind: type[Model | Job]) ->
         group.add_argument(flag, help=entry.metadata["text"], **keywords)
 
 
-def _run(arguments: Namespace) -> int:
-    """Print the partitions that the arguments ask for; return 3 if nothing fits."""
+def _run(arguments: Namespace) -> tuple[int, str]:
+    """Return the partitions that the arguments ask for, with status 3 if nothing fits."""
     model, notes = _read_model(arguments)
     hardware = load_hardware(arguments.hardware)
     # A GPU of the same kind with another memory, such as the 40 GB of an A100.
@@ -135,10 +138,8 @@ def _run(arguments: Namespace) -> int:
         lines = [f"The fastest, with {fastest.policies}:", fastest.call, *fastest.settings]
         paragraphs.append("\n  ".join(lines))
         paragraphs.append(describe_assumptions(fastest.job))
-    sys.stdout.write("\n\n".join(paragraphs) + "\n")
-    if not fitting:
-        return EXIT_MISMATCH
-    return 0
+    status = 0 if fitting else EXIT_MISMATCH
+    return status, "\n\n".join(paragraphs) + "\n"
 
 
 def _find_explained(partitions: Sequence[Partition], specs: Sequence[str]) -> list[Partition]:

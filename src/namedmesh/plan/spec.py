@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 from namedmesh.axes import USUAL_AXES
+from namedmesh.command_line import MOST_RANKS, int_between
 from namedmesh.errors import UsageError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.legacy import LEGACY_APIS, NAMEDMESH_API, JobLayout, compute_layouts
 
 EXIT_MISMATCH = 3
-"""Exit status if layouts differ or nothing fits; 1 is a wrong layout, 2 a wrong flag."""
+"""Exit status if layouts differ or nothing fits; 2 is a wrong argument."""
 
 
 def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
@@ -50,6 +52,8 @@ def parse_spec(text: str) -> tuple[str | None, dict[str, int]]:
             problems.append(f"{item!r} is no size, such as tp=2 or dp=-1, and {names}")
         elif axis in sizes:
             problems.append(f"axis {axis!r} has a size already; give each axis one")
+        elif len(size) > len(str(MOST_RANKS)) or int(size) > MOST_RANKS:
+            problems.append(f"the size of {axis!r} must be at most {MOST_RANKS}")
         else:
             sizes[axis] = int(size)
     if problems:
@@ -82,20 +86,21 @@ def make_layouts(
         raise UsageError(f"both {spec!r} and sizes for {', '.join(sizes)} were given; give one of them")
     if spec_sizes and api_name is None:
         # Sizes without a legacy API are written in the order of the mesh, so no table decides it.
+        _check_number_of_ranks(prod(abs(size) for size in spec_sizes.values()))
         if order is not None:
             raise UsageError(f"{spec!r} has its order already; leave the order out, or give sizes by name")
         layout = Layout.from_shape(spec_sizes, spec_sizes.values(), world_size=world_size)
         return JobLayout(NAMEDMESH_API, layout)
     api = LEGACY_APIS.get(api_name or "", NAMEDMESH_API)
-    return compute_layouts(api, spec_sizes or sizes, world_size=world_size, order=order)
+    layouts = compute_layouts(api, spec_sizes or sizes, world_size=world_size, order=order)
+    _check_number_of_ranks(layouts.dense.world_size)
+    return layouts
 
 
-def positive_int(text: str) -> int:
-    """Convert a command-line argument to an int of at least 1, or raise a ValueError."""
-    number = int(text)
-    if number < 1:
-        raise ValueError  # argparse words the message: "invalid positive_int value"
-    return number
+def _check_number_of_ranks(number: int) -> None:
+    """Raise a UsageError for a layout whose groups would be too long to list."""
+    if number > MOST_RANKS:
+        raise UsageError(f"the layout has more than {MOST_RANKS} ranks; choose smaller sizes")
 
 
 def add_layout_arguments(parser: ArgumentParser) -> None:
@@ -103,7 +108,9 @@ def add_layout_arguments(parser: ArgumentParser) -> None:
     text = f"axes and sizes, slowest first: pp=2,dp=-1,tp=2; or one of {', '.join(LEGACY_APIS)} and sizes"
     parser.add_argument("spec", nargs="*", metavar="SPEC", help=text)
     for axis in USUAL_AXES:
-        parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=f"the size of {axis}")
+        parser.add_argument(
+            f"--{axis.replace('_', '-')}", type=int_between(-1), metavar="N", help=f"the size of {axis}"
+        )
     parser.add_argument("--order", help="the order of the axes, fastest first (default: tp-cp-ep-dp-pp)")
 
 

@@ -65,17 +65,18 @@ class ColumnLinear(nn.Linear):
     Attributes:
         layouts: the input and output layouts.
         shards: the shapes of the local shards of the parameters.
-        rows: the indices of the output features that this rank computes if the weight is replicated
-            (:class:`KeyValueParallel`); None for all.
+        rows: the output features that this rank computes if the weight is replicated
+            (:class:`KeyValueParallel`), in runs of (first feature, number of features); None for
+            all.
         kept: the tensors that the ranks compare before the first steps.
         name_in_model: the name of this layer there.
     """
 
     layouts: LayerLayouts
     shards: Shards
+    rows: Sequence[tuple[int, int]] | None = None
     kept: KeptTensors | None = None
     name_in_model: str = ""
-    rows: Sequence[int] | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the local shard of the output features, or the replicated output.
@@ -100,9 +101,9 @@ class ColumnLinear(nn.Linear):
             x = enter_tp_region(to_autocast_dtype(input), group, self.layouts.input_dim)
         weight, bias = local_params(self, self.shards)
         if self.rows is not None:
-            weight = weight[self.rows]
+            weight = select_rows(weight, self.rows)
             if bias is not None:
-                bias = bias[self.rows]
+                bias = select_rows(bias, self.rows)
         if gathered is None:
             y = F.linear(x, weight, bias)
         else:
@@ -226,6 +227,20 @@ def keep_input(module: Any, x: Tensor) -> None:
     if not torch.compiler.is_compiling() and module.kept is not None and module.kept.steps_left:
         is_replicated = module.layouts.input_dim is None
         module.kept.keep_input(module.name_in_model, x, is_replicated=is_replicated)
+
+
+def select_rows(param: Tensor, rows: Sequence[tuple[int, int]]) -> Tensor:
+    """Return runs of rows of a parameter, one after another.
+
+    An index would do the same. But torch copies a list of ints to the device in each forward, for
+    which the host waits, and adds the gradients of the rows one by one.
+
+    Args:
+        param: the parameter.
+        rows: the first row and the number of rows of each run.
+    """
+    runs = [param.narrow(0, first, length) for first, length in rows]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = True) -> list[Any]:

@@ -411,8 +411,14 @@ class KeyValueParallel(ColwiseParallel):
             return applied  # type: ignore[no-any-return]  # with an attribute that no module has
         heads_by_rank = shared_heads(self.query_heads, self.kv_heads, tp_size)
         width = len(applied.get_parameter("weight")) // self.kv_heads
-        rows: list[int] = []
+        rows: list[tuple[int, int]] = []
         for head in heads_by_rank[device_mesh.get_local_rank()]:
-            rows.extend(range(head * width, (head + 1) * width))
+            start = head * width
+            if rows and sum(rows[-1]) == start:
+                # The head follows the one before it: both are one run of rows.
+                first, length = rows.pop()
+                rows.append((first, length + width))
+            else:
+                rows.append((start, width))
         applied.rows = rows
         return applied  # type: ignore[no-any-return]

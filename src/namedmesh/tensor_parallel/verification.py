@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
+from namedmesh._checks import digest
 from namedmesh._torch import all_gather_object, tree_leaves, tree_map
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import PlanError, format_count
+from namedmesh.errors import NamedMeshError, PlanError, format_count, format_items, get_first_line
 from namedmesh.sharding import to_full
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
 from namedmesh.tensor_parallel.plan_entries import Plan
+
+# A report of about 20 lines is read.
+_SHOWN_MISMATCHES = 15
 
 
 @dataclass(frozen=True)
 class VerifyReport:
     """The result of :func:`verify`: which tensors were compared, and which of them differ.
 
-    It prints as one line for each mismatch, and a summary.
+    It prints as one line for each of the first mismatches, and a summary.
 
     Attributes:
         tp_size: the number of ranks.
@@ -33,11 +41,17 @@ class VerifyReport:
             ``"gradient of input 0"``, ``"gradient of layers.0.weight"``.
         mismatches: the name of each tensor that differs, and the differences on all ranks. It is
             the same on every rank.
+        gathered: the outputs that the plan leaves sharded, such as logits over the vocabulary. Their
+            shards were gathered for the comparison.
+        first_wrong: the first layer, in the order of the forward, whose output differs; empty if
+            none does.
     """
 
     tp_size: int
     compared: tuple[str, ...]
     mismatches: dict[str, str]
+    gathered: tuple[str, ...] = ()
+    first_wrong: str = ""
 
     @property
     def passed(self) -> bool:
@@ -45,9 +59,27 @@ class VerifyReport:
         return not self.mismatches
 
     def __str__(self) -> str:
-        lines = [f"{name}: {text}" for name, text in self.mismatches.items()]
+        return self.format(_SHOWN_MISMATCHES)
+
+    def format(self, limit: int | None = None) -> str:
+        """Format the report.
+
+        Args:
+            limit: the number of mismatches that are written out; by default all.
+        """
+        lines = [f"{name}: {text}" for name, text in self.mismatches.items()][:limit]
+        hidden = len(self.mismatches) - len(lines)
+        if hidden:
+            lines.append(f"and {format_count(hidden, 'more tensor')}; report.format() has all")
+        if self.first_wrong:
+            lines.append(f"the first layer with a wrong output is {self.first_wrong}")
+        elif self.mismatches:
+            lines.append("no layer has a wrong output where layers can be compared")
+        if self.gathered:
+            lines.append(f"gathered from shards before the comparison: {', '.join(self.gathered)}")
         count = format_count(len(self.compared), "tensor")
-        lines.append(f"{len(lines)} of {count} on {self.tp_size} ranks differ from one process")
+        mismatches = len(self.mismatches)
+        lines.append(f"{mismatches} of {count} on {self.tp_size} ranks differ from one process")
         return "\n".join(lines)
 
 
@@ -61,6 +93,10 @@ def verify(
     It finds, for one input, every difference between the sharded and the unsharded model. The
     comparison of gradients between ranks cannot: ranks may agree on wrong gradients. Every rank
     holds two full copies of the model in double precision, so use a small configuration of it.
+
+    An output that is a local shard, as logits that are sharded over the vocabulary, is compared
+    with the others gathered, and its gradient starts at the shard on each rank, as with a loss that
+    takes shards.
 
     The copies run in evaluation mode with the same random numbers, and with the parameters and
     inputs of the first rank. Parameters that are all zero get random values, because zeros would
@@ -81,8 +117,8 @@ def verify(
         The report, the same on every rank.
 
     Raises:
-        PlanError: the plan does not fit the model; or the model is on the meta device, is sharded
-            already, or returns no tensors.
+        PlanError: the plan does not fit the model; the forward or backward of the sharded copy
+            raises; or the model is on the meta device, is sharded already, or returns no tensors.
     """
     mesh = one_axis(mesh, "tp", "verify")
     # Before the copies are made: a plan that does not fit needs no memory.
@@ -95,14 +131,16 @@ def verify(
     _broadcast_values(reference, arguments, mesh)
     # Without the comparison of gradients between ranks, which would raise at the first difference.
     sharded = parallelize(copy.deepcopy(reference), mesh, plan, check_gradients=False)
-    expected = _run(reference, arguments)
-    actual = _run(sharded, arguments)
+    expected, _ = _run(reference, arguments, {}, mesh)
+    try:
+        actual, gathered = _run(sharded, arguments, expected, mesh)
+    except NamedMeshError:
+        raise
+    except Exception as error:
+        raise PlanError(_describe_failure(sharded, plan, error)) from error
     # A gradient may consist of the rounding errors of terms that cancel out. They are small next to
     # the largest gradient.
-    largest = 0.0
-    for name, tensor in expected.items():
-        if "gradient" in name:
-            largest = max(largest, _max_abs(tensor))
+    largest = max((_max_abs(expected[name]) for name in expected if "gradient" in name), default=0.0)
     rounding = 1e-13 * largest
     differences = {}
     for name, tensor in (expected | actual).items():
@@ -117,7 +155,10 @@ def verify(
         texts = [report[name] for report in reports if report.get(name)]
         if texts:
             mismatches[name] = "; ".join(texts)
-    return VerifyReport(mesh.size(), tuple(differences), mismatches)
+    report = VerifyReport(mesh.size(), tuple(differences), mismatches, tuple(gathered))
+    if report.passed:
+        return report
+    return replace(report, first_wrong=_find_first_wrong(reference, sharded, arguments, mesh, tolerance))
 
 
 def _broadcast_values(model: nn.Module, arguments: Any, mesh: DeviceMesh) -> None:
@@ -146,32 +187,37 @@ def _copy_argument(value: Any) -> Any:
     return value.double().requires_grad_()
 
 
-def _run(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
+def _run(
+    model: nn.Module, arguments: Any, expected: Mapping[str, Tensor], mesh: DeviceMesh
+) -> tuple[dict[str, Tensor], list[str]]:
     """Run the forward and the backward of a model.
 
     The backward starts at a sum of all outputs with fixed random weights.
 
+    Args:
+        model: the model.
+        arguments: its arguments.
+        expected: the full outputs by name, if the model is sharded: local shards are gathered.
+        mesh: the mesh of the shards.
+
     Returns:
         The outputs, with and without gradients enabled, and the gradients of inputs and parameters,
-        as full tensors by name.
+        as full tensors by name; and the names of the outputs that were gathered.
     """
     leaves = tree_map(_copy_argument, arguments)
-    outputs = _run_forward(model, leaves)
-    differentiable = [output for output in outputs if output.requires_grad]
-    # Random weights, because the gradient of a plain sum would be zero behind a softmax. They are
-    # drawn on the CPU, so that they do not depend on the device.
-    generator = torch.Generator("cpu").manual_seed(0)
-    weights = []
-    for output in differentiable:
-        weight = torch.randn(output.shape, generator=generator, dtype=output.dtype, device="cpu")
-        weights.append(weight.to(output))
-    if differentiable:
-        torch.autograd.backward(differentiable, weights)
-    results = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+    outputs = {f"output {index}": output for index, output in enumerate(_run_forward(model, leaves))}
+    dims = {}
+    for name, output in outputs.items():
+        dims[name] = _find_sharded_dim(output, expected.get(name, output), mesh.size())
+    _run_backward(outputs, dims, mesh)
     # A module may have another code path for inference, such as torch's fused encoder.
     with torch.no_grad():
         for index, output in enumerate(_run_forward(model, leaves)):
-            results[f"output {index} under no_grad"] = output
+            outputs[f"output {index} under no_grad"] = output
+    results = {}
+    for name, output in outputs.items():
+        dim = dims.get(name.removesuffix(" under no_grad"))
+        results[name] = _gather_shards(output.detach(), dim, mesh)
     inputs = {f"input {index}": tensor for index, tensor in enumerate(_list_tensors(leaves))}
     for name, tensor in (inputs | dict(model.named_parameters())).items():
         if not tensor.requires_grad:
@@ -181,7 +227,115 @@ def _run(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
         if grad is None:
             grad = torch.zeros_like(tensor)
         results[f"gradient of {name}"] = to_full(grad).to_dense()
-    return results
+    return results, [name for name, dim in dims.items() if dim is not None]
+
+
+def _run_backward(outputs: Mapping[str, Tensor], dims: Mapping[str, int | None], mesh: DeviceMesh) -> None:
+    """Run the backward of a sum of outputs with random weights, sharded as the outputs.
+
+    The gradient of a plain sum would be zero behind a softmax.
+    """
+    # On the CPU, so that the weights do not depend on the device.
+    generator = torch.Generator("cpu").manual_seed(0)
+    differentiable = []
+    weights = []
+    for name, output in outputs.items():
+        if not output.requires_grad:
+            continue
+        shape = list(output.shape)
+        dim = dims[name]
+        if dim is not None:
+            shape[dim] *= mesh.size()
+        weight = torch.randn(shape, generator=generator, dtype=output.dtype, device="cpu")
+        if dim is not None:
+            weight = weight.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+        differentiable.append(output)
+        weights.append(weight.to(output))
+    if differentiable:
+        torch.autograd.backward(differentiable, weights)
+
+
+def _find_sharded_dim(local: Tensor, full: Tensor, num_ranks: int) -> int | None:
+    """Return the dim along which a tensor is a shard of another; None if it is not a shard."""
+    if local.ndim != full.ndim:
+        return None
+    dims = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
+    if len(dims) == 1 and local.shape[dims[0]] * num_ranks == full.shape[dims[0]]:
+        return dims[0]
+    return None
+
+
+def _gather_shards(tensor: Tensor, dim: int | None, mesh: DeviceMesh) -> Tensor:
+    """Return the shards of all ranks joined along a dim; the tensor itself without a dim."""
+    if dim is None:
+        return tensor
+    tensor = tensor.contiguous()
+    shards = [torch.empty_like(tensor) for _ in range(mesh.size())]
+    dist.all_gather(shards, tensor, mesh.get_group())
+    return torch.cat(shards, dim)
+
+
+def _find_first_wrong(
+    reference: nn.Module, sharded: nn.Module, arguments: Any, mesh: DeviceMesh, tolerance: float
+) -> str:
+    """Return the name and type of the first layer whose output differs; empty if none does.
+
+    Outputs are compared if they are replicated, or shards along one dim. Those that ranks compute
+    for other ranks, such as partial sums, are not.
+    """
+    expected = _record_outputs(reference, arguments)
+    actual = _record_outputs(sharded, arguments)
+    modules = dict(sharded.named_modules())
+    differing = []
+    for name, full in expected.items():
+        local = actual.get(name)
+        # The heads of a KeyValueParallel are in another order than those of the model.
+        if local is None or getattr(modules.get(name), "rows", None) is not None:
+            continue
+        dim = _find_sharded_dim(local, full, mesh.size())
+        value = _gather_shards(local, dim, mesh)
+        if value.shape == full.shape:
+            text = _describe_difference(value, full, tolerance, 0.0)
+            differing.append((name, digest(value), bool(text)))
+    for reports in zip(*all_gather_object(mesh.get_group(), differing), strict=True):
+        names, digests, flags = zip(*reports, strict=True)
+        if any(flags) and len(set(digests)) == 1:
+            return f"{names[0] or 'the model'} ({type(modules[names[0]]).__name__})"
+    return ""
+
+
+def _record_outputs(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
+    """Return the first tensor that each module returns in a forward, innermost first."""
+    records: dict[str, Tensor] = {}
+
+    def record(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = _list_tensors(output)
+        if tensors and name not in records:
+            records[name] = to_full(tensors[0]).detach().clone()
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(partial(record, name)))
+    _run_forward(model, tree_map(_copy_argument, arguments))
+    for handle in handles:
+        handle.remove()
+    return records
+
+
+def _describe_failure(sharded: nn.Module, plan: Plan, error: Exception) -> str:
+    """Describe an error of the sharded copy: the innermost module, and the plan."""
+    names = {id(module): name for name, module in sharded.named_modules()}
+    place = "the model"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if names.get(id(owner)):
+            place = f"{names[id(owner)]} ({type(owner).__name__})"
+    styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
+    entries = [f"{key or 'the model'}: {type(style).__name__}" for key, style in styles.items()]
+    return (
+        f"the sharded copy raises in {place}: {type(error).__name__}: {get_first_line(error)}. A layer that works "
+        f"on a shard may be missing in the plan, which is {format_items(entries, _SHOWN_MISMATCHES)}"
+    )
 
 
 def _run_forward(model: nn.Module, leaves: Any) -> list[Tensor]:
