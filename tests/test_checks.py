@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -152,6 +152,12 @@ def as_while_capturing() -> Iterator[None]:
         yield
 
 
+def compile_blocks(model: Any) -> Any:
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
 def train(
     forward: Forward,
     plan: Any,
@@ -181,7 +187,9 @@ def train(
     operators = []
     for _ in range(3):
         optimizer.zero_grad()
-        with OperationRecorder() as recorder:
+        # torch.compile does not run under a dispatch mode.
+        recorder = OperationRecorder()
+        with recorder if prepare is not compile_blocks else nullcontext():
             forward(model, x).square().mean().backward()
             optimizer.step()
         operators.append(recorder.names)
@@ -225,9 +233,21 @@ def test_checks_change_no_bit_and_no_operator(names: list[str], plan: Any) -> No
         assert all(results.values()), results
 
 
+def compare_compiled() -> bool:
+    return compare_with_unchecked(
+        forward=FORWARDS["plain"], plan=GATED_PLAN, dtype=torch.float64, prepare=compile_blocks
+    )
+
+
 def test_checks_of_a_copy_and_while_capturing_change_no_bit() -> None:
     for results in run_ranks(2, compare_copies):
         assert all(results.values()), results
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_checks_of_compiled_code_change_no_bit() -> None:
+    assert run_ranks(2, compare_compiled) == [True] * 2
 
 
 def compare_with_one_process(forward: Forward) -> dict[str, float]:
