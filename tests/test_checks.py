@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +31,7 @@ from tp_compare import OperationRecorder, assert_no_difference, make_tp_mesh
 from tp_models import UP_DOWN, Mlp, make_stacked_experts
 
 import namedmesh
+from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     ExpertParallel,
@@ -514,3 +518,26 @@ def count_host_reads() -> list[int]:
 def test_reads_by_the_host_do_not_depend_on_the_number_of_parameters() -> None:
     for few, many in run_ranks(2, count_host_reads):
         assert 0 < few == many
+
+
+def print_uncaught_error() -> str:
+    """Return the text that the interpreter prints for the uncaught error of a step."""
+    torch.manual_seed(0)
+    model = parallelize(LatentAttention().double(), make_tp_mesh(), LATENT_PLAN)
+    model(random_tensor(2, 5, 16, seed=0)).square().sum().backward()
+    printed = io.StringIO()
+    try:
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+    except GradientError as error:
+        with contextlib.redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+    return printed.getvalue()
+
+
+def test_one_rank_prints_the_whole_error() -> None:
+    first, second = run_ranks(2, print_uncaught_error)
+    assert "Traceback" in first
+    assert "LocalParameters(), which all-reduces its gradients" in first
+    assert second.startswith("GradientError on rank 1: kv_a.weight: replicated on the 2 ranks of tp")
+    assert second.endswith("(rank 0 prints all of it)\n")
+    assert second.count("\n") == 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +19,13 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from namedmesh._torch import get_timeout
 from namedmesh.coordinator import StoreCoordinator, format_missing, get_default_coordinator
-from namedmesh.errors import AgreementError, NamedMeshError, format_ranks
+from namedmesh.errors import AgreementError, NamedMeshError, format_ranks, print_in_one_line
 
 # How long a failed rank waits for the others before it publishes its failure. Ranks that are
 # missing at that time can be reported too.
@@ -303,7 +301,7 @@ class _CoordinatedCall:
         if problems:
             error = AgreementError(*problems)
             if self.rank != 0:
-                _print_in_one_line(error, self.rank)
+                print_in_one_line(error, self.rank, printing_rank=0)
             raise error
 
     def _make_connection_error(self, reason: str) -> AgreementError:
@@ -339,28 +337,6 @@ def call_in_thread(call: Callable[[], T], timeout: timedelta) -> Callable[[], T]
     Thread(target=run, daemon=True, name="namedmesh").start()
     wait([future], timeout.total_seconds())
     return future.result if future.done() else None
-
-
-def _print_in_one_line(error: AgreementError, rank: int) -> None:
-    """Let the interpreter print an uncaught error without its traceback.
-
-    All ranks of a job raise the same error. Rank 0 prints all of it, and a rank that has failed
-    prints its own error, which would be hard to find among thousands of lines.
-
-    Args:
-        error: the error.
-        rank: the global rank of this process.
-    """
-    print_uncaught = sys.excepthook
-
-    def print_error(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if value is error:
-            first_line = error.problems[0].partition("\n")[0]
-            sys.stderr.write(f"AgreementError on rank {rank}: {first_line} (rank 0 prints all of it)\n")
-        else:
-            print_uncaught(kind, value, traceback)
-
-    sys.excepthook = print_error
 
 
 def find_differences(requests: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -7,7 +7,9 @@ are wrong at once, one error carries all of them. This module imports nothing of
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 
 
 class NamedMeshError(Exception):
@@ -166,3 +168,27 @@ def format_ranks(ranks: Sequence[int]) -> str:
         ('rank 3', 'ranks 0, 1')
     """
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_items(ranks)}"
+
+
+def print_in_one_line(error: NamedMeshError, rank: int, printing_rank: int) -> None:
+    """Let the interpreter print an uncaught error in one line, without its traceback.
+
+    All ranks of a job raise the same error. One rank prints all of it, and a rank that has failed
+    for another reason prints its own error, which would be hard to find among thousands of lines.
+
+    Args:
+        error: the error.
+        rank: the global rank of this process.
+        printing_rank: the rank that prints all of the error.
+    """
+    print_uncaught = sys.excepthook
+
+    def print_error(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if value is error:
+            first_line = error.problems[0].partition("\n")[0]
+            name = type(error).__name__
+            sys.stderr.write(f"{name} on rank {rank}: {first_line} (rank {printing_rank} prints all of it)\n")
+        else:
+            print_uncaught(kind, value, traceback)
+
+    sys.excepthook = print_error

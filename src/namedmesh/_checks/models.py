@@ -29,7 +29,7 @@ from namedmesh._torch import (
     is_async,
     is_capturing,
 )
-from namedmesh.errors import GradientError, format_items, format_ranks
+from namedmesh.errors import GradientError, format_items, format_ranks, print_in_one_line
 from namedmesh.sharding import to_local
 
 # The gradients that are kept until the step use at most this much memory.
@@ -407,7 +407,12 @@ def raise_on_all_ranks(problems: Iterable[str], groups: Iterable[dist.ProcessGro
         GradientError: on every rank.
     """
     united = set(problems)
+    ranks: set[int] = set()
     for group in groups:
         united.update(*all_gather_object(group, united))
+        ranks.update(dist.get_process_group_ranks(group))
     if united:
-        raise GradientError(*sorted(united))
+        error = GradientError(*sorted(united))
+        if dist.get_rank() != min(ranks):
+            print_in_one_line(error, dist.get_rank(), printing_rank=min(ranks))
+        raise error
