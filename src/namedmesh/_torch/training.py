@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -157,3 +159,47 @@ def make_dcp_wrapper(*, no_dist: bool, process_group: dist.ProcessGroup | None) 
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     return _DistWrapper(process_group, use_dist=not no_dist, coordinator_rank=0)
+
+
+def make_storage_unpicklers() -> dict[tuple[str, str], Any]:
+    """Return the classes and functions that a pickled ``.metadata`` of DCP may name.
+
+    They are new ones at each call. pickle can set attributes on every class and function that it
+    gets, and a file that does must not change those of the process.
+
+    Returns:
+        By module and name: for a dataclass, a subclass whose objects become objects of the dataclass
+        when their state is set; for everything else, a function.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+    from torch.serialization import _get_layout
+
+    functions: dict[tuple[str, str], Any] = {
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): _get_layout,
+        (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+        # pathlib._local is the module of pathlib's classes in Python 3.13.
+        ("pathlib", "PosixPath"): PurePosixPath,
+        ("pathlib._local", "PosixPath"): PurePosixPath,
+    }
+    allowed: dict[tuple[str, str], Any] = {}
+    for name, function in functions.items():
+        allowed[name] = partial(function)
+    dataclasses = [getattr(metadata, name) for name in metadata.__all__]
+    for kind in (*dataclasses, filesystem._StorageInfo):
+        allowed[kind.__module__, kind.__name__] = _make_stand_in(kind)
+    return allowed
+
+
+def _make_stand_in(kind: type) -> type:
+    """Return a subclass of a dataclass, for :func:`make_storage_unpicklers`."""
+
+    def set_state(instance: Any, state: Any) -> None:
+        # pickle calls it without an instance for a class, which is an error then.
+        object.__setattr__(instance, "__class__", kind)
+        if hasattr(kind, "__setstate__"):
+            instance.__setstate__(state)
+        else:
+            vars(instance).update(state)
+
+    return type(kind.__name__, (kind,), {"__setstate__": set_state})

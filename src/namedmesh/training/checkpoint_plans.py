@@ -1,50 +1,107 @@
-"""DCP's save planner, which compares the ranks' values of each entry."""
+"""DCP's planners: what a rank writes, and what it reads in the current layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+import io
+import pickle
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh.errors import CheckpointError, format_items, format_ranks
-from namedmesh.fingerprints import digest, fingerprint_sample
-from namedmesh.sharding import to_local
-from namedmesh.training.checkpoint_state import Names, State, format_entry_name, replace_alias
-from namedmesh.training.checkpoint_storage import StorageWriter
-
-# Relative tolerance for parameters: rounding adds up over a run. Different tensors differ by more.
-_TOLERANCE = 1e-3
-# Relative tolerance for the state of optimizers: gradients in half precision differ by more.
-_STATE_TOLERANCE = 1e-2
-_REMEDY = (
-    "and a checkpoint has one tensor of each name. Replicas must be equal; the name of a layer has its "
-    "number in the full model (training.stage_layers); plain shards have the attributes tensor_model_parallel "
-    "and partition_dim; optimizer state that differs between ranks must not be a DTensor"
+from namedmesh.errors import CheckpointError, format_items
+from namedmesh.fingerprints import digest, fingerprint
+from namedmesh.layout import Layout
+from namedmesh.training import seeds
+from namedmesh.training.checkpoint_formats import Checkpoint
+from namedmesh.training.checkpoint_ranks import group_by_rank
+from namedmesh.training.checkpoint_state import (
+    GRADIENT,
+    GROUPS,
+    Options,
+    State,
+    find_owner,
+    format_entry,
 )
+from namedmesh.training.checkpoint_storage import VALUES_NAME, Progress, StorageWriter
+
+# Relative tolerance for the plain state of optimizers. Replicas may differ by rounding.
+_STATE_TOLERANCE = 1e-2
+_SAMPLE_SIZE = 1024
+
+# The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
+# Random states are not among them: without one, the generators keep their state.
+_MISSING = {
+    "model": "not in {}",
+    "optimizer": "kept by the optimizer for the shard of one rank, and no rank has this shard now; load {} in its "
+    "original layout, or without the optimizer",
+    "gradient": "a gradient of one rank, and no rank stands for it now; load {} in its original layout, or without "
+    "the optimizer",
+    "optimizers": "its state in addition to the state of its parameters is not in {}; create it from the same "
+    "parameters, or load without it",
+    "data": "no state of the data loader for this rank in {}, which was saved with other data ranks; load it "
+    "without data=, and skip the samples that were seen (a position that counts the samples of all ranks can be "
+    "an extra value)",
+}
+
+
+def _get_kind(name: str) -> str:
+    """Return the kind of an entry: model, optimizer, gradient, optimizers, data or random."""
+    return name.removeprefix("namedmesh.").partition(".")[0]
+
+
+def format_problems(names_by_problem: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return a message for each problem, with the names that have it."""
+    return [f"{format_items(names)}: {problem}" for problem, names in names_by_problem.items()]
+
+
+# --- saving ---
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's save planner, which compares replicas and saves values that differ by rank.
+    """DCP's save planner, which saves values that differ between ranks for each of them.
 
-    Parameters and all DTensors must be equal on all ranks that have the same shard. If other values
-    differ (buffers, random states, data loaders, plain tensors of optimizers), the checkpoint has
-    every distinct copy, and the manifest says which rank has which.
+    Parameters and all DTensors are taken to be equal on all ranks that have the same shard. If
+    other values differ (buffers, random states, data loaders, plain tensors of optimizers), the
+    checkpoint has every distinct copy, and a table says which rank has which.
 
     Args:
         state: this rank's collected state.
         aliases: the aliases of parameters on any rank, and the names that they are saved under.
-        writer: the storage writer, whose manifest is completed on rank 0.
+        writer: the storage writer, which gets the further names of entries on rank 0.
+        progress: counts the bytes.
+        digests: the digest of the options of each rank, see :func:`compute_options_digest`.
+        rank: this rank.
     """
 
-    def __init__(self, state: State, aliases: Mapping[str, str], writer: StorageWriter) -> None:
+    def __init__(
+        self,
+        state: State,
+        aliases: Mapping[str, str],
+        writer: StorageWriter,
+        progress: Progress,
+        digests: Sequence[bytes],
+        rank: int,
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._state = state
         self._aliases = aliases
         self._writer = writer
+        self._progress = progress
+        # The options of all parameters are large, and most ranks have the same.
+        self._sends_options = digests.index(digests[rank]) == rank
+        # The entry that this rank has for an entry of the plan, where the names differ.
+        self._values: dict[str, Any] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
         """Use the entries of ``state`` instead of the state dict that was given to DCP.
@@ -54,171 +111,614 @@ class SavePlanner(dcp.DefaultSavePlanner):
         super().set_up_planner(self._state.values, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> dcp.SavePlan:
-        """Return this rank's writes and the summaries of its entries, for rank 0."""
+        """Return this rank's writes, and the digests of values that may differ between ranks."""
         plan = super().create_local_plan()
-        state = self._state
-        report: dict[str, Any] = {
-            "extra": digest(state.extra),
-            "options": state.options,
-            "local": state.local,
-        }
-        report["summaries"] = [_summarize(state, item.index.fqn) for item in plan.items]
-        return replace(plan, planner_data=report)
+        digests: dict[str, Any] = {}
+        if self._state.mesh is not None:  # a single process has nothing to compare with
+            for name, value in self._state.values.items():
+                summary = _summarize(self._state, name, value)
+                if summary is not None:
+                    digests[name] = summary
+        options = self._state.options if self._sends_options else None
+        return replace(plan, planner_data=(digests, options, self._state.local))
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
-        """Compare the summaries of all ranks, and complete the manifest. DCP calls it on rank 0.
+        """Give separate names to values that differ, and add the values of the checkpoint itself.
 
-        Raises:
-            CheckpointError: values that must be equal differ between ranks. DCP raises the error of
-                rank 0 on every rank.
+        DCP calls it on rank 0.
         """
-        reports = [plan.planner_data for plan in all_plans]
-        problems = []
-        first = reports[0]["extra"]
-        if different := [rank for rank, report in enumerate(reports) if report["extra"] != first]:
-            extra = format_items(self._state.extra)
-            remedy = "give every rank the same, such as a list of the values of all ranks"
-            where = f"differ on {format_ranks(different)} from those on rank 0"
-            problems.append(f"the extra values ({extra}) {where}; {remedy}")
-        copies, mismatches = _compare_ranks(all_plans, self._aliases)
-        problems += mismatches
-        if problems:
-            raise CheckpointError(*problems)
-        renamed = [_rename_items(plan, rank, copies, self._aliases) for rank, plan in enumerate(all_plans)]
+        copies = _find_copies([plan.planner_data[0] for plan in all_plans])
+        options = Options({}, {})
+        local: set[str] = set()
+        for plan in all_plans:
+            _, options_of_rank, local_of_rank = plan.planner_data
+            if options_of_rank is not None:
+                options.params.update(options_of_rank.params)
+                options.groups.update(options_of_rank.groups)
+            local |= local_of_rank
+        # A group may be empty on some ranks. The options of the others count.
+        for _, group, group_options in options.params.values():
+            options.groups[group] = group_options
+        renamed = []
+        for rank, plan in enumerate(all_plans):
+            names = {name: _get_copy_name(name, by_rank, rank) for name, by_rank in copies.items()}
+            renamed.append(_rename_items(plan, names, self._aliases, options.params))
         # DCP removes items that several ranks have, and balances the writes.
         plans, metadata = super().create_global_plan(renamed)
-        options: dict[str, Any] = {}
-        local: set[str] = set()
-        for report in reports:
-            options |= report["options"]
-            local |= report["local"]
-        # The writer has the manifest on rank 0, where this runs, and writes it at the end.
-        about_names = {"local": sorted(local), "aliases": self._aliases, "copies": copies}
-        self._writer.manifest |= {"options": options, "extra": self._state.extra} | about_names
+        plans[0] = replace(
+            plans[0], items=[*plans[0].items, WriteItem(MetadataIndex(VALUES_NAME), WriteItemType.BYTE_IO)]
+        )
+        metadata.state_dict_metadata[VALUES_NAME] = BytesStorageMetadata()
+        self._values[VALUES_NAME] = {
+            "options": (options.params, options.groups),
+            "aliases": dict(self._aliases),
+            "copies": copies,
+            "local": sorted(local),
+            "extra": self._state.extra,
+        }
+        self._writer.names = self._name_entries(metadata, options.params)
         return plans, metadata
+
+    def _name_entries(self, metadata: dcp.Metadata, params: Container[str]) -> dict[str, list[str]]:
+        """Fill ``planner_data``, from which DCP makes nested dicts, and return further names.
+
+        Returns:
+            For each entry, the names under which it is found, too: the aliases of tied weights, and
+            the names without "model.", under which torchtitan looks for weights.
+        """
+        tied: dict[str, list[str]] = {}
+        for alias, name in self._aliases.items():
+            tied.setdefault(f"model.{name}", []).append(f"model.{alias}")
+        paths: dict[str, tuple[str, ...]] = {}
+        names: dict[str, list[str]] = {}
+        for entry in metadata.state_dict_metadata:
+            owner = find_owner(entry, params)
+            if owner is not None and not entry.startswith(GRADIENT):
+                paths[entry] = ("optimizer", "state", *owner)
+            for name in (entry, *tied.get(entry, ())):
+                paths.setdefault(name, tuple(name.split(".", 1)))
+        for entry in metadata.state_dict_metadata:
+            further = list(tied.get(entry, ()))
+            for name in (entry, *further):
+                short = name.removeprefix("model.")
+                if short != name and short not in paths:
+                    # Its path is the one of the long name, so that DCP's converters see one weight.
+                    paths[short] = paths[name]
+                    further.append(short)
+            if further:
+                names[entry] = further
+        metadata.planner_data = paths
+        return names
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """Return the data of an item, for DCP to write."""
+        data = super().resolve_data(write_item)
+        self._progress.add(data.nbytes if isinstance(data, Tensor) else len(data.getbuffer()))
+        return data
 
     def lookup_object(self, index: Any) -> Any:
         """Return this rank's value of an entry or of its copy, for DCP to write."""
-        return super().lookup_object(replace(index, fqn=strip_copy_prefix(index.fqn)))
+        if index.fqn in self._values:
+            return self._values[index.fqn]
+        if index.fqn.startswith("namedmesh.copy."):
+            index = replace(index, fqn=index.fqn.split(".", 3)[3])
+        return super().lookup_object(index)
 
 
-class Summary(NamedTuple):
-    """A few numbers about the value of an entry, by which ranks compare it.
+def compute_options_digest(options: Options) -> bytes:
+    """Return a hash of the options of this rank's parameters, by which ranks find equal ones."""
+    return hashlib.sha256(pickle.dumps(tuple(options))).digest()[:8]
 
-    Attributes:
-        numbers: floats that may differ by rounding, or the hash of the value.
-        copy: identifies this rank's copy of the value; 0 if the ranks must agree.
-        tolerance: the relative tolerance for floats.
+
+def _summarize(state: State, name: str, value: Any) -> list[float] | int | None:
+    """Return what ranks compare of a value that may differ between them; None if it may not.
+
+    It is a hash. For a plain tensor of an optimizer that has its parameter's shape, it is norm and
+    sum of about a thousand elements, as replicas may differ by rounding.
     """
-
-    numbers: list[float] | int
-    copy: int = 0
-    tolerance: float = _TOLERANCE
-
-    def matches(self, other: Summary) -> bool:
-        """Return whether the values of two summaries are equal, up to rounding."""
-        if isinstance(self.numbers, int) or isinstance(other.numbers, int):
-            return self.numbers == other.numbers
-        limit = self.tolerance * max(map(abs, [*self.numbers, *other.numbers]), default=0.0)
-        pairs = zip(self.numbers, other.numbers, strict=True)
-        return all(abs(own - others) <= limit for own, others in pairs)
-
-
-def _summarize(state: State, name: str) -> Summary:
-    """Return the summary of this rank's value of an entry. Does not communicate.
-
-    Parameters and DTensors must agree, up to rounding. A plain tensor of an optimizer that has its
-    parameter's shape either agrees in the same way, or is saved for each rank. All other values
-    are equal, or are saved for each rank.
-    """
-    if state.mesh is None:
-        return Summary([])  # a single process has nothing to compare with
-    value = state.values[name]
     parameter = state.find_parameter(name)
-    is_sharded = isinstance(value, DTensor)
-    if name in state.parameters or (is_sharded and parameter is None):
-        return Summary(fingerprint_sample(value))
-    if is_sharded or (isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None)):
-        local = to_local(value)
-        if type(local) not in {Tensor, nn.Parameter}:
-            return Summary([])  # quantized tensors support few operations
-        # Some optimizers keep DTensors, others plain tensors that replicas may or may not share.
-        numbers = fingerprint_sample(local)
-        return Summary(numbers, 0 if is_sharded else digest(numbers), _STATE_TOLERANCE)
-    hashed = digest(value)
-    return Summary(hashed, hashed)
+    if isinstance(value, DTensor) or (parameter is None and name.removeprefix("model.") in state.params):
+        return None
+    if isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None):
+        flat = value.reshape(-1)
+        # The stride is odd: an even one would read the same few columns of most matrices.
+        sample = flat[:: max(1, flat.numel() // _SAMPLE_SIZE) | 1].resolve_conj()
+        if sample.is_complex():
+            sample = torch.view_as_real(sample)
+        return fingerprint(sample.double().nan_to_num(nan=1e100, posinf=2e100, neginf=-2e100))
+    return digest(value)
 
 
-def merge_aliases(names_by_rank: Iterable[Names]) -> dict[str, str]:
-    """Merge the aliases of all ranks into a dict from alias to the name it is saved under.
+def _find_copies(digests_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, int]]:
+    """Return the entries that differ between ranks, with the number of each rank's copy.
 
-    Args:
-        names_by_rank: the names of each rank: parameters with several names there, and parameters
-            that tie_stages() has tied across two ranks.
+    The copy of the lowest rank has the number 0: it keeps the name of the entry.
     """
-    aliases: dict[str, str] = {}
-    ends: dict[tuple[str, str], str] = {}
-    for aliases_of_rank, ties in names_by_rank:
-        aliases |= aliases_of_rank
-        ends |= ties
-    for (tie, end), name in ends.items():
-        first = ends.get((tie, "first"), name)
-        if end == "last" and name != first:
-            aliases[name] = first
-    return aliases
-
-
-def _compare_ranks(
-    plans: Sequence[dcp.SavePlan], aliases: Mapping[str, str]
-) -> tuple[dict[str, dict[int, int]], list[str]]:
-    """Compare the summaries of all ranks, on rank 0.
-
-    Returns:
-        By the names of entries that differ and may differ, the number of each rank's copy; and a
-            message for each mismatch of values that must be equal.
-    """
-    summaries: dict[Any, list[tuple[int, Summary]]] = {}
-    for rank, plan in enumerate(plans):
-        for item, summary in zip(plan.items, plan.planner_data["summaries"], strict=True):
-            # The index also has the offsets of a shard, so only equal shards are compared.
-            index = replace(item.index, fqn=replace_alias(item.index.fqn, aliases))
-            summaries.setdefault(index, []).append((rank, summary))
+    by_name: dict[str, dict[int, Any]] = {}
+    for rank, digests in enumerate(digests_by_rank):
+        for name, summary in digests.items():
+            by_name.setdefault(name, {})[rank] = summary
     copies: dict[str, dict[int, int]] = {}
-    names_by_problem: dict[str, dict[str, None]] = {}
-    for index, by_rank in summaries.items():
-        first_rank, first = by_rank[0]
-        different = [rank for rank, summary in by_rank if not first.matches(summary)]
-        if different and not first.copy:
-            problem = f"other values on rank {different[0]} than on rank {first_rank}, {_REMEDY}"
-            names_by_problem.setdefault(problem, {})[format_entry_name(index.fqn)] = None
-        elif different:
-            copies[index.fqn] = {rank: summary.copy for rank, summary in by_rank}
-    return copies, format_problems(names_by_problem)
+    for name, by_rank in by_name.items():
+        first = next(iter(by_rank.values()))
+        if all(_match(first, summary) for summary in by_rank.values()):
+            continue
+        numbers = {rank: digest(summary) for rank, summary in by_rank.items()}
+        lowest = next(iter(numbers.values()))
+        copies[name] = {rank: 0 if number == lowest else number for rank, number in numbers.items()}
+    return copies
+
+
+def _match(one: Any, other: Any) -> bool:
+    """Return whether the values of two summaries are equal, up to rounding."""
+    if isinstance(one, int) or isinstance(other, int):
+        return bool(one == other)
+    limit = _STATE_TOLERANCE * max(map(abs, [*one, *other]))
+    return all(abs(first - second) <= limit for first, second in zip(one, other, strict=True))
+
+
+def _get_copy_name(name: str, by_rank: Mapping[int, int], rank: int) -> str:
+    """Return the name of the copy that a rank has of an entry."""
+    number = by_rank.get(rank, 0)
+    return f"namedmesh.copy.{number:x}.{name}" if number else name
 
 
 def _rename_items(
-    plan: dcp.SavePlan, rank: int, copies: dict[str, dict[int, int]], aliases: Mapping[str, str]
+    plan: dcp.SavePlan,
+    names: Mapping[str, str],
+    aliases: Mapping[str, str],
+    params: Container[str],
 ) -> dcp.SavePlan:
-    """Return a rank's plan with aliases replaced, and a separate name for each distinct copy.
-
-    Copies that are equal have the same name, so DCP saves them once.
-    """
+    """Return a rank's plan with the names of its copies, and without the aliases of other entries."""
+    if not names and not aliases:
+        return replace(plan, planner_data=None)
     items = []
     for item in plan.items:
         name = item.index.fqn
-        if replace_alias(name, aliases) != name:
+        if aliases and _is_of_alias(name, aliases, params):
             continue  # another rank, or another entry of this one, saves it
-        if name in copies:
-            name = f"copy.{copies[name][rank]:x}.{name}"
-        items.append(replace(item, index=replace(item.index, fqn=name)))
+        if names.get(name, name) != name:
+            item = replace(item, index=replace(item.index, fqn=names[name]))  # noqa: PLW2901
+        items.append(item)
     return replace(plan, items=items, planner_data=None)
 
 
-def strip_copy_prefix(name: str) -> str:
-    """Return the name of an entry without the ``copy.NUMBER.`` of a rank's copy."""
-    return name.split(".", 2)[2] if name.startswith("copy.") else name
+def _is_of_alias(name: str, aliases: Mapping[str, str], params: Container[str]) -> bool:
+    """Return whether an entry belongs to a parameter that is saved under another name.
+
+    The two ends of a tied weight have gradients of their own until they are summed.
+    """
+    owner = find_owner(name, params)
+    if owner is None:
+        return name.startswith("model.") and name.removeprefix("model.") in aliases
+    return owner[0] in aliases and not name.startswith(GRADIENT)
 
 
-def format_problems(names_by_problem: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return a message for each problem, with the names that have it."""
-    return [f"{format_items(names)}: {problem}" for problem, names in names_by_problem.items()]
+# --- loading ---
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """DCP's load planner, which raises the problems of all ranks before anything is read.
+
+    The tensors of the model, and those that the optimizers have already, are filled in place.
+
+    Args:
+        state: this rank's collected state.
+        aliases: the aliases of parameters here, on any rank, and the names they are saved under.
+        checkpoint: the checkpoint.
+        cast: whether tensors may have another dtype here.
+        strict: whether missing and unexpected names are problems.
+        select: which parameters and buffers to load, by name; None for all.
+
+    Attributes:
+        missing_keys: the names in the model that are not loaded, on any rank. Known once the plan
+            is finished, as the next two.
+        unexpected_keys: the names in the checkpoint that no rank's model has.
+        unused_optimizer_keys: the parameters whose saved optimizer state no rank's optimizer takes.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    unused_optimizer_keys: list[str]
+
+    def __init__(
+        self,
+        state: State,
+        aliases: Mapping[str, str],
+        checkpoint: Checkpoint,
+        *,
+        cast: bool,
+        strict: bool = True,
+        select: Callable[[str], bool] | None = None,
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.state = state
+        self._checkpoint = checkpoint
+        self._label = f"the checkpoint {checkpoint.path}"
+        self._aliases = {**aliases, **checkpoint.aliases}
+        self._tied = aliases
+        self._cast = cast
+        self._strict = strict
+        self._select: Callable[[str], bool] = select or (lambda _: True)
+        # The problems, and the names of the entries that have them.
+        self._names_by_problem: dict[str, list[str]] = {}
+        # The names in the model that are not loaded.
+        self._missing: dict[str, None] = {}
+        # The entry of the checkpoint that is read for each entry here.
+        self._sources: dict[str, str] = {}
+        # The memory that each entry is read into.
+        self._targets: dict[str, Any] = {}
+        # The parameter and the key of the entries of optimizers, in the checkpoint and here.
+        self._owners: dict[str, tuple[str, str]] = {**checkpoint.owners, **state.owners}
+        # The saved options of the parameters that are loaded, and of the groups here.
+        self._options = Options({}, {})
+        # For each group here, the groups that had its parameters in the checkpoint.
+        self._groups: dict[int, set[int]] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
+        """Find the checkpoint's entry for each entry of this rank, and record all problems.
+
+        DCP calls it on every rank. Does not communicate.
+        """
+        self.metadata = metadata
+        self.state_dict = self._targets
+        for name in self.state.values:
+            kind = _get_kind(name)
+            if kind == "model":
+                self._find_model_entry(name)
+            elif kind in {"data", "random"}:
+                self._find(name)
+        if self.state.optimizers:
+            self._find_optimizer_entries()  # after the model, so that its problems come first
+
+    def _find_model_entry(self, name: str) -> None:
+        """Find the entry for an entry of the model, unless ``select`` or ``strict`` skips it."""
+        key = name.removeprefix("model.")
+        if self._select(key) and (self._strict or self._find_source(name)):
+            self._find(name)
+        else:
+            self._missing[key] = None
+
+    def _find(self, name: str, source: str = "") -> None:
+        """Find the checkpoint's entry for a name and its target, or record it as missing.
+
+        Args:
+            name: the name here.
+            source: the name to look for in the checkpoint; ``name`` if empty.
+        """
+        found = self._find_source(source or name)
+        message = _MISSING.get(_get_kind(name))
+        if found:
+            self._sources[name] = found
+            self._targets[name] = self._find_target(name, found, source or name)
+        elif message and not (self._checkpoint.is_pretrained and name.endswith("_extra_state")):
+            # Hugging Face's checkpoints have no extra states.
+            self._add_problem(name, message.format(self._label))
+
+    def _find_source(self, name: str) -> str:
+        """Return the name of the entry that this rank loads; empty if there is none."""
+        if not self._is_valid_here(name):
+            return ""
+        entries, copies = self._checkpoint.entries, self._checkpoint.copies
+        key = name.removeprefix("model.")
+        if name not in entries and name.startswith("model.") and key in self._aliases:
+            name = f"model.{self._aliases[key]}"
+        source = self._find_copy(name) if name in copies else name
+        return entries.get(source, "")
+
+    def _add_problem(self, name: str, problem: str) -> None:
+        """Record a problem of an entry. All problems are raised together."""
+        self._names_by_problem.setdefault(problem, []).append(format_entry(name, self._owners))
+
+    def _is_valid_here(self, name: str) -> bool:
+        """Return whether the layout allows to load an RNG state or a data loader's state.
+
+        Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
+        state: with more ranks, random values would repeat, and the position of a sampler counts the
+        samples of one rank.
+        """
+        kind = _get_kind(name)
+        if kind not in {"random", "data"}:
+            return True
+        generator = name.removeprefix("namedmesh.random.")
+        equal = seeds.find_axes_with_equal_state("data" if kind == "data" else generator)
+        layout = self._checkpoint.layout
+        mesh = self.state.mesh
+        before = _drop_axes({} if layout is None else layout[0], equal)
+        now = _drop_axes({} if mesh is None else dict(mesh.layout.items()), equal)
+        if kind == "data":  # samplers know the number of data ranks, not their axes
+            return prod(before.values()) == prod(now.values())
+        return before == now
+
+    def _find_copy(self, name: str) -> str:
+        """Return the name of this rank's copy of an entry that differed between ranks.
+
+        A copy matches if the rank that saved it had this rank's coordinates on all axes whose size
+        has not changed.
+
+        Returns:
+            The name of the copy; empty if no copy matches, or if it is the state of an optimizer
+            for another shard than this rank's. If several copies match and differ, the copy of the
+            lowest rank for buffers, and an empty string for all other entries.
+        """
+        by_rank = self._checkpoint.copies[name]
+        ranks = set(by_rank)
+        mesh = self.state.mesh
+        if mesh is not None and self._checkpoint.layout is not None:
+            sizes, offset = self._checkpoint.layout
+            current = dict(mesh.layout.items())
+            same = {axis: mesh.coords[axis] for axis in sizes if current.get(axis) == sizes[axis]}
+            ranks &= {rank - offset for rank in Layout(rank_offset=offset, **sizes).where(**same)}
+        copies = list(dict.fromkeys(by_rank[rank] for rank in sorted(ranks)))
+        is_unique = len(copies) == 1 or (name.startswith("model.") and copies)
+        if not is_unique or not self._has_saved_shard(name):
+            return ""
+        return f"namedmesh.copy.{copies[0]:x}.{name}" if copies[0] else name
+
+    def _has_saved_shard(self, name: str) -> bool:
+        """Return whether the parameter of an optimizer's entry was saved in the same shards.
+
+        True if a rank has saved exactly this rank's shard, and for entries of no parameter.
+        """
+        if name not in self._owners:
+            return True
+        param_name = self._owners[name][0]
+        parameter: Any = self.state.params.get(param_name)
+        saved = self.metadata.state_dict_metadata.get(self._find_source(f"model.{param_name}"))
+        if not isinstance(saved, dcp.TensorStorageMetadata):
+            return False
+        if not isinstance(parameter, DTensor):
+            return len(saved.chunks) == 1
+        (here,) = parameter.__create_chunk_list__()
+        return here in saved.chunks or prod(here.sizes) == 0
+
+    def _find_target(self, name: str, source: str, saved_name: str) -> Any:
+        """Return the tensor to read an entry into, and record a wrong shape or dtype.
+
+        Args:
+            name: the name here.
+            source: the entry that is read.
+            saved_name: the name that the entry had when it was saved.
+
+        Returns:
+            The current tensor of that name, or a new one; None if the entry is not a tensor.
+        """
+        saved = self.metadata.state_dict_metadata[source]
+        if not isinstance(saved, dcp.TensorStorageMetadata):
+            return None
+        shape = tuple(saved.size)
+        dtype = saved.properties.dtype
+        here: Any = self.state.values.get(name)
+        if name in self._owners:
+            target = self._find_optimizer_target(name, shape, dtype, saved_name in self._checkpoint.local)
+            is_current = isinstance(here, Tensor) and (type(here), here.dtype) == (type(target), dtype)
+            if is_current and here.shape == target.shape and not name.startswith(GRADIENT):
+                same_placements = getattr(here, "placements", None) == getattr(target, "placements", None)
+                return here if same_placements else target
+            return target
+        fits = isinstance(here, Tensor) and tuple(here.shape) == shape
+        if name.startswith("model.") and not name.endswith("_extra_state"):
+            if not fits:
+                self._add_problem(name, f"of shape {tuple(here.shape)} here, and {shape} in {self._label}")
+            elif here.dtype != dtype and not self._cast:
+                remedy = "convert the model to it, or pass cast=True, which rounds"
+                self._add_problem(name, f"{here.dtype} here, and {dtype} in {self._label}; {remedy}")
+        return here if fits else torch.empty(shape, dtype=dtype, device="cpu")
+
+    def _find_optimizer_target(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, is_local: bool
+    ) -> Tensor:
+        """Return an uninitialized tensor to read an optimizer's entry into.
+
+        It is a DTensor if the parameter is one, except for a value that was a plain tensor of a
+        sharded parameter when it was saved.
+
+        Args:
+            name: the name here.
+            shape: the shape in the checkpoint.
+            dtype: the dtype in the checkpoint.
+            is_local: whether it was a plain tensor of a sharded parameter.
+        """
+        param_name = self._owners[name][0]
+        parameter: Any = self.state.params[param_name]
+        is_elementwise = tuple(parameter.shape) == shape
+        if is_elementwise and not is_local:
+            return torch.empty_like(parameter, dtype=dtype).detach()
+        if is_local or not shape or not isinstance(parameter, DTensor):
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        if self.state.is_plain_shard(param_name):
+            # Attributes say how a parameter is sharded, but not a tensor of another shape.
+            self._add_problem(name, _MISSING["optimizer"].format(self._label))
+        # The value is, for example, one moment for each row. Any placements would be correct, and
+        # these need the least memory.
+        placements: list[Placement] = [Replicate()] * parameter.device_mesh.ndim
+        for mesh_dim, placement in enumerate(parameter.placements):
+            if type(placement) is not Shard or placement.dim >= len(shape):
+                continue
+            if shape[placement.dim] == parameter.shape[placement.dim]:
+                placements[mesh_dim] = placement
+        where: dict[str, Any] = {"device_mesh": parameter.device_mesh, "placements": placements}
+        return torch.distributed.tensor.empty(shape, dtype=dtype, **where)
+
+    def _find_optimizer_entries(self) -> None:
+        """Find the entries for the optimizers, and record why one cannot resume from them."""
+        if not self._checkpoint.options.params and not self._checkpoint.is_own:
+            self._names_by_problem["has no optimizer that namedmesh saved; load it without the optimizer"] = [
+                self._label
+            ]
+            return
+        entries: dict[str, dict[str, str]] = {}
+        for entry, (param, key) in self._checkpoint.owners.items():
+            entries.setdefault(param, {})[key] = entry
+        saved_params = self._checkpoint.options.params
+        options_of_groups: dict[int, Any] = {}
+        for name, (class_names, group, _) in self.state.options.params.items():
+            if name in self._missing:
+                continue
+            source = name if name in saved_params else self._aliases.get(name, name)
+            if source not in saved_params:
+                problem = f"not optimized in {self._label}; load it without the optimizer"
+                self._add_problem(f"model.{name}", problem)
+                continue
+            saved_classes, saved_group, options = saved_params[source]
+            if class_names[0] not in saved_classes and saved_classes[0] not in class_names:
+                problem = f"optimized by {saved_classes[0]} in {self._label}, and by"
+                remedy = "create the saved class, or load without the optimizer"
+                self._add_problem(f"model.{name}", f"{problem} {class_names[0]} here; {remedy}")
+            elif options_of_groups.setdefault(group, options) != options:
+                problem = "in one group of the optimizer with parameters that had other options in"
+                self._add_problem(f"model.{name}", f"{problem} {self._label}; group them as they were")
+            self._options.params[name] = saved_params[source]
+            self._options.groups[group] = options
+            self._groups.setdefault(group, set()).add(saved_group)
+            for key, entry in entries.get(source, {}).items():
+                here = f"{GRADIENT}{name}" if entry.startswith(GRADIENT) else f"optimizer.state.{name}.{key}"
+                self._owners[here] = (name, key)
+                self._find(here, entry)
+        for position in range(len(self.state.optimizers)):
+            saved = {
+                at // GROUPS
+                for group, found in self._groups.items()
+                if group // GROUPS == position
+                for at in found
+            }
+            self._find_optimizer_extras(position, saved or {position})
+
+    def _find_optimizer_extras(self, position: int, saved_positions: set[int]) -> None:
+        """Find the entry with the part of an optimizer's state that belongs to no parameter.
+
+        Args:
+            position: the position of the optimizer here.
+            saved_positions: the positions of the optimizers that had its parameters in the
+                checkpoint.
+        """
+        name = f"namedmesh.optimizers.{position}"
+        sources = [f"namedmesh.optimizers.{saved}" for saved in sorted(saved_positions)]
+        found = [source for source in sources if source in self._checkpoint.entries]
+        if found and len(sources) == 1:
+            self._find(name, found[0])
+        elif found or name in self.state.values:
+            # The state of several optimizers cannot be merged.
+            self._add_problem(name, _MISSING["optimizers"].format(self._label))
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        """Return this rank's reads, and its problems and names, which DCP sends to rank 0."""
+        items = []
+        if not self._names_by_problem:
+            saved = self.metadata.state_dict_metadata
+            entries = {name: saved[source] for name, source in self._sources.items()}
+            named = replace(self.metadata, state_dict_metadata=entries)
+            for item in create_default_local_load_plan(self._targets, named).items:
+                source = self._sources[item.storage_index.fqn]
+                if source != item.storage_index.fqn:
+                    item = replace(item, storage_index=replace(item.storage_index, fqn=source))  # noqa: PLW2901
+                items.append(item)
+        names = [name for name in self.state.values if name.startswith("model.")]
+        names += [f"model.{alias}" for alias in self.state.names.aliases]
+        problems = format_problems(self._names_by_problem)
+        optimized = list(self.state.options.params) if self.state.optimizers else None
+        return dcp.LoadPlan(items, planner_data=(problems, names, self._missing, optimized, self._groups))
+
+    def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        """Merge the problems and the names of all ranks. DCP calls it on rank 0.
+
+        Raises:
+            CheckpointError: a rank has a problem, or the checkpoint has names that no rank has. DCP
+                raises the error of rank 0 on every rank.
+        """
+        known: set[str] = set()
+        missing: dict[str, None] = {}
+        by_rank: dict[int, list[str]] = {}
+        optimized: set[str] = set()
+        groups: dict[int, set[int]] = {}
+        for rank, plan in enumerate(global_plan):
+            by_rank[rank], names, missing_here, optimized_here, groups_here = plan.planner_data
+            known.update(names)
+            missing |= missing_here
+            optimized.update(optimized_here or ())
+            for group, saved in groups_here.items():
+                groups.setdefault(group, set()).update(saved)
+        problems = group_by_rank(by_rank)
+        unexpected = []
+        for name in sorted(self._checkpoint.entries.keys() - known):
+            key = name.removeprefix("model.")
+            is_alias = key in self._checkpoint.aliases
+            if name.startswith("model.") and not is_alias and self._select(key):
+                unexpected.append(key)
+        unused = self._find_unused(optimized, known, missing) if self.state.optimizers else []
+        if self._strict and unexpected:
+            problem = f"in {self._label}, and on no rank in the model"
+            problems += format_problems({problem: map(repr, unexpected)})
+        if self._strict and unused:
+            problem = (
+                f"optimized in {self._label}, and by no optimizer here; give the optimizers that were saved, or pass "
+                "strict=False to leave their state out"
+            )
+            problems += format_problems({problem: map(repr, unused)})
+        if problems:
+            raise CheckpointError(*problems)
+        merged = (list(missing), unexpected, unused, groups)
+        return [replace(plan, planner_data=merged) for plan in global_plan]
+
+    def _find_unused(self, optimized: set[str], known: set[str], missing: Mapping[str, None]) -> list[str]:
+        """Return the parameters whose saved state no optimizer takes, although they are loaded."""
+        taken = optimized | {self._aliases.get(name, name) for name in optimized}
+        with_state = {param for param, _ in self._checkpoint.owners.values()}
+        unused = []
+        for name in self._checkpoint.options.params.keys() & with_state:
+            is_loaded = f"model.{name}" in known or f"model.{name}" not in self._checkpoint.entries
+            if is_loaded and name not in taken and name not in missing and self._select(name):
+                unused.append(name)
+        return sorted(unused)
+
+    def finish_plan(self, new_plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        """Take the results of all ranks from the plan, as rank 0 has merged them."""
+        self.missing_keys, self.unexpected_keys, self.unused_optimizer_keys, groups = new_plan.planner_data
+        saved = self._checkpoint.options.groups
+        for group in self.state.options.groups:
+            if group in self._options.groups:
+                continue
+            # A group without parameters on this rank has the options of the group that has its
+            # parameters on other ranks, or of the group at its position in the same optimizer.
+            found = groups.get(group)
+            if not found:
+                number = group // GROUPS
+                found = {
+                    at // GROUPS * GROUPS + group % GROUPS
+                    for here, to in groups.items()
+                    if here // GROUPS == number
+                    for at in to
+                }
+            options = saved.get(min(found or {group}))
+            if options is not None and self.state.optimizers:
+                self._options.groups[group] = options
+        return new_plan
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Read an object that is not a tensor, without running code that a file names."""
+        loaded = torch.load(value, weights_only=True, map_location="cpu")
+        self.state_dict[read_item.dest_index.fqn] = loaded
+
+    def find_tied_pairs(self) -> list[tuple[str, str, Any]]:
+        """Return the pairs of saved weights that are one parameter here.
+
+        Returns:
+            For each pair, the two entries in the checkpoint, and the parameter.
+        """
+        pairs = []
+        for alias, name in self._tied.items():
+            first, second = (self._checkpoint.entries.get(f"model.{key}") for key in (name, alias))
+            param = self.state.params.get(alias, self.state.params.get(name))
+            is_one = self._checkpoint.aliases.get(alias) == name
+            if param is not None and first and second and not is_one and self._select(alias):
+                pairs.append((first, second, param))
+        return pairs
+
+    def apply(self) -> None:
+        """Give what was not read in place to the model, optimizers, data loaders and generators."""
+        self.state.apply(self.state_dict, self._owners, self._options)
+
+
+def _drop_axes(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:
+    """Return ``sizes`` without ``axes`` and without axes of size 1."""
+    return {axis: size for axis, size in sizes.items() if size > 1 and axis not in axes}
