@@ -168,8 +168,8 @@ def make_storage_unpicklers() -> dict[tuple[str, str], Any]:
     gets, and a file that does must not change those of the process.
 
     Returns:
-        By module and name: for a dataclass, a subclass whose objects become objects of the dataclass
-        when their state is set; for everything else, a function.
+        By module and name: for a dataclass, a class that creates objects of the dataclass; for
+        everything else, a function.
     """
     from torch.distributed.checkpoint import filesystem, metadata
     from torch.serialization import _get_layout
@@ -185,21 +185,12 @@ def make_storage_unpicklers() -> dict[tuple[str, str], Any]:
     allowed: dict[tuple[str, str], Any] = {}
     for name, function in functions.items():
         allowed[name] = partial(function)
-    dataclasses = [getattr(metadata, name) for name in metadata.__all__]
-    for kind in (*dataclasses, filesystem._StorageInfo):
-        allowed[kind.__module__, kind.__name__] = _make_stand_in(kind)
+    for kind in (*[getattr(metadata, name) for name in metadata.__all__], filesystem._StorageInfo):
+        # pickle calls __new__, and then sets the attributes of the object.
+        allowed[kind.__module__, kind.__name__] = type(kind.__name__, (), {"__new__": _make_creator(kind)})
     return allowed
 
 
-def _make_stand_in(kind: type) -> type:
-    """Return a subclass of a dataclass, for :func:`make_storage_unpicklers`."""
-
-    def set_state(instance: Any, state: Any) -> None:
-        # pickle calls it without an instance for a class, which is an error then.
-        object.__setattr__(instance, "__class__", kind)
-        if hasattr(kind, "__setstate__"):
-            instance.__setstate__(state)
-        else:
-            vars(instance).update(state)
-
-    return type(kind.__name__, (kind,), {"__setstate__": set_state})
+def _make_creator(kind: type) -> Callable[..., Any]:
+    """Return a ``__new__`` that creates an object of another class."""
+    return lambda _, *arguments: kind.__new__(kind, *arguments)

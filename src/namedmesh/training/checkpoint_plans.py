@@ -662,7 +662,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def _find_unused(self, optimized: set[str], known: set[str], missing: Mapping[str, None]) -> list[str]:
         """Return the parameters whose saved state no optimizer takes, although they are loaded."""
-        taken = optimized | {self._aliases.get(name, name) for name in optimized}
+        taken = set(optimized)
+        for alias, name in self._aliases.items():
+            if alias in optimized or name in optimized:
+                taken.update((alias, name))
         with_state = {param for param, _ in self._checkpoint.owners.values()}
         unused = []
         for name in self._checkpoint.options.params.keys() & with_state:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from namedmesh._torch import all_gather_object
 from namedmesh.arguments import checkpoint_place
-from namedmesh.errors import CheckpointError, format_items, format_ranks
+from namedmesh.errors import CheckpointError, GradientError, format_items, format_ranks
 from namedmesh.fingerprints import digest, fingerprint_sample
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
@@ -132,8 +133,14 @@ def save_objects(
     def prepare() -> None:
         state.all_reduce_partial()
         if mesh is not None:
-            _check_stages(state, mesh, aliases)
-            check_replicas_equal([param for module in state.modules for param in module.parameters()], mesh)
+            problems = _find_unequal_stages(state, mesh, aliases)
+            try:
+                params = chain.from_iterable(module.parameters() for module in state.modules)
+                check_replicas_equal(list(params), mesh)
+            except GradientError as error:
+                problems.extend(error.problems)
+            if problems:
+                raise CheckpointError(*problems)
         if in_background:
             state.copy_to_cpu(ranks.pinned)
 
@@ -241,16 +248,13 @@ def _list_leaves(path: str, value: Any) -> Iterator[tuple[str, tuple[int, str]]]
         yield path, (digest(value), repr(value)[:80])
 
 
-def _check_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> None:
-    """Check that parameters of one name are one weight on all pipeline stages that have it.
+def _find_unequal_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> list[str]:
+    """Return a message for each parameter that has other values on another pipeline stage.
 
     Collective: every rank of the mesh must call it.
-
-    Raises:
-        CheckpointError: two stages have different weights of one name.
     """
     if "pp" not in mesh.layout or mesh.size("pp") == 1:
-        return
+        return []
     group = mesh.group("pp")
     params = {aliases.get(name, name): param for name, param in state.params.items()}
     counts = Counter(chain.from_iterable(all_gather_object(group, list(params))))
@@ -267,8 +271,7 @@ def _check_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> 
                     "tensor of each name. The name of a layer has its number in the full model "
                     "(training.stage_layers), and tied weights are equal"
                 ] = None
-    if problems:
-        raise CheckpointError(*problems)
+    return list(problems)
 
 
 class Loaded(dict[str, Any]):
@@ -409,7 +412,9 @@ def _check_tied_equal(planner: LoadPlanner, checkpoint: Checkpoint, progress: Pr
         both = {name: torch.empty_like(param, dtype=saved.properties.dtype) for name in (first, second)}
         reader = checkpoint.make_reader(lambda check: check(), progress)
         plain = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.load(both, storage_reader=reader, planner=plain, no_dist=True)
+        with warnings.catch_warnings():  # DCP warns that it runs in one process, which is intended
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(both, storage_reader=reader, planner=plain, no_dist=True)
         if not torch.equal(to_local(both[first]), to_local(both[second])):
             problems.append(
                 f"{first.removeprefix('model.')!r} and {second.removeprefix('model.')!r} are tied here, and are two "
