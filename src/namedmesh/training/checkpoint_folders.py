@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 import socket
 import warnings
@@ -24,8 +23,6 @@ from namedmesh.training.checkpoint_storage import (
 )
 
 _LOCK_NAME = ".namedmesh.lock"
-# The data files of this release's saves. Those of other programs have no random part.
-_DATA_FILE = re.compile(r"__[0-9a-f]{16}__\d+_\d+\.distcp")
 
 
 class CheckpointEntry(NamedTuple):
@@ -101,8 +98,6 @@ def _read_description(description: Path) -> CheckpointEntry:
     manifest: dict[str, Any] | None
     if description.name == METADATA_NAME:
         manifest = read_manifest(path)
-        if manifest is None and any(_DATA_FILE.fullmatch(file.name) for file in path.iterdir()):
-            raise make_corrupted_error(METADATA_NAME, path)  # cut off
     else:
         manifest = read_old_manifest(path)
         folder = manifest["data"]
@@ -221,7 +216,7 @@ def _list_leftovers(path: Path, entry: CheckpointEntry | None) -> list[str]:
     is_old = any(map(OLD_FOLDER.fullmatch, kept))
     leftovers = []
     for name in sorted(file.name for file in path.iterdir()):
-        is_data = _DATA_FILE.fullmatch(name) or OLD_FOLDER.fullmatch(name)
+        is_data = DATA_FILE.fullmatch(name) or OLD_FOLDER.fullmatch(name)
         is_replaced = name == OLD_MANIFEST_NAME and entry is not None and not is_old
         if (is_data and name not in kept) or is_replaced or name == f"{METADATA_NAME}.tmp":
             leftovers.append(name)

@@ -194,7 +194,7 @@ def _read_old(path: Path) -> Checkpoint:
         if zlib.crc32(contents[key]) != manifest[key]:
             raise storage.make_corrupted_error(name, path)
     values = torch.load(io.BytesIO(contents["values"]), weights_only=True, map_location="cpu")
-    metadata = storage.unpickle_metadata(contents["metadata"])
+    metadata = storage.unpickle_metadata(contents["metadata"], path)
     options = Options({}, {})
     for name, (class_names, group_options, group, options_of_groups) in values["options"].items():
         options.params[name] = (class_names, group, group_options)
@@ -301,7 +301,7 @@ def _list_weight_files(path: Path) -> list[Path]:
         return sorted(path.glob("*.safetensors"))
     named = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     for name in named:
-        storage.check_file_name(name)
+        storage.check_file_name(name, path)
     missing = sorted(name for name in named if not (path / name).exists())
     if missing:
         raise CheckpointError(f"{path / _INDEX} names files that do not exist: {format_items(missing, 4)}.")

@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import secrets
 import struct
 import sys
@@ -34,9 +35,11 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 from namedmesh._torch import make_storage_unpicklers
-from namedmesh.errors import CheckpointError, format_items
+from namedmesh.errors import CheckpointError, format_items, get_first_line
 
 METADATA_NAME = ".metadata"
+DATA_FILE = re.compile(r"__[0-9a-f]{16}__\d+_\d+\.distcp")
+"""The names of files with tensors. Those of other programs have no random part."""
 VALUES_NAME = "namedmesh.values"
 """The entry with the extra values, the options of optimizers, and what is known about names."""
 VISIBILITY_TIMEOUT = 20.0
@@ -320,42 +323,55 @@ class _MetadataUnpickler(pickle.Unpickler):
         return found
 
 
-def unpickle_metadata(contents: bytes) -> dcp.Metadata:
+def unpickle_metadata(contents: bytes, path: Path) -> dcp.Metadata:
     """Return the metadata in a pickle of DCP, without running code that it names.
 
+    Args:
+        contents: the pickle.
+        path: the checkpoint, for messages.
+
     Raises:
-        CheckpointError: it names a file that is not in the folder, or it is not DCP's metadata.
+        CheckpointError: it is not DCP's metadata, or it names a file that is not in the folder.
     """
-    metadata: Any = _MetadataUnpickler(io.BytesIO(contents)).load()
-    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError("its .metadata is not the metadata of torch.distributed.checkpoint")
-    for name in group_by_file(metadata.storage_data.values()):
-        check_file_name(name)
+    try:
+        metadata: Any = _MetadataUnpickler(io.BytesIO(contents)).load()
+        names = list(group_by_file(metadata.storage_data.values()))
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint: its {METADATA_NAME} is not the metadata of torch.distributed.checkpoint "
+            f"({get_first_line(error)})"
+        ) from error
+    for name in names:
+        check_file_name(name, path)
+    if not isinstance(metadata, dcp.Metadata):
+        raise CheckpointError(f"{path} is not a checkpoint: its {METADATA_NAME} is a {type(metadata).__name__}")
     return metadata
 
 
-def check_file_name(name: object) -> None:
-    """Check that the name of a file, which another file contains, is one in the same folder.
+def check_file_name(name: object, path: Path) -> None:
+    """Check that the name of a file, which a file of a checkpoint contains, is one in its folder.
 
     Raises:
         CheckpointError: it may be outside.
     """
     if not isinstance(name, str) or name in {"", ".", ".."} or Path(name).name != name:
-        raise CheckpointError(f"it names the file {name!r}, which is not in its folder")
+        raise CheckpointError(f"the checkpoint {path} names the file {name!r}, which is not in its folder")
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the JSON in the trailer of a ``.metadata``; None if the file has no trailer.
+    """Return the JSON in the trailer of a ``.metadata``; None for a folder of another program.
 
     Raises:
         FileNotFoundError: there is no ``.metadata``.
-        CorruptedError: the trailer failed its checksum.
+        CorruptedError: the trailer is cut off, or failed its checksum.
     """
     with (path / METADATA_NAME).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _FOOTER.size))
         footer = file.read()
         if len(footer) < _FOOTER.size or not footer.endswith(_MAGIC):
+            if any(DATA_FILE.fullmatch(other.name) for other in path.iterdir()):
+                raise make_corrupted_error(METADATA_NAME, path)
             return None
         length, checksum, _ = _FOOTER.unpack(footer)
         start = size - _FOOTER.size - length
@@ -383,10 +399,7 @@ def read_metadata(path: Path, manifest: dict[str, Any] | None) -> dcp.Metadata:
         contents = contents[: manifest["start"]]
         if zlib.crc32(contents) != manifest["metadata"]:
             raise make_corrupted_error(METADATA_NAME, path)
-    metadata = unpickle_metadata(contents)
-    if manifest is None and VALUES_NAME in metadata.state_dict_metadata:
-        raise make_corrupted_error(METADATA_NAME, path)  # the trailer is cut off
-    return metadata
+    return unpickle_metadata(contents, path)
 
 
 def load_values(path: Path, metadata: dcp.Metadata) -> dict[str, Any]:
