@@ -10,15 +10,15 @@ import socket
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
 from namedmesh.errors import CheckpointError, format_items
 from namedmesh.training.checkpoint_formats import OLD_FOLDER, OLD_MANIFEST_NAME, read_old_manifest
 from namedmesh.training.checkpoint_storage import (
+    DATA_FILE,
     METADATA_NAME,
     CorruptedError,
-    make_corrupted_error,
     read_manifest,
 )
 
@@ -32,7 +32,7 @@ class CheckpointEntry(NamedTuple):
         path: the folder of the checkpoint.
         order: the position in the order in which checkpoints were finished. A corrupted checkpoint
             comes after all others.
-        files: the size of each file with data; None if it is not known.
+        files: the size of each file with data; None if the checkpoint is corrupted.
         run: the run that it belongs to; None if it belongs to no run.
         error: the error of a corrupted checkpoint, about which nothing else is known.
     """
@@ -42,13 +42,6 @@ class CheckpointEntry(NamedTuple):
     files: dict[str, int] | None = None
     run: str | None = None
     error: CorruptedError | None = None
-
-
-_entries: dict[Path, tuple[tuple[int, ...], CheckpointEntry]] = {}
-"""The entries that were read, each with the status of its file at that time.
-
-A save lists all checkpoints of a directory several times.
-"""
 
 
 def find_description(path: Path) -> Path | None:
@@ -67,50 +60,30 @@ def find_description(path: Path) -> Path | None:
 
 
 def read_entry(path: Path) -> CheckpointEntry | None:
-    """Return the entry of a checkpoint, from a cache if its file has not changed.
-
-    Returns:
-        None if there is no complete checkpoint of namedmesh.
-    """
+    """Return the entry of a checkpoint; None if there is no complete checkpoint of namedmesh."""
     description = find_description(path)
-    if description is None:
-        return None
     try:
-        stat = description.stat()
-        status = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        if path not in _entries or _entries[path][0] != status:
-            _entries[path] = (status, _read_description(description))
-        return _entries[path][1]
+        if description is None:
+            return None
+        if description.name == METADATA_NAME:
+            manifest = read_manifest(path)
+        else:
+            manifest = read_old_manifest(path)
+            folder = manifest["data"]
+            manifest["files"] = {f"{folder}/{name}": size for name, size in manifest["files"].items()}
     except FileNotFoundError:  # another job has removed it in the meantime
         return None
     except CorruptedError as error:
         return CheckpointEntry(path, order=float("inf"), error=error)
-
-
-def _read_description(description: Path) -> CheckpointEntry:
-    """Read the entry of a checkpoint from the file that makes it complete.
-
-    Raises:
-        CorruptedError: the file failed its checksum.
-        FileNotFoundError: it does not exist any more.
-    """
-    path = description.parent
-    manifest: dict[str, Any] | None
-    if description.name == METADATA_NAME:
-        manifest = read_manifest(path)
-    else:
-        manifest = read_old_manifest(path)
-        folder = manifest["data"]
-        manifest["files"] = {f"{folder}/{name}": size for name, size in manifest["files"].items()}
     if manifest is None:  # another program's
-        return CheckpointEntry(path, order=-1)
+        return None
     return CheckpointEntry(path, manifest["order"], manifest["files"], manifest["run"])
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointEntry]:
     """Return the checkpoints of namedmesh in a directory, in the order in which they were finished."""
     entries = [read_entry(path) for path in sorted(directory.glob("*"))]
-    return sorted((entry for entry in entries if entry and entry.order >= 0), key=lambda entry: entry.order)
+    return sorted(filter(None, entries), key=lambda entry: entry.order)
 
 
 def find_next_order(directory: Path) -> int:
@@ -129,14 +102,9 @@ def find_latest(directory: Path) -> Path | None:
         if problem is None:
             # Sizes are enough here: the checksums of large files take long, and load() checks them.
             incomplete = _find_incomplete_files(entry)
-            current = read_entry(entry.path) if incomplete else entry
-            while current is not None and incomplete and current != entry:
-                # Another job has replaced it in the meantime.
-                entry = current  # noqa: PLW2901
-                incomplete = _find_incomplete_files(entry)
-                current = read_entry(entry.path)
-            if current is None:
-                continue  # another job has removed it
+            current = read_entry(entry.path)
+            if incomplete and current != entry:
+                return find_latest(directory)  # another job has replaced or removed it in the meantime
             if not incomplete:
                 return entry.path
             problem = f"{entry.path}: {format_items(incomplete, 4)} is missing or has another size"
@@ -189,7 +157,8 @@ def remove_leftovers(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         return
     entry = read_entry(path)
-    if entry is not None and entry.files is None:
+    is_foreign = entry is None and find_description(path) is not None
+    if is_foreign or (entry is not None and entry.files is None):
         return
     leftovers = _list_leftovers(path, entry)
     has_stale_lock = entry is None and (path / _LOCK_NAME).exists()

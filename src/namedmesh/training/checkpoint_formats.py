@@ -11,13 +11,15 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from namedmesh.errors import CheckpointError, format_items
 from namedmesh.training import checkpoint_storage as storage
@@ -137,6 +139,44 @@ def _read_own(path: Path, manifest: dict[str, Any], metadata: dcp.Metadata) -> C
     tables = {key: values[key] for key in ("aliases", "copies", "local", "extra")}
     about = {"layout": manifest["layout"], "run": manifest["run"], "is_own": True}
     return Checkpoint(path, path, metadata, entries, options, owners, **tables, **about)
+
+
+def add_names(metadata: dcp.Metadata, aliases: Mapping[str, str], params: Container[str]) -> None:
+    """Let torch's tools find the entries of a checkpoint: fill ``planner_data``, and add names.
+
+    ``planner_data`` has the keys of the nested dict that DCP makes of an entry. The further names
+    share the stored bytes: those of tied weights, and those of weights without "model.", under which
+    torchtitan looks for them.
+
+    Args:
+        metadata: the metadata, which is changed.
+        aliases: the further names of parameters, and the names that they are saved under.
+        params: the names of all optimized parameters.
+    """
+    entries = metadata.state_dict_metadata
+    paths: dict[str, tuple[str, ...]] = {}
+    names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        if f"model.{name}" in entries:
+            names.setdefault(f"model.{name}", []).append(f"model.{alias}")
+    for name in chain(entries, *names.values()):
+        owner = find_owner(name, params)
+        is_state = owner is not None and name.startswith("optimizer.")
+        paths[name] = ("optimizer", "state", *owner) if owner and is_state else tuple(name.split(".", 1))
+    for entry in list(entries):
+        further = names.get(entry, [])
+        for name in (entry, *further):
+            short = name.removeprefix("model.")
+            if short not in paths:
+                # With the path of the long name, DCP's converters make one weight of both.
+                paths[short] = paths[name]
+                names.setdefault(entry, further).append(short)
+    places: dict[Any, Any] = metadata.storage_data
+    for index, place in list(places.items()):
+        for name in names.get(index.fqn, ()):
+            entries[name] = entries[index.fqn]
+            places[MetadataIndex(name, index.offset, index.index)] = place
+    metadata.planner_data = paths
 
 
 def _find_weights(metadata: dcp.Metadata, names: Collection[str]) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import pickle
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -14,8 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -30,10 +26,9 @@ from namedmesh.training.checkpoint_state import (
     GROUPS,
     Options,
     State,
-    find_owner,
     format_entry,
 )
-from namedmesh.training.checkpoint_storage import VALUES_NAME, Progress, StorageWriter
+from namedmesh.training.checkpoint_storage import VALUES_NAME, Progress
 
 # Relative tolerance for the plain state of optimizers. Replicas may differ by rounding.
 _STATE_TOLERANCE = 1e-2
@@ -69,126 +64,26 @@ def format_problems(names_by_problem: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's save planner, which saves values that differ between ranks for each of them.
+    """DCP's save planner with the entries of a :class:`State`, and a table about them on rank 0.
 
-    Parameters and all DTensors are taken to be equal on all ranks that have the same shard. If
-    other values differ (buffers, random states, data loaders, plain tensors of optimizers), the
-    checkpoint has every distinct copy, and a table says which rank has which.
+    DCP removes the entries that several ranks have under one name, and balances the writes.
 
     Args:
-        state: this rank's collected state.
-        aliases: the aliases of parameters on any rank, and the names that they are saved under.
-        writer: the storage writer, which gets the further names of entries on rank 0.
+        values: this rank's entries.
+        table: what a load needs to know about the entries of all ranks.
         progress: counts the bytes.
-        digests: the digest of the options of each rank, see :func:`compute_options_digest`.
-        rank: this rank.
     """
 
-    def __init__(
-        self,
-        state: State,
-        aliases: Mapping[str, str],
-        writer: StorageWriter,
-        progress: Progress,
-        digests: Sequence[bytes],
-        rank: int,
-    ) -> None:
+    def __init__(self, values: dict[str, Any], table: dict[str, Any], progress: Progress) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._state = state
-        self._aliases = aliases
-        self._writer = writer
+        self._entries = values
+        self._table = table
         self._progress = progress
-        # The options of all parameters are large, and most ranks have the same.
-        self._sends_options = digests.index(digests[rank]) == rank
-        # The entry that this rank has for an entry of the plan, where the names differ.
-        self._values: dict[str, Any] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
-        """Use the entries of ``state`` instead of the state dict that was given to DCP.
-
-        DCP's ``save`` logs every value that it is given.
-        """
-        super().set_up_planner(self._state.values, storage_meta, is_coordinator)
-
-    def create_local_plan(self) -> dcp.SavePlan:
-        """Return this rank's writes, and the digests of values that may differ between ranks."""
-        plan = super().create_local_plan()
-        digests: dict[str, Any] = {}
-        if self._state.mesh is not None:  # a single process has nothing to compare with
-            for name, value in self._state.values.items():
-                summary = _summarize(self._state, name, value)
-                if summary is not None:
-                    digests[name] = summary
-        options = self._state.options if self._sends_options else None
-        return replace(plan, planner_data=(digests, options, self._state.local))
-
-    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
-        """Give separate names to values that differ, and add the values of the checkpoint itself.
-
-        DCP calls it on rank 0.
-        """
-        copies = _find_copies([plan.planner_data[0] for plan in all_plans])
-        options = Options({}, {})
-        local: set[str] = set()
-        for plan in all_plans:
-            _, options_of_rank, local_of_rank = plan.planner_data
-            if options_of_rank is not None:
-                options.params.update(options_of_rank.params)
-                options.groups.update(options_of_rank.groups)
-            local |= local_of_rank
-        # A group may be empty on some ranks. The options of the others count.
-        for _, group, group_options in options.params.values():
-            options.groups[group] = group_options
-        renamed = []
-        for rank, plan in enumerate(all_plans):
-            names = {name: _get_copy_name(name, by_rank, rank) for name, by_rank in copies.items()}
-            renamed.append(_rename_items(plan, names, self._aliases, options.params))
-        # DCP removes items that several ranks have, and balances the writes.
-        plans, metadata = super().create_global_plan(renamed)
-        plans[0] = replace(
-            plans[0], items=[*plans[0].items, WriteItem(MetadataIndex(VALUES_NAME), WriteItemType.BYTE_IO)]
-        )
-        metadata.state_dict_metadata[VALUES_NAME] = BytesStorageMetadata()
-        self._values[VALUES_NAME] = {
-            "options": (options.params, options.groups),
-            "aliases": dict(self._aliases),
-            "copies": copies,
-            "local": sorted(local),
-            "extra": self._state.extra,
-        }
-        self._writer.names = self._name_entries(metadata, options.params)
-        return plans, metadata
-
-    def _name_entries(self, metadata: dcp.Metadata, params: Container[str]) -> dict[str, list[str]]:
-        """Fill ``planner_data``, from which DCP makes nested dicts, and return further names.
-
-        Returns:
-            For each entry, the names under which it is found, too: the aliases of tied weights, and
-            the names without "model.", under which torchtitan looks for weights.
-        """
-        tied: dict[str, list[str]] = {}
-        for alias, name in self._aliases.items():
-            tied.setdefault(f"model.{name}", []).append(f"model.{alias}")
-        paths: dict[str, tuple[str, ...]] = {}
-        names: dict[str, list[str]] = {}
-        for entry in metadata.state_dict_metadata:
-            owner = find_owner(entry, params)
-            if owner is not None and not entry.startswith(GRADIENT):
-                paths[entry] = ("optimizer", "state", *owner)
-            for name in (entry, *tied.get(entry, ())):
-                paths.setdefault(name, tuple(name.split(".", 1)))
-        for entry in metadata.state_dict_metadata:
-            further = list(tied.get(entry, ()))
-            for name in (entry, *further):
-                short = name.removeprefix("model.")
-                if short != name and short not in paths:
-                    # Its path is the one of the long name, so that DCP's converters see one weight.
-                    paths[short] = paths[name]
-                    further.append(short)
-            if further:
-                names[entry] = further
-        metadata.planner_data = paths
-        return names
+        """Use these entries. DCP's ``save`` logs every value in the state dict that it is given."""
+        table = {VALUES_NAME: self._table} if is_coordinator else {}
+        super().set_up_planner(self._entries | table, storage_meta, is_coordinator)
 
     def resolve_data(self, write_item: Any) -> Any:
         """Return the data of an item, for DCP to write."""
@@ -196,56 +91,48 @@ class SavePlanner(dcp.DefaultSavePlanner):
         self._progress.add(data.nbytes if isinstance(data, Tensor) else len(data.getbuffer()))
         return data
 
-    def lookup_object(self, index: Any) -> Any:
-        """Return this rank's value of an entry or of its copy, for DCP to write."""
-        if index.fqn in self._values:
-            return self._values[index.fqn]
-        if index.fqn.startswith("namedmesh.copy."):
-            index = replace(index, fqn=index.fqn.split(".", 3)[3])
-        return super().lookup_object(index)
 
+def summarize_values(state: State) -> dict[str, list[float] | int]:
+    """Return a summary of each entry whose value may differ between ranks.
 
-def compute_options_digest(options: Options) -> bytes:
-    """Return a hash of the options of this rank's parameters, by which ranks find equal ones."""
-    return hashlib.sha256(pickle.dumps(tuple(options))).digest()[:8]
-
-
-def _summarize(state: State, name: str, value: Any) -> list[float] | int | None:
-    """Return what ranks compare of a value that may differ between them; None if it may not.
-
-    It is a hash. For a plain tensor of an optimizer that has its parameter's shape, it is norm and
-    sum of about a thousand elements, as replicas may differ by rounding.
+    Parameters and DTensors may not. The summary is a hash. For a plain tensor of an optimizer that
+    has its parameter's shape, it is norm and sum of about a thousand elements, as replicas may
+    differ by rounding.
     """
-    parameter = state.find_parameter(name)
-    if isinstance(value, DTensor) or (parameter is None and name.removeprefix("model.") in state.params):
-        return None
-    if isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None):
-        flat = value.reshape(-1)
-        # The stride is odd: an even one would read the same few columns of most matrices.
-        sample = flat[:: max(1, flat.numel() // _SAMPLE_SIZE) | 1].resolve_conj()
-        if sample.is_complex():
-            sample = torch.view_as_real(sample)
-        return fingerprint(sample.double().nan_to_num(nan=1e100, posinf=2e100, neginf=-2e100))
-    return digest(value)
+    summaries: dict[str, list[float] | int] = {}
+    for name, value in state.values.items():
+        parameter = state.find_parameter(name)
+        if isinstance(value, DTensor) or name.removeprefix("model.") in state.params:
+            continue
+        if isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None):
+            flat = value.reshape(-1)
+            # The stride is odd: an even one would read the same few columns of most matrices.
+            sample = flat[:: max(1, flat.numel() // _SAMPLE_SIZE) | 1].resolve_conj()
+            real = torch.view_as_real(sample) if sample.is_complex() else sample
+            summaries[name] = fingerprint(real.double().nan_to_num(nan=1e100, posinf=2e100, neginf=-2e100))
+        else:
+            summaries[name] = digest(value)
+    return summaries
 
 
-def _find_copies(digests_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, int]]:
+def find_copies(summaries_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, int]]:
     """Return the entries that differ between ranks, with the number of each rank's copy.
 
     The copy of the lowest rank has the number 0: it keeps the name of the entry.
+
+    Args:
+        summaries_by_rank: the result of :func:`summarize_values` on each rank.
     """
     by_name: dict[str, dict[int, Any]] = {}
-    for rank, digests in enumerate(digests_by_rank):
-        for name, summary in digests.items():
+    for rank, summaries in enumerate(summaries_by_rank):
+        for name, summary in summaries.items():
             by_name.setdefault(name, {})[rank] = summary
     copies: dict[str, dict[int, int]] = {}
     for name, by_rank in by_name.items():
         first = next(iter(by_rank.values()))
-        if all(_match(first, summary) for summary in by_rank.values()):
-            continue
-        numbers = {rank: digest(summary) for rank, summary in by_rank.items()}
-        lowest = next(iter(numbers.values()))
-        copies[name] = {rank: 0 if number == lowest else number for rank, number in numbers.items()}
+        if not all(_match(first, summary) for summary in by_rank.values()):
+            numbers = {rank: digest(summary) for rank, summary in by_rank.items()}
+            copies[name] = {rank: 0 if at == digest(first) else at for rank, at in numbers.items()}
     return copies
 
 
@@ -257,41 +144,30 @@ def _match(one: Any, other: Any) -> bool:
     return all(abs(first - second) <= limit for first, second in zip(one, other, strict=True))
 
 
-def _get_copy_name(name: str, by_rank: Mapping[int, int], rank: int) -> str:
-    """Return the name of the copy that a rank has of an entry."""
-    number = by_rank.get(rank, 0)
+def name_copy(name: str, number: int) -> str:
+    """Return the name of a copy of an entry."""
     return f"namedmesh.copy.{number:x}.{name}" if number else name
 
 
-def _rename_items(
-    plan: dcp.SavePlan,
-    names: Mapping[str, str],
-    aliases: Mapping[str, str],
-    params: Container[str],
-) -> dcp.SavePlan:
-    """Return a rank's plan with the names of its copies, and without the aliases of other entries."""
-    if not names and not aliases:
-        return replace(plan, planner_data=None)
-    items = []
-    for item in plan.items:
-        name = item.index.fqn
-        if aliases and _is_of_alias(name, aliases, params):
-            continue  # another rank, or another entry of this one, saves it
-        if names.get(name, name) != name:
-            item = replace(item, index=replace(item.index, fqn=names[name]))  # noqa: PLW2901
-        items.append(item)
-    return replace(plan, items=items, planner_data=None)
-
-
-def _is_of_alias(name: str, aliases: Mapping[str, str], params: Container[str]) -> bool:
-    """Return whether an entry belongs to a parameter that is saved under another name.
+def rename_values(
+    state: State, aliases: Mapping[str, str], copies: Mapping[str, Mapping[int, int]], rank: int
+) -> dict[str, Any]:
+    """Return this rank's entries, with the names of its copies, and without those of aliases.
 
     The two ends of a tied weight have gradients of their own until they are summed.
+
+    Args:
+        state: this rank's collected state.
+        aliases: the aliases of parameters on any rank, and the names that they are saved under.
+        copies: the result of :func:`find_copies`.
+        rank: this rank.
     """
-    owner = find_owner(name, params)
-    if owner is None:
-        return name.startswith("model.") and name.removeprefix("model.") in aliases
-    return owner[0] in aliases and not name.startswith(GRADIENT)
+    values: dict[str, Any] = {}
+    for name, value in state.values.items():
+        param = state.owners[name][0] if name in state.owners else name.removeprefix("model.")
+        if param not in aliases or name.startswith(GRADIENT):
+            values[name_copy(name, copies.get(name, {}).get(rank, 0))] = value
+    return values
 
 
 # --- loading ---
@@ -453,7 +329,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         is_unique = len(copies) == 1 or (name.startswith("model.") and copies)
         if not is_unique or not self._has_saved_shard(name):
             return ""
-        return f"namedmesh.copy.{copies[0]:x}.{name}" if copies[0] else name
+        return name_copy(name, copies[0])
 
     def _has_saved_shard(self, name: str) -> bool:
         """Return whether the parameter of an optimizer's entry was saved in the same shards.

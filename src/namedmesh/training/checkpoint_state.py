@@ -496,6 +496,18 @@ def merge_aliases(names_by_rank: Iterable[Names]) -> dict[str, str]:
     return aliases
 
 
+def merge_options(options_by_rank: Iterable[Options | None]) -> Options:
+    """Merge the options of all ranks. A rank whose options another one has may give None."""
+    merged = Options({}, {})
+    for options in filter(None, options_by_rank):
+        merged.params.update(options.params)
+        merged.groups.update(options.groups)
+    # A group may be empty on some ranks. The options of the others count.
+    for _, group, group_options in merged.params.values():
+        merged.groups[group] = group_options
+    return merged
+
+
 def find_owner(entry: str, params: Container[str]) -> tuple[str, str] | None:
     """Return the parameter and the key of an entry that belongs to an optimizer's parameter.
 

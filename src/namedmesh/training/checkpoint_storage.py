@@ -186,6 +186,7 @@ class StorageWriter(dcp.FileSystemWriter):
     Args:
         target: the folder of the checkpoint.
         manifest: the layout and the run, for the trailer of ``.metadata``.
+        add_names: adds names to the metadata.
         order: returns the position in the order in which checkpoints were finished.
         on_finish: called on rank 0 after the checkpoint is complete.
         on_cpu: whether all tensors are on the CPU.
@@ -195,6 +196,7 @@ class StorageWriter(dcp.FileSystemWriter):
         self,
         target: Path,
         manifest: dict[str, Any],
+        add_names: Callable[[dcp.Metadata], None],
         order: Callable[[], int],
         on_finish: Callable[[], None],
         *,
@@ -206,11 +208,9 @@ class StorageWriter(dcp.FileSystemWriter):
             self.per_thread_copy_ahead = 0
         self._target = target
         self._manifest = manifest
+        self._add_names = add_names
         self._order = order
         self._on_finish = on_finish
-        # Set by the planner on rank 0: the further names of entries, as :func:`add_names` takes
-        # them.
-        self.names: dict[str, list[str]] = {}
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Check that this host sees the folder that rank 0 has made.
@@ -256,7 +256,7 @@ class StorageWriter(dcp.FileSystemWriter):
         for name, places in group_by_file(metadata.storage_data.values()).items():
             sizes[name] = max(place.offset + place.length for place in places)
         self._check_files(sizes)
-        add_names(metadata, self.names)
+        self._add_names(metadata)
         pickled = pickle.dumps(metadata)
         manifest = self._manifest | {"files": sizes, "metadata": zlib.crc32(pickled), "order": self._order()}
         text = json.dumps(manifest).encode()
@@ -283,20 +283,6 @@ class StorageWriter(dcp.FileSystemWriter):
         if problems:
             found = f"rank 0 does not see {format_items(problems, 4)} in {self._target} as they were written"
             raise CheckpointError(f"{found}; {_REMEDY}, and check that nothing removes files there")
-
-
-def add_names(metadata: dcp.Metadata, names: dict[str, list[str]]) -> None:
-    """Add further names to the entries of a checkpoint, which share their stored bytes.
-
-    Args:
-        metadata: the metadata, which is changed.
-        names: the further names of each entry, such as the second name of a tied weight.
-    """
-    places: dict[Any, Any] = metadata.storage_data
-    for index, place in list(places.items()):
-        for name in names.get(index.fqn, ()):
-            metadata.state_dict_metadata[name] = metadata.state_dict_metadata[index.fqn]
-            places[dcp_metadata.MetadataIndex(name, index.offset, index.index)] = place
 
 
 # --- reading ---
@@ -344,7 +330,9 @@ def unpickle_metadata(contents: bytes, path: Path) -> dcp.Metadata:
     for name in names:
         check_file_name(name, path)
     if not isinstance(metadata, dcp.Metadata):
-        raise CheckpointError(f"{path} is not a checkpoint: its {METADATA_NAME} is a {type(metadata).__name__}")
+        raise CheckpointError(
+            f"{path} is not a checkpoint: its {METADATA_NAME} is a {type(metadata).__name__}"
+        )
     return metadata
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import warnings
 from collections import Counter
@@ -22,10 +23,24 @@ from namedmesh.fingerprints import digest, fingerprint_sample
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
 from namedmesh.training.checkpoint_folders import find_next_order, prepare_folder, remove_leftovers
-from namedmesh.training.checkpoint_formats import Checkpoint, read_checkpoint
-from namedmesh.training.checkpoint_plans import LoadPlanner, SavePlanner, compute_options_digest
+from namedmesh.training.checkpoint_formats import Checkpoint, add_names, read_checkpoint
+from namedmesh.training.checkpoint_plans import (
+    LoadPlanner,
+    SavePlanner,
+    find_copies,
+    rename_values,
+    summarize_values,
+)
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
-from namedmesh.training.checkpoint_state import Model, Optimizers, State, merge_aliases, to_plain_data
+from namedmesh.training.checkpoint_state import (
+    Model,
+    Optimizers,
+    Options,
+    State,
+    merge_aliases,
+    merge_options,
+    to_plain_data,
+)
 from namedmesh.training.checkpoint_storage import Progress, StorageWriter
 from namedmesh.training.replicas import check_replicas_equal
 
@@ -118,19 +133,22 @@ def save_objects(
     state = State(mesh, *objects)
     problem = f"the checkpoint {path} could not be written"
 
-    def collect() -> tuple[Any, bytes, dict[str, int]]:
+    def collect() -> tuple[Any, ...]:
         names = state.collect()
         state.check_gradients()
         state.extra = {key: to_plain_data(value, f"the extra value {key}") for key, value in extra.items()}
         digests = {key: digest(value) for key, value in state.extra.items()}
-        return names, compute_options_digest(state.options), digests
+        # A single process has nothing to compare with.
+        summaries = {} if mesh is None else summarize_values(state)
+        return names, digests, summaries, digest(pickle.dumps(tuple(state.options))), state.local
 
     # Three calls: prepare() communicates, and all ranks must have collected without an error.
     reports = ranks.run_on_all_ranks(problem, collect)
-    _check_extra_equal(ranks, state.extra, [digests for _, _, digests in reports])
-    aliases = merge_aliases(names for names, _, _ in reports)
+    names, extras, summaries, digests, local = zip(*reports, strict=True)
+    _check_extra_equal(ranks, state.extra, extras)
+    aliases = merge_aliases(names)
 
-    def prepare() -> None:
+    def prepare() -> Options | None:
         state.all_reduce_partial()
         if mesh is not None:
             problems = _find_unequal_stages(state, mesh, aliases)
@@ -143,8 +161,14 @@ def save_objects(
                 raise CheckpointError(*problems)
         if in_background:
             state.copy_to_cpu(ranks.pinned)
+        # The options of all parameters are large, and most ranks have the same.
+        return state.options if digests.index(digests[ranks.rank]) == ranks.rank else None
 
-    ranks.run_on_all_ranks(problem, prepare)
+    options = merge_options(ranks.run_on_all_ranks(problem, prepare))
+    copies = find_copies(summaries)
+    table = {"options": tuple(options), "aliases": aliases, "copies": copies, "extra": state.extra}
+    table["local"] = sorted(set().union(*local))
+    values = rename_values(state, aliases, copies, ranks.rank)
     locks: list[Any] = []  # only rank 0 has one, until the end of the save
 
     def remove_older() -> None:
@@ -154,7 +178,9 @@ def save_objects(
     ranks.run_on_rank0(problem, lambda: locks.append(prepare_folder(path)))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
     order = partial(find_next_order, path.parent)
-    writer = StorageWriter(path, {"layout": layout, "run": run}, order, remove_older, on_cpu=in_background)
+    names_for_torch = partial(add_names, aliases=aliases, params=options.params)
+    manifest = {"layout": layout, "run": run}
+    writer = StorageWriter(path, manifest, names_for_torch, order, remove_older, on_cpu=in_background)
     # The current device of a new thread is device 0, on which it would allocate memory.
     device = None
     if mesh is not None and mesh.device.type != "cpu" and in_background:
@@ -167,8 +193,7 @@ def save_objects(
             if device is not None:
                 torch.accelerator.set_device_index(device)
             with ranks.reraise_on_all_ranks(problem):
-                digests = [options for _, options, _ in reports]
-                planner = SavePlanner(state, aliases, writer, progress, digests, ranks.rank)
+                planner = SavePlanner(values, table, progress)
                 dcp.save({}, storage_writer=writer, planner=planner, **ranks.dcp_arguments)
         except BaseException as error:  # noqa: BLE001  also if it is interrupted
             # The checkpoint may be complete nevertheless: if a rank dies after finish(), only the
