@@ -355,8 +355,13 @@ def test_checkpoints_of_namedmesh_0_3_are_loaded_and_the_run_continues(tmp_path:
     assert run.resume_or_start(model, optimizer) == {"step": 7, "note": "kept"}
     assert distinct_values(model, optimizer) == {3.0, 0.0}  # the buffer of rank 0
     assert optimizer.param_groups[0]["lr"] == 0.1
-    training.save(tmp_path / "run" / "step-000007", None, model, optimizer, step=7, note="new")  # it is replaced
-    assert training.load(tmp_path / "run" / "step-000007", None, model, optimizer) == {"step": 7, "note": "new"}
+    training.save(
+        tmp_path / "run" / "step-000007", None, model, optimizer, step=7, note="new"
+    )  # it is replaced
+    assert training.load(tmp_path / "run" / "step-000007", None, model, optimizer) == {
+        "step": 7,
+        "note": "new",
+    }
     assert len(list_files(tmp_path / "run" / "step-000007")) == 1
     manifest = tmp_path / "run" / "older" / "namedmesh.pt"
     manifest.parent.mkdir()
@@ -385,7 +390,9 @@ def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> Non
             opened.append((path, len(contents)))
             return contents
 
-        return mock.MagicMock(wraps=file, read=count, __enter__=lambda _: mock.MagicMock(wraps=file, read=count))
+        return mock.MagicMock(
+            wraps=file, read=count, __enter__=lambda _: mock.MagicMock(wraps=file, read=count)
+        )
 
     small = nn.Linear(1, 1)
     with mock.patch.object(Path, "open", note):

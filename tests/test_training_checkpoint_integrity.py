@@ -216,9 +216,11 @@ def rewrite_metadata(path: Path, change: Callable[[Any], object]) -> None:
     contents = file.read_bytes()
     manifest = read_manifest(path)
     assert manifest is not None
-    metadata = pickle.loads(contents)
+    metadata = pickle.loads(contents)  # noqa: S301  it was written by this test
     changed = change(metadata)
-    pickled = changed if isinstance(changed, bytes) else pickle.dumps(metadata if changed is None else changed)
+    pickled = (
+        changed if isinstance(changed, bytes) else pickle.dumps(metadata if changed is None else changed)
+    )
     text = json.dumps(manifest | {"metadata": zlib.crc32(pickled)}).encode()
     magic = b"namedmesh 1\n"
     file.write_bytes(pickled + text + struct.pack(">II", len(text), zlib.crc32(text)) + magic)
@@ -242,7 +244,11 @@ def test_loading_runs_no_code_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
 
     def replace_tensors(metadata: Any) -> None:
         for place in metadata.storage_data.values():
-            place.offset, place.length, place.crc32 = 0, len(written.getvalue()), zlib.crc32(written.getvalue())
+            place.offset, place.length, place.crc32 = (
+                0,
+                len(written.getvalue()),
+                zlib.crc32(written.getvalue()),
+            )
 
     changes: dict[str, Callable[[Any], object]] = {
         "pickle": lambda _: RunsCode(),
@@ -265,12 +271,15 @@ def test_loading_runs_no_code_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_hostile_file_changes_no_class_and_names_no_file_outside(tmp_path: Path) -> None:
     """pickle sets attributes on every class that it gets, and a file may name any file."""
     model = nn.Linear(1, 1)
-    before = {kind: dict(vars(kind)) for kind in (Path, PosixPath, PurePosixPath, dcp_metadata.Metadata, torch.Size)}
+    before = {
+        kind: dict(vars(kind)) for kind in (Path, PosixPath, PurePosixPath, dcp_metadata.Metadata, torch.Size)
+    }
     for kind in ("pathlib\nPosixPath", "torch.distributed.checkpoint.metadata\nMetadata", "torch\nSize"):
         # BUILD with (None, {"exists": 1}): the attributes of slots, which pickle sets one by one.
         training.save(tmp_path / "class", None, model)
-        state = b"N(dS'exists'\nI1\nst"
-        rewrite_metadata(tmp_path / "class", lambda _, kind=kind: f"c{kind}\n".encode() + b"(N(S'exists'\nI1\ndtb.")
+        rewrite_metadata(
+            tmp_path / "class", lambda _, kind=kind: f"c{kind}\n".encode() + b"(N(S'exists'\nI1\ndtb."
+        )
         for load in list_loads(tmp_path / "class", model):
             assert error_of(load).startswith("CheckpointError: ")
     assert {kind: dict(vars(kind)) for kind in before} == before

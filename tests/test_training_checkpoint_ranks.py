@@ -41,8 +41,16 @@ def different_calls_are_named(root: Path) -> None:
     training.save(root / "one", mesh, model)
     manager = training.CheckpointManager(root / "run", mesh)
     calls: list[tuple[str, Any, Any]] = [
-        ("save", lambda: training.save(root / "one", mesh, model), lambda: training.save(root / "two", mesh, model)),
-        ("load", lambda: training.load(root / "one", mesh, model), lambda: training.save(root / "one", mesh, model)),
+        (
+            "save",
+            lambda: training.save(root / "one", mesh, model),
+            lambda: training.save(root / "two", mesh, model),
+        ),
+        (
+            "load",
+            lambda: training.load(root / "one", mesh, model),
+            lambda: training.save(root / "one", mesh, model),
+        ),
         ("step", lambda: manager.save(1, model), lambda: manager.save(2, model)),
     ]
     texts = {
@@ -88,7 +96,10 @@ def a_file_that_vanishes_leaves_no_checkpoint(root: Path) -> None:
         finish(self, *arguments, **named)
 
     storage = training.checkpoint_storage  # type: ignore[attr-defined]
-    with mock.patch.object(storage.StorageWriter, "finish", lose), mock.patch.object(storage, "VISIBILITY_TIMEOUT", 0.1):
+    with (
+        mock.patch.object(storage.StorageWriter, "finish", lose),
+        mock.patch.object(storage, "VISIBILITY_TIMEOUT", 0.1),
+    ):
         message = error_of(lambda: training.save(root / "one", mesh, model))
     assert "rank 0 does not see " in message
     assert f"__1_0.distcp in {root}/one as they were written" in message
@@ -189,7 +200,10 @@ def run_stages(sizes: dict[str, int], source: Path | None, target: Path, steps: 
     model = Stages(mesh)
     training.init_parameters(model, seed=0)
     average = nn.ParameterDict(
-        {name.replace(".", "-"): nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()}
+        {
+            name.replace(".", "-"): nn.Parameter(value.detach().clone())
+            for name, value in model.named_parameters()
+        }
     )
     projection = [] if model.projection is None else list(model.projection.parameters())
     optimizers = [
@@ -279,9 +293,9 @@ def a_plan_has_few_bytes_more_than_that_of_dcp(root: Path) -> None:
     gather = dist.all_gather_object
     reports: list[int] = []
 
-    def measure_report(results: Any, value: Any, **named: Any) -> None:
-        reports.append(len(pickle.dumps(value)))
-        gather(results, value, **named)
+    def measure_report(object_list: Any, obj: Any, group: Any = None) -> None:
+        reports.append(len(pickle.dumps(obj)))
+        gather(object_list, obj, group)
 
     with mock.patch.object(dcp.DefaultSavePlanner, "create_local_plan", measure):
         dcp.save({"model": model.state_dict()}, checkpoint_id=root / "theirs")

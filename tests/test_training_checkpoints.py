@@ -167,8 +167,8 @@ def mismatches_between_ranks_are_reported_by_name(root: Path) -> None:
     )
     named = nn.ModuleDict({str(mesh.rank()): nn.Linear(2, 2, bias=False)})
     for async_ in (False, True):  # before it returns, in both cases
-        extra = {"tokens": 5, "sched": {"a": 1, "b": [mesh.rank()]}}
-        assert error_of(lambda: training.save(root / "last", mesh, named, async_=async_, **extra)) == (
+        extra: Any = {"tokens": 5, "sched": {"a": 1, "b": [mesh.rank()]}}
+        assert error_of(partial(training.save, root / "last", mesh, named, async_=async_, **extra)) == (
             "CheckpointError: the extra values differ between ranks: sched['b'][0] is 0 on rank 0, 1 on rank 1; give every rank "
             "the same, such as a list of the values of all ranks"
         )
@@ -490,7 +490,9 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     assert found == [pytest.approx(each, abs=1e-9) for each in expected]
     saved = dcp.FileSystemReader(root / "2").read_metadata()
     both = ("model.embed.weight", "model.head.weight")  # torch finds both names, of one stored tensor
-    first, second = ([place for index, place in saved.storage_data.items() if index.fqn == name] for name in both)
+    first, second = (
+        [place for index, place in saved.storage_data.items() if index.fqn == name] for name in both
+    )
     assert first == second
     assert first
     mesh = namedmesh.init_mesh(pp=2, device="cpu")

@@ -49,6 +49,7 @@ _MAGIC = b"namedmesh 1\n"
 # The end of ``.metadata``: the length of the JSON text in front of it, its checksum, and the magic.
 _FOOTER = struct.Struct(f">II{len(_MAGIC)}s")
 _REMEDY = "give a path on a file system that all hosts share, such as NFS or Lustre"
+_QUIET_SECONDS = 2
 # Checksums of smaller files take less time than to start threads.
 _THREADS_MIN_BYTES = 1 << 25
 
@@ -90,19 +91,19 @@ class Progress:
         """Count bytes that were written or read, and show the line once a second."""
         self._bytes += count
         now = time.monotonic()
-        if self._is_shown and now - self._start > 2 and now - self._last > 1:
+        if self._is_shown and now > max(self._start + _QUIET_SECONDS, self._last + 1):
             self._last = now
-            self._print("")
+            self._show("")
 
     def end(self) -> None:
         """End the line, if it was shown."""
         if self._last > self._start:
-            self._print("\n")
+            self._show("\n")
 
-    def _print(self, end: str) -> None:
+    def _show(self, end: str) -> None:
         seconds = time.monotonic() - self._start
-        text = f"\r{self.label}: {self._bytes / 1e6:,.0f} MB on rank 0, {seconds:.0f} s"
-        print(text, end=end, file=sys.stderr, flush=True)
+        sys.stderr.write(f"\r{self.label}: {self._bytes / 1e6:,.0f} MB on rank 0, {seconds:.0f} s{end}")
+        sys.stderr.flush()
 
 
 def compute_checksums(file: Path, places: Sequence[Any], add_bytes: Callable[[int], None]) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from namedmesh._torch import all_gather_object
 from namedmesh.arguments import checkpoint_place
@@ -22,7 +23,7 @@ from namedmesh.errors import CheckpointError, GradientError, format_items, forma
 from namedmesh.fingerprints import digest, fingerprint_sample
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
-from namedmesh.training.checkpoint_folders import find_next_order, prepare_folder, remove_leftovers
+from namedmesh.training.checkpoint_folders import Lock, find_next_order, prepare_folder, remove_leftovers
 from namedmesh.training.checkpoint_formats import Checkpoint, add_names, read_checkpoint
 from namedmesh.training.checkpoint_plans import (
     LoadPlanner,
@@ -132,55 +133,18 @@ def save_objects(
     in_background = async_ and mesh is not None
     state = State(mesh, *objects)
     problem = f"the checkpoint {path} could not be written"
+    values, table = _agree_on_values(state, ranks, extra, problem, in_background=in_background)
+    locks: list[Lock] = []  # only rank 0 has one, until the end of the save
+    ranks.run_on_rank0(problem, lambda: locks.append(prepare_folder(path)))
 
-    def collect() -> tuple[Any, ...]:
-        names = state.collect()
-        state.check_gradients()
-        state.extra = {key: to_plain_data(value, f"the extra value {key}") for key, value in extra.items()}
-        digests = {key: digest(value) for key, value in state.extra.items()}
-        # A single process has nothing to compare with.
-        summaries = {} if mesh is None else summarize_values(state)
-        return names, digests, summaries, digest(pickle.dumps(tuple(state.options))), state.local
-
-    # Three calls: prepare() communicates, and all ranks must have collected without an error.
-    reports = ranks.run_on_all_ranks(problem, collect)
-    names, extras, summaries, digests, local = zip(*reports, strict=True)
-    _check_extra_equal(ranks, state.extra, extras)
-    aliases = merge_aliases(names)
-
-    def prepare() -> Options | None:
-        state.all_reduce_partial()
-        if mesh is not None:
-            problems = _find_unequal_stages(state, mesh, aliases)
-            try:
-                params = chain.from_iterable(module.parameters() for module in state.modules)
-                check_replicas_equal(list(params), mesh)
-            except GradientError as error:
-                problems.extend(error.problems)
-            if problems:
-                raise CheckpointError(*problems)
-        if in_background:
-            state.copy_to_cpu(ranks.pinned)
-        # The options of all parameters are large, and most ranks have the same.
-        return state.options if digests.index(digests[ranks.rank]) == ranks.rank else None
-
-    options = merge_options(ranks.run_on_all_ranks(problem, prepare))
-    copies = find_copies(summaries)
-    table = {"options": tuple(options), "aliases": aliases, "copies": copies, "extra": state.extra}
-    table["local"] = sorted(set().union(*local))
-    values = rename_values(state, aliases, copies, ranks.rank)
-    locks: list[Any] = []  # only rank 0 has one, until the end of the save
-
-    def remove_older() -> None:
+    def finish() -> None:
         remove_leftovers(path)
         on_finish()
 
-    ranks.run_on_rank0(problem, lambda: locks.append(prepare_folder(path)))
     layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
+    names = partial(add_names, aliases=table["aliases"], params=table["options"][0])
     order = partial(find_next_order, path.parent)
-    names_for_torch = partial(add_names, aliases=aliases, params=options.params)
-    manifest = {"layout": layout, "run": run}
-    writer = StorageWriter(path, manifest, names_for_torch, order, remove_older, on_cpu=in_background)
+    writer = StorageWriter(path, {"layout": layout, "run": run}, names, order, finish, on_cpu=in_background)
     # The current device of a new thread is device 0, on which it would allocate memory.
     device = None
     if mesh is not None and mesh.device.type != "cpu" and in_background:
@@ -205,8 +169,7 @@ def save_objects(
         else:
             locks.clear()
             future.set_result(path)
-        finally:
-            progress.end()
+        progress.end()
 
     if in_background:
         ranks.saving = future
@@ -215,6 +178,55 @@ def save_objects(
         write()
         future.result()
     return future
+
+
+def _agree_on_values(
+    state: State, ranks: CheckpointRanks, extra: Mapping[str, Any], problem: str, *, in_background: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collect the state of this rank, and compare it with the other ranks.
+
+    Collective: every rank must call it.
+
+    Args:
+        state: the state, which is filled.
+        ranks: the ranks.
+        extra: the extra values of this rank.
+        problem: the start of the message for unexpected errors.
+        in_background: whether the values are written while training continues.
+
+    Returns:
+        The entries that this rank writes, and the table of the checkpoint.
+    """
+
+    def collect() -> tuple[Any, ...]:
+        names = state.collect()
+        state.check_gradients()
+        state.extra = {key: to_plain_data(value, f"the extra value {key}") for key, value in extra.items()}
+        digests = {key: digest(value) for key, value in state.extra.items()}
+        # A single process has nothing to compare with.
+        summaries = {} if state.mesh is None else summarize_values(state)
+        return names, digests, summaries, digest(pickle.dumps(tuple(state.options))), state.local
+
+    # Two calls: prepare() communicates, and all ranks must have collected without an error.
+    reports = ranks.run_on_all_ranks(problem, collect)
+    names, extras, summaries, digests, local = zip(*reports, strict=True)
+    _check_extra_equal(ranks, state.extra, extras)
+    aliases = merge_aliases(names)
+
+    def prepare() -> Options | None:
+        state.all_reduce_partial()
+        if state.mesh is not None:
+            _check_replicas(state, state.mesh, aliases)
+        if in_background:
+            state.copy_to_cpu(ranks.pinned)
+        # The options of all parameters are large, and most ranks have the same.
+        return state.options if digests.index(digests[ranks.rank]) == ranks.rank else None
+
+    options = merge_options(ranks.run_on_all_ranks(problem, prepare))
+    copies = find_copies(summaries)
+    table = {"options": tuple(options), "aliases": aliases, "copies": copies, "extra": state.extra}
+    table["local"] = sorted(set().union(*local))
+    return rename_values(state, aliases, copies, ranks.rank), table
 
 
 def _check_extra_equal(
@@ -271,6 +283,22 @@ def _list_leaves(path: str, value: Any) -> Iterator[tuple[str, tuple[int, str]]]
             yield from _list_leaves(f"{path}[{position}]", item)
     else:
         yield path, (digest(value), repr(value)[:80])
+
+
+def _check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> None:
+    """Check that parameters of one name are one weight. Collective: every rank must call it.
+
+    Raises:
+        CheckpointError: on every rank that compares them, they differ.
+    """
+    problems = _find_unequal_stages(state, mesh, aliases)
+    try:
+        # It communicates, so no rank may raise an error before.
+        check_replicas_equal(list(chain.from_iterable(map(nn.Module.parameters, state.modules))), mesh)
+    except GradientError as error:
+        problems.extend(error.problems)
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def _find_unequal_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> list[str]:
