@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary, finalize
 
 from namedmesh.errors import CheckpointError, format_items
 from namedmesh.training.checkpoint_formats import OLD_FOLDER, OLD_MANIFEST_NAME, read_old_manifest
-from namedmesh.training.checkpoint_storage import (
+from namedmesh.training.checkpoint_metadata import (
     DATA_FILE,
     METADATA_NAME,
     CorruptedError,

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from namedmesh.errors import CheckpointError, format_items
-from namedmesh.training import checkpoint_storage as storage
-from namedmesh.training import seeds
+from namedmesh.training import checkpoint_metadata, seeds
+from namedmesh.training.checkpoint_metadata import MissingError
+from namedmesh.training.checkpoint_names import GROUPS, Options, find_owner
 from namedmesh.training.checkpoint_ranks import CheckpointRanks
-from namedmesh.training.checkpoint_state import GROUPS, Options, find_owner
-from namedmesh.training.checkpoint_storage import MissingError, Progress, StorageReader
+from namedmesh.training.checkpoint_storage import Progress, StorageReader, load_values
 
 OLD_MANIFEST_NAME = "namedmesh.pt"
 """The manifest of checkpoints of namedmesh 0.3, which names the folder with their tensors."""
@@ -98,18 +98,18 @@ def read_checkpoint(path: Path, names: Collection[str]) -> Checkpoint:
         CorruptedError: a file is missing or failed its checksum.
         CheckpointError: the folder cannot be loaded.
     """
-    if (path / storage.METADATA_NAME).exists():
-        manifest = storage.read_manifest(path)
-        metadata = storage.read_metadata(path, manifest)
+    if (path / checkpoint_metadata.METADATA_NAME).exists():
+        manifest = checkpoint_metadata.read_manifest(path)
+        metadata = checkpoint_metadata.read_metadata(path, manifest)
         if manifest is None:
             return Checkpoint(path, path, metadata, _find_weights(metadata, names))
         return _read_own(path, manifest, metadata)
     if (path / OLD_MANIFEST_NAME).exists():
         return _read_old(path)
-    files = _list_weight_files(path)
-    if not files:
+    weights = _list_weight_files(path)
+    if not weights:
         raise MissingError(_describe_absence(path))
-    return _read_pretrained(path, files)
+    return _read_pretrained(path, weights)
 
 
 def _describe_absence(path: Path) -> str:
@@ -122,7 +122,7 @@ def _describe_absence(path: Path) -> str:
 
 def _read_own(path: Path, manifest: dict[str, Any], metadata: dcp.Metadata) -> Checkpoint:
     """Read a checkpoint of this release."""
-    values = storage.load_values(path, metadata)
+    values = load_values(path, metadata)
     options = Options(*values["options"])
     entries: dict[str, str] = {}
     owners: dict[str, tuple[str, str]] = {}
@@ -213,12 +213,12 @@ def read_old_manifest(path: Path) -> dict[str, Any]:
                 f"{path} was written before namedmesh 0.3; save it again with namedmesh 0.3"
             )
         if int(checksum) != zlib.crc32(text):
-            raise storage.make_corrupted_error(OLD_MANIFEST_NAME, path)
+            raise checkpoint_metadata.make_corrupted_error(OLD_MANIFEST_NAME, path)
         manifest: dict[str, Any] = json.loads(text)
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise storage.make_corrupted_error(OLD_MANIFEST_NAME, path) from error
+        raise checkpoint_metadata.make_corrupted_error(OLD_MANIFEST_NAME, path) from error
     if not OLD_FOLDER.fullmatch(str(manifest["data"])):
         raise CheckpointError(f"{path}: its manifest names {manifest['data']!r}, which is not in the folder")
     return manifest
@@ -229,12 +229,12 @@ def _read_old(path: Path) -> Checkpoint:
     manifest = read_old_manifest(path)
     folder = path / manifest["data"]
     contents: dict[str, bytes] = {}
-    for name, key in ((storage.METADATA_NAME, "metadata"), ("values.pt", "values")):
+    for name, key in ((checkpoint_metadata.METADATA_NAME, "metadata"), ("values.pt", "values")):
         contents[key] = (folder / name).read_bytes() if (folder / name).exists() else b""
         if zlib.crc32(contents[key]) != manifest[key]:
-            raise storage.make_corrupted_error(name, path)
+            raise checkpoint_metadata.make_corrupted_error(name, path)
     values = torch.load(io.BytesIO(contents["values"]), weights_only=True, map_location="cpu")
-    metadata = storage.unpickle_metadata(contents["metadata"], path)
+    metadata = checkpoint_metadata.unpickle_metadata(contents["metadata"], path)
     options = Options({}, {})
     for name, (class_names, group_options, group, options_of_groups) in values["options"].items():
         options.params[name] = (class_names, group, group_options)
@@ -341,7 +341,7 @@ def _list_weight_files(path: Path) -> list[Path]:
         return sorted(path.glob("*.safetensors"))
     named = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     for name in named:
-        storage.check_file_name(name, path)
+        checkpoint_metadata.check_file_name(name, path)
     missing = sorted(name for name in named if not (path / name).exists())
     if missing:
         raise CheckpointError(f"{path / _INDEX} names files that do not exist: {format_items(missing, 4)}.")

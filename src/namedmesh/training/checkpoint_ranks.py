@@ -23,7 +23,7 @@ from namedmesh._torch import make_dcp_wrapper
 from namedmesh.errors import AgreementError, CheckpointError, NamedMeshError, format_ranks
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
-from namedmesh.training.checkpoint_storage import CorruptedError
+from namedmesh.training.checkpoint_metadata import CorruptedError
 
 # The words of gloo about a rank that has ended, or that does not answer.
 _LOST_RANK = re.compile("[Cc]onnect|[Tt]imed out|peer|[Ss]ocket|Broken pipe")

@@ -12,13 +12,9 @@ step, so a checkpoint is complete or absent. namedmesh adds to DCP's format
 from __future__ import annotations
 
 import io
-import json
 import mmap
 import os
-import pickle
-import re
 import secrets
-import struct
 import sys
 import time
 import zlib
@@ -31,41 +27,21 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from namedmesh._torch import make_storage_unpicklers
-from namedmesh.errors import CheckpointError, format_items, get_first_line
+from namedmesh.errors import CheckpointError, format_items
+from namedmesh.training.checkpoint_metadata import METADATA_NAME, make_corrupted_error, pack_metadata
 
-METADATA_NAME = ".metadata"
-DATA_FILE = re.compile(r"__[0-9a-f]{16}__\d+_\d+\.distcp")
-"""The names of files with tensors. Those of other programs have no random part."""
 VALUES_NAME = "namedmesh.values"
 """The entry with the extra values, the options of optimizers, and what is known about names."""
 VISIBILITY_TIMEOUT = 20.0
 """Seconds until a host of a network file system sees a file of another host."""
 
-_MAGIC = b"namedmesh 1\n"
-# The end of ``.metadata``: the length of the JSON text in front of it, its checksum, and the magic.
-_FOOTER = struct.Struct(f">II{len(_MAGIC)}s")
 _REMEDY = "give a path on a file system that all hosts share, such as NFS or Lustre"
 _QUIET_SECONDS = 2
 # Checksums of smaller files take less time than to start threads.
 _THREADS_MIN_BYTES = 1 << 25
-
-
-class CorruptedError(CheckpointError):
-    """A file of a checkpoint is missing, or its checksum is wrong."""
-
-
-class MissingError(CheckpointError):
-    """There is no complete checkpoint at a path."""
-
-
-def make_corrupted_error(name: str, path: Path) -> CorruptedError:
-    """Return the error for a file of the checkpoint at ``path``."""
-    problem = f"the checkpoint {path} is corrupted: {name} is missing, or failed its checksum"
-    return CorruptedError(f"{problem}; load an older checkpoint")
 
 
 # --- progress and checksums ---
@@ -258,12 +234,10 @@ class StorageWriter(dcp.FileSystemWriter):
             sizes[name] = max(place.offset + place.length for place in places)
         self._check_files(sizes)
         self._add_names(metadata)
-        pickled = pickle.dumps(metadata)
-        manifest = self._manifest | {"files": sizes, "metadata": zlib.crc32(pickled), "order": self._order()}
-        text = json.dumps(manifest).encode()
+        manifest = self._manifest | {"files": sizes, "order": self._order()}
         temporary = self._target / f"{METADATA_NAME}.tmp"
         with temporary.open("wb") as file:
-            file.write(pickled + text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC))
+            file.write(pack_metadata(metadata, manifest))
             file.flush()
             os.fsync(file.fileno())
         # The rename makes the checkpoint complete. Everything that ``.metadata`` names has to be on
@@ -289,124 +263,6 @@ class StorageWriter(dcp.FileSystemWriter):
 # --- reading ---
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the pickled ``.metadata`` of DCP, and rejects everything that is no part of one.
-
-    The allowed names stand for functions and classes of this object, so that a file cannot change
-    the attributes of torch's.
-    """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._allowed = make_storage_unpicklers()
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._allowed.get((module, name))
-        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a part of a checkpoint")
-        return found
-
-
-def unpickle_metadata(contents: bytes, path: Path) -> dcp.Metadata:
-    """Return the metadata in a pickle of DCP, without running code that it names.
-
-    Args:
-        contents: the pickle.
-        path: the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: it is not DCP's metadata, or it names a file that is not in the folder.
-    """
-    try:
-        metadata: Any = _MetadataUnpickler(io.BytesIO(contents)).load()
-        names = list(group_by_file(metadata.storage_data.values()))
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint: its {METADATA_NAME} is not the metadata of torch.distributed.checkpoint "
-            f"({get_first_line(error)})"
-        ) from error
-    for name in names:
-        check_file_name(name, path)
-    if not isinstance(metadata, dcp.Metadata):
-        raise CheckpointError(
-            f"{path} is not a checkpoint: its {METADATA_NAME} is a {type(metadata).__name__}"
-        )
-    return metadata
-
-
-def check_file_name(name: object, path: Path) -> None:
-    """Check that the name of a file, which a file of a checkpoint contains, is one in its folder.
-
-    Raises:
-        CheckpointError: it may be outside.
-    """
-    if not isinstance(name, str) or name in {"", ".", ".."} or Path(name).name != name:
-        raise CheckpointError(f"the checkpoint {path} names the file {name!r}, which is not in its folder")
-
-
-def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the JSON in the trailer of a ``.metadata``; None for a folder of another program.
-
-    Raises:
-        FileNotFoundError: there is no ``.metadata``.
-        CorruptedError: the trailer is cut off, or failed its checksum.
-    """
-    with (path / METADATA_NAME).open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _FOOTER.size))
-        footer = file.read()
-        if len(footer) < _FOOTER.size or not footer.endswith(_MAGIC):
-            if any(DATA_FILE.fullmatch(other.name) for other in path.iterdir()):
-                raise make_corrupted_error(METADATA_NAME, path)
-            return None
-        length, checksum, _ = _FOOTER.unpack(footer)
-        start = size - _FOOTER.size - length
-        file.seek(max(0, start))
-        text = file.read(length)
-    if start < 0 or zlib.crc32(text) != checksum:
-        raise make_corrupted_error(METADATA_NAME, path)
-    manifest: dict[str, Any] = json.loads(text)
-    return manifest | {"start": start}
-
-
-def read_metadata(path: Path, manifest: dict[str, Any] | None) -> dcp.Metadata:
-    """Return DCP's metadata of a folder.
-
-    Args:
-        path: the folder.
-        manifest: the trailer of its ``.metadata``; None for a folder of another program.
-
-    Raises:
-        CorruptedError: the file failed its checksum.
-        CheckpointError: the file is not DCP's metadata.
-    """
-    contents = (path / METADATA_NAME).read_bytes()
-    if manifest is not None:
-        contents = contents[: manifest["start"]]
-        if zlib.crc32(contents) != manifest["metadata"]:
-            raise make_corrupted_error(METADATA_NAME, path)
-    return unpickle_metadata(contents, path)
-
-
-def load_values(path: Path, metadata: dcp.Metadata) -> dict[str, Any]:
-    """Return the values that a save has stored in addition to the entries.
-
-    Raises:
-        CorruptedError: the file is missing or failed its checksum.
-    """
-    place: Any = metadata.storage_data[dcp_metadata.MetadataIndex(VALUES_NAME)]
-    if find_corrupted_files(path, [place], lambda _: None):
-        raise make_corrupted_error(place.relative_path, path)
-    with (path / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        stored = io.BytesIO(file.read(place.length))
-    values: dict[str, Any] = torch.load(stored, weights_only=True, map_location="cpu")
-    return values
-
-
 def find_corrupted_files(folder: Path, places: Iterable[Any], add_bytes: Callable[[int], None]) -> list[str]:
     """Return the names of files that are missing, or whose stored bytes failed a checksum.
 
@@ -425,6 +281,22 @@ def find_corrupted_files(folder: Path, places: Iterable[Any], add_bytes: Callabl
         if checksums != [place.crc32 for place in in_file]:
             corrupted.append(name)
     return corrupted
+
+
+def load_values(path: Path, metadata: dcp.Metadata) -> dict[str, Any]:
+    """Return the values that a save has stored in addition to the entries.
+
+    Raises:
+        CorruptedError: the file is missing or failed its checksum.
+    """
+    place: Any = metadata.storage_data[MetadataIndex(VALUES_NAME)]
+    if find_corrupted_files(path, [place], lambda _: None):
+        raise make_corrupted_error(place.relative_path, path)
+    with (path / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        stored = io.BytesIO(file.read(place.length))
+    values: dict[str, Any] = torch.load(stored, weights_only=True, map_location="cpu")
+    return values
 
 
 class StorageReader(dcp.FileSystemReader):

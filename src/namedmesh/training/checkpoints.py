@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
-from namedmesh._torch import all_gather_object
 from namedmesh.arguments import checkpoint_place
-from namedmesh.errors import CheckpointError, GradientError, format_items, format_ranks
-from namedmesh.fingerprints import digest, fingerprint_sample
+from namedmesh.errors import CheckpointError
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
 from namedmesh.training.checkpoint_folders import Lock, find_next_order, prepare_folder, remove_leftovers
 from namedmesh.training.checkpoint_formats import Checkpoint, add_names, read_checkpoint
-from namedmesh.training.checkpoint_plans import (
-    LoadPlanner,
-    SavePlanner,
-    find_copies,
-    rename_values,
-    summarize_values,
-)
+from namedmesh.training.checkpoint_loading import LoadPlanner
+from namedmesh.training.checkpoint_names import merge_aliases
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
-from namedmesh.training.checkpoint_state import (
-    Model,
-    Optimizers,
-    Options,
-    State,
-    merge_aliases,
-    merge_options,
-    to_plain_data,
-)
+from namedmesh.training.checkpoint_saving import SavePlanner, agree_on_values
+from namedmesh.training.checkpoint_state import Model, Optimizers, State
 from namedmesh.training.checkpoint_storage import Progress, StorageWriter
-from namedmesh.training.replicas import check_replicas_equal
-
-# Relative tolerance for parameters of one name on several pipeline stages, which drift by rounding.
-_STAGE_TOLERANCE = 1e-3
 
 
 def save(
@@ -133,7 +111,7 @@ def save_objects(
     in_background = async_ and mesh is not None
     state = State(mesh, *objects)
     problem = f"the checkpoint {path} could not be written"
-    values, table = _agree_on_values(state, ranks, extra, problem, in_background=in_background)
+    values, table = agree_on_values(state, ranks, extra, problem, in_background=in_background)
     locks: list[Lock] = []  # only rank 0 has one, until the end of the save
     ranks.run_on_rank0(problem, lambda: locks.append(prepare_folder(path)))
 
@@ -178,153 +156,6 @@ def save_objects(
         write()
         future.result()
     return future
-
-
-def _agree_on_values(
-    state: State, ranks: CheckpointRanks, extra: Mapping[str, Any], problem: str, *, in_background: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collect the state of this rank, and compare it with the other ranks.
-
-    Collective: every rank must call it.
-
-    Args:
-        state: the state, which is filled.
-        ranks: the ranks.
-        extra: the extra values of this rank.
-        problem: the start of the message for unexpected errors.
-        in_background: whether the values are written while training continues.
-
-    Returns:
-        The entries that this rank writes, and the table of the checkpoint.
-    """
-
-    def collect() -> tuple[Any, ...]:
-        names = state.collect()
-        state.check_gradients()
-        state.extra = {key: to_plain_data(value, f"the extra value {key}") for key, value in extra.items()}
-        digests = {key: digest(value) for key, value in state.extra.items()}
-        # A single process has nothing to compare with.
-        summaries = {} if state.mesh is None else summarize_values(state)
-        return names, digests, summaries, digest(pickle.dumps(tuple(state.options))), state.local
-
-    # Two calls: prepare() communicates, and all ranks must have collected without an error.
-    reports = ranks.run_on_all_ranks(problem, collect)
-    names, extras, summaries, digests, local = zip(*reports, strict=True)
-    _check_extra_equal(ranks, state.extra, extras)
-    aliases = merge_aliases(names)
-
-    def prepare() -> Options | None:
-        state.all_reduce_partial()
-        if state.mesh is not None:
-            _check_replicas(state, state.mesh, aliases)
-        if in_background:
-            state.copy_to_cpu(ranks.pinned)
-        # The options of all parameters are large, and most ranks have the same.
-        return state.options if digests.index(digests[ranks.rank]) == ranks.rank else None
-
-    options = merge_options(ranks.run_on_all_ranks(problem, prepare))
-    copies = find_copies(summaries)
-    table = {"options": tuple(options), "aliases": aliases, "copies": copies, "extra": state.extra}
-    table["local"] = sorted(set().union(*local))
-    return rename_values(state, aliases, copies, ranks.rank), table
-
-
-def _check_extra_equal(
-    ranks: CheckpointRanks, extra: Mapping[str, Any], digests: Sequence[Mapping[str, int]]
-) -> None:
-    """Check that all ranks have given the same extra values.
-
-    Collective: every rank must call it.
-
-    Args:
-        ranks: the ranks.
-        extra: the extra values of this rank.
-        digests: the digests of the extra values of each rank, by name.
-
-    Raises:
-        CheckpointError: on every rank, with the values that differ.
-    """
-    names = [
-        key
-        for key in dict.fromkeys(chain.from_iterable(digests))
-        if len({by_name.get(key) for by_name in digests}) > 1
-    ]
-    if not names:
-        return
-
-    def list_differing() -> dict[str, tuple[int, str]]:
-        leaves: dict[str, tuple[int, str]] = {}
-        for key in names:
-            leaves.update(_list_leaves(key, extra[key]) if key in extra else ())
-        return leaves
-
-    by_rank = ranks.run_on_all_ranks("extra values could not be compared", list_differing)
-    problems = []
-    for leaf in dict.fromkeys(chain.from_iterable(by_rank)):
-        ranks_by_value: dict[tuple[int, str], list[int]] = {}
-        for rank, leaves in enumerate(by_rank):
-            ranks_by_value.setdefault(leaves.get(leaf, (0, "not given")), []).append(rank)
-        if len(ranks_by_value) > 1:
-            values = [f"{text} on {format_ranks(at)}" for (_, text), at in ranks_by_value.items()]
-            problems.append(f"{leaf} is {format_items(values, 4)}")
-    raise CheckpointError(
-        f"the extra values differ between ranks: {format_items(problems, 4)}; give every rank the same, such as "
-        "a list of the values of all ranks"
-    )
-
-
-def _list_leaves(path: str, value: Any) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Yield the values in nested dicts and lists, each with its path, its digest and a short text."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _list_leaves(f"{path}[{key!r}]", item)
-    elif isinstance(value, list | tuple) and value:
-        for position, item in enumerate(value):
-            yield from _list_leaves(f"{path}[{position}]", item)
-    else:
-        yield path, (digest(value), repr(value)[:80])
-
-
-def _check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> None:
-    """Check that parameters of one name are one weight. Collective: every rank must call it.
-
-    Raises:
-        CheckpointError: on every rank that compares them, they differ.
-    """
-    problems = _find_unequal_stages(state, mesh, aliases)
-    try:
-        # It communicates, so no rank may raise an error before.
-        check_replicas_equal(list(chain.from_iterable(map(nn.Module.parameters, state.modules))), mesh)
-    except GradientError as error:
-        problems.extend(error.problems)
-    if problems:
-        raise CheckpointError(*problems)
-
-
-def _find_unequal_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> list[str]:
-    """Return a message for each parameter that has other values on another pipeline stage.
-
-    Collective: every rank of the mesh must call it.
-    """
-    if "pp" not in mesh.layout or mesh.size("pp") == 1:
-        return []
-    group = mesh.group("pp")
-    params = {aliases.get(name, name): param for name, param in state.params.items()}
-    counts = Counter(chain.from_iterable(all_gather_object(group, list(params))))
-    shared = {name: fingerprint_sample(param) for name, param in params.items() if counts[name] > 1}
-    first: dict[str, tuple[int, list[float]]] = {}
-    problems: dict[str, None] = {}
-    for stage, numbers_by_name in enumerate(all_gather_object(group, shared)):
-        for name, numbers in numbers_by_name.items():
-            first_stage, expected = first.setdefault(name, (stage, numbers))
-            limit = _STAGE_TOLERANCE * max(map(abs, [*numbers, *expected]))
-            if any(abs(one - other) > limit for one, other in zip(numbers, expected, strict=True)):
-                problems[
-                    f"{name!r}: other values on stage {stage} than on stage {first_stage}, and a checkpoint has one "
-                    "tensor of each name. The name of a layer has its number in the full model "
-                    "(training.stage_layers), and tied weights are equal"
-                ] = None
-    return list(problems)
 
 
 class Loaded(dict[str, Any]):

@@ -1,9 +1,9 @@
-"""DCP's planners: what a rank writes, and what it reads in the current layout."""
+"""What a rank reads: DCP's load planner, which finds and checks the entries for the current layout."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,24 +15,21 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh.errors import CheckpointError, format_items
-from namedmesh.fingerprints import digest, fingerprint
+from namedmesh.errors import CheckpointError
 from namedmesh.layout import Layout
 from namedmesh.training import seeds
 from namedmesh.training.checkpoint_formats import Checkpoint
-from namedmesh.training.checkpoint_ranks import group_by_rank
-from namedmesh.training.checkpoint_state import (
+from namedmesh.training.checkpoint_names import (
     GRADIENT,
     GROUPS,
     Options,
-    State,
     format_entry,
+    format_problems,
+    get_kind,
+    name_copy,
 )
-from namedmesh.training.checkpoint_storage import VALUES_NAME, Progress
-
-# Relative tolerance for the plain state of optimizers. Replicas may differ by rounding.
-_STATE_TOLERANCE = 1e-2
-_SAMPLE_SIZE = 1024
+from namedmesh.training.checkpoint_ranks import group_by_rank
+from namedmesh.training.checkpoint_state import State
 
 # The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
 # Random states are not among them: without one, the generators keep their state.
@@ -48,129 +45,6 @@ _MISSING = {
     "without data=, and skip the samples that were seen (a position that counts the samples of all ranks can be "
     "an extra value)",
 }
-
-
-def _get_kind(name: str) -> str:
-    """Return the kind of an entry: model, optimizer, gradient, optimizers, data or random."""
-    return name.removeprefix("namedmesh.").partition(".")[0]
-
-
-def format_problems(names_by_problem: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return a message for each problem, with the names that have it."""
-    return [f"{format_items(names)}: {problem}" for problem, names in names_by_problem.items()]
-
-
-# --- saving ---
-
-
-class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's save planner with the entries of a :class:`State`, and a table about them on rank 0.
-
-    DCP removes the entries that several ranks have under one name, and balances the writes.
-
-    Args:
-        values: this rank's entries.
-        table: what a load needs to know about the entries of all ranks.
-        progress: counts the bytes.
-    """
-
-    def __init__(self, values: dict[str, Any], table: dict[str, Any], progress: Progress) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._entries = values
-        self._table = table
-        self._progress = progress
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
-        """Use these entries. DCP's ``save`` logs every value in the state dict that it is given."""
-        table = {VALUES_NAME: self._table} if is_coordinator else {}
-        super().set_up_planner(self._entries | table, storage_meta, is_coordinator)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        """Return the data of an item, for DCP to write."""
-        data = super().resolve_data(write_item)
-        self._progress.add(data.nbytes if isinstance(data, Tensor) else len(data.getbuffer()))
-        return data
-
-
-def summarize_values(state: State) -> dict[str, list[float] | int]:
-    """Return a summary of each entry whose value may differ between ranks.
-
-    Parameters and DTensors may not. The summary is a hash. For a plain tensor of an optimizer that
-    has its parameter's shape, it is norm and sum of about a thousand elements, as replicas may
-    differ by rounding.
-    """
-    summaries: dict[str, list[float] | int] = {}
-    for name, value in state.values.items():
-        parameter = state.find_parameter(name)
-        if isinstance(value, DTensor) or name.removeprefix("model.") in state.params:
-            continue
-        if isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None):
-            flat = value.reshape(-1)
-            # The stride is odd: an even one would read the same few columns of most matrices.
-            sample = flat[:: max(1, flat.numel() // _SAMPLE_SIZE) | 1].resolve_conj()
-            real = torch.view_as_real(sample) if sample.is_complex() else sample
-            summaries[name] = fingerprint(real.double().nan_to_num(nan=1e100, posinf=2e100, neginf=-2e100))
-        else:
-            summaries[name] = digest(value)
-    return summaries
-
-
-def find_copies(summaries_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, int]]:
-    """Return the entries that differ between ranks, with the number of each rank's copy.
-
-    The copy of the lowest rank has the number 0: it keeps the name of the entry.
-
-    Args:
-        summaries_by_rank: the result of :func:`summarize_values` on each rank.
-    """
-    by_name: dict[str, dict[int, Any]] = {}
-    for rank, summaries in enumerate(summaries_by_rank):
-        for name, summary in summaries.items():
-            by_name.setdefault(name, {})[rank] = summary
-    copies: dict[str, dict[int, int]] = {}
-    for name, by_rank in by_name.items():
-        first = next(iter(by_rank.values()))
-        if not all(_match(first, summary) for summary in by_rank.values()):
-            numbers = {rank: digest(summary) for rank, summary in by_rank.items()}
-            copies[name] = {rank: 0 if at == digest(first) else at for rank, at in numbers.items()}
-    return copies
-
-
-def _match(one: Any, other: Any) -> bool:
-    """Return whether the values of two summaries are equal, up to rounding."""
-    if isinstance(one, int) or isinstance(other, int):
-        return bool(one == other)
-    limit = _STATE_TOLERANCE * max(map(abs, [*one, *other]))
-    return all(abs(first - second) <= limit for first, second in zip(one, other, strict=True))
-
-
-def name_copy(name: str, number: int) -> str:
-    """Return the name of a copy of an entry."""
-    return f"namedmesh.copy.{number:x}.{name}" if number else name
-
-
-def rename_values(
-    state: State, aliases: Mapping[str, str], copies: Mapping[str, Mapping[int, int]], rank: int
-) -> dict[str, Any]:
-    """Return this rank's entries, with the names of its copies, and without those of aliases.
-
-    The two ends of a tied weight have gradients of their own until they are summed.
-
-    Args:
-        state: this rank's collected state.
-        aliases: the aliases of parameters on any rank, and the names that they are saved under.
-        copies: the result of :func:`find_copies`.
-        rank: this rank.
-    """
-    values: dict[str, Any] = {}
-    for name, value in state.values.items():
-        param = state.owners[name][0] if name in state.owners else name.removeprefix("model.")
-        if param not in aliases or name.startswith(GRADIENT):
-            values[name_copy(name, copies.get(name, {}).get(rank, 0))] = value
-    return values
-
-
-# --- loading ---
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -239,7 +113,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.metadata = metadata
         self.state_dict = self._targets
         for name in self.state.values:
-            kind = _get_kind(name)
+            kind = get_kind(name)
             if kind == "model":
                 self._find_model_entry(name)
             elif kind in {"data", "random"}:
@@ -263,7 +137,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             source: the name to look for in the checkpoint; ``name`` if empty.
         """
         found = self._find_source(source or name)
-        message = _MISSING.get(_get_kind(name))
+        message = _MISSING.get(get_kind(name))
         if found:
             self._sources[name] = found
             self._targets[name] = self._find_target(name, found, source or name)
@@ -293,7 +167,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         state: with more ranks, random values would repeat, and the position of a sampler counts the
         samples of one rank.
         """
-        kind = _get_kind(name)
+        kind = get_kind(name)
         if kind not in {"random", "data"}:
             return True
         generator = name.removeprefix("namedmesh.random.")
