@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from namedmesh import training
 from namedmesh.errors import CheckpointError
-from namedmesh.training.checkpoint_storage import read_manifest
+from namedmesh.training.checkpoint_metadata import read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

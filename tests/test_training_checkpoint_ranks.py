@@ -28,7 +28,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh._torch import get_timeout
 from namedmesh.errors import CheckpointError
-from namedmesh.training import checkpoint_plans
+from namedmesh.training import checkpoint_storage
 
 # --- the same call on every rank -----------------------------------------------------------------
 
@@ -87,19 +87,14 @@ def an_error_that_was_raised_from_result_is_not_raised_again(root: Path) -> None
 def a_file_that_vanishes_leaves_no_checkpoint(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
-    write = checkpoint_plans.dcp.FileSystemWriter.finish
-    finish = training.checkpoint_storage.StorageWriter.finish  # type: ignore[attr-defined]
-    assert write is not finish
+    finish = checkpoint_storage.StorageWriter.finish
 
     def lose(self: Any, *arguments: Any, **named: Any) -> None:
         next(Path(self.path).glob("*__1_0.distcp")).unlink()
         finish(self, *arguments, **named)
 
-    storage = training.checkpoint_storage  # type: ignore[attr-defined]
-    with (
-        mock.patch.object(storage.StorageWriter, "finish", lose),
-        mock.patch.object(storage, "VISIBILITY_TIMEOUT", 0.1),
-    ):
+    late = mock.patch.object(checkpoint_storage, "VISIBILITY_TIMEOUT", 0.1)
+    with mock.patch.object(checkpoint_storage.StorageWriter, "finish", lose), late:
         message = error_of(lambda: training.save(root / "one", mesh, model))
     assert "rank 0 does not see " in message
     assert f"__1_0.distcp in {root}/one as they were written" in message

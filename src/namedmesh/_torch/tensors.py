@@ -131,7 +131,7 @@ def make_gradient(param: DTensor, local_grad: torch.Tensor, placements: tuple[Pl
 
 
 def get_local_tensor(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, which must not be used in a differentiable computation.
+    """Return the local tensor of a DTensor, for code that is not differentiated.
 
     The public ``DTensor.to_local`` passes through autograd, which costs ten times as much.
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are complete, what may be removed, and who may write there."""
+"""Folders of checkpoints: complete ones, leftovers, and locks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read_entry(path: Path) -> CheckpointEntry | None:
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointEntry]:
-    """Return the checkpoints of namedmesh in a directory, in the order in which they were finished."""
+    """Return the checkpoints in a directory, in the order in which they were finished."""
     entries = [read_entry(path) for path in sorted(directory.glob("*"))]
     return sorted(filter(None, entries), key=lambda entry: entry.order)
 
@@ -126,7 +126,7 @@ def _find_incomplete_files(entry: CheckpointEntry) -> list[str]:
 
 
 def prepare_folder(target: Path) -> Lock:
-    """Make and lock the folder of a checkpoint, and remove the files of interrupted saves there.
+    """Make and lock the folder of a checkpoint, and remove leftovers there.
 
     Returns:
         The lock, which the save keeps until it has finished.
@@ -149,7 +149,7 @@ def prepare_folder(target: Path) -> Lock:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the files of interrupted saves, and of the checkpoint that was replaced by this one.
+    """Remove the files of interrupted saves, and of a checkpoint that was replaced.
 
     Nothing is removed behind a symbolic link, while another job saves there, or if the checkpoint
     is corrupted, because it may name any of the files.
@@ -179,7 +179,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _list_leftovers(path: Path, entry: CheckpointEntry | None) -> list[str]:
-    """Return the names in a folder that a save has written, and that its checkpoint does not name."""
+    """Return the names of files of saves that the checkpoint in a folder does not have."""
     kept = set() if entry is None or entry.files is None else {name.split("/")[0] for name in entry.files}
     # An old checkpoint has its manifest, and DCP's metadata in the folder with the tensors.
     is_old = any(map(OLD_FOLDER.fullmatch, kept))

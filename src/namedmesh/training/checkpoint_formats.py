@@ -1,4 +1,4 @@
-"""The checkpoints that ``load`` reads, in one form, and the export to Hugging Face's format.
+"""The formats of checkpoints that ``load`` reads, and the export to Hugging Face's.
 
 There are four formats: this release's, namedmesh 0.3's, any folder of torch.distributed.checkpoint
 (DCP), such as torchtitan's and Fabric's, and the safetensors of ``save_pretrained``.
@@ -142,11 +142,11 @@ def _read_own(path: Path, manifest: dict[str, Any], metadata: dcp.Metadata) -> C
 
 
 def add_names(metadata: dcp.Metadata, aliases: Mapping[str, str], params: Container[str]) -> None:
-    """Let torch's tools find the entries of a checkpoint: fill ``planner_data``, and add names.
+    """Let torch's tools find the entries of a checkpoint: add paths and further names.
 
     ``planner_data`` has the keys of the nested dict that DCP makes of an entry. The further names
-    share the stored bytes: those of tied weights, and those of weights without "model.", under which
-    torchtitan looks for them.
+    share the stored bytes: those of tied weights, and those of weights without "model.", by which
+    torchtitan finds them.
 
     Args:
         metadata: the metadata, which is changed.
@@ -199,7 +199,7 @@ def _find_weights(metadata: dcp.Metadata, names: Collection[str]) -> dict[str, s
 
 
 def read_old_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint of namedmesh 0.3: a checksum, and JSON in the next line.
+    """Return the manifest of a checkpoint of namedmesh 0.3: a checksum and JSON.
 
     Raises:
         CorruptedError: the file is missing or failed its checksum.
@@ -225,7 +225,7 @@ def read_old_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_old(path: Path) -> Checkpoint:
-    """Read a checkpoint of namedmesh 0.3. Its tensors have no checksums that this release knows."""
+    """Read a checkpoint of namedmesh 0.3. Its tensors are not checked."""
     manifest = read_old_manifest(path)
     folder = path / manifest["data"]
     contents: dict[str, bytes] = {}
@@ -317,7 +317,7 @@ def _read_pretrained(path: Path, files: list[Path]) -> Checkpoint:
         CheckpointError: a tensor is in several files.
     """
     reader = dcp.HuggingFaceStorageReader(str(path))
-    # A directory may have weights that the index does not name, such as the weights of its base model.
+    # A directory may have weights that the index does not name, such as those of its base model.
     reader.fs = _ListedFiles(files)
     metadata = reader.read_metadata()
     # DCP takes two tensors of one name for two shards of one tensor.

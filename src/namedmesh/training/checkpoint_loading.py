@@ -1,9 +1,9 @@
-"""What a rank reads: DCP's load planner, which finds and checks the entries for the current layout."""
+"""Loading: DCP's planner finds and checks the entries for the current layout."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -17,34 +17,20 @@ from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import CheckpointError
 from namedmesh.layout import Layout
-from namedmesh.training import seeds
 from namedmesh.training.checkpoint_formats import Checkpoint
 from namedmesh.training.checkpoint_names import (
     GRADIENT,
     GROUPS,
+    MISSING,
     Options,
     format_entry,
     format_problems,
     get_kind,
+    is_valid_in,
     name_copy,
 )
 from namedmesh.training.checkpoint_ranks import group_by_rank
 from namedmesh.training.checkpoint_state import State
-
-# The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
-# Random states are not among them: without one, the generators keep their state.
-_MISSING = {
-    "model": "not in {}",
-    "optimizer": "kept by the optimizer for the shard of one rank, and no rank has this shard now; load {} in its "
-    "original layout, or without the optimizer",
-    "gradient": "a gradient of one rank, and no rank stands for it now; load {} in its original layout, or without "
-    "the optimizer",
-    "optimizers": "its state in addition to the state of its parameters is not in {}; create it from the same "
-    "parameters, or load without it",
-    "data": "no state of the data loader for this rank in {}, which was saved with other data ranks; load it "
-    "without data=, and skip the samples that were seen (a position that counts the samples of all ranks can be "
-    "an extra value)",
-}
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -83,6 +69,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state = state
+        self._metadata: dcp.Metadata = checkpoint.metadata
         self._checkpoint = checkpoint
         self._label = f"the checkpoint {checkpoint.path}"
         self._aliases = {**aliases, **checkpoint.aliases}
@@ -110,7 +97,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
         DCP calls it on every rank. Does not communicate.
         """
-        self.metadata = metadata
+        self._metadata = metadata
         self.state_dict = self._targets
         for name in self.state.values:
             kind = get_kind(name)
@@ -137,7 +124,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             source: the name to look for in the checkpoint; ``name`` if empty.
         """
         found = self._find_source(source or name)
-        message = _MISSING.get(get_kind(name))
+        message = MISSING.get(get_kind(name))
         if found:
             self._sources[name] = found
             self._targets[name] = self._find_target(name, found, source or name)
@@ -147,7 +134,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def _find_source(self, name: str) -> str:
         """Return the name of the entry that this rank loads; empty if there is none."""
-        if not self._is_valid_here(name):
+        if not is_valid_in(self.state.mesh, name, self._checkpoint.layout):
             return ""
         entries, copies = self._checkpoint.entries, self._checkpoint.copies
         key = name.removeprefix("model.")
@@ -159,26 +146,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def _add_problem(self, name: str, problem: str) -> None:
         """Record a problem of an entry. All problems are raised together."""
         self._names_by_problem.setdefault(problem, []).append(format_entry(name, self._owners))
-
-    def _is_valid_here(self, name: str) -> bool:
-        """Return whether the layout allows to load an RNG state or a data loader's state.
-
-        Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
-        state: with more ranks, random values would repeat, and the position of a sampler counts the
-        samples of one rank.
-        """
-        kind = get_kind(name)
-        if kind not in {"random", "data"}:
-            return True
-        generator = name.removeprefix("namedmesh.random.")
-        equal = seeds.find_axes_with_equal_state("data" if kind == "data" else generator)
-        layout = self._checkpoint.layout
-        mesh = self.state.mesh
-        before = _drop_axes({} if layout is None else layout[0], equal)
-        now = _drop_axes({} if mesh is None else dict(mesh.layout.items()), equal)
-        if kind == "data":  # samplers know the number of data ranks, not their axes
-            return prod(before.values()) == prod(now.values())
-        return before == now
 
     def _find_copy(self, name: str) -> str:
         """Return the name of this rank's copy of an entry that differed between ranks.
@@ -214,7 +181,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             return True
         param_name = self._owners[name][0]
         parameter: Any = self.state.params.get(param_name)
-        saved = self.metadata.state_dict_metadata.get(self._find_source(f"model.{param_name}"))
+        saved = self._metadata.state_dict_metadata.get(self._find_source(f"model.{param_name}"))
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return False
         if not isinstance(parameter, DTensor):
@@ -233,7 +200,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         Returns:
             The current tensor of that name, or a new one; None if the entry is not a tensor.
         """
-        saved = self.metadata.state_dict_metadata[source]
+        saved = self._metadata.state_dict_metadata[source]
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return None
         shape = tuple(saved.size)
@@ -278,7 +245,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             return torch.empty(shape, dtype=dtype, device="cpu")
         if self.state.is_plain_shard(param_name):
             # Attributes say how a parameter is sharded, but not a tensor of another shape.
-            self._add_problem(name, _MISSING["optimizer"].format(self._label))
+            self._add_problem(name, MISSING["optimizer"].format(self._label))
         # The value is, for example, one moment for each row. Any placements would be correct, and
         # these need the least memory.
         placements: list[Placement] = [Replicate()] * parameter.device_mesh.ndim
@@ -349,15 +316,15 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             self._find(name, found[0])
         elif found or name in self.state.values:
             # The state of several optimizers cannot be merged.
-            self._add_problem(name, _MISSING["optimizers"].format(self._label))
+            self._add_problem(name, MISSING["optimizers"].format(self._label))
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """Return this rank's reads, and its problems and names, which DCP sends to rank 0."""
         items = []
         if not self._names_by_problem:
-            saved = self.metadata.state_dict_metadata
+            saved = self._metadata.state_dict_metadata
             entries = {name: saved[source] for name, source in self._sources.items()}
-            named = replace(self.metadata, state_dict_metadata=entries)
+            named = replace(self._metadata, state_dict_metadata=entries)
             for item in create_default_local_load_plan(self._targets, named).items:
                 source = self._sources[item.storage_index.fqn]
                 if source != item.storage_index.fqn:
@@ -468,10 +435,5 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return pairs
 
     def apply(self) -> None:
-        """Give what was not read in place to the model, optimizers, data loaders and generators."""
+        """Give values that were not read in place to their owners."""
         self.state.apply(self.state_dict, self._owners, self._options)
-
-
-def _drop_axes(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:
-    """Return ``sizes`` without ``axes`` and without axes of size 1."""
-    return {axis: size for axis, size in sizes.items() if size > 1 and axis not in axes}

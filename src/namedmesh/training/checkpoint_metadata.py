@@ -90,7 +90,7 @@ def unpickle_metadata(contents: bytes, path: Path) -> dcp.Metadata:
 
 
 def check_file_name(name: object, path: Path) -> None:
-    """Check that the name of a file, which a file of a checkpoint contains, is one in its folder.
+    """Check that a name in a file of a checkpoint is the name of a file in its folder.
 
     Raises:
         CheckpointError: it may be outside.

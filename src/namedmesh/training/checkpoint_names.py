@@ -1,4 +1,4 @@
-"""The names of a checkpoint's entries, and what ranks exchange about them.
+"""The names and values of a checkpoint's entries.
 
 The names of entries are
 
@@ -16,10 +16,34 @@ of them depends on the layout.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Container, Iterable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
-from namedmesh.errors import format_items
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from namedmesh._torch import get_local_tensor
+from namedmesh.errors import CheckpointError, format_items, get_first_line
+from namedmesh.mesh import NamedMesh
+from namedmesh.training import seeds
+
+# The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
+# Random states are not among them: without one, the generators keep their state.
+MISSING = {
+    "model": "not in {}",
+    "optimizer": "kept by the optimizer for the shard of one rank, and no rank has this shard now; "
+    "load {} in its original layout, or without the optimizer",
+    "gradient": "a gradient of one rank, and no rank stands for it now; load {} in its original "
+    "layout, or without the optimizer",
+    "optimizers": "its state in addition to the state of its parameters is not in {}; create it from "
+    "the same parameters, or load without it",
+    "data": "no state of the data loader for this rank in {}, which was saved with other data ranks; "
+    "load it without data=, and skip the samples that were seen (a position that counts the samples "
+    "of all ranks can be an extra value)",
+}
 
 GROUPS = 10**6
 """A parameter group has the number ``GROUPS * optimizer + position``."""
@@ -132,3 +156,77 @@ def format_entry(name: str, owners: Mapping[str, tuple[str, str]]) -> str:
         return repr(name.removeprefix("model."))
     kind, _, rest = name.removeprefix("namedmesh.").partition(".")
     return f"optimizer {rest}" if kind == "optimizers" else repr(rest)
+
+
+def is_valid_in(mesh: NamedMesh | None, name: str, layout: tuple[dict[str, int], int] | None) -> bool:
+    """Return whether a layout allows to load an RNG state or a data loader's state.
+
+    Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
+    state: with more ranks, random values would repeat, and the position of a sampler counts the
+    samples of one rank.
+
+    Args:
+        mesh: the current mesh.
+        name: the name of the entry.
+        layout: the sizes of the axes when it was saved, and the first rank; None without a mesh.
+    """
+    kind = get_kind(name)
+    if kind not in {"random", "data"}:
+        return True
+    generator = "data" if kind == "data" else name.removeprefix("namedmesh.random.")
+    equal = seeds.find_axes_with_equal_state(generator)
+    before = _drop_axes({} if layout is None else layout[0], equal)
+    now = _drop_axes({} if mesh is None else dict(mesh.layout.items()), equal)
+    if kind == "data":  # samplers know the number of data ranks, not their axes
+        return prod(before.values()) == prod(now.values())
+    return before == now
+
+
+def _drop_axes(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:
+    """Return ``sizes`` without ``axes`` and without axes of size 1."""
+    return {axis: size for axis, size in sizes.items() if size > 1 and axis not in axes}
+
+
+def check_storable(tensor: Tensor, label: str) -> None:
+    """Check that a tensor is a plain one, which every program can read back.
+
+    Args:
+        tensor: the tensor.
+        label: its name, for messages.
+
+    Raises:
+        CheckpointError: it is sparse, nested or quantized, or of another class.
+    """
+    local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if type(local) not in {Tensor, nn.Parameter}:
+        local = local.detach()  # a subclass of nn.Parameter may be an ordinary tensor
+    is_plain = type(local) in {Tensor, nn.Parameter} and local.layout is torch.strided
+    if not is_plain or local.is_quantized or local.is_nested:
+        kind = (
+            type(local).__name__ if type(local) is not Tensor else f"tensor of {local.dtype}, {local.layout}"
+        )
+        raise CheckpointError(
+            f"{label}: a {kind} cannot be saved, because a load could not restore it; save it as plain "
+            "tensors, or register it with persistent=False"
+        )
+
+
+def to_plain_data(value: object, name: str) -> Any:
+    """Return a copy of an object as it is after a save and a load.
+
+    Args:
+        value: numbers, strings, tensors, and lists, tuples and dicts of them.
+        name: the name of the object, for messages.
+
+    Raises:
+        CheckpointError: the object needs code to be read, which a checkpoint never runs.
+    """
+    # Writing and reading it once finds every value that the load would reject later.
+    written = io.BytesIO()
+    try:
+        torch.save(value, written)
+        written.seek(0)
+        return torch.load(written, weights_only=True, map_location="cpu")
+    except Exception as error:  # noqa: BLE001  each type has its own error
+        remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
+        raise CheckpointError(f"{name} is not plain data ({get_first_line(error)}); {remedy}") from None

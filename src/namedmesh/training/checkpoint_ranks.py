@@ -120,8 +120,8 @@ class CheckpointRanks:
     def begin(self, call: str, path: Path) -> None:
         """Wait for the save in the background, and until every rank has made the same call.
 
-        Saves and loads share the pinned memory and the group, so there is one at a time. Collective:
-        every rank must call it.
+        Saves and loads share the pinned memory and the group, so there is one at a time.
+        Collective: every rank must call it.
 
         Args:
             call: the call of the user, for messages.
@@ -131,8 +131,8 @@ class CheckpointRanks:
             AgreementError: some ranks did not make the call within the timeout of the mesh, have
                 ended, or made another call. Rank 0 has the numbers of missing ranks, the others may
                 have the number of rank 0.
-            CheckpointError: a rank has ended; or on every rank, the error of the save in the background, unless a rank
-                has raised it from ``result()``.
+            CheckpointError: a rank has ended; or on every rank, the error of the save in the
+                background, unless a rank has raised it from ``result()``.
         """
         saving, self.saving = self.saving, None
         error = None if saving is None else saving.exception()

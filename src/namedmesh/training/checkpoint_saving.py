@@ -1,4 +1,4 @@
-"""What the ranks write: they compare their values, and DCP's planner gets the entries."""
+"""Saving: the ranks compare their values, and DCP's planner gets the entries to write."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ from namedmesh._torch import all_gather_object
 from namedmesh.errors import CheckpointError, GradientError, format_items, format_ranks
 from namedmesh.fingerprints import digest, fingerprint, fingerprint_sample
 from namedmesh.mesh import NamedMesh
-from namedmesh.training.checkpoint_names import GRADIENT, Options, merge_aliases, merge_options, name_copy
+from namedmesh.training.checkpoint_names import (
+    GRADIENT,
+    Options,
+    merge_aliases,
+    merge_options,
+    name_copy,
+    to_plain_data,
+)
 from namedmesh.training.checkpoint_ranks import CheckpointRanks
-from namedmesh.training.checkpoint_state import State, to_plain_data
+from namedmesh.training.checkpoint_state import State
 from namedmesh.training.checkpoint_storage import VALUES_NAME, Progress
 from namedmesh.training.replicas import check_replicas_equal
 
@@ -166,7 +173,7 @@ def _find_unequal_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, st
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's save planner with the entries of a :class:`State`, and a table about them on rank 0.
+    """DCP's save planner with the entries of a rank, and on rank 0 a table about them.
 
     DCP removes the entries that several ranks have under one name, and balances the writes.
 

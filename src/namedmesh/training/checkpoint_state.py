@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -14,16 +13,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from namedmesh._torch import (
-    get_local_tensor,
     has_unsharded_gradients,
     replace_local_tensor,
     runs_code_on_load,
 )
-from namedmesh.errors import CheckpointError, format_items, get_first_line
+from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_plain_shard, to_local
 from namedmesh.training import seeds
-from namedmesh.training.checkpoint_names import GRADIENT, GROUPS, Names, Options, format_entry
+from namedmesh.training.checkpoint_names import (
+    GRADIENT,
+    GROUPS,
+    Names,
+    Options,
+    check_storable,
+    format_entry,
+    to_plain_data,
+)
 from namedmesh.training.tying import get_tie
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
@@ -95,8 +101,8 @@ class State:
         for number, loader in enumerate(self.loaders):
             if not hasattr(loader, "state_dict"):
                 raise CheckpointError(
-                    f"data: a {type(loader).__name__} has no state_dict(); give a loader that has one, such as "
-                    "torchdata's StatefulDataLoader, or save the number of the step and skip the samples before it"
+                    f"data: a {type(loader).__name__} has no state_dict(); give a loader that has one, "
+                    "such as torchdata's StatefulDataLoader, or skip the samples before the step"
                 )
             self._add(f"namedmesh.data.{number}", loader.state_dict())
         for name, state in seeds.collect_rng_states().items():
@@ -166,7 +172,7 @@ class State:
         if not isinstance(value, Tensor):
             value = to_plain_data(value, label)
         else:
-            _check_storable(value, label)
+            check_storable(value, label)
             if isinstance(param, Tensor):
                 value = self._wrap_plain_shard(value, param)
         if name in self.values:
@@ -338,7 +344,7 @@ class State:
     def apply(
         self, loaded: Mapping[str, Any], owners: Mapping[str, tuple[str, str]], options: Options
     ) -> None:
-        """Give loaded objects, and tensors that were not loaded in place, to what they belong to.
+        """Give loaded objects, and tensors that are not in place, to their owners.
 
         Does not communicate.
 
@@ -432,44 +438,3 @@ def _make_wrapper_remover(module: nn.Module) -> Callable[[str], str]:
         return seeds.strip_wrapper_names(key)
 
     return remove_wrappers
-
-
-def _check_storable(tensor: Tensor, label: str) -> None:
-    """Check that a tensor is a plain one, which every program can read back.
-
-    Raises:
-        CheckpointError: it is sparse, nested or quantized, or of another class.
-    """
-    local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    if type(local) not in {Tensor, nn.Parameter}:
-        local = local.detach()  # a subclass of nn.Parameter may be an ordinary tensor
-    is_plain = type(local) in {Tensor, nn.Parameter} and local.layout is torch.strided
-    if not is_plain or local.is_quantized or local.is_nested:
-        kind = (
-            type(local).__name__ if type(local) is not Tensor else f"tensor of {local.dtype}, {local.layout}"
-        )
-        raise CheckpointError(
-            f"{label}: a {kind} cannot be saved, because a load could not restore it; save it as plain "
-            "tensors, or register it with persistent=False"
-        )
-
-
-def to_plain_data(value: object, name: str) -> Any:
-    """Return a copy of an object as it is after a save and a load.
-
-    Args:
-        value: numbers, strings, tensors, and lists, tuples and dicts of them.
-        name: the name of the object, for messages.
-
-    Raises:
-        CheckpointError: the object needs code to be read, which a checkpoint never runs.
-    """
-    # Writing and reading it once finds every value that the load would reject later.
-    written = io.BytesIO()
-    try:
-        torch.save(value, written)
-        written.seek(0)
-        return torch.load(written, weights_only=True, map_location="cpu")
-    except Exception as error:  # noqa: BLE001  each type has its own error
-        remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
-        raise CheckpointError(f"{name} is not plain data ({get_first_line(error)}); {remedy}") from None

@@ -156,7 +156,7 @@ def sync_directory(directory: Path) -> None:
 
 
 class StorageWriter(dcp.FileSystemWriter):
-    """DCP's writer into a folder that may have an earlier checkpoint, which stays until the end.
+    """DCP's writer. An earlier checkpoint in the folder stays until the end.
 
     The names of its files have a random part, so they do not meet the files of another save.
 
@@ -300,7 +300,7 @@ def load_values(path: Path, metadata: dcp.Metadata) -> dict[str, Any]:
 
 
 class StorageReader(dcp.FileSystemReader):
-    """DCP's reader, which checks all bytes that the ranks will read before a tensor is changed.
+    """DCP's reader, which checks all bytes before a tensor is changed.
 
     Args:
         folder: the folder with the files.

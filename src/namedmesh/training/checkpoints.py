@@ -42,15 +42,15 @@ def save(
     Collective: every rank of the mesh must call it.
 
     The result is a plain checkpoint of torch.distributed.checkpoint (DCP), which torch can load
-    without namedmesh. DCP writes the local shards of each rank, and replaces ``.metadata`` last: the
-    checkpoint is complete or absent.
+    without namedmesh. DCP writes the local shards of each rank, and replaces ``.metadata`` last:
+    the checkpoint is complete or absent.
 
     Parameters, and all DTensors of optimizers, must be equal on all ranks that have the same shard.
     They are compared on the schedule of :func:`clip_grad_norm_`. Buffers, plain tensors of
     optimizers, random states and the state of data loaders may differ between ranks. If they do,
     they are saved for each rank. Gradients of the optimizers' parameters are saved until
-    ``zero_grad()`` removes them. A parameter with two names, or tied by :func:`tie_stages`, is saved
-    once.
+    ``zero_grad()`` removes them. A parameter with two names, or tied by :func:`tie_stages`, is
+    saved once.
 
     Args:
         path: the directory of this checkpoint, on a file system that all hosts share.
@@ -198,9 +198,9 @@ def load(
     - A tensor that an optimizer keeps for the shard of one rank is restored if a rank has that
       shard now. Otherwise it raises CheckpointError.
 
-    A rank first checks all of every saved shard that overlaps with its own. In another layout, these
-    may be several times the bytes that it keeps. Then it reads into the tensors of the model, one
-    saved shard at a time.
+    A rank first checks all of every saved shard that overlaps with its own. In another layout,
+    these may be several times the bytes that it keeps. Then it reads into the tensors of the model,
+    one saved shard at a time.
 
     Args:
         path: a checkpoint of :func:`save`; for the weights alone, a folder that another program
@@ -214,9 +214,9 @@ def load(
         data: as for :func:`save`.
         cast: whether tensors may have another dtype in the model than in the checkpoint.
         strict: whether the model and the checkpoint must have the same names, and the optimizers
-            the same parameters. If it is False, a new layer keeps its values, a layer that the model
-            no longer has is skipped, and so is the state that no optimizer takes. A tensor of another
-            shape is still an error.
+            the same parameters. If it is False, a new layer keeps its values, and the checkpoint
+            may have layers and optimizer state that are not used. A tensor of another shape is
+            still an error.
         select: which parameters and buffers to load: a function of the name, the same on every
             rank, such as ``lambda name: not name.startswith("head.")``. Everything else keeps its
             values, and may have other shapes, or be in the model or the checkpoint only.
