@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import namedmesh
 from namedmesh import training
-from namedmesh.training import checkpoint_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,8 +118,8 @@ class FusedQKV(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wqkv = nn.Linear(4, 6, bias=False)
-        self._register_state_dict_hook(self._split)
-        self.register_load_state_dict_pre_hook(self._join)
+        self._register_state_dict_hook(self._split)  # type: ignore[no-untyped-call]  # torch's
+        self.register_load_state_dict_pre_hook(self._join)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _split(_: Any, state: dict[str, Tensor], prefix: str, __: Any) -> None:
@@ -159,14 +158,14 @@ class Twice(Tensor):
 
     @staticmethod
     def __new__(cls: Any, inner: Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+        self.content = inner
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return Twice(args[0].inner)
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return Twice(args[0].content)
 
 
 def test_what_a_load_could_not_restore_is_refused_by_the_save(tmp_path: Path) -> None:
@@ -182,14 +181,12 @@ def test_what_a_load_could_not_restore_is_refused_by_the_save(tmp_path: Path) ->
         with warnings.catch_warnings():  # torch warns about sparse and quantized tensors
             warnings.simplefilter("ignore")
             model.register_buffer("table", make())
-        message = error_of(lambda model=model: training.save(tmp_path / "one", None, model))
+        message = error_of(partial(training.save, tmp_path / "one", None, model))
         assert message.startswith(f"CheckpointError: 'table': a {kind} cannot be saved, because")
         optimizer = torch.optim.SGD([weight := nn.Parameter(torch.zeros(2))])
         optimizer.state[weight]["table"] = model.table
         owner = nn.ParameterDict({"weight": weight})
-        message = error_of(
-            lambda owner=owner, opt=optimizer: training.save(tmp_path / "one", None, owner, opt)
-        )
+        message = error_of(partial(training.save, tmp_path / "one", None, owner, optimizer))
         assert message.startswith(f"CheckpointError: 'weight:table': a {kind} cannot be saved, because")
     assert not (tmp_path / "one").exists()
 
@@ -287,7 +284,7 @@ def test_a_flipped_bit_in_the_directory_of_an_archive_is_detected(tmp_path: Path
         flipped = bytearray(contents)
         flipped[place.offset + bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
-        other = nn.Module()
+        other: Any = nn.Module()
         other.register_buffer("seen", torch.full((6,), 9.0))
         assert error_of(partial(training.load, tmp_path / "one", None, other)).startswith("CorruptedError: ")
         assert torch.equal(other.seen, torch.full((6,), 9.0))
@@ -350,7 +347,7 @@ def test_tensors_are_loaded_in_place_unless_a_module_has_hooks(tmp_path: Path) -
 def test_long_work_shows_one_line_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = Net(1.0)
     seconds = iter(range(0, 1000, 3))
-    with mock.patch.object(checkpoint_storage.time, "monotonic", side_effect=seconds):
+    with mock.patch("time.monotonic", side_effect=seconds):
         training.save(tmp_path / "quiet", None, net)
         assert capsys.readouterr().err == ""
         with mock.patch("sys.stderr.isatty", return_value=True, create=True):

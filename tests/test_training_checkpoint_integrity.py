@@ -226,6 +226,10 @@ def rewrite_metadata(path: Path, change: Callable[[Any], object]) -> None:
     file.write_bytes(pickled + text + struct.pack(">II", len(text), zlib.crc32(text)) + magic)
 
 
+def return_value(value: object, _: object) -> object:
+    return value
+
+
 def list_loads(path: Path, model: nn.Module) -> list[Callable[[], object]]:
     return [
         lambda: training.load(path, None, model),
@@ -274,12 +278,11 @@ def test_a_hostile_file_changes_no_class_and_names_no_file_outside(tmp_path: Pat
     before = {
         kind: dict(vars(kind)) for kind in (Path, PosixPath, PurePosixPath, dcp_metadata.Metadata, torch.Size)
     }
-    for kind in ("pathlib\nPosixPath", "torch.distributed.checkpoint.metadata\nMetadata", "torch\nSize"):
+    for name in ("pathlib\nPosixPath", "torch.distributed.checkpoint.metadata\nMetadata", "torch\nSize"):
         # BUILD with (None, {"exists": 1}): the attributes of slots, which pickle sets one by one.
         training.save(tmp_path / "class", None, model)
-        rewrite_metadata(
-            tmp_path / "class", lambda _, kind=kind: f"c{kind}\n".encode() + b"(N(S'exists'\nI1\ndtb."
-        )
+        pickled = f"c{name}\n".encode() + b"(N(S'exists'\nI1\ndtb."
+        rewrite_metadata(tmp_path / "class", partial(return_value, pickled))
         for load in list_loads(tmp_path / "class", model):
             assert error_of(load).startswith("CheckpointError: ")
     assert {kind: dict(vars(kind)) for kind in before} == before

@@ -200,7 +200,7 @@ def run_stages(sizes: dict[str, int], source: Path | None, target: Path, steps: 
             for name, value in model.named_parameters()
         }
     )
-    projection = [] if model.projection is None else list(model.projection.parameters())
+    projection: list[Any] = [] if model.projection is None else list(model.projection.parameters())
     optimizers = [
         torch.optim.AdamW(model.layers.parameters(), lr=0.01),
         torch.optim.SGD([{"params": projection}, {"params": []}], lr=0.05, momentum=0.9),
@@ -244,14 +244,16 @@ def state_that_no_optimizer_takes_is_an_error(root: Path) -> None:
         return model, list(model[0].parameters()), list(model[1].parameters())
 
     model, body, head = make()
-    optimizer = torch.optim.AdamW([{"params": head}, {"params": body, "lr": 0.1}])
+    groups: Any = [{"params": head}, {"params": body, "lr": 0.1}]
+    optimizer = torch.optim.AdamW(groups)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     training.save(root / "one", mesh, model, optimizer)
     training.save(root / "two", mesh, model, [torch.optim.AdamW(head), optimizer_of(body, optimizer)])
-    without_bias = [{"params": head[:1]}, {"params": body}]
-    for name, params in (("one", head), ("two", head), ("one", without_bias)):
+    without_bias: Any = [{"params": head[:1]}, {"params": body}]
+    cases: list[tuple[str, Any]] = [("one", head), ("two", head), ("one", without_bias)]
+    for name, params in cases:
         half = torch.optim.AdamW(params)
         left = "'0.bias', '0.weight'" if params is head else "'1.bias'"
         assert error_of(partial(training.load, root / name, mesh, model, half)) == (
