@@ -41,7 +41,7 @@ class NoCopies(NoReads):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _count_reads_of_a_step() -> dict[str, int]:
+def _count_reads_of_a_step() -> dict[str, int]:  # noqa: PLR0915  one call after another
     """Return the number of reads of each call in the last of several steps."""
     reads: dict[str, int] = {}
     calls = Counter[str]()

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import warnings
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from checkpoint_checks import distinct_values, list_files, make_constant_job
 from messages import error_of
 from ranks import run_ranks
 from tensors import full_tensor
@@ -33,7 +32,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh.compat import megatron
 from namedmesh.errors import CheckpointError
-from namedmesh.training import checkpoint_files, seeds
+from namedmesh.training import checkpoint_saving, checkpoint_storage, seeds
 from namedmesh.training.checkpoint_ranks import CheckpointRanks
 
 if TYPE_CHECKING:
@@ -152,6 +151,7 @@ def save_in_background_on_fake_gpus(root: Path) -> None:
         mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
         mock.patch.object(torch.accelerator, "set_device_index", choose),
         mock.patch.object(seeds, "collect_rng_states", return_value={}),
+        mock.patch.object(checkpoint_saving, "check_replicas_equal"),  # on the device of the mesh
     ):
         training.save(root / "cpu", mesh, model, async_=True).result()
         assert not chosen
@@ -317,71 +317,76 @@ def test_one_job_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("action", ["remove", "replace"])
-@pytest.mark.parametrize("moment", ["stat", "read_bytes"])
+@pytest.mark.parametrize("moment", ["stat", "open"])
 def test_latest_ignores_checkpoints_that_another_job_removes_or_replaces(
     tmp_path: Path, moment: str, action: str
 ) -> None:
     """latest() in an evaluation job, while the training job removes the checkpoint."""
-    model = nn.Linear(1, 1)
-    run = training.CheckpointManager(tmp_path, None, keep=None)
-    before, last = run.save(1, model).result(), run.save(2, model).result()
+    model, moved = nn.Linear(1, 1), tmp_path / "moved"
+    run = training.CheckpointManager(tmp_path / "run", None, keep=None)
+    run.save(1, model)
+    run.save(2, model)
+    run.directory.rename(moved)  # this process has not read the files at their new place
+    before, last = moved / "step-000001", moved / "step-000002"
     look, left = getattr(Path, moment), ["once"]
 
-    def remove_or_replace(path: Path, **options: Any) -> Any:
-        result = look(path, **options)
-        if path == last / "namedmesh.pt" and left:
+    def remove_or_replace(path: Path, *arguments: Any, **options: Any) -> Any:
+        result = look(path, *arguments, **options)
+        if path == last / ".metadata" and left:
             left.clear()
             shutil.rmtree(last)
             if action == "replace":
                 training.save(last, None, model, step=2)
         return result
 
-    evaluation = training.CheckpointManager(tmp_path, None)
+    evaluation = training.CheckpointManager(moved, None)
     with mock.patch.object(Path, moment, remove_or_replace):
         assert evaluation.latest() == (before if action == "remove" else last)
     assert not left
 
 
-def test_checkpoints_of_earlier_releases_are_read_and_the_run_continues(tmp_path: Path) -> None:
-    """Earlier manifests were written by torch.save, together with the extra values."""
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    run = training.CheckpointManager(tmp_path, None)
-    path = run.save(3, model, note="kept").result()
-    about = checkpoint_files.read_manifest(path)
-    for name in ("namedmesh.pt", f"{about['data']}/values.pt"):
-        (path / name).unlink()
-    del about["values"], about["files"]["values.pt"]
-    torch.save(about, path / "namedmesh.pt")
-    again = training.CheckpointManager(tmp_path, None)
-    assert again.latest() == path
-    assert again.resume_or_start(other) == {"step": 3, "note": "kept"}
-    assert torch.equal(other.weight, model.weight)
-    again.save(4, other)
-    assert training.CheckpointManager(tmp_path, None).latest() == tmp_path / "step-000004"
+def test_checkpoints_of_namedmesh_0_3_are_loaded_and_the_run_continues(tmp_path: Path) -> None:
+    """The fixture was written by namedmesh 0.3 on two ranks: make_constant_job(3), and a buffer that differs."""
+    shutil.copytree(Path(__file__).parent / "checkpoint_0_3", tmp_path / "run")
+    model, optimizer = make_constant_job(0)
+    model.register_buffer("seen", torch.zeros(2))
+    run = training.CheckpointManager(tmp_path / "run", None, keep=1)
+    assert run.latest() == tmp_path / "run" / "step-000007"
+    assert run.resume_or_start(model, optimizer) == {"step": 7, "note": "kept"}
+    assert distinct_values(model, optimizer) == {3.0, 0.0}  # the buffer of rank 0
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    training.save(
+        tmp_path / "run" / "step-000007", None, model, optimizer, step=7, note="new"
+    )  # it is replaced
+    assert training.load(tmp_path / "run" / "step-000007", None, model, optimizer) == {
+        "step": 7,
+        "note": "new",
+    }
+    assert len(list_files(tmp_path / "run" / "step-000007")) == 1
+    manifest = tmp_path / "run" / "older" / "namedmesh.pt"
+    manifest.parent.mkdir()
+    torch.save({"data": "data-0"}, manifest)
+    message = error_of(lambda: training.load(manifest.parent, None, model))
+    assert message == (
+        f"CheckpointError: {manifest.parent} was written before namedmesh 0.3; save it again with namedmesh 0.3"
+    )
 
 
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's count of read bytes")
 def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> None:
     """Every save lists all checkpoints: the bytes that it reads do not grow with the model."""
-    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(100)])
-    optimizer = torch.optim.SGD(model.parameters())
+
+    def count_read_bytes() -> int:
+        return int(Path("/proc/self/io").read_text(encoding="utf-8").split()[1])
+
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(300)])
     run = training.CheckpointManager(tmp_path, None, keep=None)
     for step in range(3):
-        run.save(step, model, optimizer)
-    manifests = sum(path.stat().st_size for path in tmp_path.glob("*/*") if path.is_file())
-    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)])
-    assert manifests < 3 * 400
-    read = Path.read_bytes
-    opened: list[Path] = []
-
-    def note(path: Path) -> bytes:
-        opened.append(path)
-        return read(path)
-
-    with mock.patch.object(Path, "read_bytes", note):
-        run.save(3, model)
-        run.save(4, model)
-    others = [path for path in opened if path.parent.name in {"step-000000", "step-000001", "step-000002"}]
-    assert len(others) <= 3  # each manifest is read once in a process
+        run.save(step, model)
+    large = sum(path.stat().st_size for path in tmp_path.glob("*/.metadata"))
+    before = count_read_bytes()
+    assert run.latest() == tmp_path / "step-000002"
+    assert 2 * (count_read_bytes() - before) < large
 
 
 def test_messages_name_the_problem_and_the_remedy(tmp_path: Path) -> None:
@@ -400,27 +405,33 @@ def test_messages_name_the_problem_and_the_remedy(tmp_path: Path) -> None:
     assert message.startswith(
         f"CheckpointError: {tmp_path}/model.pt is a file, and a checkpoint is a directory"
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    message = error_of(lambda: training.load(tmp_path / "dcp", None, model))
-    assert message.startswith(
-        f"CheckpointError: {tmp_path}/dcp is a directory of torch.distributed.checkpoint without"
-    )
     message = error_of(lambda: training.save(tmp_path / "pair", None, [model, nn.Linear(1, 1)]))
     assert "'weight' is the name of two values; save two models as one, nn.ModuleDict(" in message
 
 
-def test_checkpoints_behind_a_symbolic_link_are_not_removed(tmp_path: Path) -> None:
+def test_checkpoints_behind_a_symbolic_link_are_neither_removed_nor_replaced(tmp_path: Path) -> None:
     model, archive = nn.Linear(1, 1), tmp_path / "archive"
     run = training.CheckpointManager(tmp_path / "run", None, keep=1)
     first = run.save(1, model).result()
     shutil.move(first, archive)
     first.symlink_to(archive)
+    archived = sorted(path.name for path in archive.iterdir())
     run.save(2, model)
     run.save(3, model)
+    for save in (lambda: run.save(1, model), lambda: training.save(first, None, model)):
+        message = f"CheckpointError: {first} is a symbolic link, and a save would replace what is behind it; remove the link"
+        assert error_of(save).startswith(message)
+    assert sorted(path.name for path in archive.iterdir()) == archived
     assert training.load(archive, None, nn.Linear(1, 1)) == {"step": 1}
     assert sorted(path.name for path in run.directory.glob("step-*")) == ["step-000001", "step-000003"]
+    # A link to a folder that is no checkpoint, with files that look like those of an interrupted save.
+    foreign = tmp_path / "foreign" / "__0123456789abcdef__0_0.distcp"
+    foreign.parent.mkdir()
+    foreign.touch()
+    (run.directory / "step-000009").symlink_to(foreign.parent)
+    run.save(4, model)
+    assert error_of(lambda: run.save(9, model)).startswith("CheckpointError: ")
+    assert foreign.exists()
 
 
 def save_with_delayed_visibility(root: Path) -> list[str]:
@@ -440,7 +451,7 @@ def save_with_delayed_visibility(root: Path) -> list[str]:
         messages.append(error_of(lambda: training.save(root / "one", mesh, model)))
         messages.append(error_of(lambda: training.load(root / "one", mesh, model)))
     never = mock.patch.object(Path, "exists", return_value=False) if mesh.rank() == 1 else nullcontext()
-    with never, mock.patch.object(checkpoint_files, "VISIBILITY_TIMEOUT", 0.1):
+    with never, mock.patch.object(checkpoint_storage, "VISIBILITY_TIMEOUT", 0.1):
         messages.append(error_of(lambda: training.save(root / "two", mesh, model)))
     mesh.close()
     return messages
@@ -450,5 +461,5 @@ def test_a_host_may_see_a_new_directory_late(tmp_path: Path) -> None:
     for saved, loaded, refused in run_ranks(2, save_with_delayed_visibility, tmp_path):
         assert (saved, loaded) == ("", "")
         assert refused.startswith(
-            f"CheckpointError: rank 1: {tmp_path}/two is a different directory than on rank 0; "
+            f"CheckpointError: rank 1: {tmp_path}/two is not the folder that rank 0 sees; "
         )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import random
 import shutil
 import signal
+import struct
 import sys
 import traceback
 import zlib
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -21,10 +23,14 @@ import torch
 from checkpoint_checks import DISK_FULL, INTERRUPTED, distinct_values, list_files, make_constant_job
 from messages import error_of
 from torch import nn
+from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from namedmesh import training
 from namedmesh.errors import CheckpointError
-from namedmesh.training import checkpoint_files, checkpoint_storage
+from namedmesh.training.checkpoint_metadata import read_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_a_run_resumes_from_the_checkpoint_that_was_finished_last(tmp_path: Path) -> None:
@@ -91,14 +97,14 @@ def test_files_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     # If the replacement of a checkpoint is interrupted, the previous one stays complete.
     with INTERRUPTED, pytest.raises(KeyboardInterrupt):
         run.save(5, model)
-    assert len(list_files(tmp_path / "step-000005")) == 2
+    assert len(list_files(tmp_path / "step-000005")) == 1
     assert training.load(tmp_path / "step-000005", None, model) == {"step": 5}
     (tmp_path / "step-000005" / "tokenizer.json").touch()
     for step in (5, 6, 7):  # other files in a checkpoint are kept, and removed with it
         assert (tmp_path / "step-000005" / "tokenizer.json").exists()
         run.save(step, model)
     assert list_files(tmp_path) == ["step-000006", "step-000007"]
-    assert [len(list_files(tmp_path / name)) for name in list_files(tmp_path)] == [2, 2]
+    assert [len(list_files(tmp_path / name)) for name in list_files(tmp_path)] == [1, 1]
 
 
 def test_foreign_files_and_renamed_checkpoints_are_not_removed(tmp_path: Path) -> None:
@@ -130,7 +136,7 @@ def test_an_unreadable_checkpoint_is_not_removed(tmp_path: Path) -> None:
     stat = Path.stat
 
     def failing(path: Path, **options: Any) -> os.stat_result:
-        if path == tmp_path / "step-000001" / "namedmesh.pt":
+        if path == tmp_path / "step-000001" / ".metadata":
             raise OSError(5, "Input/output error")
         return stat(path, **options)
 
@@ -152,7 +158,7 @@ def test_corrupted_checkpoints_are_rejected_and_an_older_one_is_loaded(tmp_path:
         contents, middle = file.read_bytes(), file.stat().st_size // 2
         flipped = contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
         for harm in (contents[:9], flipped, None):
-            if harm is None and file.name == "namedmesh.pt":
+            if harm is None and file.name == ".metadata":
                 continue  # a directory without a manifest is not a checkpoint
             file.unlink()
             if harm is not None:
@@ -162,12 +168,12 @@ def test_corrupted_checkpoints_are_rejected_and_an_older_one_is_loaded(tmp_path:
                     call(model)
             with pytest.warns(UserWarning, match="skipped"):
                 assert again.resume_or_start(model) == {"step": 1}
-            if harm != flipped or file.name == "namedmesh.pt":  # latest() does not read tensors
+            if harm != flipped:  # latest() does not read tensors, and only the end of .metadata
                 with pytest.warns(UserWarning, match="skipped"):
                     assert again.latest() == good
             file.write_bytes(contents)
     for each in (good, last):
-        (each / "namedmesh.pt").write_bytes(b"")
+        (each / ".metadata").write_bytes(b"")
     with pytest.warns(UserWarning, match="skipped"):
         message = error_of(lambda: again.resume_or_start(model))  # it must not start again silently
     assert message == f"CheckpointError: no checkpoint in {tmp_path} is complete; start in another directory"
@@ -204,6 +210,34 @@ class RunsCode:
         return Path.touch, (Path(os.environ["HARM"]),)
 
 
+def rewrite_metadata(path: Path, change: Callable[[Any], object]) -> None:
+    """Replace the pickle in a ``.metadata``, as an attacker would: without the trailer, or with a valid one."""
+    file = path / ".metadata"
+    contents = file.read_bytes()
+    manifest = read_manifest(path)
+    assert manifest is not None
+    metadata = pickle.loads(contents)  # noqa: S301  it was written by this test
+    changed = change(metadata)
+    pickled = (
+        changed if isinstance(changed, bytes) else pickle.dumps(metadata if changed is None else changed)
+    )
+    text = json.dumps(manifest | {"metadata": zlib.crc32(pickled)}).encode()
+    magic = b"namedmesh 1\n"
+    file.write_bytes(pickled + text + struct.pack(">II", len(text), zlib.crc32(text)) + magic)
+
+
+def return_value(value: object, _: object) -> object:
+    return value
+
+
+def list_loads(path: Path, model: nn.Module) -> list[Callable[[], object]]:
+    return [
+        lambda: training.load(path, None, model),
+        lambda: training.CheckpointManager(path.parent, None).resume_or_start(model, resume=path),
+        lambda: training.to_pretrained(path, path.parent / "exported"),
+    ]
+
+
 def test_loading_runs_no_code_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARM", str(tmp_path / "harm"))
     model = nn.Linear(1, 1)
@@ -211,27 +245,59 @@ def test_loading_runs_no_code_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert message.startswith("CheckpointError: the extra value thing is not plain data (")
     (tmp_path / "harm").unlink(missing_ok=True)
     torch.save({"extra": RunsCode()}, written := io.BytesIO())
-    for part, refused in (
-        ("values", "is corrupted"),
-        ("names", "not a part of a checkpoint"),
-        ("tensors", "failed its checksum|could not be read"),
-    ):
-        path = tmp_path / part
+
+    def replace_tensors(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
+            place.offset, place.length, place.crc32 = (
+                0,
+                len(written.getvalue()),
+                zlib.crc32(written.getvalue()),
+            )
+
+    changes: dict[str, Callable[[Any], object]] = {
+        "pickle": lambda _: RunsCode(),
+        "nested": lambda metadata: setattr(metadata, "planner_data", RunsCode()),
+        "dotted": lambda _: b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93.",
+        "tensors": replace_tensors,
+    }
+    for name, change in changes.items():
+        path = tmp_path / name
         training.save(path, None, model, things=[1, {"a": (2.0, None, "b")}, torch.ones(2)])
-        about = checkpoint_files.read_manifest(path)
-        (data,) = path.glob("data-*/*.distcp")
-        if part == "values":
-            (path / "namedmesh.pt").write_bytes(written.getvalue())
-        elif part == "names":
-            (data.parent / ".metadata").write_bytes(pickle.dumps(RunsCode()))
-            torch.save(about | {"metadata": zlib.crc32(pickle.dumps(RunsCode()))}, path / "namedmesh.pt")
-        else:
-            places = checkpoint_storage.read_metadata(path, about).storage_data.values()
-            last = max(each.offset for each in places)
-            data.write_bytes(data.read_bytes()[:last] + written.getvalue())
-        with pytest.raises(CheckpointError, match=refused):
-            training.load(path, None, model)
+        if change is replace_tensors:
+            (data,) = path.glob("*.distcp")
+            data.write_bytes(written.getvalue())
+        rewrite_metadata(path, change)
+        for load in list_loads(path, model):
+            assert error_of(load).startswith(("CheckpointError: ", "CorruptedError: ")), name
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_hostile_file_changes_no_class_and_names_no_file_outside(tmp_path: Path) -> None:
+    """pickle sets attributes on every class that it gets, and a file may name any file."""
+    model = nn.Linear(1, 1)
+    before = {
+        kind: dict(vars(kind)) for kind in (Path, PosixPath, PurePosixPath, dcp_metadata.Metadata, torch.Size)
+    }
+    for name in ("pathlib\nPosixPath", "torch.distributed.checkpoint.metadata\nMetadata", "torch\nSize"):
+        # BUILD with (None, {"exists": 1}): the attributes of slots, which pickle sets one by one.
+        training.save(tmp_path / "class", None, model)
+        pickled = f"c{name}\n".encode() + b"(N(S'exists'\nI1\ndtb."
+        rewrite_metadata(tmp_path / "class", partial(return_value, pickled))
+        for load in list_loads(tmp_path / "class", model):
+            assert error_of(load).startswith("CheckpointError: ")
+    assert {kind: dict(vars(kind)) for kind in before} == before
+    training.save(tmp_path / "other", None, model)
+    (data,) = (tmp_path / "other").glob("*.distcp")
+    for name in (str(data), f"../other/{data.name}", "..", ""):
+        training.save(tmp_path / "names", None, model)
+
+        def rename(metadata: Any, name: str = name) -> None:
+            for place in metadata.storage_data.values():
+                place.relative_path = name
+
+        rewrite_metadata(tmp_path / "names", rename)
+        for load in list_loads(tmp_path / "names", model):
+            assert f"names the file {name!r}, which is not in its folder" in error_of(load)
 
 
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
@@ -287,7 +353,8 @@ def test_all_files_are_synced_before_the_manifest_is_renamed(
         fsync(descriptor)
 
     def renamed(path: Path, target: Path) -> Path:
-        events.append({each.stat().st_ino for each in (path.parent, *path.parent.iterdir())})
+        others = [each for each in path.parent.iterdir() if each.name != ".namedmesh.lock"]
+        events.append({each.stat().st_ino for each in (path.parent, *others)})
         return replace(path, target)
 
     monkeypatch.setattr(os, "fsync", synced)
@@ -295,5 +362,5 @@ def test_all_files_are_synced_before_the_manifest_is_renamed(
     training.save(tmp_path / "one", None, *make_constant_job(1))
     (place,) = (number for number, each in enumerate(events) if isinstance(each, set))
     assert events[place] <= {*events[:place]}
-    assert len(events[place]) > 3
+    assert len(events[place]) == 3  # the folder, the data and the metadata
     assert {each.stat().st_ino for each in (tmp_path, tmp_path / "one")} <= {*events[place + 1 :]}

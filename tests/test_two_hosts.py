@@ -276,14 +276,14 @@ def test_torchrun_restarts_a_job_over_two_hosts(hosts: Hosts) -> None:
 def _unshared(place: str) -> list[str]:
     """Each host has a directory of its own under one name; and then one that both see."""
     from namedmesh import training
-    from namedmesh.training import checkpoint_files
+    from namedmesh.training import checkpoint_storage
 
     rank = int(os.environ["RANK"])
     own = Path(place, "own")
     with two_hosts.mounted(Path(place, f"of-host-{rank}"), own):
         mesh = namedmesh.init_mesh(dp=2, device="cpu")
         net = tiny.model()
-        checkpoint_files.VISIBILITY_TIMEOUT = 0.2  # the seconds for which a folder may be seen late
+        checkpoint_storage.VISIBILITY_TIMEOUT = 0.2  # the seconds for which a folder may be seen late
         run = training.CheckpointManager(own, mesh, keep=1)
         told = [error_of(lambda: run.save(1, net))]
         run.close()
@@ -300,7 +300,7 @@ def test_a_checkpoint_directory_that_not_all_hosts_see_is_refused(hosts: Hosts, 
         (tmp_path / name).mkdir()
     for said, left, after in hosts.run(1, _unshared, str(tmp_path)):
         assert said.startswith(
-            f"CheckpointError: rank 1: {tmp_path}/own/step-000001 is a different directory than on rank 0; "
+            f"CheckpointError: rank 1: {tmp_path}/own/step-000001 is not the folder that rank 0 sees; "
         )
         assert left == "[]"
         assert after == ""

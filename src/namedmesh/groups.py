@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -88,6 +89,10 @@ class Communicator:
 
 
 _NO_OPTIONS = GroupOptions()
+
+CHECKPOINT_TIMEOUT = timedelta(minutes=30)
+"""The shortest timeout of the group of checkpoints: a rank may write for longer than a collective of
+training may take."""
 
 # The key of the group that has this rank only. All axes of size 1 share it.
 _SELF_KEY = GroupKey("self", None)
@@ -343,7 +348,8 @@ class Groups:
             layout: the layout of the mesh, which may be over some ranks of the world only.
         """
         ranks = tuple(layout.ranks)
-        options = self.normalize(GroupOptions(backend="gloo"))
+        longest = max(CHECKPOINT_TIMEOUT, self.normalize(_NO_OPTIONS).timeout or CHECKPOINT_TIMEOUT)
+        options = self.normalize(GroupOptions(backend="gloo", timeout=longest))
         label = "checkpoints"
         key = GroupKey(ranks, options, label)
         # A mesh may be over some ranks of the world only. The others do not save its model, and do

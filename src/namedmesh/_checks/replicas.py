@@ -22,14 +22,14 @@ _CAUSES = (
     "axis, because fully_shard was called on a mesh without it, or not at all (fully_shard(model, "
     "mesh=training.fsdp_mesh(mesh)) covers dp and cp); or the weights were never made equal (use "
     "one seed on every rank, or training.init_parameters). A plain tensor that is a shard needs the "
-    "attribute tensor_model_parallel. If the ranks are meant to differ, pass check=False"
+    "attribute tensor_model_parallel"
 )
 
 _CAUSES_OF_TIES = (
     "Call the function that tie_stages returned after the last backward of each step, before "
-    "clipping, and tie after the weights have their first values. If the ends are meant to differ, "
-    "pass check=False"
+    "clipping, and tie after the weights have their first values"
 )
+_OPT_OUT = ". If the ranks are meant to differ, pass check=False"
 
 # The number of calls with each mesh. A count for each set of parameters would differ between
 # pipeline stages, and then only some of the ranks would communicate.
@@ -58,12 +58,30 @@ def compare_replicas(params: Sequence[Tensor], mesh: NamedMesh, ties: Mapping[in
     call = _calls[mesh] = _calls.get(mesh, 0) + 1
     if fingerprints.is_due(call):
         models.compare_before_clipping(params)
-        _compare(params, mesh, ties)
+        _compare(params, mesh, ties, ("weights", "gradients"))
+
+
+def compare_weights(params: Sequence[Tensor], mesh: NamedMesh) -> None:
+    """Compare replicated weights over each axis of a mesh, in every call.
+
+    Collective: every rank of the mesh must call it.
+
+    Args:
+        params: the parameters, in the same order on every rank.
+        mesh: the mesh.
+
+    Raises:
+        GradientError: on every rank of the mesh: weights differ.
+    """
+    if dist.get_backend() != "fake":
+        _compare(params, mesh, {}, ("weights",))
 
 
 @disable_dispatch_modes
 @torch.no_grad()
-def _compare(params: Sequence[Tensor], mesh: NamedMesh, ties: Mapping[int, str]) -> None:
+def _compare(
+    params: Sequence[Tensor], mesh: NamedMesh, ties: Mapping[int, str], kinds: Sequence[str]
+) -> None:
     """Compare replicated and tied parameters, and raise the differences on every rank."""
     by_position = dict(enumerate(params))
     positions_by_axis: dict[str, list[int]] = {}
@@ -80,12 +98,12 @@ def _compare(params: Sequence[Tensor], mesh: NamedMesh, ties: Mapping[int, str])
     problems = []
     # In one order on every rank, or ranks would wait for each other.
     for axis in sorted(names_by_axis):
-        problems += _compare_over_axis(params, names_by_axis[axis], axis, mesh)
+        problems += _compare_over_axis(params, names_by_axis[axis], axis, mesh, kinds)
     models.raise_on_all_ranks(problems, [mesh.group(axis) for axis in mesh.layout])
 
 
 def _compare_over_axis(
-    params: Sequence[Tensor], names: Mapping[int, str], axis: str, mesh: NamedMesh
+    params: Sequence[Tensor], names: Mapping[int, str], axis: str, mesh: NamedMesh, kinds: Sequence[str]
 ) -> list[str]:
     """Return the message about parameters that differ along an axis (empty if none does).
 
@@ -96,6 +114,7 @@ def _compare_over_axis(
         names: the names of those to compare, by position.
         axis: the axis. Over ``pp`` the two ends of a tie are compared.
         mesh: the mesh.
+        kinds: ``"weights"``, or weights and ``"gradients"``.
     """
     computing_dtypes = models.list_computing_dtypes()
     entries = []
@@ -105,10 +124,11 @@ def _compare_over_axis(
         numel = to_local(param).numel()
         if fingerprints.is_comparable(param) and fingerprints.is_comparable(param.grad):
             entries.append(Entry("weights", name, param, numel, fingerprints.LENIENT))
-            entries.append(Entry("gradients", name, param.grad, numel, tolerance))
+            if "gradients" in kinds:
+                entries.append(Entry("gradients", name, param.grad, numel, tolerance))
     differences = fingerprints.find_differences(entries, mesh.group(axis), mesh.device)
     # Different weights have different gradients, so the weights come first.
-    for kind in ("weights", "gradients"):
+    for kind in kinds:
         different = [position for position, name in names.items() if (kind, name) in differences]
         if different:
             described = format_params((position, params[position]) for position in different)
@@ -116,6 +136,8 @@ def _compare_over_axis(
             where, causes = f"between the ranks of {axis}", _CAUSES
             if axis == "pp":
                 where, causes = "from the other end of their tie", _CAUSES_OF_TIES
+            if "gradients" in kinds:
+                causes += _OPT_OUT
             return [f"The {kind} of parameters {described}{stage} differ {where}. {causes}"]
     return []
 

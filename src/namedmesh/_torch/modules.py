@@ -105,6 +105,51 @@ def iter_unsharded_parameters() -> Iterator[torch.Tensor]:
                         yield unsharded
 
 
+def has_unsharded_gradients(module: torch.nn.Module) -> bool:
+    """Return whether FSDP2 holds gradients of a module that it has not reduced yet.
+
+    It does between the backwards of a step, if ``set_requires_gradient_sync`` is off.
+
+    Args:
+        module: the module, with its submodules.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for submodule in module.modules():
+        reference = _module_state_mapping.get(submodule)
+        for group in [] if reference is None else _list_fsdp_groups(reference()):
+            for param in group.fsdp_params:
+                unsharded = getattr(param, "_unsharded_param", None)
+                if (
+                    param.unsharded_accumulated_grad is not None
+                    or getattr(unsharded, "grad", None) is not None
+                ):
+                    return True
+    return False
+
+
+def runs_code_on_load(module: torch.nn.Module) -> bool:
+    """Return whether ``load_state_dict`` does more than to copy into parameters and buffers.
+
+    It does if a module has a hook, or a method of its own, for it. Those of torch's own modules and
+    of FSDP2 change nothing in tensors that have their names and shapes.
+
+    Args:
+        module: the module, with its submodules.
+    """
+    for submodule in module.modules():
+        kind = type(submodule)
+        functions: list[Any] = [kind.load_state_dict, kind._load_from_state_dict]
+        functions.extend(submodule._load_state_dict_pre_hooks.values())
+        functions.extend(submodule._load_state_dict_post_hooks.values())
+        for function in functions:
+            # torch wraps some hooks in an object. A hook without a module is the user's.
+            source = getattr(getattr(function, "hook", function), "__module__", None)
+            if not str(source).startswith("torch."):
+                return True
+    return False
+
+
 def _list_fsdp_groups(state: Any) -> list[Any]:
     """Return the parameter groups in FSDP2's state of a module.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -98,3 +101,38 @@ def make_dcp_wrapper(*, no_dist: bool, process_group: dist.ProcessGroup | None) 
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     return _DistWrapper(process_group, use_dist=not no_dist, coordinator_rank=0)
+
+
+def make_storage_unpicklers() -> dict[tuple[str, str], Any]:
+    """Return the classes and functions that a pickled ``.metadata`` of DCP may name.
+
+    They are new ones at each call. pickle can set attributes on every class and function that it
+    gets, and a file that does must not change those of the process.
+
+    Returns:
+        By module and name: for a dataclass, a class that creates objects of the dataclass; for
+        everything else, a function.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+    from torch.serialization import _get_layout
+
+    functions: dict[tuple[str, str], Any] = {
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): _get_layout,
+        (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+        # pathlib._local is the module of pathlib's classes in Python 3.13.
+        ("pathlib", "PosixPath"): PurePosixPath,
+        ("pathlib._local", "PosixPath"): PurePosixPath,
+    }
+    allowed: dict[tuple[str, str], Any] = {}
+    for name, function in functions.items():
+        allowed[name] = partial(function)
+    for kind in (*[getattr(metadata, name) for name in metadata.__all__], filesystem._StorageInfo):
+        # pickle calls __new__, and then sets the attributes of the object.
+        allowed[kind.__module__, kind.__name__] = type(kind.__name__, (), {"__new__": _make_creator(kind)})
+    return allowed
+
+
+def _make_creator(kind: type) -> Callable[..., Any]:
+    """Return a ``__new__`` that creates an object of another class."""
+    return lambda _, *arguments: kind.__new__(kind, *arguments)

@@ -1,13 +1,14 @@
 """Tools for the training loop: small functions over torch and a mesh."""
 
-from namedmesh.training.checkpoints import CheckpointManager, load, save
+from namedmesh.training.checkpoint_formats import to_pretrained
+from namedmesh.training.checkpoint_manager import CheckpointManager
+from namedmesh.training.checkpoints import load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, sampler_kwargs
 from namedmesh.training.fsdp import fsdp_mesh
 from namedmesh.training.loss import count_tokens, mean_loss, normalize_loss
 from namedmesh.training.pipelines import Pipeline
-from namedmesh.training.pretrained import to_pretrained
 from namedmesh.training.scaling import sync_found_inf
 from namedmesh.training.seeds import data_generator, init_parameters, rng_stream, seed_all
 from namedmesh.training.stages import stage_indices, stage_layers

@@ -1,80 +1,67 @@
-"""DCP's load planner: finds and checks the saved entries for the current layout."""
+"""Loading: DCP's planner finds and checks the entries for the current layout."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import CheckpointError
-from namedmesh.fingerprints import fingerprint_sample
 from namedmesh.layout import Layout
-from namedmesh.training import seeds
-from namedmesh.training.checkpoint_plans import Summary, format_problems, strip_copy_prefix
-from namedmesh.training.checkpoint_ranks import group_by_rank
-from namedmesh.training.checkpoint_state import (
+from namedmesh.training.checkpoint_formats import Checkpoint
+from namedmesh.training.checkpoint_names import (
+    GRADIENT,
     GROUPS,
+    MISSING,
     Options,
-    State,
-    format_entry_name,
-    group_by_parameter,
-    make_entry_name,
-    replace_alias,
-    split_entry_name,
+    format_entry,
+    format_problems,
+    get_kind,
+    is_valid_in,
+    name_copy,
 )
-
-# The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
-# Random states are not among them: without one, the generators keep their state.
-_MISSING = {
-    "model": "not in {}",
-    "optimizer": "kept by the optimizer for the shard of one rank, and no rank has this shard now; load {} in its "
-    "original layout, or without the optimizer",
-    "optimizers": "its state in addition to the state of its parameters is not in {}; create it from the same "
-    "parameters, or load without it",
-    "data": "no state of the data loader for this rank in {}, which was saved with other data ranks; load it "
-    "without data=, and skip the samples that were seen (a position that counts the samples of all ranks can be "
-    "an extra value)",
-}
+from namedmesh.training.checkpoint_ranks import group_by_rank
+from namedmesh.training.checkpoint_state import State
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
     """DCP's load planner, which raises the problems of all ranks before anything is read.
 
-    Tensors are read into separate memory, and :meth:`apply` copies them into the model afterwards.
+    The tensors of the model, and those that the optimizers have already, are filled in place.
 
     Args:
         state: this rank's collected state.
         aliases: the aliases of parameters here, on any rank, and the names they are saved under.
-        manifest: the manifest of the checkpoint.
-        path: the path of the checkpoint, for messages.
+        checkpoint: the checkpoint.
         cast: whether tensors may have another dtype here.
-        strict: whether missing and unexpected names of the model are problems.
+        strict: whether missing and unexpected names are problems.
         select: which parameters and buffers to load, by name; None for all.
 
     Attributes:
         missing_keys: the names in the model that are not loaded, on any rank. Known once the plan
-            is finished, as ``unexpected_keys``.
+            is finished, as the next two.
         unexpected_keys: the names in the checkpoint that no rank's model has.
+        unused_optimizer_keys: the parameters whose saved optimizer state no rank's optimizer takes.
     """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
+    unused_optimizer_keys: list[str]
 
     def __init__(
         self,
         state: State,
         aliases: Mapping[str, str],
-        manifest: dict[str, Any],
-        path: Path,
+        checkpoint: Checkpoint,
         *,
         cast: bool,
         strict: bool = True,
@@ -82,15 +69,14 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state = state
-        self._manifest = manifest
-        self._checkpoint = f"the checkpoint {path}"
+        self._metadata: dcp.Metadata = checkpoint.metadata
+        self._checkpoint = checkpoint
+        self._label = f"the checkpoint {checkpoint.path}"
+        self._aliases = {**aliases, **checkpoint.aliases}
         self._tied = aliases
-        self._aliases = {**aliases, **manifest["aliases"]}
         self._cast = cast
         self._strict = strict
         self._select: Callable[[str], bool] = select or (lambda _: True)
-        # Names in Hugging Face's checkpoints do not have this prefix.
-        self._prefix = "model." if manifest["data"] is None else ""
         # The problems, and the names of the entries that have them.
         self._names_by_problem: dict[str, list[str]] = {}
         # The names in the model that are not loaded.
@@ -99,37 +85,28 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self._sources: dict[str, str] = {}
         # The memory that each entry is read into.
         self._targets: dict[str, Any] = {}
-        # The saved options of the parameters that are loaded.
-        self._options: Options = {}
+        # The parameter and the key of the entries of optimizers, in the checkpoint and here.
+        self._owners: dict[str, tuple[str, str]] = {**checkpoint.owners, **state.owners}
+        # The saved options of the parameters that are loaded, and of the groups here.
+        self._options = Options({}, {})
+        # For each group here, the groups that had its parameters in the checkpoint.
+        self._groups: dict[int, set[int]] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
         """Find the checkpoint's entry for each entry of this rank, and record all problems.
 
         DCP calls it on every rank. Does not communicate.
         """
-        saved = metadata.state_dict_metadata
-        self._saved = {self._prefix + name: entry for name, entry in saved.items()}
-        self._names = dict.fromkeys(map(strip_copy_prefix, self._saved))
+        self._metadata = metadata
+        self.state_dict = self._targets
         for name in self.state.values:
-            if name.startswith("model."):
+            kind = get_kind(name)
+            if kind == "model":
                 self._find_model_entry(name)
-            elif name.startswith(("data.", "random.")):
+            elif kind in {"data", "random"}:
                 self._find(name)
-        self._find_optimizer_entries()  # after the model, so that its problems come first
-        # One parameter here may be two in the checkpoint: both are read, and check_tied_equal()
-        # compares them.
-        for alias, tied_to in self._tied.items():
-            name = f"model.{alias}"
-            is_here = name in self.state.values or alias in self.state.aliases
-            is_saved = name in self._saved and self._find_source(f"model.{tied_to}")
-            if is_here and is_saved and self._select(alias):
-                self._find(name)
-                self._find(f"model.{tied_to}", like=name)
-        # Every name has separate memory, even if two are read from one entry: they may be sharded
-        # differently.
-        entries = {name: self._saved[source] for name, source in self._sources.items()}
-        named = replace(metadata, state_dict_metadata=entries)
-        super().set_up_planner(self._targets, named, is_coordinator)
+        if self.state.optimizers:
+            self._find_optimizer_entries()  # after the model, so that its problems come first
 
     def _find_model_entry(self, name: str) -> None:
         """Find the entry for an entry of the model, unless ``select`` or ``strict`` skips it."""
@@ -139,54 +116,36 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         else:
             self._missing[key] = None
 
-    def _find(self, name: str, source: str = "", like: str = "") -> None:
-        """Find the checkpoint's entry for a name and allocate its target, or record it as missing.
+    def _find(self, name: str, source: str = "") -> None:
+        """Find the checkpoint's entry for a name and its target, or record it as missing.
 
         Args:
             name: the name here.
             source: the name to look for in the checkpoint; ``name`` if empty.
-            like: the name here whose sharding the memory has; ``name`` if empty.
         """
         found = self._find_source(source or name)
-        message = _MISSING.get(name.partition(".")[0])
+        message = MISSING.get(get_kind(name))
         if found:
             self._sources[name] = found
-            self._targets[name] = self._allocate(like or name, found)
-        elif message and not (self._prefix and name.endswith("_extra_state")):
+            self._targets[name] = self._find_target(name, found, source or name)
+        elif message and not (self._checkpoint.is_pretrained and name.endswith("_extra_state")):
             # Hugging Face's checkpoints have no extra states.
-            self._add_problem(name, message.format(self._checkpoint))
+            self._add_problem(name, message.format(self._label))
 
     def _find_source(self, name: str) -> str:
         """Return the name of the entry that this rank loads; empty if there is none."""
-        if not self._is_valid_here(name):
+        if not is_valid_in(self.state.mesh, name, self._checkpoint.layout):
             return ""
-        if name not in self._saved and name not in self._manifest["copies"]:
-            name = replace_alias(name, self._aliases)
-        source = self._find_copy(name) if name in self._manifest["copies"] else name
-        return source if source in self._saved else ""
+        entries, copies = self._checkpoint.entries, self._checkpoint.copies
+        key = name.removeprefix("model.")
+        if name not in entries and name.startswith("model.") and key in self._aliases:
+            name = f"model.{self._aliases[key]}"
+        source = self._find_copy(name) if name in copies else name
+        return entries.get(source, "")
 
     def _add_problem(self, name: str, problem: str) -> None:
         """Record a problem of an entry. All problems are raised together."""
-        self._names_by_problem.setdefault(problem, []).append(format_entry_name(name))
-
-    def _is_valid_here(self, name: str) -> bool:
-        """Return whether the layout allows to load an RNG state or a data loader's state.
-
-        Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
-        state: with more ranks, random values would repeat, and the position of a sampler counts the
-        samples of one rank.
-        """
-        kind, _, generator = name.partition(".")
-        if kind not in {"random", "data"}:
-            return True
-        equal = seeds.find_axes_with_equal_state("data" if kind == "data" else generator)
-        layout = self._manifest["layout"]
-        mesh = self.state.mesh
-        before = _drop_axes({} if layout is None else layout[0], equal)
-        now = _drop_axes({} if mesh is None else dict(mesh.layout.items()), equal)
-        if kind == "data":  # samplers know the number of data ranks, not their axes
-            return prod(before.values()) == prod(now.values())
-        return before == now
+        self._names_by_problem.setdefault(problem, []).append(format_entry(name, self._owners))
 
     def _find_copy(self, name: str) -> str:
         """Return the name of this rank's copy of an entry that differed between ranks.
@@ -199,11 +158,11 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             for another shard than this rank's. If several copies match and differ, the copy of the
             lowest rank for buffers, and an empty string for all other entries.
         """
-        by_rank: dict[int, int] = self._manifest["copies"][name]
+        by_rank = self._checkpoint.copies[name]
         ranks = set(by_rank)
         mesh = self.state.mesh
-        if mesh is not None and self._manifest["layout"] is not None:
-            sizes, offset = self._manifest["layout"]
+        if mesh is not None and self._checkpoint.layout is not None:
+            sizes, offset = self._checkpoint.layout
             current = dict(mesh.layout.items())
             same = {axis: mesh.coords[axis] for axis in sizes if current.get(axis) == sizes[axis]}
             ranks &= {rank - offset for rank in Layout(rank_offset=offset, **sizes).where(**same)}
@@ -211,17 +170,18 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         is_unique = len(copies) == 1 or (name.startswith("model.") and copies)
         if not is_unique or not self._has_saved_shard(name):
             return ""
-        return f"copy.{copies[0]:x}.{name}"
+        return name_copy(name, copies[0])
 
     def _has_saved_shard(self, name: str) -> bool:
         """Return whether the parameter of an optimizer's entry was saved in the same shards.
 
         True if a rank has saved exactly this rank's shard, and for entries of no parameter.
         """
-        parameter = self.state.find_parameter(name)
-        if parameter is None:
+        if name not in self._owners:
             return True
-        saved = self._saved.get(self._find_source(f"model.{split_entry_name(name)[0]}"))
+        param_name = self._owners[name][0]
+        parameter: Any = self.state.params.get(param_name)
+        saved = self._metadata.state_dict_metadata.get(self._find_source(f"model.{param_name}"))
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return False
         if not isinstance(parameter, DTensor):
@@ -229,38 +189,41 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         (here,) = parameter.__create_chunk_list__()
         return here in saved.chunks or prod(here.sizes) == 0
 
-    def _allocate(self, name: str, source: str) -> Any:
-        """Return an uninitialized tensor to read an entry into, and record a wrong shape or dtype.
-
-        It is sharded as the current tensor of that name; None if the entry is not a tensor.
+    def _find_target(self, name: str, source: str, saved_name: str) -> Any:
+        """Return the tensor to read an entry into, and record a wrong shape or dtype.
 
         Args:
             name: the name here.
-            source: the entry of the checkpoint.
+            source: the entry that is read.
+            saved_name: the name that the entry had when it was saved.
+
+        Returns:
+            The current tensor of that name, or a new one; None if the entry is not a tensor.
         """
-        saved = self._saved[source]
+        saved = self._metadata.state_dict_metadata[source]
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return None
         shape = tuple(saved.size)
         dtype = saved.properties.dtype
-        if name.startswith("optimizer."):
-            return self._allocate_for_optimizer(name, strip_copy_prefix(source), shape, dtype)
-        here: Any = self.state.values.get(replace_alias(name, self.state.aliases))
+        here: Any = self.state.values.get(name)
+        if name in self._owners:
+            target = self._find_optimizer_target(name, shape, dtype, saved_name in self._checkpoint.local)
+            is_current = isinstance(here, Tensor) and (type(here), here.dtype) == (type(target), dtype)
+            if is_current and here.shape == target.shape and not name.startswith(GRADIENT):
+                same_placements = getattr(here, "placements", None) == getattr(target, "placements", None)
+                return here if same_placements else target
+            return target
         fits = isinstance(here, Tensor) and tuple(here.shape) == shape
         if name.startswith("model.") and not name.endswith("_extra_state"):
             if not fits:
-                self._add_problem(
-                    name, f"of shape {tuple(here.shape)} here, and {shape} in {self._checkpoint}"
-                )
+                self._add_problem(name, f"of shape {tuple(here.shape)} here, and {shape} in {self._label}")
             elif here.dtype != dtype and not self._cast:
                 remedy = "convert the model to it, or pass cast=True, which rounds"
-                self._add_problem(name, f"{here.dtype} here, and {dtype} in {self._checkpoint}; {remedy}")
-        if not fits:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.empty_like(here, dtype=dtype).detach()
+                self._add_problem(name, f"{here.dtype} here, and {dtype} in {self._label}; {remedy}")
+        return here if fits else torch.empty(shape, dtype=dtype, device="cpu")
 
-    def _allocate_for_optimizer(
-        self, name: str, saved: str, shape: tuple[int, ...], dtype: torch.dtype
+    def _find_optimizer_target(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, is_local: bool
     ) -> Tensor:
         """Return an uninitialized tensor to read an optimizer's entry into.
 
@@ -269,21 +232,20 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
         Args:
             name: the name here.
-            saved: the name in the checkpoint, without the prefix of a copy.
             shape: the shape in the checkpoint.
             dtype: the dtype in the checkpoint.
+            is_local: whether it was a plain tensor of a sharded parameter.
         """
-        parameter: Any = self.state.find_parameter(name)
+        param_name = self._owners[name][0]
+        parameter: Any = self.state.params[param_name]
         is_elementwise = tuple(parameter.shape) == shape
-        known = self._manifest.get("local")  # older checkpoints do not have it
-        is_local = not is_elementwise if known is None else saved in known
         if is_elementwise and not is_local:
             return torch.empty_like(parameter, dtype=dtype).detach()
         if is_local or not shape or not isinstance(parameter, DTensor):
             return torch.empty(shape, dtype=dtype, device="cpu")
-        if self.state.is_plain_shard(name):
+        if self.state.is_plain_shard(param_name):
             # Attributes say how a parameter is sharded, but not a tensor of another shape.
-            self._add_problem(name, _MISSING["optimizer"].format(self._checkpoint))
+            self._add_problem(name, MISSING["optimizer"].format(self._label))
         # The value is, for example, one moment for each row. Any placements would be correct, and
         # these need the least memory.
         placements: list[Placement] = [Replicate()] * parameter.device_mesh.ndim
@@ -297,35 +259,47 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def _find_optimizer_entries(self) -> None:
         """Find the entries for the optimizers, and record why one cannot resume from them."""
-        entries = group_by_parameter(self._names)
-        saved = self._manifest["options"]
+        if not self._checkpoint.options.params and not self._checkpoint.is_own:
+            self._names_by_problem["has no optimizer that namedmesh saved; load it without the optimizer"] = [
+                self._label
+            ]
+            return
+        entries: dict[str, dict[str, str]] = {}
+        for entry, (param, key) in self._checkpoint.owners.items():
+            entries.setdefault(param, {})[key] = entry
+        saved_params = self._checkpoint.options.params
         options_of_groups: dict[int, Any] = {}
-        # For each optimizer here, the positions of the optimizers that had its parameters.
-        positions: dict[int, set[int]] = {}
-        for name, (class_names, _, group, _) in self.state.options.items():
+        for name, (class_names, group, _) in self.state.options.params.items():
             if name in self._missing:
                 continue
-            before = saved.get(name) or saved.get(self._aliases.get(name, name))
-            if before is None:
-                problem = f"not optimized in {self._checkpoint}; load it without the optimizer"
+            source = name if name in saved_params else self._aliases.get(name, name)
+            if source not in saved_params:
+                problem = f"not optimized in {self._label}; load it without the optimizer"
                 self._add_problem(f"model.{name}", problem)
                 continue
-            saved_classes, options, saved_group = before[:3]
+            saved_classes, saved_group, options = saved_params[source]
             if class_names[0] not in saved_classes and saved_classes[0] not in class_names:
-                problem = f"optimized by {saved_classes[0]} in {self._checkpoint}, and by"
+                problem = f"optimized by {saved_classes[0]} in {self._label}, and by"
                 remedy = "create the saved class, or load without the optimizer"
                 self._add_problem(f"model.{name}", f"{problem} {class_names[0]} here; {remedy}")
             elif options_of_groups.setdefault(group, options) != options:
                 problem = "in one group of the optimizer with parameters that had other options in"
-                self._add_problem(f"model.{name}", f"{problem} {self._checkpoint}; group them as they were")
-            # Older checkpoints do not have the options of all groups.
-            self._options[name] = (*before, [])[:4]
-            positions.setdefault(group // GROUPS, set()).add(saved_group // GROUPS)
-            source = name if name in entries else self._aliases.get(name, name)
+                self._add_problem(f"model.{name}", f"{problem} {self._label}; group them as they were")
+            self._options.params[name] = saved_params[source]
+            self._options.groups[group] = options
+            self._groups.setdefault(group, set()).add(saved_group)
             for key, entry in entries.get(source, {}).items():
-                self._find(make_entry_name(name, key), entry)
+                here = f"{GRADIENT}{name}" if entry.startswith(GRADIENT) else f"optimizer.state.{name}.{key}"
+                self._owners[here] = (name, key)
+                self._find(here, entry)
         for position in range(len(self.state.optimizers)):
-            self._find_optimizer_extras(position, positions.get(position, {position}))
+            saved = {
+                at // GROUPS
+                for group, found in self._groups.items()
+                if group // GROUPS == position
+                for at in found
+            }
+            self._find_optimizer_extras(position, saved or {position})
 
     def _find_optimizer_extras(self, position: int, saved_positions: set[int]) -> None:
         """Find the entry with the part of an optimizer's state that belongs to no parameter.
@@ -335,25 +309,32 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             saved_positions: the positions of the optimizers that had its parameters in the
                 checkpoint.
         """
-        name = f"optimizers.{position}"
-        sources = [f"optimizers.{saved}" for saved in sorted(saved_positions)]
-        found = [source for source in sources if source in self._names]
+        name = f"namedmesh.optimizers.{position}"
+        sources = [f"namedmesh.optimizers.{saved}" for saved in sorted(saved_positions)]
+        found = [source for source in sources if source in self._checkpoint.entries]
         if found and len(sources) == 1:
             self._find(name, found[0])
         elif found or name in self.state.values:
             # The state of several optimizers cannot be merged.
-            self._add_problem(name, _MISSING["optimizers"].format(self._checkpoint))
+            self._add_problem(name, MISSING["optimizers"].format(self._label))
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """Return this rank's reads, and its problems and names, which DCP sends to rank 0."""
         items = []
         if not self._names_by_problem:
-            for item in super().create_local_plan().items:
-                source = self._sources[item.storage_index.fqn].removeprefix(self._prefix)
-                items.append(replace(item, storage_index=replace(item.storage_index, fqn=source)))
-        names = [*self.state.values, *(f"model.{alias}" for alias in self.state.aliases)]
+            saved = self._metadata.state_dict_metadata
+            entries = {name: saved[source] for name, source in self._sources.items()}
+            named = replace(self._metadata, state_dict_metadata=entries)
+            for item in create_default_local_load_plan(self._targets, named).items:
+                source = self._sources[item.storage_index.fqn]
+                if source != item.storage_index.fqn:
+                    item = replace(item, storage_index=replace(item.storage_index, fqn=source))  # noqa: PLW2901
+                items.append(item)
+        names = [name for name in self.state.values if name.startswith("model.")]
+        names += [f"model.{alias}" for alias in self.state.names.aliases]
         problems = format_problems(self._names_by_problem)
-        return dcp.LoadPlan(items, planner_data=(problems, names, self._missing))
+        optimized = list(self.state.options.params) if self.state.optimizers else None
+        return dcp.LoadPlan(items, planner_data=(problems, names, self._missing, optimized, self._groups))
 
     def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """Merge the problems and the names of all ranks. DCP calls it on rank 0.
@@ -365,26 +346,72 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         known: set[str] = set()
         missing: dict[str, None] = {}
         by_rank: dict[int, list[str]] = {}
+        optimized: set[str] = set()
+        groups: dict[int, set[int]] = {}
         for rank, plan in enumerate(global_plan):
-            by_rank[rank], names, missing_here = plan.planner_data
+            by_rank[rank], names, missing_here, optimized_here, groups_here = plan.planner_data
             known.update(names)
             missing |= missing_here
+            optimized.update(optimized_here or ())
+            for group, saved in groups_here.items():
+                groups.setdefault(group, set()).update(saved)
         problems = group_by_rank(by_rank)
         unexpected = []
-        for name in sorted(self._names.keys() - known):
+        for name in sorted(self._checkpoint.entries.keys() - known):
             key = name.removeprefix("model.")
-            if name.startswith("model.") and self._select(key):
+            is_alias = key in self._checkpoint.aliases
+            if name.startswith("model.") and not is_alias and self._select(key):
                 unexpected.append(key)
-        if unexpected and self._strict:
-            problem = f"in {self._checkpoint}, and on no rank in the model"
+        unused = self._find_unused(optimized, known, missing) if self.state.optimizers else []
+        if self._strict and unexpected:
+            problem = f"in {self._label}, and on no rank in the model"
             problems += format_problems({problem: map(repr, unexpected)})
+        if self._strict and unused:
+            problem = (
+                f"optimized in {self._label}, and by no optimizer here; give the optimizers that were saved, or pass "
+                "strict=False to leave their state out"
+            )
+            problems += format_problems({problem: map(repr, unused)})
         if problems:
             raise CheckpointError(*problems)
-        return [replace(plan, planner_data=(list(missing), unexpected)) for plan in global_plan]
+        merged = (list(missing), unexpected, unused, groups)
+        return [replace(plan, planner_data=merged) for plan in global_plan]
+
+    def _find_unused(self, optimized: set[str], known: set[str], missing: Mapping[str, None]) -> list[str]:
+        """Return the parameters whose saved state no optimizer takes, although they are loaded."""
+        taken = set(optimized)
+        for alias, name in self._aliases.items():
+            if alias in optimized or name in optimized:
+                taken.update((alias, name))
+        with_state = {param for param, _ in self._checkpoint.owners.values()}
+        unused = []
+        for name in self._checkpoint.options.params.keys() & with_state:
+            is_loaded = f"model.{name}" in known or f"model.{name}" not in self._checkpoint.entries
+            if is_loaded and name not in taken and name not in missing and self._select(name):
+                unused.append(name)
+        return sorted(unused)
 
     def finish_plan(self, new_plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """Set ``missing_keys`` and ``unexpected_keys`` from the plan, as rank 0 has merged them."""
-        self.missing_keys, self.unexpected_keys = new_plan.planner_data
+        """Take the results of all ranks from the plan, as rank 0 has merged them."""
+        self.missing_keys, self.unexpected_keys, self.unused_optimizer_keys, groups = new_plan.planner_data
+        saved = self._checkpoint.options.groups
+        for group in self.state.options.groups:
+            if group in self._options.groups:
+                continue
+            # A group without parameters on this rank has the options of the group that has its
+            # parameters on other ranks, or of the group at its position in the same optimizer.
+            found = groups.get(group)
+            if not found:
+                number = group // GROUPS
+                found = {
+                    at // GROUPS * GROUPS + group % GROUPS
+                    for here, to in groups.items()
+                    if here // GROUPS == number
+                    for at in to
+                }
+            options = saved.get(min(found or {group}))
+            if options is not None and self.state.optimizers:
+                self._options.groups[group] = options
         return new_plan
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
@@ -392,29 +419,21 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         loaded = torch.load(value, weights_only=True, map_location="cpu")
         self.state_dict[read_item.dest_index.fqn] = loaded
 
-    def check_tied_equal(self) -> None:
-        """Check that the two saved tensors of a parameter that is tied now are equal. Local.
+    def find_tied_pairs(self) -> list[tuple[str, str, Any]]:
+        """Return the pairs of saved weights that are one parameter here.
 
-        Raises:
-            CheckpointError: the two tensors differ.
+        Returns:
+            For each pair, the two entries in the checkpoint, and the parameter.
         """
-        problems = []
-        for alias, tied_to in self._tied.items():
-            first, second = f"model.{tied_to}", f"model.{alias}"
-            if first not in self._sources or second not in self._sources:
-                continue  # the checkpoint has one entry for both, or they are not loaded
-            summary = Summary(fingerprint_sample(self.state_dict[first]))
-            if not summary.matches(Summary(fingerprint_sample(self.state_dict[second]))):
-                problem = f"{tied_to!r} and {alias!r} are tied here, and are two different weights in"
-                problems.append(f"{problem} {self._checkpoint}; untie them, or load another checkpoint")
-        if problems:
-            raise CheckpointError(*problems)
+        pairs = []
+        for alias, name in self._tied.items():
+            first, second = (self._checkpoint.entries.get(f"model.{key}") for key in (name, alias))
+            param = self.state.params.get(alias, self.state.params.get(name))
+            is_one = self._checkpoint.aliases.get(alias) == name
+            if param is not None and first and second and not is_one and self._select(alias):
+                pairs.append((first, second, param))
+        return pairs
 
     def apply(self) -> None:
-        """Copy the read entries into the model, optimizers, data loaders and generators. Local."""
-        self.state.apply(self.state_dict, self._options)
-
-
-def _drop_axes(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:
-    """Return ``sizes`` without ``axes`` and without axes of size 1."""
-    return {axis: size for axis, size in sizes.items() if size > 1 and axis not in axes}
+        """Give values that were not read in place to their owners."""
+        self.state.apply(self.state_dict, self._owners, self._options)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +19,31 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from namedmesh._internal import agree_on_call, get_groups
-from namedmesh._torch import get_timeout, make_dcp_wrapper
+from namedmesh._torch import make_dcp_wrapper
 from namedmesh.errors import AgreementError, CheckpointError, NamedMeshError, format_ranks
 from namedmesh.mesh import NamedMesh
-from namedmesh.training.checkpoint_files import CorruptedError
+from namedmesh.options import GroupOptions
+from namedmesh.training.checkpoint_metadata import CorruptedError
+
+# The words of gloo about a rank that has ended, or that does not answer.
+_LOST_RANK = re.compile("[Cc]onnect|[Tt]imed out|peer|[Ss]ocket|Broken pipe")
+
+
+class SaveFuture(Future[Path]):
+    """The future of a save, which knows whether its error was raised from :meth:`result`."""
+
+    was_raised = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Return the path, or raise the error of the save."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.was_raised = self.done()
+
+    def cancel(self) -> bool:
+        """Return False: a save that has started cannot be canceled."""
+        return False
 
 
 class CheckpointRanks:
@@ -29,6 +53,8 @@ class CheckpointRanks:
 
     Attributes:
         rank: the group rank, 0 without a mesh.
+        timeout: how long to wait for a rank that does not make a call: the timeout of the mesh. The
+            group has a longer one, because a rank may write for a long time.
         saving: the running or finished save in the background that was not waited for, or None.
         pinned: the pinned tensors into which saves in the background copy, by entry name.
     """
@@ -40,7 +66,8 @@ class CheckpointRanks:
         # A weak reference, because destroy_process_group() has to end the group with its threads.
         self._group = None if group is None else ref(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.saving: Future[Path] | None = None
+        self.timeout = timedelta(0)
+        self.saving: SaveFuture | None = None
         self.pinned: dict[str, torch.Tensor] = {}
 
     @classmethod
@@ -68,7 +95,9 @@ class CheckpointRanks:
             cls._meshes.add(mesh)
         else:
             group = groups.get_checkpoint_group(mesh.layout)
-        return cls._instances.setdefault(group, cls(group))
+        ranks = cls._instances.setdefault(group, cls(group))
+        ranks.timeout = groups.normalize(GroupOptions()).timeout or ranks.timeout
+        return ranks
 
     @property
     def dcp_arguments(self) -> dict[str, Any]:
@@ -88,30 +117,53 @@ class CheckpointRanks:
             )
         return {"no_dist": False, "process_group": group}
 
-    def begin(self, call: str) -> None:
-        """Wait for the save in the background, and until every rank has made a call.
+    def begin(self, call: str, path: Path) -> None:
+        """Wait for the save in the background, and until every rank has made the same call.
 
-        Saves and loads share the pinned memory and the group, so there is one at a time. Collective:
-        every rank must call it.
+        Saves and loads share the pinned memory and the group, so there is one at a time.
+        Collective: every rank must call it.
 
         Args:
             call: the call of the user, for messages.
+            path: the path that the call names.
 
         Raises:
-            AgreementError: some ranks did not make the call within the timeout of the mesh. Rank 0
-                has their numbers, the others may have the number of rank 0.
+            AgreementError: some ranks did not make the call within the timeout of the mesh, have
+                ended, or made another call. Rank 0 has the numbers of missing ranks, the others may
+                have the number of rank 0.
+            CheckpointError: a rank has ended; or on every rank, the error of the save in the
+                background, unless a rank has raised it from ``result()``.
         """
-        self.wait_for_save()
+        saving, self.saving = self.saving, None
+        error = None if saving is None else saving.exception()
         group = self.dcp_arguments["process_group"]
         if group is None:
+            if saving is not None and error is not None and not saving.was_raised:
+                raise error
             return
+        start = time.monotonic()
         try:
-            dist.monitored_barrier(group, get_timeout(group), wait_all_ranks=True)
-        except RuntimeError as error:
+            dist.monitored_barrier(group, self.timeout, wait_all_ranks=True)
+        except RuntimeError as failure:
+            if time.monotonic() - start < 0.8 * self.timeout.total_seconds():
+                raise _make_lost_rank_error(call, failure) from None
             raise AgreementError(
-                f"some ranks did not call {call} within the timeout of the mesh ({error}); call it on every "
+                f"some ranks did not call {call} within the timeout of the mesh ({failure}); call it on every "
                 "rank, and not only on one of them"
             ) from None
+        requests = self.run_on_all_ranks(
+            f"{call} could not start",
+            lambda: (f"{call}({str(path)!r})", saving is not None and saving.was_raised),
+        )
+        different = [rank for rank, (request, _) in enumerate(requests) if request != requests[0][0]]
+        if different:
+            raise AgreementError(
+                f"{format_ranks(different)} called {requests[different[0]][0]}, and rank 0 called "
+                f"{requests[0][0]}; make the same call, with the same path and step, on every rank"
+            )
+        # The ranks must agree on it, or some would wait here for the others.
+        if error is not None and not any(was_raised for _, was_raised in requests):
+            raise error
 
     def wait_for_save(self) -> None:
         """Wait for the save in the background, and raise its error once.
@@ -119,7 +171,7 @@ class CheckpointRanks:
         Does not communicate: DCP has raised the same error on every rank.
         """
         saving, self.saving = self.saving, None
-        if saving is not None:
+        if saving is not None and not saving.was_raised:
             saving.result()
 
     def run_on_rank0(self, problem: str, function: Callable[[], Any]) -> Any:
@@ -231,6 +283,8 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
         # Only errors of this package have messages for users. Others get the name of their class.
         if isinstance(cause, NamedMeshError):
             expected[failed] = cause.problems
+        elif isinstance(cause, RuntimeError) and _LOST_RANK.search(str(cause)):
+            return _make_lost_rank_error(problem, cause)
         else:
             unexpected.setdefault(_format_first_line(cause), []).append(failed)
     problems = group_by_rank(expected)
@@ -242,3 +296,11 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
     # resume_or_start() tries an older checkpoint after a CorruptedError.
     is_corrupted = set(map(type, causes.values())) == {CorruptedError}
     return (CorruptedError if is_corrupted else CheckpointError)(*problems)
+
+
+def _make_lost_rank_error(what: str, error: BaseException) -> CheckpointError:
+    """Return the error for a rank that has ended, or that does not answer."""
+    return CheckpointError(
+        f"{what}: another rank has ended, or does not answer ({_format_first_line(error)}). Read the output "
+        "of the other ranks for the cause, and restart the job."
+    )

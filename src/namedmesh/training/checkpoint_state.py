@@ -1,19 +1,8 @@
-"""The values that a rank saves and loads, under names that do not depend on the layout.
-
-The names of entries are
-
-- ``model.NAME``: a parameter, a buffer or an extra state;
-- ``optimizer.PARAMETER:KEY``: the state of an optimizer for one parameter, see
-  :func:`make_entry_name`;
-- ``optimizers.NUMBER``: the state of an optimizer that belongs to no parameter;
-- ``data.NUMBER``: the state of a data loader;
-- ``random.NAME``: the state of a random generator.
-"""
+"""The values that a rank saves and loads, under the names of :mod:`checkpoint_names`."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -23,33 +12,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from namedmesh._torch import replace_local_tensor
-from namedmesh.errors import CheckpointError, format_items, get_first_line
+from namedmesh._torch import (
+    has_unsharded_gradients,
+    replace_local_tensor,
+    runs_code_on_load,
+)
+from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_plain_shard, to_local
 from namedmesh.training import seeds
+from namedmesh.training.checkpoint_names import (
+    GRADIENT,
+    GROUPS,
+    Names,
+    Options,
+    check_storable,
+    format_entry,
+    to_plain_data,
+)
 from namedmesh.training.tying import get_tie
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
-
-Options = dict[str, tuple[list[str], dict[str, Any], int, list[dict[str, Any]]]]
-"""How each parameter is optimized.
-
-The classes of its optimizer, the options and the number of its group, and the options of all groups
-of the optimizer, including groups without parameters.
-"""
-
-GROUPS = 10**6
-"""A parameter group has the number ``GROUPS * optimizer + position``."""
-
-Names: TypeAlias = tuple[dict[str, str], dict[tuple[str, str], str]]
-"""Two dicts with parameter names of one rank.
-
-The first maps every further name (alias) of a shared parameter to the name that it is saved under.
-The second maps the tie of ``tie_stages()``, and the end that this rank has, to the name of the
-parameter.
-"""
 
 
 class State:
@@ -63,10 +47,11 @@ class State:
 
     Attributes:
         extra: the keyword arguments ``**extra`` of ``save()``.
-        values: by entry name, the tensors (shards as DTensors), and copies of all other objects.
-        parameters: the entry names of the model's parameters, whose replicas must be equal.
-        aliases: the further names of parameters, as in ``Names``.
-        ties: the names of tied parameters, as in ``Names``.
+        values: by entry name, the tensors of the model and the optimizers (shards as DTensors over
+            the same memory), and copies of all other objects.
+        owners: the parameter and the key of each entry that belongs to an optimizer's parameter.
+        params: the parameters by name, shards as DTensors.
+        names: the further names of parameters.
         options: the options of optimized parameters.
         local: the entry names of optimizer tensors that are plain tensors (and therefore differ by
             rank) although their parameter is a DTensor.
@@ -82,15 +67,19 @@ class State:
         self.loaders = [loader for loader in loaders if loader is not None]
         self.extra: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
-        self.parameters: set[str] = set()
-        self.aliases: dict[str, str] = {}
-        self.ties: dict[tuple[str, str], str] = {}
-        self.options: Options = {}
+        self.owners: dict[str, tuple[str, str]] = {}
+        self.params: dict[str, Tensor] = {}
+        self.names = Names({}, {})
+        self.options = Options({}, {})
         self.local: set[str] = set()
         # The name of each parameter, by its id: a parameter may have several names.
-        self._names: dict[int, str] = {}
-        # For each entry, the tensor of the model or the optimizer that it was made from.
-        self._sources: dict[str, Tensor] = {}
+        self._names_by_id: dict[int, str] = {}
+        # For each entry of the model, the tensor that it was made from.
+        self._sources: dict[str, object] = {}
+        # The names of parameters that are plain tensors, and DTensors in ``params``.
+        self._plain_shards: set[str] = set()
+        # Modules whose tensors cannot be loaded in place, with the entry of each key.
+        self._indirect: list[tuple[nn.Module, dict[str, str]]] = []
 
     def collect(self) -> Names:
         """Fill the attributes from this rank's model, optimizers, data loaders and generators.
@@ -98,24 +87,15 @@ class State:
         Does not communicate.
 
         Returns:
-            ``aliases`` and ``ties`` of this rank, for :func:`merge_aliases`.
+            The names of this rank, for :func:`merge_aliases`.
 
         Raises:
-            CheckpointError: a parameter is on the meta device; two values have the same name; an
-                optimizer has parameters that are not in the model; a data loader has no state; or a
-                value is not plain data.
+            CheckpointError: a parameter is on the meta device; a tensor cannot be saved; two values
+                have the same name; an optimizer has parameters that are not in the model; a value
+                is not plain data; or gradients are not reduced yet.
         """
-        on_meta = []
         for module in self.modules:
-            remove_wrappers = _make_wrapper_remover(module)
-            # keep_vars keeps the parameters themselves, whose attributes and ids are needed.
-            for key, value in module.state_dict(keep_vars=True).items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    on_meta.append(key)
-                self._add_to_model(remove_wrappers(key), value)
-        if on_meta:
-            names = format_items(on_meta, 4)
-            raise CheckpointError(f"{names}: on the meta device; call model.to_empty(device=...) first")
+            self._add_module(module)
         for number, optimizer in enumerate(self.optimizers):
             self._add_optimizer(number, optimizer)
         for number, loader in enumerate(self.loaders):
@@ -125,10 +105,36 @@ class State:
                     "torchdata's StatefulDataLoader, or save the number of the step, and call set_epoch and "
                     "skip the batches before it when the run resumes"
                 )
-            self._add(f"data.{number}", loader.state_dict())
+            self._add(f"namedmesh.data.{number}", loader.state_dict())
         for name, state in seeds.collect_rng_states().items():
-            self._add(f"random.{name}", state)
-        return self.aliases, self.ties
+            self._add(f"namedmesh.random.{name}", state)
+        return self.names
+
+    def _add_module(self, module: nn.Module) -> None:
+        """Add the state dict of a module, and the names of its parameters."""
+        remove_wrappers = _make_wrapper_remover(module)
+        registered = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
+        in_place = not runs_code_on_load(module)
+        entries: dict[str, str] = {}
+        on_meta = []
+        # keep_vars keeps the parameters themselves, whose attributes and ids are needed.
+        for key, value in module.state_dict(keep_vars=True).items():
+            name = remove_wrappers(key)
+            if isinstance(value, Tensor) and value.is_meta:
+                on_meta.append(key)
+            entries[key] = f"model.{name}"
+            in_place = in_place and (value is None or id(value) in registered)
+            self._add_to_model(name, value)
+        if on_meta:
+            names = format_items(on_meta, 4)
+            problem = f"{names}: on the meta device; call model.to_empty(device=...) first"
+            raise CheckpointError(seeds.format_meta_problem(module) or problem)
+        if not in_place:
+            self._indirect.append((module, entries))
+        # A state-dict hook may save a parameter under other names, such as a fused one in parts.
+        for key, param in module.named_parameters():
+            if id(param) not in self._names_by_id:
+                self._add_parameter(remove_wrappers(key), param)
 
     def _add_to_model(self, name: str, value: Any) -> None:
         """Add an item of the model's state dict; a parameter seen before becomes an alias."""
@@ -136,63 +142,67 @@ class State:
         if value is not None and self._sources.get(entry) is value:
             return  # two modules of this rank share the parameter
         if isinstance(value, nn.Parameter):
-            if self._names.setdefault(id(value), name) != name:
-                self.aliases[name] = self._names[id(value)]
+            if self._names_by_id.get(id(value), name) != name:
+                self.names.aliases[name] = self._names_by_id[id(value)]
                 return
-            self.parameters.add(entry)
             tie = get_tie(value)
             if tie is not None:
-                self.ties[tie] = name
+                self.names.ties[tie] = name
         self._add(entry, value, value)
+        self._sources[entry] = value
+        if isinstance(value, nn.Parameter):
+            self._add_parameter(name, value)
 
-    def _add(self, name: str, value: Any, source: object = None) -> None:
+    def _add_parameter(self, name: str, param: Tensor) -> None:
+        """Add the name of a parameter."""
+        self._names_by_id[id(param)] = name
+        self.params[name] = wrapped = self._wrap_plain_shard(param, param)
+        if isinstance(wrapped, DTensor) and not isinstance(param, DTensor):
+            self._plain_shards.add(name)
+
+    def _add(self, name: str, value: Any, param: object = None) -> None:
         """Add a tensor or another object to ``values``, under the name of an entry.
 
         Args:
             name: the name of the entry.
             value: the tensor or object; None adds nothing.
-            source: the parameter whose attributes describe how the tensor is sharded.
+            param: the parameter whose attributes describe how the tensor is sharded.
         """
         if value is None:
             return
+        label = format_entry(name, self.owners)
         if not isinstance(value, Tensor):
-            value = to_plain_data(value, format_entry_name(name))
-        elif isinstance(source, Tensor):
-            self._sources.setdefault(name, source)
-            value = self._wrap_plain_shard(value, source)
-            is_of_shard = isinstance(self.find_parameter(name), DTensor)
-            if is_of_shard and value.ndim and not isinstance(value, DTensor):
-                self.local.add(name)
+            value = to_plain_data(value, label)
+        else:
+            check_storable(value, label)
+            if isinstance(param, Tensor):
+                value = self._wrap_plain_shard(value, param)
         if name in self.values:
             remedy = "give a parameter to one optimizer"
             if name.startswith("model."):
                 remedy = (
                     "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
+                    "the layers of pipeline stages with training.stage_layers"
                 )
-                remedy += "the layers of pipeline stages with training.stage_layers"
-            raise CheckpointError(f"{format_entry_name(name)} is the name of two values; {remedy}")
+            raise CheckpointError(f"{label} is the name of two values; {remedy}")
         self.values[name] = value
 
     def find_parameter(self, name: str) -> Any:
-        """Return the parameter for which an optimizer keeps the tensor of an entry.
+        """Return the parameter for which an optimizer keeps the tensor of an entry, or None.
+
+        It is a DTensor if it is a shard.
 
         Args:
             name: the name of the entry.
-
-        Returns:
-            The parameter, as a DTensor if it is a shard; None for other entries.
         """
-        if not name.startswith("optimizer."):
-            return None
-        return self.values.get(f"model.{split_entry_name(name)[0]}")
+        return self.params.get(self.owners[name][0]) if name in self.owners else None
 
-    def is_plain_shard(self, name: str) -> bool:
-        """Return whether an optimizer's entry is for a plain shard with attributes."""
-        source = self._sources.get(f"model.{split_entry_name(name)[0]}")
-        return isinstance(self.find_parameter(name), DTensor) and not isinstance(source, DTensor)
+    def is_plain_shard(self, param_name: str) -> bool:
+        """Return whether a parameter is a plain tensor whose attributes make it a shard."""
+        return param_name in self._plain_shards
 
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
-        """Add the state of an optimizer and the options of its parameters.
+        """Add the state of an optimizer, and the options and gradients of its parameters.
 
         Args:
             number: the position of the optimizer in ``optimizers``.
@@ -216,27 +226,39 @@ class State:
             name, param = named[index]
             # The state of an optimizer is sharded as the parameter that it belongs to.
             for key, value in values.items():
-                self._add(make_entry_name(name, key), value, param)
+                self._add_of_parameter(f"optimizer.state.{name}.{key}", (name, key), value, param)
+        for name, param in named:
+            grad = param.grad
+            if grad is not None:
+                dense = grad.to_dense() if grad.is_sparse else grad
+                self._add_of_parameter(f"{GRADIENT}{name}", (name, "gradient"), dense, param)
         if own:
-            self._add(f"optimizers.{number}", own)
+            self._add(f"namedmesh.optimizers.{number}", own)
         self._add_options(number, optimizer)
 
-    def _add_options(self, number: int, optimizer: Optimizer) -> None:
-        """Add the options of an optimizer, for each of its parameters.
+    def _add_of_parameter(self, entry: str, owner: tuple[str, str], value: Any, param: Tensor) -> None:
+        """Add a value that an optimizer keeps for a parameter."""
+        if self.owners.setdefault(entry, owner) != owner:
+            raise CheckpointError(f"{entry!r} is the state of two parameters; rename one of them")
+        self._add(entry, value, param)
+        found = self.values.get(entry)
+        is_local = isinstance(found, Tensor) and found.ndim > 0 and not isinstance(found, DTensor)
+        if is_local and isinstance(self.params[owner[0]], DTensor):
+            self.local.add(entry)
 
-        The groups of another layout may have other parameters, so groups are not entries.
-        """
+    def _add_options(self, number: int, optimizer: Optimizer) -> None:
+        """Add the options of an optimizer, for each of its parameters and groups."""
         # A checkpoint may be loaded into a base class of its optimizer, or into a subclass.
         bases = type(optimizer).__mro__
         class_names = [base.__name__ for base in bases[: bases.index(Optimizer)]]
-        options_of_groups: list[dict[str, Any]] = []
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
-            options_of_groups.append(to_plain_data(options, "an option of the optimizer"))
         for position, group in enumerate(optimizer.param_groups):
-            entry = (class_names, options_of_groups[position], number * GROUPS + position, options_of_groups)
+            given = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+            options = to_plain_data(given, "an option of the optimizer")
+            self.options.groups[number * GROUPS + position] = options
+            # The groups of another layout may have other parameters.
+            entry = (class_names, number * GROUPS + position, options)
             for param in group["params"]:
-                self.options[self._names[id(param)]] = entry
+                self.options.params[self._names_by_id[id(param)]] = entry
 
     def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer with their names in the model.
@@ -245,7 +267,7 @@ class State:
         is not in the model.
         """
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        return [(self._names.get(id(param), ""), param) for param in params]
+        return [(self._names_by_id.get(id(param), ""), param) for param in params]
 
     def _wrap_plain_shard(self, tensor: Tensor, param: Tensor) -> Tensor:
         """Wrap a plain shard in a DTensor over the same memory. Return other tensors detached.
@@ -267,6 +289,18 @@ class State:
                 f"a shard of {shard.num_blocks} fused blocks (partition_stride); make each block a parameter"
             )
         return DTensor.from_local(tensor, shard.mesh, [Shard(shard.dim)], run_check=False)
+
+    def check_gradients(self) -> None:
+        """Check that FSDP2 holds no gradients that are not reduced yet, which cannot be saved.
+
+        Raises:
+            CheckpointError: it does.
+        """
+        if self.optimizers and any(map(has_unsharded_gradients, self.modules)):
+            raise CheckpointError(
+                "gradients are accumulated on each rank, and not reduced yet (set_requires_gradient_sync(False)); "
+                "save after the optimizer's step"
+            )
 
     @torch.no_grad()
     def all_reduce_partial(self) -> None:
@@ -296,8 +330,7 @@ class State:
             if not isinstance(value, Tensor):
                 continue
             local = to_local(value)
-            # Tensor subclasses, such as quantized optimizer states, know how they are copied.
-            if local.device.type == "cpu" or type(local) not in {Tensor, nn.Parameter}:
+            if local.device.type == "cpu":
                 self.values[name] = value.to("cpu", copy=True)
                 continue
             memory = pinned.get(name)
@@ -310,90 +343,87 @@ class State:
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 
-    def apply(self, loaded: Mapping[str, Any], options: Options) -> None:
-        """Copy loaded tensors and objects into the model, optimizers, data loaders and generators.
+    def apply(
+        self, loaded: Mapping[str, Any], owners: Mapping[str, tuple[str, str]], options: Options
+    ) -> None:
+        """Give loaded objects, and tensors that are not in place, to their owners.
 
         Does not communicate.
 
         Args:
             loaded: the tensors and objects, by entry name.
-            options: the saved options of the parameters that are loaded.
+            owners: the parameter and the key of the entries of optimizers.
+            options: the saved options of the parameters that are loaded, and of the groups here.
         """
-        local = {name: self._to_plain_shard(name, value) for name, value in loaded.items()}
-        # strict=False, because load() has checked the names of all ranks before it read anything.
-        for module in self.modules:
+        for module, entries in self._indirect:
             state_dict = {}
-            remove_wrappers = _make_wrapper_remover(module)
-            for key in module.state_dict(keep_vars=True):
-                entry = f"model.{remove_wrappers(key)}"
-                if entry in local and entry in self.values:
-                    state_dict[key] = local[entry]
-            module.load_state_dict(state_dict, strict=False)
+            for key, entry in entries.items():
+                if entry in loaded:
+                    name = entry.removeprefix("model.")
+                    state_dict[key] = self._to_plain_shard(name, loaded[entry])
+            if state_dict:
+                # strict=False, because load() has checked the names of all ranks.
+                module.load_state_dict(state_dict, strict=False)
+        by_param: dict[str, dict[str, Any]] = {}
+        for entry, (name, key) in owners.items():
+            if entry in loaded:
+                by_param.setdefault(name, {})[key] = self._to_plain_shard(name, loaded[entry])
         for number, optimizer in enumerate(self.optimizers):
-            self._apply_to_optimizer(number, optimizer, local, options)
+            own = dict(loaded.get(f"namedmesh.optimizers.{number}", {}))
+            self._apply_to_optimizer(number, optimizer, by_param, own, options)
         for number, loader in enumerate(self.loaders):
-            loader.load_state_dict(local[f"data.{number}"])
-        random = {name: value for name, value in local.items() if name.startswith("random.")}
-        seeds.restore_rng_states({name.removeprefix("random."): value for name, value in random.items()})
+            loader.load_state_dict(loaded[f"namedmesh.data.{number}"])
+        random = {name: value for name, value in loaded.items() if name.startswith("namedmesh.random.")}
+        seeds.restore_rng_states(
+            {name.removeprefix("namedmesh.random."): value for name, value in random.items()}
+        )
 
-    def _to_plain_shard(self, name: str, value: Any) -> Any:
-        """Return the local tensor if collect() made a DTensor of a plain shard, else the value."""
-        source = self._sources.get(name)
-        if source is None and name.startswith("optimizer."):
-            source = self._sources.get(f"model.{split_entry_name(name)[0]}")
-        if isinstance(value, DTensor) and source is not None and not isinstance(source, DTensor):
+    def _to_plain_shard(self, param_name: str, value: Any) -> Any:
+        """Return the local tensor for a parameter that is a plain shard, else the value."""
+        if isinstance(value, DTensor) and param_name in self._plain_shards:
             return value.to_local()
         return value
 
     def _apply_to_optimizer(
-        self, number: int, optimizer: Optimizer, loaded: Mapping[str, Any], options: Options
+        self,
+        number: int,
+        optimizer: Optimizer,
+        loaded: Mapping[str, dict[str, Any]],
+        own: dict[str, Any],
+        options: Options,
     ) -> None:
-        """Call ``load_state_dict()`` of an optimizer with its loaded state and options.
+        """Call ``load_state_dict()`` of an optimizer, and set the gradients of its parameters.
 
-        Parameters that are not loaded keep their state and options.
+        Parameters that are not loaded keep their state, options and gradients.
 
         Args:
             number: the position of the optimizer in ``optimizers``.
             optimizer: the optimizer.
-            loaded: the tensors and objects, by entry name.
-            options: the saved options of the parameters that are loaded.
+            loaded: by parameter, its state by key.
+            own: the state that belongs to no parameter.
+            options: the saved options.
         """
         named = self._named_parameters(optimizer)
         state_dict = optimizer.state_dict()
-        entries = group_by_parameter(loaded)
-        own = dict(loaded.get(f"optimizers.{number}", {}))
         state = dict(own.pop("state", {}))
-        for index, (name, _) in enumerate(named):
-            if name in entries:
-                state[index] = {key: loaded[entry] for key, entry in entries[name].items()}
-            elif name not in options and index in state_dict["state"]:
+        for index, (name, param) in enumerate(named):
+            if name in options.params:
+                values = dict(loaded.get(name, {}))
+                grad = values.pop("gradient", None)
+                param.grad = None if grad is None else grad.to(param.dtype)
+                if values:
+                    state[index] = values
+            elif index in state_dict["state"]:
                 state[index] = state_dict["state"][index]
-        known = [options[name] for name, _ in named if name in options]
         for position, group in enumerate(state_dict["param_groups"]):
-            names = [named[index][0] for index in group["params"]]
-            saved = [options[name][1] for name in names if name in options]
-            if known and not names:
-                # Every parameter has the options of all groups, also of groups without parameters.
-                saved = known[0][3][position : position + 1]
-            if saved:
-                group.update(saved[0])
+            group.update(options.groups.get(number * GROUPS + position, {}))
         optimizer.load_state_dict({**state_dict, **own, "state": state})
         # torch converts all state except "step" to the dtype of the parameter. Restore the dtype.
-        for name, param in named:
-            for key, entry in entries.get(name, {}).items():
-                value, converted = loaded[entry], optimizer.state[param][key]
+        for index, (name, param) in enumerate(named):
+            for key, value in state.get(index, {}).items() if name in options.params else ():
+                converted = optimizer.state[param][key]
                 if isinstance(value, Tensor) and converted.dtype != value.dtype:
                     optimizer.state[param][key] = value.to(converted.device)
-
-
-def group_by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the names ``optimizer.PARAMETER:KEY`` as ``{PARAMETER: {KEY: name}}``."""
-    entries: dict[str, dict[str, str]] = {}
-    for name in names:
-        if name.startswith("optimizer."):
-            param_name, key = split_entry_name(name)
-            entries.setdefault(param_name, {})[key] = name
-    return entries
 
 
 def _make_wrapper_remover(module: nn.Module) -> Callable[[str], str]:
@@ -410,75 +440,3 @@ def _make_wrapper_remover(module: nn.Module) -> Callable[[str], str]:
         return seeds.strip_wrapper_names(key)
 
     return remove_wrappers
-
-
-def make_entry_name(param_name: str, key: str) -> str:
-    """Return the entry name of an optimizer's state for one parameter.
-
-    Args:
-        param_name: the name of the parameter.
-        key: the key of the state, such as ``exp_avg``.
-    """
-    return f"optimizer.{_escape(param_name)}:{_escape(key)}"
-
-
-def split_entry_name(entry: str) -> tuple[str, str]:
-    """Return the parameter name and the key of ``optimizer.PARAMETER:KEY``."""
-    # Older checkpoints do not escape a colon. It belongs to the name of the parameter then: keys
-    # hardly ever have one.
-    param_name, _, key = entry.removeprefix("optimizer.").rpartition(":")
-    return _unescape(param_name), _unescape(key)
-
-
-def _escape(name: str) -> str:
-    """Escape the separator: names of modules and keys of optimizers may have any characters."""
-    return name.replace("%", "%25").replace(":", "%3A")
-
-
-def _unescape(name: str) -> str:
-    return name.replace("%3A", ":").replace("%25", "%")
-
-
-def replace_alias(name: str, aliases: Mapping[str, str]) -> str:
-    """Replace a parameter's alias in an entry name by the name that it is saved under.
-
-    Args:
-        name: the name of an entry.
-        aliases: the further names of parameters, and the names that they are saved under.
-    """
-    kind, _, rest = name.partition(".")
-    if kind == "optimizer":
-        param_name, key = split_entry_name(name)
-        return make_entry_name(aliases[param_name], key) if param_name in aliases else name
-    if kind == "model" and rest in aliases:
-        return f"model.{aliases[rest]}"
-    return name
-
-
-def format_entry_name(name: str) -> str:
-    """Format the name of an entry for messages, without its internal prefix."""
-    kind, _, rest = name.partition(".")
-    if kind == "optimizers":
-        return f"optimizer {rest}"
-    return repr(_unescape(rest) if kind == "optimizer" else rest)
-
-
-def to_plain_data(value: object, name: str) -> Any:
-    """Return a copy of an object as it is after a save and a load.
-
-    Args:
-        value: numbers, strings, tensors, and lists, tuples and dicts of them.
-        name: the name of the object, for messages.
-
-    Raises:
-        CheckpointError: the object needs code to be read, which a checkpoint never runs.
-    """
-    # Writing and reading it once finds every value that the load would reject later.
-    written = io.BytesIO()
-    try:
-        torch.save(value, written)
-        written.seek(0)
-        return torch.load(written, weights_only=True, map_location="cpu")
-    except Exception as error:  # noqa: BLE001  each type has its own error
-        remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
-        raise CheckpointError(f"{name} is not plain data ({get_first_line(error)}); {remedy}") from None
