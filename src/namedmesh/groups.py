@@ -20,6 +20,7 @@ from namedmesh._torch import (
     get_bound_device,
     get_timeout,
     is_registered,
+    own_group_requests,
 )
 from namedmesh.errors import MeshError
 from namedmesh.layout import Layout, format_axes, make_partition_key
@@ -314,7 +315,9 @@ class Groups:
         """
         if key not in self.acquired:
             if key not in _group_cache:
-                group = create()
+                # Also inside of share_groups() torch makes this group.
+                with own_group_requests():
+                    group = create()
                 ranks = tuple(dist.get_process_group_ranks(group))
                 _group_cache[key] = Communicator(label, ranks, ref(group), owned)
             _group_cache[key].users += 1

@@ -13,7 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh import current
 from namedmesh._torch import add_default_group_finalizer
 from namedmesh.accessors import MeshAccessors
-from namedmesh.adopt import infer_layout_from_groups, infer_layout_from_mesh
+from namedmesh.adopt import (
+    check_flattened_groups,
+    infer_layout_from_groups,
+    infer_layout_from_mesh,
+    split_groups,
+)
 from namedmesh.agreement import agree_on
 from namedmesh.errors import LayoutError, MeshError, OptionError
 from namedmesh.explain import explain_group, explain_mesh, explain_rank, list_layouts
@@ -113,23 +118,32 @@ class NamedMesh(MeshAccessors):
 
     @classmethod
     def from_groups(
-        cls, groups: Mapping[str, dist.ProcessGroup], *, device: str | torch.device | None = None
+        cls,
+        groups: Mapping[str | tuple[str, ...], dist.ProcessGroup],
+        *,
+        device: str | torch.device | None = None,
     ) -> NamedMesh:
         """Return a named mesh over existing process groups.
 
         The groups are not destroyed when the mesh is closed. Does not communicate.
 
         Args:
-            groups: the group of this rank on each axis, slowest axis first.
+            groups: the group of this rank on each axis, slowest axis first; and on flattened axes,
+                by a tuple of their axes, such as ``{"dp": ..., "cp": ..., ("dp", "cp"): ...}``.
             device: the device of the mesh; by default the device of the default group.
 
         Raises:
             LayoutError: the groups do not form a layout; all problems at once.
             MeshError: as for the class.
         """
+        by_axis, flattened = split_groups(groups)
         # torch has no mesh over these groups yet, so the constructor builds one.
-        layout = infer_layout_from_groups(groups, dist.get_rank())
-        return cls(layout, default_group_device(device), {}, GroupOptions(), groups=groups)
+        layout = infer_layout_from_groups(by_axis, dist.get_rank())
+        flattened = check_flattened_groups(layout, flattened, dist.get_rank())
+        mesh = cls(layout, default_group_device(device), {}, GroupOptions(), groups=by_axis)
+        for axes, group in flattened.items():
+            mesh._adopt_flattened_group(axes, group)
+        return mesh
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
         """Add a view over an existing torch mesh, with its groups. Does not communicate.
@@ -317,6 +331,16 @@ class NamedMesh(MeshAccessors):
         for axis, group in groups.items():
             key = self._groups.make_key(layout, (axis,), self._groups.get_options((axis,)))
             self._groups.register_external(key, axis, group)
+
+    def _adopt_flattened_group(self, axes: tuple[str, ...], group: dist.ProcessGroup) -> None:
+        """Use an existing group over several axes, in layout order, as their flattened axis."""
+        name = "_".join(axes)
+        key = self._groups.make_key(self.layout, axes, self._groups.get_options(axes))
+        self._groups.register_external(key, name, group)
+        # The group exists, so this does not communicate.
+        self._views.flatten(ROOT_VIEW, axes, name)
+        self._views.flattened_axes[name] = axes
+        self._cache_memberships()
 
     @contextmanager
     def _agree_on(self, call: str) -> Iterator[Callable[..., None]]:

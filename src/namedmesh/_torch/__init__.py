@@ -5,6 +5,7 @@ function that comes closest, and the reason why it is not used.
 """
 
 from namedmesh._torch.execution import *
+from namedmesh._torch.group_requests import *
 from namedmesh._torch.groups import *
 from namedmesh._torch.list_operators import *
 from namedmesh._torch.meshes import *
