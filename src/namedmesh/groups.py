@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -21,6 +22,7 @@ from namedmesh._torch import (
     get_timeout,
     is_registered,
     own_group_requests,
+    set_group_timeout,
 )
 from namedmesh.errors import MeshError
 from namedmesh.layout import Layout, format_axes, make_partition_key
@@ -395,6 +397,16 @@ def get_backends(group: dist.ProcessGroup) -> dict[str, str]:
         device, _, backend = pair.partition(":")
         backends[device] = backend
     return backends
+
+
+def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Change the timeout of the collectives of a group that start from now on.
+
+    Args:
+        group: the group; None for the default group.
+        timeout: the timeout.
+    """
+    set_group_timeout(timeout, group)
 
 
 def destroy_unused_groups() -> None:

@@ -91,8 +91,7 @@ class NamedMesh(MeshAccessors):
             # The caller gets no mesh to close.
             self._groups.release()
             raise
-        # The cached answers would hide that the default group was destroyed, and its groups with it.
-        self._finalizer = add_default_group_finalizer(self._clear_cache)
+        self._finalizer = add_default_group_finalizer(self._forget_groups)
 
     # Adopting existing groups.
 
@@ -331,6 +330,12 @@ class NamedMesh(MeshAccessors):
         for axis, group in groups.items():
             key = self._groups.make_key(layout, (axis,), self._groups.get_options((axis,)))
             self._groups.register_external(key, axis, group)
+
+    def _forget_groups(self) -> None:
+        """Drop what refers to the groups, after the default group was destroyed."""
+        # The cached answers would hide that the groups do not exist any more.
+        self._clear_cache()
+        current.notify(self)
 
     def _adopt_flattened_group(self, axes: tuple[str, ...], group: dist.ProcessGroup) -> None:
         """Use an existing group over several axes, in layout order, as their flattened axis."""

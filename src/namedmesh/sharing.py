@@ -246,7 +246,7 @@ def _find_better_order(layout: Layout, rank_sets: Sequence[tuple[int, ...]]) -> 
         None if no order has more of them than the layout itself.
     """
     sizes = {axis: size for axis, size in layout.items() if size > 1}
-    if len(sizes) > _MAX_AXES_TO_REORDER:
+    if not 1 < len(sizes) <= _MAX_AXES_TO_REORDER:
         return None
 
     def count_groups(candidate: Layout) -> int:

@@ -1,7 +1,8 @@
 """Install a compatibility layer: the mechanism behind ``install()``.
 
-If the upstream library is installed, the functions that create its groups are replaced, and its own
-accessors return groups of our meshes. If it is not, our fallback can be imported under its name.
+If the upstream library can be imported, installed or vendored, the functions that create its groups
+are replaced by functions that run them on the groups of a mesh. If it cannot, our fallback can be
+imported under its name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +22,9 @@ UPSTREAM = {
     "megatron": "megatron.core.parallel_state",
     "deepspeed": "deepspeed.runtime.pipe.topology",
     "fairscale": "fairscale.nn.model_parallel.initialize",
-    "ezpz": "",
+    "ezpz": "ezpz.tp",
 }
-"""The compatibility layers that can be installed, with the upstream module of each.
-
-ezpz is not published with this interface, so our fallback is always used.
-"""
+"""The compatibility layers that can be installed, with the upstream module of each."""
 
 
 @dataclass
@@ -35,14 +33,13 @@ class Patch:
 
     Args:
         module: the upstream module with the variables, such as ``"megatron.core.parallel_state"``.
-        replace: takes the imported module and returns the replacements of its functions and
-            classes, by name. None if our fallback is always used.
+        replace: takes the imported module and returns the replacements of its functions, by name.
         fallbacks: the name of our module for each name of an upstream module.
         restore: called by :meth:`uninstall` before everything else.
     """
 
     module: str
-    replace: Callable[[ModuleType], Mapping[str, object]] | None
+    replace: Callable[[ModuleType], Mapping[str, object]]
     fallbacks: Mapping[str, str]
     restore: Callable[[], None] = lambda: None
     installed: bool = field(default=False, init=False)
@@ -60,7 +57,7 @@ class Patch:
         """
         if self.installed:
             return
-        if self.replace is not None and is_installed(self.module):
+        if is_installed(self.module):
             module = import_module(self.module)
             warn_if_untested(self.module)
             self._replace_everywhere(module, self.replace(module))
@@ -134,15 +131,3 @@ def is_installed(name: str) -> bool:
         if not is_around:
             raise
         return False
-
-
-def reload_fresh(module: ModuleType) -> ModuleType:
-    """Return another copy of a module, with the values of its variables right after import.
-
-    Args:
-        module: the module. It is not changed.
-    """
-    spec: Any = spec_from_file_location(module.__name__, module.__file__)
-    fresh = module_from_spec(spec)
-    spec.loader.exec_module(fresh)
-    return fresh

@@ -1,4 +1,4 @@
-"""Create the groups of our fallback for ``megatron.core.parallel_state``.
+"""Make the groups of our fallback for ``megatron.core.parallel_state``, with ``new_group``.
 
 The accessors, and the variables that they read, are in
 :mod:`namedmesh.compat.megatron.parallel_state`.
@@ -10,20 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from namedmesh._torch import all_gather_object, set_group_timeout
-from namedmesh.compat import ContractError, ContractRuntimeError
+from namedmesh.axes import DENSE_COUNTERPARTS
+from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.megatron.ranks import (
-    MEGATRON_NAMES,
-    MeshRanks,
+    RankGenerator,
     default_embedding_ranks,
     default_position_embedding_ranks,
     split_ranks,
 )
+from namedmesh.compat.state import check_default_group
+from namedmesh.groups import set_timeout
+from namedmesh.launch import default_group_device
 from namedmesh.legacy import DENSE, MEGATRON_GROUPS, GroupSpec
 
 
@@ -51,10 +53,6 @@ def overwrite_nccl_comm_cfgs(
 class ParallelStateFallback:
     """Makes Megatron's groups and assigns them to the variables of a module.
 
-    ``create_group`` and ``RankGenerator`` are looked up in the module at each call, because
-    :class:`~namedmesh.compat.megatron.binding.ParallelStateBinding` replaces both while it makes
-    the groups of a mesh.
-
     Args:
         module: the namespace of the module.
     """
@@ -71,7 +69,7 @@ class ParallelStateFallback:
         use_local_synchronization: bool = False,
         group_desc: str | None = None,
     ) -> Any:
-        """Create a group that is not shared or cached, as ``torch.distributed.new_group`` does.
+        """Create a group as ``torch.distributed.new_group`` does.
 
         Collective: every rank must call it.
         """
@@ -80,8 +78,7 @@ class ParallelStateFallback:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             # Upstream lists the groups of this rank, after None, which is the default group there.
             listed = self.module["_global_process_group_list"] or [None]
-            listed.append(group)
-            self.module["_global_process_group_list"] = listed
+            self.module["_global_process_group_list"] = [*listed, group]
         return group
 
     def _create_groups(self, rank_sets: Sequence[Sequence[int]], **options: Any) -> Any:
@@ -92,7 +89,7 @@ class ParallelStateFallback:
         local_group = None
         # torch requires every rank to create every group, also those that it is not in.
         for ranks in rank_sets:
-            group = self.module["create_group"](ranks, **options)
+            group = self.create_group(ranks, **options)
             if dist.get_rank() in ranks:
                 local_group = group
         return local_group
@@ -202,15 +199,13 @@ class ParallelStateFallback:
             raise ContractRuntimeError(
                 "there are no groups to duplicate; call initialize_model_parallel(...) first"
             )
-        world = cast("dist.ProcessGroup", dist.group.WORLD)
         variables = ["_DATA_PARALLEL_GROUP_WITH_CP"]
         if for_expert_parallelism and self.module["get_expert_model_parallel_world_size"]() > 1:
             variables.append("_EXPERT_DATA_PARALLEL_GROUP")
         duplicates: list[Any] = []
         for variable in variables:
             # A rank uses its own group only, but torch requires it to create every group.
-            local_ranks = tuple(dist.get_process_group_ranks(self.module[variable]))
-            rank_sets = list(dict.fromkeys(all_gather_object(world, local_ranks)))
+            rank_sets = _gather_rank_sets(self.module[variable])
             duplicates.append(
                 self._create_groups(rank_sets, timeout=timeout, group_desc=f"{variable[1:]}_AG")
             )
@@ -229,7 +224,7 @@ class ParallelStateFallback:
             torch.cuda.synchronize()
         groups = self.module["_global_process_group_list"] if pg is None else [pg]
         for group in groups:
-            set_group_timeout(timeout, group)
+            set_timeout(group, timeout)
 
     def initialize_model_parallel(  # noqa: C901, PLR0917  upstream's signature, and its checks
         self,
@@ -287,6 +282,7 @@ class ParallelStateFallback:
                 f"{', '.join(unsupported)} cannot be used without megatron-core; install it and "
                 "call namedmesh.compat.megatron.install(), or omit these arguments"
             )
+        check_default_group()
         if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size == 1:
             raise ContractRuntimeError(
                 "virtual_pipeline_model_parallel_size splits the stages of a pipeline, but there "
@@ -301,9 +297,14 @@ class ParallelStateFallback:
         world_size = dist.get_world_size() if local_world_size is None else local_world_size
         dp = _divide_world_size(world_size, tp, pp, cp)
         edp = _divide_world_size(world_size, etp, ep, pp)
-        dense = self.module["RankGenerator"](tp, 1, dp, pp, cp, order, rank_offset)
+        dense = RankGenerator(tp, 1, dp, pp, cp, order, rank_offset)
         # The expert layout has ep, and no cp: its axes edp, ep and etp cover the ranks along cp.
-        expert = self.module["RankGenerator"](etp, ep, edp, pp, 1, order, rank_offset)
+        expert = RankGenerator(etp, ep, edp, pp, 1, order, rank_offset)
+        if self.module["_DATA_PARALLEL_GROUP"] is not None:
+            raise ContractError(
+                "Megatron's parallel state is already initialized; call destroy_model_parallel() first, or bind "
+                "another mesh in addition with bind(mesh)"
+            )
         # Upstream asserts equal sizes for an order that does not end with pp, and then equal ranks.
         differ_in_size = not order.endswith("pp") and pp > 1 and dp != edp
         if differ_in_size or dense.get_ranks("pp") != expert.get_ranks("pp"):
@@ -371,7 +372,7 @@ class ParallelStateFallback:
             )
 
     def _create_multi_group_rows(
-        self, dense: MeshRanks, levels: Sequence[int] | None, *, hybrid: bool, timeout: timedelta
+        self, dense: RankGenerator, levels: Sequence[int] | None, *, hybrid: bool, timeout: timedelta
     ) -> None:
         """Create and assign the groups of the rows in which a rank has several groups.
 
@@ -398,9 +399,10 @@ class ParallelStateFallback:
                 self.module["_HYBRID_DP_CP_GROUPS"].update(hybrid_groups)
 
 
-def _list_rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: int) -> list[list[int]]:
+def _list_rank_sets(row: GroupSpec, dense: RankGenerator, expert: RankGenerator, instances: int) -> list[list[int]]:
     """Return the ranks of every group of a row; for embeddings, of every pipeline."""
-    token = "-".join([MEGATRON_NAMES.get(axis, axis) for axis in row.axes])
+    # The experts' axes share their names with the dense axes in Megatron.
+    token = "-".join([DENSE_COUNTERPARTS.get(axis, axis) for axis in row.axes])
     generator = dense if row.view == DENSE else expert
     rank_sets = generator.get_ranks(token)
     instance_size = len(rank_sets[0]) // instances
@@ -415,6 +417,14 @@ def _list_rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instanc
     return rank_sets
 
 
+def _gather_rank_sets(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """Return the ranks of the groups of all ranks, which have the same size. Collective."""
+    local_ranks = torch.tensor(dist.get_process_group_ranks(group), device=default_group_device())
+    gathered = [torch.empty_like(local_ranks) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local_ranks)
+    return list(dict.fromkeys(tuple(ranks.tolist()) for ranks in gathered))
+
+
 def _divide_world_size(world_size: int, *sizes: int) -> int:
     """Divide the world size by the sizes; raise ContractRuntimeError if a rest remains."""
     if min(sizes) < 1 or world_size % prod(sizes):
@@ -423,22 +433,6 @@ def _divide_world_size(world_size: int, *sizes: int) -> int:
             f"the sizes {product} do not divide the world size {world_size}; change a size"
         )
     return world_size // prod(sizes)
-
-
-def raise_uninitialized(variable: str, check_initialized: bool = True) -> Any:
-    """Raise the error of an accessor whose variable is None or empty.
-
-    Args:
-        variable: the name of the variable.
-        check_initialized: the accessor's flag; if it is False, return None.
-    """
-    if not check_initialized:
-        return None
-    name = variable.strip("_").replace("_", " ").lower()
-    raise ContractError(
-        f"the {name} is not initialized; call initialize_model_parallel(...) with the option that "
-        "makes it, or namedmesh.compat.megatron.bind(mesh)"
-    )
 
 
 class GlobalMemoryBuffer:
