@@ -59,7 +59,7 @@ def test_a_script_and_a_module_run_unchanged(tmp_path: Path) -> None:
 UPSTREAM_IMPORTS = {
     "megatron": "from megatron.core.parallel_state import initialize_model_parallel as imported",
     "fairscale": "from fairscale.nn.model_parallel import initialize_model_parallel as imported",
-    "deepspeed": "from deepspeed.runtime.pipe.topology import ProcessTopology as imported",
+    "deepspeed": "from deepspeed.runtime.pipe.topology import PipelineParallelGrid as imported",
 }
 
 

@@ -246,16 +246,24 @@ class Api:
         """
         check_open(mesh, f"{self.name}.bind")
         more = None
-        if self.active is self.fallback and is_installed(self.upstream):
-            # If upstream cannot be imported here, no code asks it for groups.
-            with warnings.catch_warnings(), suppress(ImportError):
-                warnings.simplefilter("ignore")
+        # If upstream cannot be imported here, no code asks it for groups.
+        with warnings.catch_warnings(), suppress(ImportError):
+            warnings.simplefilter("ignore")
+            if self.active is self.fallback and is_installed(self.upstream):
                 module = import_module(self.upstream)
                 more = self.find_binding(module).bind(mesh, **options)
         bound = self.active.bind(mesh, **options)
         if more is not None:
             bound.add(more)
         return bound
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Make a mesh and bind it, by the function of the active module."""
+        self.active.initialize(*args, **kwargs)
+
+    def destroy(self) -> None:
+        """End all bindings, and close the mesh that :meth:`initialize` made."""
+        self.active.destroy()
 
     def unbind(self) -> None:
         """End the binding of the mesh that is bound. The mesh stays open, with its groups."""

@@ -18,7 +18,6 @@ Example:
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,8 @@ import torch.distributed as dist
 
 from namedmesh.compat import fairscale
 from namedmesh.compat import layers as _layers
-from namedmesh.compat.binding import Api
 from namedmesh.compat.layers import *
-from namedmesh.compat.model_parallel import Accessors, ModelParallel, are_assigned, list_variables
+from namedmesh.compat.model_parallel import ModelParallelLayer
 
 if TYPE_CHECKING:
 
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
 
 
 # --- groups --------------------------------------------------------------------------------------
-
-for _name in list_variables("ezpz"):
-    globals()[_name] = None
 
 
 def initialize_tensor_parallel(  # noqa: PLR0917  upstream's signature
@@ -76,74 +71,36 @@ def initialize_tensor_parallel(  # noqa: PLR0917  upstream's signature
             sizes do not divide the world size.
         AgreementError: the other ranks did not call this, or called it with different arguments.
     """
-    _fallback.make_all_groups(
-        {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "cp": context_parallel_size},
-        {
-            "tp": tensor_parallel_backend,
-            "pp": pipeline_parallel_backend,
-            "cp": context_parallel_backend,
-            "dp": data_parallel_backend,
-        },
-        timeout,
-    )
+    _layer.make_all_groups(locals())
 
 
-def destroy_tensor_parallel() -> None:
-    """End all bindings, and close the mesh that :func:`initialize_tensor_parallel` made."""
-
-
-def _make_binding(module: Any) -> ModelParallel:
-    """Return the binding of upstream's module, or of this one."""
-    axes = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
-    parameters = {}
-    for axis, name in axes.items():
-        parameters[axis] = (f"{name}_parallel_size", f"{name}_parallel_backend")
-    binding = ModelParallel(
-        "ezpz", module, "initialize_tensor_parallel", "destroy_tensor_parallel", parameters
-    )
-    if module is not sys.modules[__name__]:
-        # Upstream's function is right only if tensor-parallel ranks are neighbors.
-        binding.replacements["get_tensor_parallel_src_rank"] = get_tensor_parallel_src_rank
-    return binding
-
-
-# As for fairscale, this module serves as the package ``tp`` and all of its submodules.
-_SUBMODULES = ("tp", "tp.layers", "tp.mappings", "tp.utils")
-tp = layers = mappings = utils = sys.modules[__name__]
-for _name in _SUBMODULES:
-    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
-
-_fallback = _make_binding(sys.modules[__name__])
-# The functions above know no mesh, so the replacements are the ones that users call.
-globals().update(_fallback.replacements)
-_names = {f"ezpz.{name}": __name__ for name in _SUBMODULES}
-_api = Api("ezpz", _make_binding, _fallback, _names)
-# Before initialization, these three describe one rank by itself, as in a program without tensor
-# parallelism. All other accessors raise.
-_before = {
-    "get_tensor_parallel_rank": lambda: 0,
-    "get_tensor_parallel_world_size": lambda: 1,
-    "get_tensor_parallel_src_rank": dist.get_rank,
-}
-_accessors = Accessors(_api, _before)
-globals().update(_accessors.functions)
-
-bind = _api.bind
-unbind = _api.unbind
-current_mesh = _api.current_mesh
-install = _api.patch.install
-uninstall = _api.patch.uninstall
+_parameters = {}
+for _axis, _name in {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}.items():
+    _parameters[_axis] = (f"{_name}_parallel_size", f"{_name}_parallel_backend")
+_layer = ModelParallelLayer(
+    "ezpz",
+    initialize_tensor_parallel,
+    _parameters,
+    modules={part: f"ezpz.{part}" for part in ("tp", "tp.layers", "tp.mappings", "tp.utils")},
+    # Before initialization, these three describe one rank by itself, as in a program without tensor
+    # parallelism. All other accessors raise.
+    before={
+        "get_tensor_parallel_rank": lambda: 0,
+        "get_tensor_parallel_world_size": lambda: 1,
+        "get_tensor_parallel_src_rank": dist.get_rank,
+    },
+)
+# initialize_tensor_parallel, get_data_parallel_rank, copy_to_tensor_parallel_region, bind and so on.
+globals().update(_layer.names)
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
-__all__ += ["destroy_tensor_parallel", "initialize_tensor_parallel", "tensor_parallel_is_initialized"]
-__all__ += _layers.__all__
-__all__ += list(_accessors.functions)
+__all__ += ["tensor_parallel_is_initialized", "tp"]
+__all__ += [*_layers.__all__, *_layer.names]
 
 
 def tensor_parallel_is_initialized() -> bool:
     """Return whether tensor-, pipeline-, context- and data-parallel groups exist."""
-    return are_assigned(_api, "tp", "pp", "cp", "dp")
+    return _layer.has_groups("tp", "pp", "cp", "dp")
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -152,7 +109,7 @@ def tensor_parallel_is_initialized() -> bool:
 class _Layer:
     """Mixin: a fairscale layer uses the tensor-parallel group of ezpz when it is created."""
 
-    accessors = _accessors
+    model_parallel = _layer
 
 
 class ColumnParallelLinear(_Layer, fairscale.ColumnParallelLinear):

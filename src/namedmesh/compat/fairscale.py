@@ -23,24 +23,16 @@ Example:
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh.compat import layers as _layers
-from namedmesh.compat.binding import Api
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import *
-from namedmesh.compat.layers import (
-    ColumnLayer,
-    Initializer,
-    ParallelLayer,
-    RowLayer,
-    VocabEmbedding,
-)
-from namedmesh.compat.model_parallel import Accessors, ModelParallel, are_assigned, list_variables
+from namedmesh.compat.layers import ColumnLayer, Initializer, ParallelLayer, RowLayer, VocabEmbedding
+from namedmesh.compat.model_parallel import ModelParallelLayer
 from namedmesh.tensor_parallel.collectives import all_gather, gather, reduce_from_tp_region
 
 if TYPE_CHECKING:
@@ -49,9 +41,6 @@ if TYPE_CHECKING:
 
 
 # --- groups --------------------------------------------------------------------------------------
-
-for _name in list_variables("fairscale"):
-    globals()[_name] = None
 
 
 def initialize_model_parallel(
@@ -85,70 +74,33 @@ def initialize_model_parallel(
             sizes do not divide the world size.
         AgreementError: the other ranks did not call this, or called it with different arguments.
     """
-    _fallback.make_all_groups(
-        {"tp": int(model_parallel_size_), "pp": pipeline_length, "cp": context_parallel_size},
-        {"tp": model_parallel_backend, "pp": pipeline_backend, "cp": cp_backend, "dp": ddp_backend},
-    )
+    _layer.make_all_groups(locals())
 
 
-def destroy_model_parallel() -> None:
-    """End all bindings, and close the mesh that :func:`initialize_model_parallel` made."""
-
-
-def _make_binding(module: Any) -> ModelParallel:
-    """Return the binding of upstream's module, or of this one."""
-    binding = ModelParallel(
-        "fairscale",
-        module,
-        "initialize_model_parallel",
-        "destroy_model_parallel",
-        {
-            "tp": ("model_parallel_size_", "model_parallel_backend"),
-            "pp": ("pipeline_length", "pipeline_backend"),
-            "cp": ("context_parallel_size", "cp_backend"),
-            "dp": ("", "ddp_backend"),
-        },
-    )
-    if module is not sys.modules[__name__]:
-        # Upstream's function is right only if model-parallel ranks are neighbors.
-        binding.replacements["get_model_parallel_src_rank"] = get_model_parallel_src_rank
-    return binding
-
-
-# This module serves as every submodule of upstream's package, because they share the variables. It
-# is an attribute of itself under their names, and importable under these names.
 _UPSTREAM = "fairscale.nn.model_parallel"
-_SUBMODULES = ("cross_entropy", "initialize", "layers", "mappings", "utils")
-cross_entropy = initialize = layers = mappings = utils = sys.modules[__name__]
-for _name in _SUBMODULES:
-    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
-
-_fallback = _make_binding(sys.modules[__name__])
-# The functions above know no mesh, so the replacements are the ones that users call.
-globals().update(_fallback.replacements)
-_names = (_UPSTREAM, *(f"{_UPSTREAM}.{name}" for name in _SUBMODULES))
-_api = Api("fairscale", _make_binding, _fallback, dict.fromkeys(_names, __name__))
-_accessors = Accessors(_api, {})
-# get_model_parallel_group, get_data_parallel_rank, copy_to_model_parallel_region and so on.
-globals().update(_accessors.functions)
-
-bind = _api.bind
-unbind = _api.unbind
-current_mesh = _api.current_mesh
-install = _api.patch.install
-uninstall = _api.patch.uninstall
+_PARTS = ("cross_entropy", "initialize", "layers", "mappings", "utils")
+_layer = ModelParallelLayer(
+    "fairscale",
+    initialize_model_parallel,
+    {
+        "tp": ("model_parallel_size_", "model_parallel_backend"),
+        "pp": ("pipeline_length", "pipeline_backend"),
+        "cp": ("context_parallel_size", "cp_backend"),
+        "dp": ("", "ddp_backend"),
+    },
+    modules={"": _UPSTREAM} | {part: f"{_UPSTREAM}.{part}" for part in _PARTS},
+)
+# initialize_model_parallel, get_data_parallel_rank, copy_to_model_parallel_region, bind and so on.
+globals().update(_layer.names)
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += ["bind", "current_mesh", "install", "unbind", "uninstall"]
-__all__ += ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized"]
-__all__ += ["vocab_parallel_cross_entropy"]
-__all__ += _layers.__all__
-__all__ += list(_accessors.functions)
+__all__ += ["model_parallel_is_initialized", "vocab_parallel_cross_entropy"]
+__all__ += [*_layers.__all__, *_layer.names]
 
 
 def model_parallel_is_initialized() -> bool:
     """Return whether model-, data- and pipeline-parallel groups exist."""
-    return are_assigned(_api, "tp", "dp", "pp")
+    return _layer.has_groups("tp", "dp", "pp")
 
 
 # --- loss and layers -----------------------------------------------------------------------------
@@ -171,7 +123,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
         ContractError: the shapes do not fit.
     """
     return _layers.cross_entropy(
-        vocab_parallel_logits, target, _accessors.get_tensor_group(), vocab_parallel_logits.dtype
+        vocab_parallel_logits, target, _layer.get_tensor_group(), vocab_parallel_logits.dtype
     )
 
 
@@ -183,11 +135,11 @@ class _Layer(ParallelLayer):
     consists of that many blocks of features, and each block is sharded separately.
     """
 
-    accessors: ClassVar = _accessors
+    model_parallel: ClassVar = _layer
 
     def __init__(self) -> None:
         super().__init__()
-        self.group = self.accessors.get_tensor_group()
+        self.group = self.model_parallel.get_tensor_group()
 
     def get_master_weight(self) -> Tensor:
         """All-gather the weight of a linear layer.

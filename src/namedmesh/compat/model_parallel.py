@@ -6,9 +6,9 @@ Everything follows from the API's table in :mod:`namedmesh.legacy`, which has a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from functools import partial
+from functools import partial, update_wrapper
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,8 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import REGIONS, describe_region
 from namedmesh.compat.state import Bound, check_axes, check_default_group, make_groups
 from namedmesh.errors import LayoutError
-from namedmesh.legacy import LEGACY_APIS, GroupSpec, compute_layouts
+from namedmesh.layout import Layout
+from namedmesh.legacy import LEGACY_APIS, GroupSpec
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import Group
@@ -48,8 +49,12 @@ class ModelParallel(Binding):
         self.name = name
         self.group_specs = LEGACY_APIS[name].groups
         self.parameters = parameters
-        # A release of upstream may lack some of the variables.
-        empty = {variable: None for variable in list_variables(name) if variable in vars(module)}
+        empty = {}
+        for spec in self.group_specs:
+            for variable in (spec.variable, spec.ranks):
+                # A release of upstream may lack some of the variables.
+                if variable in vars(module):
+                    empty[variable] = None
         super().__init__(f"{name}'s model parallelism", module, initializer, destroyer, empty)
 
     def read_request(self, arguments: Mapping[str, Any]) -> MeshRequest:
@@ -72,41 +77,34 @@ class ModelParallel(Binding):
         ordered = {axis: sizes.get(axis, 1) for axis in LEGACY_APIS[self.name].axes}
         return MeshRequest(ordered, timeout=arguments.get("timeout"), options=options, notes=notes)
 
-    def make_all_groups(
-        self, sizes: Mapping[str, int], backends: Mapping[str, str | None], timeout: timedelta | None = None
-    ) -> None:
+    def make_all_groups(self, arguments: Mapping[str, Any]) -> None:
         """Make the groups with ``new_group``, and assign the variables: the fallback's initializer.
 
         Collective: every rank must call it with the same arguments.
 
         Args:
-            sizes: the sizes of tp, pp and cp. The size of dp follows from them.
-            backends: the backend of the groups along each axis; None for the default group's
-                backend.
-            timeout: the timeout of the groups; None for the default group's.
+            arguments: all arguments of the initializer, by name.
 
         Raises:
             ContractError: there is no default group, the sizes do not divide the world size, or a
                 variable has a value already.
         """
         check_default_group()
+        request = self.read_request(arguments)
         try:
-            job = compute_layouts(
-                LEGACY_APIS[self.name], {"dp": -1, **sizes}, world_size=dist.get_world_size()
-            )
+            layout = Layout(world_size=dist.get_world_size(), **request.sizes)
         except LayoutError as error:
             # Callers of upstream catch its AssertionError.
             raise ContractError(*error.problems) from None
         assigned = [variable for variable in self.state.empty if vars(self.module)[variable] is not None]
         if assigned:
             raise ContractError(
-                f"{self.state.api} is already initialized, or {', '.join(assigned)} were assigned by hand; call "
-                "the function that destroys the groups first, or bind another mesh in addition with bind(mesh)"
+                f"{self.state.api} is already initialized: {', '.join(assigned)} have values; call the function "
+                "that destroys the groups first, or bind another mesh in addition with bind(mesh)"
             )
         for spec in self.group_specs:
-            (axis,) = spec.axes
-            group = make_groups(job.dense, spec.axes, backend=backends.get(axis), timeout=timeout)
-            self._assign(spec, group)
+            backend = arguments.get(self.parameters[spec.axes[0]][1])
+            self._assign(spec, make_groups(layout, spec.axes, backend=backend, timeout=request.timeout))
 
     def bind(self, mesh: NamedMesh, **_options: Any) -> Bound:
         """Let accessors and layers use the groups of an existing mesh.
@@ -147,49 +145,99 @@ class ModelParallel(Binding):
                 vars(self.module)[variable] = value
 
 
-def list_variables(name: str) -> list[str]:
-    """Return the variables of an API: of its groups, and of their ranks."""
-    variables = []
-    for spec in LEGACY_APIS[name].groups:
-        variables += [variable for variable in (spec.variable, spec.ranks) if variable]
-    return variables
-
-
 def get_first_rank(group: Any) -> int:
     """Return the global rank of the first member of a group."""
     return dist.get_process_group_ranks(group)[0]
 
 
-class Accessors:
-    """The functions of an API that read its variables, one for each row of its table and each use.
+class ModelParallelLayer:
+    """A compatibility layer: the functions of an API over its variables, in one module.
+
+    The functions are in ``names``, by their legacy names: one for each row of the API's table and
+    each use; the mappings over the tensor-parallel group; and the functions that bind meshes.
 
     Args:
-        api: the API. Its active module has the variables.
-        before: the results of functions before initialization, by their names; the other functions
+        name: the name of the API in ``LEGACY_APIS``.
+        initialize: the initializer, as a function with upstream's signature. It calls
+            :meth:`make_all_groups` with its arguments.
+        parameters: by axis, the parameters of the initializer with its size and its backend.
+        modules: upstream's names of the package and its submodules, by their names in our module,
+            which serves as all of them: they share the variables.
+        before: the results of accessors before initialization, by their names; the other accessors
             raise a ContractError then.
-
-    Attributes:
-        functions: the accessors and the mappings, by their legacy names.
     """
 
-    def __init__(self, api: Api, before: Mapping[str, Callable[[], Any]]) -> None:
-        self.api = api
-        self.before = before
-        self.functions: dict[str, Callable[..., Any]] = {}
-        for spec in LEGACY_APIS[api.name].groups:
-            start = f"get_{spec.name}_parallel"
-            self._add(f"{start}_group", spec.variable)
-            self._add(f"{start}_rank", spec.variable, dist.get_rank)
-            self._add(f"{start}_world_size", spec.variable, dist.get_world_size)
-            if spec.ranks:
-                self._add(f"{start}_ranks", spec.ranks)
-            else:
-                self._add(f"{start}_ranks", spec.variable, dist.get_process_group_ranks)
-            if spec.axes == ("tp",):
-                self._get_group = self.functions[f"{start}_group"]
-                self._add(f"{start}_src_rank", spec.variable, get_first_rank)
-                for kind in REGIONS:
-                    self._add_region(f"{kind}_{spec.name}_parallel_region", kind)
+    def __init__(
+        self,
+        name: str,
+        initialize: Callable[..., None],
+        parameters: Mapping[str, tuple[str, str]],
+        *,
+        modules: Mapping[str, str],
+        before: Mapping[str, Callable[[], Any]] | None = None,
+    ) -> None:
+        self.before = before or {}
+        module = sys.modules[initialize.__module__]
+        self.names: dict[str, Any] = {}
+        # The variables must exist before the binding looks for them.
+        for spec in LEGACY_APIS[name].groups:
+            vars(module).update({variable: None for variable in (spec.variable, spec.ranks) if variable})
+        vars(module)[initialize.__name__] = initialize
+        destroyer = initialize.__name__.replace("initialize", "destroy")
+
+        def make_binding(imported: ModuleType) -> ModelParallel:
+            binding = ModelParallel(name, imported, initialize.__name__, destroyer, parameters)
+            # Upstream's function is right only if the ranks of a group are neighbors.
+            for accessor, function in self.names.items():
+                if accessor.endswith("_src_rank"):
+                    binding.replacements[accessor] = function
+            return binding
+
+        self.binding = make_binding(module)
+        for name_here in modules:
+            if name_here:
+                vars(module)[name_here.rpartition(".")[2]] = module
+                sys.modules[f"{module.__name__}.{name_here}"] = module
+        fallback_names = dict.fromkeys(modules.values(), module.__name__)
+        self.api = api = Api(name, make_binding, self.binding, fallback_names)
+        for spec in LEGACY_APIS[name].groups:
+            self._add_accessors(spec)
+        self.names |= {
+            initialize.__name__: update_wrapper(partial(api.initialize), initialize),
+            destroyer: api.destroy,
+            "bind": api.bind,
+            "unbind": api.unbind,
+            "current_mesh": api.current_mesh,
+            "install": api.patch.install,
+            "uninstall": api.patch.uninstall,
+        }
+
+    def make_all_groups(self, arguments: Mapping[str, Any]) -> None:
+        """Make the groups of our module; see :meth:`ModelParallel.make_all_groups`."""
+        self.binding.make_all_groups(arguments)
+
+    def has_groups(self, *axes: str) -> bool:
+        """Return whether the variables of the groups over all given axes have a value."""
+        for spec in LEGACY_APIS[self.api.name].groups:
+            if spec.axes[0] in axes and getattr(self.api.active.module, spec.variable) is None:
+                return False
+        return True
+
+    def _add_accessors(self, spec: GroupSpec) -> None:
+        """Add the functions of a group: accessors, and for the tensor-parallel group mappings."""
+        start = f"get_{spec.name}_parallel"
+        self._add(f"{start}_group", spec.variable)
+        self._add(f"{start}_rank", spec.variable, dist.get_rank)
+        self._add(f"{start}_world_size", spec.variable, dist.get_world_size)
+        if spec.ranks:
+            self._add(f"{start}_ranks", spec.ranks)
+        else:
+            self._add(f"{start}_ranks", spec.variable, dist.get_process_group_ranks)
+        if spec.axes == ("tp",):
+            self._get_group = self.names[f"{start}_group"]
+            self._add(f"{start}_src_rank", spec.variable, get_first_rank)
+            for kind in REGIONS:
+                self._add_region(f"{kind}_{spec.name}_parallel_region", kind)
 
     def get_tensor_group(self) -> Group:
         """Return the tensor-parallel group from its variable, that is of the current mesh."""
@@ -234,12 +282,4 @@ class Accessors:
     def _set(self, name: str, function: Callable[..., Any], text: str) -> None:
         function.__name__ = function.__qualname__ = name
         function.__doc__ = text
-        self.functions[name] = function
-
-
-def are_assigned(api: Api, *axes: str) -> bool:
-    """Return whether the variables of the groups over all given axes have a value."""
-    for spec in LEGACY_APIS[api.name].groups:
-        if spec.axes[0] in axes and getattr(api.active.module, spec.variable) is None:
-            return False
-    return True
+        self.names[name] = function

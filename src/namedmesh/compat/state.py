@@ -69,7 +69,6 @@ class State:
     def _write(self, values: Mapping[str, Any]) -> None:
         """Set the module's variables; those that ``values`` lacks get their value at import."""
         for name, value in self.empty.items():
-            # Upstream fills lists and dicts in place.
             vars(self.module)[name] = values[name] if name in values else copy(value)
 
     def fill(self, mesh: NamedMesh, initialize: Callable[[], object]) -> dict[str, Any]:
@@ -83,9 +82,9 @@ class State:
             initialize: the function. It sees the variables as if there were no other mesh.
         """
         before = self._read()
-        if self.shown is not None:
-            # Without a mesh, a variable that was assigned by hand keeps its value, as it does upstream.
-            self._write({})
+        # Without a mesh, a variable that was assigned by hand keeps its value, as it does upstream. Lists
+        # and dicts are copied, because upstream fills them in place.
+        self._write({} if self.shown else {name: copy(value) for name, value in before.items()})
         try:
             with share_groups(mesh, keep_timeouts=True):
                 initialize()

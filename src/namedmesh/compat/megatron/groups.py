@@ -78,7 +78,8 @@ class ParallelStateFallback:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             # Upstream lists the groups of this rank, after None, which is the default group there.
             listed = self.module["_global_process_group_list"] or [None]
-            self.module["_global_process_group_list"] = [*listed, group]
+            listed.append(group)
+            self.module["_global_process_group_list"] = listed
         return group
 
     def _create_groups(self, rank_sets: Sequence[Sequence[int]], **options: Any) -> Any:

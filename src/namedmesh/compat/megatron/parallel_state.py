@@ -185,6 +185,11 @@ def is_rank_in_position_embedding_group() -> bool:
 # --- data parallelism -----------------------------------------------------------------------------
 
 
+def has_separate_all_gather_group() -> bool:
+    """Return whether there is a duplicate of the data parallel group for all-gathers."""
+    return _module._DATA_PARALLEL_GROUP_WITH_CP_AG is not None
+
+
 def get_data_parallel_group(
     with_context_parallel: bool = False,
     *,

@@ -31,6 +31,7 @@ _NUMBERS = {
     "context_parallel": ("", "_CONTEXT_PARALLEL_GROUP"),
     "expert_model_parallel": ("_MPU_EXPERT_MODEL_PARALLEL", "_EXPERT_MODEL_PARALLEL_GROUP"),
     "expert_tensor_parallel": ("_MPU_EXPERT_TENSOR_PARALLEL", "_EXPERT_TENSOR_PARALLEL_GROUP"),
+    "tensor_and_context_parallel": ("", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
     "expert_tensor_and_model_parallel": ("", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
     # The accessors of these two are not in a table.
     "virtual_pipeline_model_parallel": ("_VIRTUAL_PIPELINE_MODEL_PARALLEL", ""),
